@@ -1,0 +1,26 @@
+"""Left singular vectors of the value projection, without any data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .pair import BasisPair, positive_signs
+
+
+def from_weight(weight: Tensor, rows: int) -> BasisPair:
+    """SVD of each group's rows of W_v.
+
+    Args:
+        weight: [num_groups * rows, hidden_size], any dtype.
+        rows: group_size * head_dim.
+    Returns:
+        An orthonormal pair (encode = decode), as many columns as rows.
+    Source: Palu, arXiv 2407.21118; FDC section 5.2 ("the singular values of V are obtained by decomposing W_V").
+    """
+    blocks = weight.to(torch.float64).reshape(-1, rows, weight.shape[-1])
+    vectors, values, _ = torch.linalg.svd(blocks, full_matrices=True)
+    values = torch.nn.functional.pad(values, (0, rows - values.shape[-1]))
+    noise = max(blocks.shape[-2:]) * torch.finfo(torch.float64).eps * values[:, :1]
+    vectors = positive_signs(vectors)
+    return BasisPair(vectors, vectors, torch.where(values > noise, values, 0.0))

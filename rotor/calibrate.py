@@ -1,0 +1,167 @@
+"""From a model folder to a run folder: tokens, capture, statistics, bases."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+
+from .bases import LayerBases, layer_bases, needed_statistics
+from .capture import capture
+from .checkpoint import Checkpoint, check_writable, file_sha256, staged_folder, write_json
+from .compress import load_model, pick_device, pick_dtype
+from .errors import DataError, RecipeError
+from .families import Family, attention_shape, find_family, read_attention
+from .layout import AttentionShape, Domain
+from .progress import Progress, StageTimes
+from .recipe import Recipe, load_recipe
+from .run import INFO, LOG, RECIPE, Run, write_bases, write_statistics
+from .statistics import LayerStatistics
+from .tokens import calibration_tokens
+
+log = logging.getLogger("rotor")
+
+
+def calibrate(
+    model: str | Path,
+    out: str | Path,
+    recipe: str | Recipe = "rotor",
+    overrides: Iterable[str] = (),
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_tokens: int = 4096,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
+
+    Args:
+        model: folder of a transformers checkpoint with safetensors weights; only read.
+        out: the run folder to write; it appears when everything is done.
+        recipe: name of a bundled recipe, path of one, or a Recipe.
+        overrides: `section.field=value` for the recipe.
+        device, dtype: where and in what the forward passes run; `auto` is the GPU if there is one, and float32 on a
+            CPU. Statistics are float64 in any case.
+        batch_tokens: tokens in one forward pass.
+    Raises:
+        RotorError: see rotor.errors; nothing is written then.
+    """
+    progress = progress or Progress()
+    spec = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    times = StageTimes()
+    out = Path(out)
+    check_writable(out, overwrite, [Path(model)])
+
+    checkpoint = Checkpoint(model)
+    family, shape = find_family(checkpoint.config), attention_shape(checkpoint.config)
+    domain: Domain = spec.groups.domain if family.rotary else "none"
+    group_size = shape.num_kv_heads if spec.groups.size == "all" else int(spec.groups.size)
+    if shape.num_kv_heads % group_size:
+        raise RecipeError(
+            f"groups.size {group_size} does not divide the model's {shape.num_kv_heads} KV heads.",
+            "Choose a divisor, or all.",
+        )
+    with times.stage("check model"), progress.task("check model", checkpoint.total_bytes(), "B") as advance:
+        shards = {}
+        for file in checkpoint.files:
+            shards[file] = file_sha256(checkpoint.folder / file)
+            for name in checkpoint.names_in(file):
+                checkpoint.tensor(name)  # raises on NaN or Inf
+            advance((checkpoint.folder / file).stat().st_size)
+    tokens = calibration_tokens(spec.tokens, checkpoint.config, checkpoint.tokenizer)
+    if tokens.numel() < group_size * shape.head_dim:
+        raise DataError(
+            f"{tokens.numel()} calibration tokens are fewer than the {group_size * shape.head_dim} dimensions of a group.",
+            "Raise it with --set tokens.count=N; the papers use at least 8192.",
+        )
+
+    target = pick_device(device)
+    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+    with times.stage("load model"):
+        network = load_model(checkpoint.folder, target, compute_dtype)
+    wanted = needed_statistics(spec.bases.qk, spec.bases.vo, domain)
+    with times.stage("capture"):
+        statistics = collect(network, family, shape, group_size, wanted, tokens, batch_tokens, progress)
+    del network
+    with times.stage("bases"), progress.task("bases", shape.num_layers, "layers") as advance:
+        bases: list[LayerBases] = []
+        for layer, moments in enumerate(statistics):
+            moments.check_finite(layer)
+            weights = read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)
+            bases.append(layer_bases(moments, weights, shape, domain, spec.bases.qk, spec.bases.vo))
+            advance(1)
+
+    info = {
+        "model": {
+            "path": str(checkpoint.folder.resolve()),
+            "name": checkpoint.folder.resolve().name,
+            "model_type": checkpoint.config.model_type,
+            "shards": shards,
+        },
+        "domain": domain,
+        "group_size": group_size,
+        "shape": dataclasses.asdict(shape),
+        "tokens": {"count": tokens.numel(), "rows": tokens.shape[0], "seq_len": tokens.shape[1]},
+        "device": str(target),
+        "dtype": str(compute_dtype).removeprefix("torch."),
+        "versions": versions(),
+    }
+    needed = sum(t.numel() * 8 for s in statistics for t in s.sums.values()) * 4
+    with staged_folder(out, overwrite, [checkpoint.folder], needed) as staging:
+        with times.stage("write"):
+            (staging / RECIPE).write_text(spec.to_yaml(), "utf-8")
+            for layer, moments in enumerate(statistics):
+                write_statistics(staging, layer, moments)
+            write_bases(staging, bases)
+        write_json(staging / INFO, {**info, "stages": times.stages})
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        (staging / LOG).write_text(
+            "".join(f"{stamp} calibrate: {name}: {s:.2f} s\n" for name, s in times.seconds.items()), "utf-8"
+        )
+    return Run.open(out)
+
+
+@torch.inference_mode()
+def collect(
+    model: Any,
+    family: Family,
+    shape: AttentionShape,
+    group_size: int,
+    wanted: frozenset[str],
+    tokens: torch.Tensor,
+    batch_tokens: int,
+    progress: Progress,
+) -> list[LayerStatistics]:
+    """Stream the second moments of every layer over `tokens` [rows, seq_len]; no activations are kept."""
+    statistics = [LayerStatistics(shape, group_size) for _ in range(shape.num_layers)]
+    decoder = model.get_submodule(family.decoder)  # the language-model head is not needed
+    rows = max(1, batch_tokens // tokens.shape[1])
+    with (
+        progress.task("calibrate", tokens.numel(), "tokens") as advance,
+        capture(model, family, shape, wanted, lambda layer, activations: statistics[layer].add(activations)),
+    ):
+        for batch in tokens.split(rows):
+            decoder(batch.to(model.device), use_cache=False)
+            advance(batch.numel())
+    for layer in statistics:
+        layer.sums = {name: total.cpu() for name, total in layer.sums.items()}
+    return statistics
+
+
+def versions() -> dict[str, str]:
+    from . import __version__
+
+    return {
+        "rotor": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+    }

@@ -1,0 +1,64 @@
+"""Observe queries, keys and values inside attention while a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .families import Family, keys_before_rope
+from .layout import AttentionShape
+
+Observer = Callable[[int, dict[str, Tensor]], None]
+"""Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `key_post`,
+`key_pre` and `value` [tokens, num_kv_heads, head_dim]."""
+
+CAPTURE = "rotor_capture"
+
+
+@contextmanager
+def capture(
+    model: Any, family: Family, shape: AttentionShape, wanted: frozenset[str], observe: Observer
+) -> Iterator[None]:
+    """While active, every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
+
+    Queries, keys after RoPE and values come from transformers' attention interface; keys before RoPE from a hook on
+    the key projection, or on the key norm where there is one. Run the model with use_cache=False and without padding.
+    """
+    pending: dict[int, Tensor] = {}
+
+    def hook_for(layer: int) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any, output: Tensor) -> None:
+            pending[layer] = keys_before_rope(family, output, shape).unflatten(-1, (-1, shape.head_dim))
+
+        return hook
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = module.layer_idx
+        seen = {"query": query, "key_post": key, "value": value}
+        activations = {name: x.transpose(1, 2).flatten(0, 1) for name, x in seen.items() if name in wanted}
+        if "key_pre" in wanted:
+            activations["key_pre"] = pending.pop(layer)
+        observe(layer, activations)
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    handles = []
+    if "key_pre" in wanted:
+        for layer in range(shape.num_layers):
+            source = family.attention_module(model, layer).get_submodule(family.key_source)
+            handles.append(source.register_forward_hook(hook_for(layer)))
+    AttentionInterface.register(CAPTURE, attention)
+    AttentionMaskInterface.register(CAPTURE, sdpa_mask)  # without it transformers drops the mask silently
+    before = model.config._attn_implementation
+    model.config._attn_implementation = CAPTURE
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,307 @@
+"""Reading source checkpoints and writing output folders: the only module that touches model files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from .errors import CheckpointError, NumericsError, RotorError, UsageError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class Checkpoint:
+    """A folder with config.json and safetensors shards, opened read-only; tensors are read when asked for.
+
+    Raises:
+        CheckpointError: no model folder, a missing, truncated or unreadable shard, or a pickle checkpoint.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
+        self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
+        self.file_of = self._locate()
+        self._handles: dict[str, Any] = {}
+        found = {file: set(self._open(file).keys()) for file in self.files}
+        for name, file in self.file_of.items():
+            if name not in found[file]:
+                raise CheckpointError(
+                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it.", "Download it again."
+                )
+
+    @property
+    def files(self) -> list[str]:
+        """Shard file names, sorted."""
+        return sorted(set(self.file_of.values()))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.file_of)
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config; code in the folder is never run."""
+        try:
+            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.folder / 'config.json'}: transformers cannot read it: {_one_line(error)}",
+                "Check config.json, or install a version of transformers that knows this model.",
+            ) from error
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer in the folder, or None."""
+        if not any((self.folder / n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except (ValueError, KeyError, OSError, ImportError) as error:
+            raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded: {_one_line(error)}") from error
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: there is none of that name.
+            NumericsError: it has a NaN or Inf.
+        """
+        if name not in self.file_of:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is missing; the shards hold {len(self.file_of)} tensors.",
+                "Check that config.json belongs to these weights.",
+            )
+        file = self.file_of[name]
+        try:
+            tensor = self._open(file).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.folder / file}: tensor {name}: {_one_line(error)}") from error
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise NumericsError(
+                f"{self.folder / file}: tensor {name} has {bad} elements that are NaN or Inf.",
+                "The source checkpoint is damaged; download it again.",
+            )
+        return tensor
+
+    def shape_of(self, name: str) -> list[int]:
+        return list(self._open(self.file_of[name]).get_slice(name).get_shape())
+
+    def names_in(self, file: str) -> list[str]:
+        return sorted(name for name, where in self.file_of.items() if where == file)
+
+    def sidecars(self) -> list[Path]:
+        """Files to take along unchanged: everything but the weights, the index and config.json."""
+        skip = {"config.json", INDEX_FILE, *self.files}
+        return sorted(
+            p
+            for p in self.folder.iterdir()
+            if p.is_file()
+            and p.name not in skip
+            and p.suffix not in (".safetensors", *PICKLE_SUFFIXES)
+            and not p.name.startswith(".")
+            and p.name not in ("README.md", "rotor.json", "kernel_config.json", "recipe.yaml")
+        )
+
+    def total_bytes(self) -> int:
+        return sum((self.folder / file).stat().st_size for file in self.files)
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> shard file name."""
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            weight_map = read_json(index, "Download it again.").get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: no weight_map in it.", "Download it again.")
+            for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file:
+                    raise CheckpointError(f"{index}: {name} is in {file!r}, expected a file name in this folder.")
+                if not (self.folder / file).is_file():
+                    raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")
+            return dict(weight_map)
+        single = self.folder / SINGLE_FILE
+        if single.is_file():
+            with _safetensors(single) as handle:
+                return {name: SINGLE_FILE for name in handle.keys()}  # noqa: SIM118 (not a dict)
+        pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+        if pickles:
+            raise CheckpointError(
+                f"{self.folder / pickles[0]}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
+                "Convert it with transformers' save_pretrained, which writes safetensors.",
+            )
+        raise CheckpointError(
+            f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
+        )
+
+    def _open(self, file: str) -> Any:
+        if file not in self._handles:
+            self._handles[file] = _safetensors(self.folder / file)
+        return self._handles[file]
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {_one_line(error)}",
+            "Download it again.",
+        ) from error
+
+
+def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+    """A JSON object from a file; raises CheckpointError if it is missing or not one."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file.", hint) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {_one_line(error)}", hint) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}.", hint)
+    return data
+
+
+def write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one safetensors file."""
+    save_file({name: t.contiguous() for name, t in sorted(tensors.items())}, path, metadata={"format": "pt"})
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """Hash of the elements in row-major order, as the safetensors file stores them."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@contextmanager
+def staged_folder(out: Path, overwrite: bool, sources: list[Path], needed_bytes: int) -> Iterator[Path]:
+    """A folder that appears whole or not at all: written beside `out`, flushed to disk, then renamed.
+
+    Args:
+        out: where it is to appear.
+        overwrite: allow a non-empty folder there; it is replaced only when the new one is complete.
+        sources: folders that must not be written to; `out` in or equal to one of them is refused.
+        needed_bytes: checked against the free disk space first.
+    Raises:
+        UsageError: `out` must not be written. CheckpointError: the disk is too small or fails.
+    """
+    out = Path(os.path.abspath(out))
+    check_writable(out, overwrite, sources)
+    parent = out.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _clean_leftovers(out)
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise CheckpointError(f"{parent}: cannot be written ({error.strerror}).", "Choose another place.") from error
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{parent}: {free / 1e9:.2f} GB free, {needed_bytes / 1e9:.2f} GB needed.", "Free space, or choose another."
+        )
+    staging = parent / f".{out.name}.rotor-{os.getpid()}"
+    try:
+        staging.mkdir()
+        yield staging
+        for path in sorted(staging.rglob("*")):
+            if path.is_file():
+                _fsync(path)
+        _fsync(staging)
+        _publish(staging, out)
+        _fsync(parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{out}: writing failed: {_one_line(error)}", "Nothing was changed there.") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_writable(out: Path, overwrite: bool, sources: list[Path]) -> None:
+    """Raises UsageError where an output folder must not be written."""
+    resolved = out.resolve()
+    for source in sources:
+        if resolved == source.resolve() or source.resolve() in resolved.parents:
+            raise UsageError(f"{out}: lies in {source}, which rotor reads from.", "Choose a folder outside of it.")
+        if resolved in source.resolve().parents:
+            raise UsageError(f"{out}: contains {source}, which rotor reads from.", "Choose another folder.")
+    if out.is_file():
+        raise UsageError(f"{out}: is a file.", "Choose another name.")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise UsageError(f"{out}: exists and is not empty.", "Give --overwrite to replace it.")
+
+
+def _publish(staging: Path, out: Path) -> None:
+    if out.is_dir():
+        old = staging.with_name(f"{staging.name}-old")
+        os.rename(out, old)
+        try:
+            os.rename(staging, out)
+        except OSError:
+            os.rename(old, out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(staging, out)
+
+
+def _clean_leftovers(out: Path) -> None:
+    """Remove what a killed process left beside `out`; put the old folder back if it was killed between two renames."""
+    for path in out.parent.glob(f".{out.name}.rotor-*"):
+        pid = path.name.rpartition("rotor-")[2].removesuffix("-old")
+        if not pid.isdigit() or _is_alive(int(pid)):
+            continue
+        if path.name.endswith("-old") and not out.exists():
+            os.rename(path, out)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, RotorError):
+        text = error.message
+    return text if len(text) <= 300 else text[:297] + "..."

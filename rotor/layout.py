@@ -1,0 +1,164 @@
+"""What a compressed model stores: groups of KV heads, their domain, ranks and offsets in the packed rows.
+
+Pure data, no tensors. One LayerLayout per layer is written into `config.json` (the loader builds the attention
+modules from it), into `kernel_config.json` (the kernels read it) and into `rotor.json` (the report).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any, Literal
+
+from .errors import CheckpointError
+
+Domain = Literal["post", "pre", "none"]
+"""Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or in a model without RoPE."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of a model's attention layers before compression."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """KV heads that share one key latent and one value latent, and the ranks of these (numbers stored per token)."""
+
+    kv_heads: tuple[int, ...]
+    qk_rank: int
+    v_rank: int
+
+
+@dataclass(frozen=True)
+class GroupClass:
+    """Consecutive groups of a layer with equal ranks: what one batched operation or one kernel variant serves."""
+
+    start: int
+    count: int
+    qk_rank: int
+    v_rank: int
+    qk_offset: int
+    v_offset: int
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """The groups of one layer, in the order in which the packed rows hold them (by class, widest first).
+
+    All groups of a layer have the same number of KV heads and the same domain. `folded_keys` says that the key basis
+    is inside `k_proj` (so that it puts out the latent); otherwise a `key_basis` is applied at run time.
+    """
+
+    domain: Domain
+    folded_keys: bool
+    groups: tuple[GroupLayout, ...]
+
+    @property
+    def group_size(self) -> int:
+        return len(self.groups[0].kv_heads)
+
+    @property
+    def qk_width(self) -> int:
+        return sum(group.qk_rank for group in self.groups)
+
+    @property
+    def v_width(self) -> int:
+        return sum(group.v_rank for group in self.groups)
+
+    @property
+    def kv_head_order(self) -> tuple[int, ...]:
+        """Original indices of the KV heads in the order of the packed rows; the compressed projections use it too."""
+        return tuple(head for group in self.groups for head in group.kv_heads)
+
+    def classes(self) -> Iterator[GroupClass]:
+        """Runs of groups with equal ranks, with their offsets (in elements) in the packed key and value rows."""
+        start = qk_offset = v_offset = 0
+        for (qk_rank, v_rank), run in groupby(self.groups, key=lambda g: (g.qk_rank, g.v_rank)):
+            count = sum(1 for _ in run)
+            yield GroupClass(start, count, qk_rank, v_rank, qk_offset, v_offset)
+            start, qk_offset, v_offset = start + count, qk_offset + count * qk_rank, v_offset + count * v_rank
+
+    def offsets(self) -> list[tuple[int, int]]:
+        """(qk_offset, v_offset) in elements of each group in the packed rows."""
+        qk = accumulate((g.qk_rank for g in self.groups), initial=0)
+        v = accumulate((g.v_rank for g in self.groups), initial=0)
+        return list(zip(qk, v, strict=True))[:-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "domain": self.domain,
+            "folded_keys": self.folded_keys,
+            "groups": [
+                {"kv_heads": list(g.kv_heads), "qk_rank": g.qk_rank, "v_rank": g.v_rank} for g in self.groups
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str) -> LayerLayout:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            CheckpointError: a field is missing or has the wrong type; names `where`.
+        """
+        try:
+            groups = tuple(
+                GroupLayout(tuple(int(h) for h in g["kv_heads"]), int(g["qk_rank"]), int(g["v_rank"]))
+                for g in data["groups"]
+            )
+            layout = cls(data["domain"], bool(data["folded_keys"]), groups)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{where}: the layout of a compressed layer is not readable ({error!r}).",
+                "The folder was edited or is from another version of rotor; export it again.",
+            ) from error
+        sizes = {len(g.kv_heads) for g in groups}
+        ranks_positive = all(g.qk_rank > 0 and g.v_rank > 0 for g in groups)
+        if layout.domain not in ("post", "pre", "none") or len(sizes) != 1 or 0 in sizes or not ranks_positive:
+            raise CheckpointError(
+                f"{where}: got domain {layout.domain!r} and group sizes {sorted(sizes)}; expected domain post, pre or "
+                "none, equal group sizes and positive ranks.",
+                "The folder was edited or is from another version of rotor; export it again.",
+            )
+        return layout
+
+
+def ordered_by_class(
+    domain: Domain, folded_keys: bool, groups: list[GroupLayout]
+) -> tuple[LayerLayout, tuple[int, ...]]:
+    """Order the groups of a layer by class, widest first, ties by their KV heads.
+
+    Returns:
+        The layout, and for each position in it the index of the group in `groups`.
+    """
+    order = sorted(range(len(groups)), key=lambda i: (-groups[i].qk_rank, -groups[i].v_rank, groups[i].kv_heads))
+    return LayerLayout(domain, folded_keys, tuple(groups[i] for i in order)), tuple(order)
+
+
+def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape) -> float:
+    """Share of the KV cache removed (the papers' p) by (qk_rank, v_rank) of every group of every layer.
+
+    Source: FDC section 4.1; 1 - sum (qk_rank + v_rank) / sum over KV heads of 2 head_dim.
+    """
+    kept = sum(qk_rank + v_rank for layer in ranks for qk_rank, v_rank in layer)
+    return 1.0 - kept / (shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim)
+
+
+def kv_bytes_per_token(layouts: list[LayerLayout], element_bytes: int) -> int:
+    """Bytes of cache that one token takes over all layers, packed rows only (there is no other metadata)."""
+    return element_bytes * sum(layout.qk_width + layout.v_width for layout in layouts)
+
+
+def uncompressed_kv_bytes_per_token(shape: AttentionShape, element_bytes: int) -> int:
+    return element_bytes * shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim

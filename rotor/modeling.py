@@ -1,0 +1,177 @@
+"""The attention module of a compressed model, for every family and both domains.
+
+It holds the rewritten projections under their usual names, puts latents into the cache as packed rows, and calls the
+`rotor` attention function. transformers' own cache classes store the rows unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UsageError
+from .families import Family
+from .kernels.reference import grouped_attention, project_keys, rotate
+from .layout import AttentionShape, LayerLayout
+
+
+class RotaryTable:
+    """Cosines and sines by index in the cache, from the model's own rotary embedding, shared by all layers.
+
+    Holds the embedding without registering it as a submodule: it stays where the model has it.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        self._rotary = rotary
+        self._key: tuple[Any, ...] | None = None
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, offset: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [length, head_dim], of positions offset ... offset + length - 1, in dtype of `like`."""
+        key = (int(offset), int(length), like.device, like.dtype)
+        if key != self._key or self._table is None:
+            positions = torch.arange(length, device=like.device) + offset
+            cos, sin = self._rotary(like, positions[None])
+            self._key, self._table = key, (cos[0], sin[0])
+        return self._table
+
+
+class RotorAttention(nn.Module):
+    """Compressed attention: the same inputs and outputs as the family's own module.
+
+    Args:
+        base: the module that it takes the place of; its scaling, norms and layer index are taken over.
+        family, shape, layout: the model's family, its sizes, and what this layer stores.
+        biases: which of q, k, v, o have a bias.
+        rotary: table shared by the layers, or None for a model without RoPE.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        family: Family,
+        shape: AttentionShape,
+        layout: LayerLayout,
+        biases: frozenset[str],
+        rotary: RotaryTable | None,
+    ) -> None:
+        super().__init__()
+        self.config: Any = base.config
+        self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
+        self.scaling: float = float(base.scaling)  # type: ignore[arg-type]
+        self.head_dim = shape.head_dim
+        self.heads_per_kv = self.num_key_value_groups = shape.heads_per_kv
+        self.is_causal = True
+        self.layout = layout
+        self._rotary = rotary
+        q_width = shape.num_heads * shape.head_dim
+        if layout.domain == "none":
+            q_width = layout.group_size * shape.heads_per_kv * layout.qk_width
+        k_width = layout.qk_width if layout.folded_keys else shape.num_kv_heads * shape.head_dim
+        o_width = layout.group_size * shape.heads_per_kv * layout.v_width
+        hidden_size = shape.hidden_size
+        self.q_proj = nn.Linear(hidden_size, q_width, bias="q" in biases)
+        self.k_proj = nn.Linear(hidden_size, k_width, bias="k" in biases)
+        self.v_proj = nn.Linear(hidden_size, layout.v_width, bias="v" in biases)
+        self.o_proj = nn.Linear(o_width, hidden_size, bias="o" in biases)
+        for name in family.norms:
+            self.add_module(name, base.get_submodule(name))
+        basis_shape = (layout.group_size * shape.head_dim, layout.qk_width)
+        self.key_basis = None if layout.folded_keys else nn.Parameter(torch.empty(basis_shape), requires_grad=False)
+        self.query_basis = (
+            None if layout.domain == "none" else nn.Parameter(torch.empty(basis_shape), requires_grad=False)
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        layout, seq_len = self.layout, hidden_states.shape[1]
+        # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE.
+        query_offset, kv_len, kv_offset = 0, seq_len, 0
+        if past_key_values is not None:
+            query_offset = past_key_values.get_seq_length(self.layer_idx)
+            kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
+
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        key_rotation = None
+        if layout.domain != "none":
+            query = self._heads(query, "q_norm").transpose(1, 2)
+        if not layout.folded_keys:
+            key = self._heads(key, "k_norm").transpose(1, 2)
+        if layout.domain == "post":
+            assert position_embeddings is not None
+            cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        elif layout.domain == "pre":
+            assert self._rotary is not None
+            key_rotation = self._rotary(kv_offset, kv_len, query)
+            index = torch.arange(seq_len, device=query.device) + query_offset - kv_offset
+            query = rotate(query, *(table[index] for table in key_rotation))
+        key = key.unsqueeze(1) if layout.folded_keys else project_keys(key, self.key_basis, layout)
+
+        value = value.unsqueeze(1)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        output = rotor_attention_forward(
+            self, query, key, value, attention_mask, scaling=self.scaling, key_rotation=key_rotation, **kwargs
+        )[0]
+        return self.o_proj(output), None
+
+    def _heads(self, x: Tensor, norm: str) -> Tensor:
+        """[batch_size, seq_len, n * head_dim] -> [batch_size, seq_len, n, head_dim], normed where the family does."""
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        return self.get_submodule(norm)(heads) if norm in self._modules else heads
+
+    def extra_repr(self) -> str:
+        ranks = ", ".join(f"{g.qk_rank}+{g.v_rank}" for g in self.layout.groups)
+        return f"domain={self.layout.domain}, group_size={self.layout.group_size}, ranks=[{ranks}]"
+
+
+def rotor_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers knows as `rotor`; serves packed rows of RotorAttention only."""
+    if not isinstance(module, RotorAttention):
+        raise UsageError(
+            f"attn_implementation='rotor' was requested for {type(module).__name__}, which is not compressed.",
+            "Load a checkpoint written by `rotor export`; `import rotor` is all that it needs.",
+        )
+    if kwargs.get("cache") is not None:
+        raise UsageError(
+            "transformers' continuous batching (paged attention) cannot serve a compressed cache.", "Use generate()."
+        )
+    if attention_mask is not None and attention_mask.dim() != 4:
+        raise UsageError(
+            f"the attention mask has {attention_mask.dim()} dimensions, expected 4.",
+            "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
+        )
+    if scaling is None:
+        scaling = module.scaling
+    output = grouped_attention(
+        query,
+        key,
+        value,
+        module.layout,
+        module.heads_per_kv,
+        scaling,
+        query_basis=module.query_basis,
+        key_rotation=key_rotation,
+        attention_mask=attention_mask,
+        dropout=dropout,
+    )
+    return output, None

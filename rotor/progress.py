@@ -1,0 +1,44 @@
+"""How long work reports its progress; the command line draws it, a library user need not."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Advance = Callable[[float], None]
+
+
+class Progress:
+    """Does nothing; subclasses show bars and messages."""
+
+    @contextmanager
+    def task(self, name: str, total: float, unit: str) -> Iterator[Advance]:
+        """A piece of work of `total` units; yields a function to call with what was done since the last call."""
+        del name, total, unit
+        yield lambda done: None
+
+    def message(self, text: str) -> None:
+        """One line about what happens."""
+
+
+class StageTimes:
+    """Seconds of each stage of a command, and the process's peak resident bytes at its end."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        previous = self.stages.get(name, {"seconds": 0.0})["seconds"]
+        self.stages[name] = {"seconds": round(previous + seconds, 3), "peak_bytes": peak}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {name: values["seconds"] for name, values in self.stages.items()}

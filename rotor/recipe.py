@@ -1,0 +1,300 @@
+"""Recipes: what to sample, which bases to compute, how ranks are chosen, and how accuracy is measured.
+
+A recipe is a YAML file read into frozen dataclasses. Every key is checked: an unknown one is an error that names the
+nearest known key. Any field can be overridden by its dotted name (`tokens.count=16384`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from .errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Calibration tokens.
+
+    source: `random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
+        `text` reads the file or folder `path`.
+    """
+
+    source: Literal["random", "text"] = "random"
+    path: str | None = None
+    count: int = 8192
+    seq_len: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which KV heads of a layer share a latent (`size` heads each, or `all`), and where keys are compressed."""
+
+    size: int | Literal["all"] = 1
+    domain: Literal["post", "pre"] = "post"
+
+
+@dataclass(frozen=True)
+class Bases:
+    """Methods of the query/key basis and of the value/output basis (one file each in rotor/bases)."""
+
+    qk: Literal["svd", "kq"] = "svd"
+    vo: Literal["palu", "kq"] = "palu"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One removal rate shared by all groups and both sides (FDC equation 1).
+
+    spectrum: whether the rate is a share of the sum of singular values (the papers) or of their squares.
+    multiple_of: stored ranks are rounded up to this, which the kernels' tiles need.
+    """
+
+    method: Literal["removal-rate"] = "removal-rate"
+    spectrum: Literal["values", "squares"] = "values"
+    multiple_of: int = 16
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out text and the metric that accuracy means.
+
+    source: `stdlib` reads modules of the running Python's standard library; `text` reads the file or folder `path`.
+    metric: `default` is the smaller of next-token accuracy ratio and perplexity ratio; each also by its own name.
+    """
+
+    source: Literal["stdlib", "text"] = "stdlib"
+    path: str | None = None
+    seq_len: int = 512
+    search_tokens: int = 16384
+    report_tokens: int = 24576
+    metric: Literal["default", "token_accuracy", "ppl_ratio"] = "default"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Search:
+    """How finely the table from accuracy to ranks is measured.
+
+    targets: accuracies around which neighbouring points end up at most `resolution` of compression apart.
+    step: distance of points elsewhere. floor: accuracy below which nothing is measured any more.
+    """
+
+    targets: tuple[float, ...] = (0.99, 0.98, 0.95, 0.9)
+    resolution: float = 0.01
+    step: float = 0.05
+    floor: float = 0.85
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the result of a run, apart from the model."""
+
+    name: str
+    summary: str
+    tokens: Tokens = field(default_factory=Tokens)
+    groups: Groups = field(default_factory=Groups)
+    bases: Bases = field(default_factory=Bases)
+    ranks: Ranks = field(default_factory=Ranks)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    search: Search = field(default_factory=Search)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_yaml(self) -> str:
+        data = self.to_dict()
+        data["search"]["targets"] = list(data["search"]["targets"])
+        return yaml.safe_dump(data, sort_keys=False, width=120)
+
+
+EXPORT_SECTIONS = ("ranks", "evaluation", "search")
+"""Sections that may still be overridden on export, because calibration does not depend on them."""
+
+
+def bundled_recipes() -> dict[str, Recipe]:
+    """The recipes that come with rotor, by name."""
+    folder = resources.files("rotor.recipes")
+    names = sorted(item.name for item in folder.iterdir() if item.name.endswith(".yaml"))
+    return {name[:-5]: parse_recipe((folder / name).read_text("utf-8"), name) for name in names}
+
+
+def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a bundled recipe by name, or any recipe by path, and apply overrides `section.field=value`.
+
+    Raises:
+        RecipeError: no such recipe, not valid YAML, an unknown key or a value of the wrong type.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"recipe {name_or_path}: cannot be read ({error}).", "Give a YAML file.") from error
+        recipe = parse_recipe(text, name_or_path)
+    else:
+        recipes = bundled_recipes()
+        if name_or_path not in recipes:
+            raise RecipeError(
+                f"recipe {name_or_path!r} is neither bundled nor a file{_nearest(name_or_path, recipes)}",
+                f"Bundled recipes: {', '.join(recipes)}; or give the path of a YAML file.",
+            )
+        recipe = recipes[name_or_path]
+    return override(recipe, overrides)
+
+
+def parse_recipe(text: str, where: str) -> Recipe:
+    """Parse a recipe's YAML text; `where` names it in errors."""
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"recipe {where}: not valid YAML: {' '.join(str(error).split())}") from error
+    recipe: Recipe = _read(Recipe, data, where, "")
+    _check(recipe, where)
+    return recipe
+
+
+def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...] | None = None) -> Recipe:
+    """Apply `section.field=value` overrides; values are YAML.
+
+    Args:
+        sections: the only sections that may be changed, or None for all.
+    """
+    data = recipe.to_dict()
+    overrides = list(overrides)
+    for item in overrides:
+        name, equals, value = item.partition("=")
+        keys = name.strip().split(".")
+        if not equals or not all(keys):
+            raise RecipeError(f"--set {item}: expected section.field=value.", "Example: --set tokens.count=16384")
+        if sections is not None and keys[0] not in sections:
+            raise RecipeError(
+                f"--set {item}: only {', '.join(sections)} can be changed after calibration.",
+                "Calibrate again with this setting.",
+            )
+        target: Any = data
+        for depth, key in enumerate(keys):
+            if not isinstance(target, dict) or key not in target:
+                known = target if isinstance(target, dict) else {}
+                prefix = ".".join(keys[:depth])
+                raise RecipeError(
+                    f"--set {item}: unknown key {key!r}{f' in {prefix}' if prefix else ''}{_nearest(key, known)}",
+                    f"Known keys: {', '.join(known) or 'none'}.",
+                )
+            if depth < len(keys) - 1:
+                target = target[key]
+        try:
+            target[keys[-1]] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise RecipeError(f"--set {item}: the value is not valid YAML: {' '.join(str(error).split())}") from error
+    result: Recipe = _read(Recipe, data, "--set" if overrides else recipe.name, "")
+    _check(result, "--set" if overrides else recipe.name)
+    return result
+
+
+def _read(cls: Any, data: object, where: str, prefix: str) -> Any:
+    """Read a mapping into the dataclass `cls`, checking keys and types; `prefix` is the dotted name so far."""
+    if not isinstance(data, Mapping):
+        raise RecipeError(f"recipe {where}: {prefix or 'the file'}: expected a mapping, got {_shorten(data)}.")
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in data.items():
+        if key not in hints:
+            raise RecipeError(
+                f"recipe {where}: unknown key {f'{prefix}{key}'!r}{_nearest(str(key), hints)}",
+                f"Known keys: {', '.join(f'{prefix}{name}' for name in hints)}.",
+            )
+        values[key] = _convert(hints[key], value, where, f"{prefix}{key}")
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise RecipeError(f"recipe {where}: missing key {f'{prefix}{missing[0]}'!r}.")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _read(hint, value, where, f"{name}.")
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = get_args(hint)
+    else:
+        options = (hint,)
+    for option in options:
+        if get_origin(option) is Literal and isinstance(value, str) and value in get_args(option):
+            return value
+        if get_origin(option) is tuple and isinstance(value, (list, tuple)):
+            return tuple(_convert(get_args(option)[0], item, where, f"{name}[{i}]") for i, item in enumerate(value))
+        if option is type(None) and value is None:
+            return None
+        if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if option in (int, str, bool) and type(value) is option:
+            return value
+    expected = " or ".join(_describe(option) for option in options)
+    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    raise RecipeError(f"recipe {where}: {name}: got {_shorten(value)}, expected {expected}{_nearest(value, choices)}")
+
+
+def _describe(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return "one of " + ", ".join(get_args(option))
+    if get_origin(option) is tuple:
+        return f"a list of {get_args(option)[0].__name__}"
+    return "null" if option is type(None) else option.__name__
+
+
+def _check(recipe: Recipe, where: str) -> None:
+    """Ranges that the types do not express."""
+    tokens, groups, evaluation, search = recipe.tokens, recipe.groups, recipe.evaluation, recipe.search
+    rules = [
+        (tokens.count > 0, "tokens.count", tokens.count, "a positive number of tokens"),
+        (tokens.seq_len > 1, "tokens.seq_len", tokens.seq_len, "at least 2 tokens"),
+        (tokens.source != "text" or tokens.path, "tokens.path", tokens.path, "a file or folder, as source is text"),
+        (groups.size == "all" or groups.size > 0, "groups.size", groups.size, "all or a positive number of KV heads"),
+        (recipe.ranks.multiple_of > 0, "ranks.multiple_of", recipe.ranks.multiple_of, "a positive number"),
+        (evaluation.seq_len > 1, "evaluation.seq_len", evaluation.seq_len, "at least 2 tokens"),
+        (evaluation.search_tokens > 0, "evaluation.search_tokens", evaluation.search_tokens, "a positive number"),
+        (evaluation.report_tokens > 0, "evaluation.report_tokens", evaluation.report_tokens, "a positive number"),
+        (
+            evaluation.source != "text" or evaluation.path,
+            "evaluation.path",
+            evaluation.path,
+            "a file or folder, as source is text",
+        ),
+        (0 < search.resolution < 1, "search.resolution", search.resolution, "a share between 0 and 1"),
+        (0 < search.step < 1, "search.step", search.step, "a share between 0 and 1"),
+        (0 <= search.floor < 1, "search.floor", search.floor, "a share below 1"),
+        (all(0 < t <= 1 for t in search.targets), "search.targets", search.targets, "accuracies above 0, at most 1"),
+        (
+            not (recipe.bases.qk == "svd" and groups.domain == "pre"),
+            "bases.qk",
+            recipe.bases.qk,
+            "kq, as groups.domain is pre",
+        ),
+    ]
+    for ok, name, got, expected in rules:
+        if not ok:
+            raise RecipeError(f"recipe {where}: {name}: got {got!r}, expected {expected}.")
+
+
+def _nearest(word: object, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else "."
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
