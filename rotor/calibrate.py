@@ -79,7 +79,7 @@ def calibrate(
     tokens = calibration_tokens(spec.tokens, checkpoint.config, checkpoint.tokenizer)
     if tokens.numel() < group_size * shape.head_dim:
         raise DataError(
-            f"{tokens.numel()} calibration tokens are fewer than the {group_size * shape.head_dim} dimensions of a group.",
+            f"{tokens.numel()} calibration tokens, fewer than the {group_size * shape.head_dim} dimensions of a group.",
             "Raise it with --set tokens.count=N; the papers use at least 8192.",
         )
 

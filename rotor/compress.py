@@ -62,14 +62,25 @@ class CompressibleModel:
     """The source model with its attention swapped for compressed modules and back.
 
     Weights are rewritten in the checkpoint's dtype, as on export, and computed with in `dtype`.
+
+    Args:
+        rewrite_dtype: rewrite in this dtype instead of the checkpoint's.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        rewrite_dtype: torch.dtype | None = None,
+    ) -> None:
         config = checkpoint.config
         self.family: Family = find_family(config)
         self.shape = attention_shape(config)
         self.weights: list[AttentionWeights] = [
-            read_attention(self.family, i, checkpoint.names, checkpoint.tensor, self.shape)
+            read_attention(
+                self.family, i, checkpoint.names, lambda n: checkpoint.tensor(n).to(rewrite_dtype), self.shape
+            )
             for i in range(self.shape.num_layers)
         ]
         self.model = load_model(checkpoint.folder, device, dtype)

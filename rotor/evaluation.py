@@ -16,8 +16,8 @@ from .progress import Advance
 from .recipe import Evaluation
 from .tokens import longest_row, read_documents, spread_rows, stdlib_documents, text_rows
 
-LOGIT_BYTES = 1 << 28
-"""Memory that the float32 logits of one evaluation batch may take."""
+LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
+"""Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""
 
 RESAMPLES = 2000
 """Bootstrap resamples of rows."""
@@ -83,11 +83,16 @@ class Scores:
         }
 
 
-def batches(rows: Tensor, vocab_size: int) -> tuple[Tensor, ...]:
-    """Split rows so that the logits of a batch stay within LOGIT_BYTES."""
+def batches(model: Any, rows: Tensor) -> tuple[Tensor, ...]:
+    """Split rows so that the logits of a batch stay within LOGIT_BYTES.
+
+    Raises:
+        DataError: there are no rows.
+    """
     if rows.numel() == 0:
         raise DataError("the evaluation set is empty.", "Ask for more tokens with --set evaluation.report_tokens=N.")
-    return rows.split(max(1, LOGIT_BYTES // (rows.shape[1] * vocab_size * 4)))
+    allowed = LOGIT_BYTES.get(model.device.type, LOGIT_BYTES["cuda"])
+    return rows.split(max(1, allowed // (rows.shape[1] * model.config.vocab_size * 4)))
 
 
 @torch.inference_mode()
@@ -110,7 +115,7 @@ def batch_scores(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def score(model: Any, rows: Tensor, advance: Advance = lambda done: None) -> Scores:
     """Run the model over rows [n, seq_len] and score its next-token predictions."""
     correct, nll = [], []
-    for batch in batches(rows, model.config.vocab_size):
+    for batch in batches(model, rows):
         results = batch_scores(batch_logits(model, batch), batch)
         correct.append(results[0])
         nll.append(results[1])

@@ -100,9 +100,7 @@ class LayerLayout:
         return {
             "domain": self.domain,
             "folded_keys": self.folded_keys,
-            "groups": [
-                {"kv_heads": list(g.kv_heads), "qk_rank": g.qk_rank, "v_rank": g.v_rank} for g in self.groups
-            ],
+            "groups": [{"kv_heads": list(g.kv_heads), "qk_rank": g.qk_rank, "v_rank": g.v_rank} for g in self.groups],
         }
 
     @classmethod

@@ -86,9 +86,7 @@ class RankPath:
             qk, vo = ranks_from_shares(qk_shares, removal_rate), ranks_from_shares(vo_shares, removal_rate)
             exact.append(list(zip(qk, vo, strict=True)))
             rounded.append([(self._round(a, qk_shares), self._round(b, vo_shares)) for a, b in exact[-1]])
-        return RankPlan(
-            removal_rate, exact, rounded, compression(exact, self.shape), compression(rounded, self.shape)
-        )
+        return RankPlan(removal_rate, exact, rounded, compression(exact, self.shape), compression(rounded, self.shape))
 
     def full(self) -> RankPlan:
         """All columns of every group: the plan that changes nothing."""

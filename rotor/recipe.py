@@ -86,10 +86,10 @@ class Search:
     """How finely the table from accuracy to ranks is measured.
 
     targets: accuracies around which neighbouring points end up at most `resolution` of compression apart.
-    step: distance of points elsewhere. floor: accuracy below which nothing is measured any more.
+    step: distance of points elsewhere below the largest target. floor: accuracy at which measuring stops.
     """
 
-    targets: tuple[float, ...] = (0.99, 0.98, 0.95, 0.9)
+    targets: tuple[float, ...] = (0.995, 0.99, 0.98, 0.95, 0.9)
     resolution: float = 0.01
     step: float = 0.05
     floor: float = 0.85

@@ -43,9 +43,9 @@ def rewrite_layer(
     """Compressed projections of one layer, by their names under the attention module.
 
     `q_proj` [num_heads * head_dim, hidden] with heads in the order of the layout (without RoPE: rotated and truncated,
-    [num_heads' latents, hidden]); `k_proj` likewise, or [qk_width, hidden] if the key basis is folded; `v_proj`
-    [v_width, hidden]; `o_proj` [hidden, sum over query heads of v_rank]. `key_basis` [g * head_dim, qk_width] where keys
-    are projected at run time, and `query_basis` of the same shape where queries are projected or keys rebuilt.
+    [sum over query heads of qk_rank, hidden]); `k_proj` likewise, or [qk_width, hidden] if the key basis is folded;
+    `v_proj` [v_width, hidden]; `o_proj` [hidden, sum over query heads of v_rank]. `key_basis` [g * head_dim, qk_width]
+    where keys are projected at run time; `query_basis`, of the same shape, where queries are or keys are rebuilt.
 
     Args:
         layout, order: from `layer_layout`.

@@ -1,6 +1,6 @@
 """The run folder: what calibration found, and what searches measured.
 
-    RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases.safetensors  rank_table.json  log.txt
+RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases.safetensors  rank_table.json  log.txt
 """
 
 from __future__ import annotations

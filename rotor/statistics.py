@@ -45,7 +45,7 @@ class LayerStatistics:
         self.tokens += next(iter(counts.values()))
 
     def _blocks(self, name: str, tensor: Tensor) -> Tensor:
-        """Rows to multiply, [blocks, rows, width]: query rows of a KV head together, KV heads of a group side by side."""
+        """Rows to multiply, [blocks, rows, width]: a KV head's query rows together, a group's KV heads side by side."""
         tokens, _, dim = tensor.shape
         if name == "query":
             heads = self.shape.num_kv_heads

@@ -1,0 +1,5 @@
+"""`python -m rotor` is the `rotor` command."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,308 @@
+"""The `rotor` command. Prints; everything else is in the library."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from . import __version__
+from .errors import RotorError
+from .progress import Advance, Progress
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
+    rich_markup_mode=None,
+)
+stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
+
+RecipeOverrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field; may be repeated.")
+]
+Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty output folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
+
+
+class RateColumn(ProgressColumn):
+    """Units per second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{_human(speed)} {task.fields['unit']}/s")
+
+
+class ConsoleProgress(Progress):
+    """Bars and messages on stderr; bars only on a terminal."""
+
+    @contextmanager
+    def task(self, name: str, total: float, unit: str) -> Iterator[Advance]:
+        columns = (TextColumn("{task.description:18}"), BarColumn(), RateColumn(), TimeRemainingColumn())
+        with RichProgress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bars:
+            task = bars.add_task(name, total=total, unit=unit)
+            yield lambda done: bars.advance(task, done)
+
+    def message(self, text: str) -> None:
+        stderr.print(text, highlight=False, markup=False)
+
+
+def _progress(quiet: bool) -> Progress:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    return Progress() if quiet else ConsoleProgress()
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"rotor {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+@app.command(epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384")
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
+    recipe: Annotated[
+        str, typer.Option(help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.")
+    ] = "rotor",
+    overrides: RecipeOverrides = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 2048,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find the bases of the model's KV heads and write them to a run folder."""
+    from .calibrate import calibrate as run_calibrate
+
+    run = run_calibrate(
+        model,
+        out,
+        recipe,
+        overrides or [],
+        device=device,
+        dtype=dtype,
+        batch_tokens=batch_tokens,
+        overwrite=overwrite,
+        progress=_progress(quiet),
+    )
+    if as_json:
+        _print_json({"run": str(run.folder), "recipe": run.recipe.name, **run.info})
+        return
+    seconds = run.info["stages"]["capture"]["seconds"]
+    count = run.info["tokens"]["count"]
+    stdout.print(
+        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, {run.info['group_size']} KV head(s) a group, "
+        f"domain {run.info['domain']}, {count} tokens at {_human(count / max(seconds, 1e-9))} tokens/s",
+        highlight=False,
+    )
+    stdout.print(f"Next: rotor export {run.folder} -o OUT --accuracy 0.99", highlight=False)
+
+
+@app.command(epilog="Example: rotor export runs/demo -o out/demo --accuracy 0.99")
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder that `rotor calibrate` wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Checkpoint folder to write.")],
+    accuracy: Annotated[
+        float | None, typer.Option(help="Remove as much as keeps this accuracy (ratio to the model).")
+    ] = None,
+    compression: Annotated[float | None, typer.Option(help="Remove at least this share of the KV cache.")] = None,
+    removal_rate: Annotated[float | None, typer.Option(help="Singular-value removal rate.")] = None,
+    overrides: RecipeOverrides = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
+
+    The first --accuracy on a run measures a table from accuracy to ranks; later ones read it. Only the recipe's
+    sections ranks, evaluation and search can still be changed with --set.
+    """
+    from .export import export as run_export
+
+    result = run_export(
+        run,
+        out,
+        accuracy=accuracy,
+        compression=compression,
+        removal_rate=removal_rate,
+        overrides=overrides or [],
+        device=device,
+        dtype=dtype,
+        overwrite=overwrite,
+        progress=_progress(quiet),
+    )
+    report = result.report
+    if as_json:
+        shown = {k: v for k, v in report.items() if k not in ("tensors", "layouts")}
+        _print_json({"folder": str(out), **shown, "seconds": result.seconds, "measured_points": result.measured_points})
+        return
+    size, value = report["kv_bytes_per_token"], report["accuracy"]
+    low, high = value["interval_95"]
+    stdout.print(
+        f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
+        f"token), accuracy {value['report']:.4f} [{low:.4f}, {high:.4f}], {result.measured_points} point(s) measured",
+        highlight=False,
+    )
+    stdout.print(f"Next: rotor validate {out}", highlight=False)
+
+
+@app.command(epilog="Example: rotor validate out/demo")
+def validate(
+    folders: Annotated[list[Path], typer.Argument(help="One or more folders that `rotor export` wrote.")],
+    model: Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
+
+    Exit code 3: everything is sound, but the stored accuracy target is not met.
+    """
+    from .validate import validate as run_validate
+
+    progress = _progress(quiet)
+    results = [
+        run_validate(folder, model=model, run=run, device=device, dtype=dtype, progress=progress) for folder in folders
+    ]
+    if as_json:
+        objects = [result.to_dict() for result in results]
+        _print_json(objects[0] if len(objects) == 1 else {"folders": objects})
+    else:
+        for result in results:
+            _print_checks(result)
+        _print_summary(results)
+    if any(result.damaged for result in results):
+        raise typer.Exit(1)
+    if not all(result.target_met for result in results):
+        raise typer.Exit(3)
+
+
+@app.command(epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40')
+def generate(
+    folder: Annotated[Path, typer.Argument(help="A compressed checkpoint (or any model folder).")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, samples at this temperature.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt with transformers' generate()."""
+    from .generate import continue_prompt
+
+    _progress(quiet=True)
+    result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype)
+    if as_json:
+        _print_json(result)
+    else:
+        print(result["text"])
+
+
+@app.command(epilog="Example: rotor recipes --json")
+def recipes(as_json: AsJson = False) -> None:
+    """List the bundled recipes."""
+    from .recipe import bundled_recipes
+
+    found = bundled_recipes()
+    if as_json:
+        _print_json({name: recipe.to_dict() for name, recipe in found.items()})
+        return
+    for name, recipe in found.items():
+        print(f"{name:8} {recipe.summary}")
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _print_checks(result: Any) -> None:
+    table = Table(title=str(result.folder), title_justify="left")
+    for column in ("check", "result", "detail"):
+        table.add_column(column)
+    colours = {"pass": "green", "fail": "red", "skipped": "yellow"}
+    for check in result.checks:
+        table.add_row(check.name, Text(check.status, style=colours[check.status]), Text(check.detail))
+    stdout.print(table)
+
+
+def _print_summary(results: list[Any]) -> None:
+    table = Table(title="KV cache compression", title_justify="left")
+    for column in ("folder", "recipe", "target", "accuracy [95 % interval]", "KL"):
+        table.add_column(column)
+    for column in ("planned", "stored", "measured", "bytes/token"):
+        table.add_column(column, justify="right")
+    for result in results:
+        summary = result.summary
+        accuracy = summary.get("accuracy")
+        size, share = summary.get("kv_bytes_per_token") or {}, summary.get("compression") or {}
+        table.add_row(
+            str(result.folder),
+            str(summary.get("recipe")),
+            "-" if not accuracy or accuracy["target"] is None else f"{accuracy['target']:g}",
+            "not measured"
+            if not accuracy
+            else f"{accuracy['value']:.4f} [{accuracy['interval_95'][0]:.4f}, {accuracy['interval_95'][1]:.4f}]",
+            "-" if not accuracy else f"{accuracy['kl_div']:.4f}",
+            *(f"{share[k]:.3f}" if k in share else "-" for k in ("planned", "stored")),
+            f"{summary['measured_compression']:.3f}" if "measured_compression" in summary else "-",
+            f"{size.get('before')} -> {summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
+        )
+    stdout.print(table)
+
+
+def _human(value: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 1000 or unit == "G":
+            return f"{value:.0f}{unit}" if unit == "" else f"{value:.1f}{unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def main() -> None:
+    """Entry point: an error of rotor's is two lines on stderr and its exit code; ROTOR_DEBUG=1 shows the traceback."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        app()
+    except RotorError as error:
+        if os.environ.get("ROTOR_DEBUG"):
+            raise
+        print(f"error: {error.message}", file=sys.stderr)
+        print(f"  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written half.\n  Give the same command again.", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,55 @@
+"""Continue a prompt with a model folder, compressed or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint import Checkpoint
+from .compress import load_model, pick_device, pick_dtype
+from .errors import CheckpointError, DataError
+
+
+def continue_prompt(
+    folder: Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> dict[str, Any]:
+    """Generate with transformers' generate() and its dynamic cache; greedy at temperature 0.
+
+    Returns:
+        `text` (prompt and continuation), `new_tokens`, and `kv_cache_bytes` of the cache at the end.
+    Raises:
+        CheckpointError: the folder has no tokenizer. DataError: the prompt has no tokens.
+    """
+    checkpoint = Checkpoint(folder)
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
+    target = pick_device(device)
+    model = load_model(folder, target, pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target))
+    inputs = tokenizer(prompt, return_tensors="pt").to(target)
+    if inputs["input_ids"].shape[1] == 0:
+        raise DataError("the prompt is empty.", "Give some text to continue.")
+    torch.manual_seed(seed)  # transformers samples from the global generator
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    output = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    cache = output.past_key_values
+    return {
+        "text": tokenizer.decode(output.sequences[0], skip_special_tokens=True),
+        "new_tokens": output.sequences.shape[1] - inputs["input_ids"].shape[1],
+        "kv_cache_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers),
+    }

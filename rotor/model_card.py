@@ -1,0 +1,69 @@
+"""README.md of a compressed checkpoint: what it is, what was measured, how to load it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from .recipe import Recipe
+
+
+def model_card(report: dict[str, Any], recipe: Recipe) -> str:
+    """Markdown with a metadata block, from the content of rotor.json."""
+    accuracy, size, name = report["accuracy"], report["kv_bytes_per_token"], report["source"]["name"]
+    measured = accuracy["measurements"]["report"]
+    base = accuracy["base"]["report"] or {}
+    low, high = accuracy["interval_95"]
+    target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
+    metadata = {
+        "base_model": name,
+        "library_name": "transformers",
+        "tags": ["rotor", "kv-cache", "compression"],
+    }
+    layouts = report["layouts"]
+    domains = sorted({layout["domain"] for layout in layouts})
+    sizes = sorted({len(layout["groups"][0]["kv_heads"]) for layout in layouts})
+    return f"""---
+{yaml.safe_dump(metadata, sort_keys=False).strip()}
+---
+
+# {name}, KV cache compressed by rotor
+
+The weights of `{name}` with value, output and (where folded) key projections rotated and truncated. The KV cache
+holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report["compression"]["stored"]:.1f} % less).
+
+| | |
+|---|---|
+| recipe | `{recipe.name}`: {recipe.summary} |
+| keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
+| compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
+| KV bytes per token before, after | {size["before"]}, {size["after"]} |
+| accuracy ({accuracy["metric"]}) | {accuracy["report"]:.4f}, 95 % interval {low:.4f} to {high:.4f}; target: {target} |
+| next-token accuracy ratio | {measured["token_accuracy"]:.4f} |
+| perplexity ratio (base over compressed) | {measured["ppl_ratio"]:.4f}, base perplexity {base.get("perplexity", 0):.3f} |
+| measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens that the search did not choose by |
+
+Accuracy is the ratio to the uncompressed model on the same tokens. Not measured: other tasks, other languages, contexts
+longer than {recipe.evaluation.seq_len} tokens.
+
+## Load it
+
+```python
+import rotor  # pip install rotor-kv
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+```
+
+Without `import rotor` transformers cannot run this checkpoint. `rotor validate` checks its integrity and its numbers;
+`rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
+"""
+
+
+def _domain(domain: str) -> str:
+    return {
+        "post": "after RoPE (never rebuilt)",
+        "pre": "before RoPE (rebuilt inside attention)",
+        "none": "in place (the model has no RoPE)",
+    }[domain]

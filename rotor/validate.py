@@ -1,0 +1,370 @@
+"""Prove what a compressed checkpoint claims: integrity, numerics against the source, accuracy, bytes of cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
+from .compress import CompressibleModel, load_model, pick_device, pick_dtype
+from .errors import CheckpointError, RotorError
+from .evaluation import Scores, batch_logits, batch_scores, batches, evaluation_data, interval, ratios
+from .export import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
+from .families import FAMILIES, attention_shape
+from .integration import RotorConfig
+from .kernel_config import kernel_config
+from .layout import AttentionShape, LayerLayout, kv_bytes_per_token
+from .progress import Progress, StageTimes
+from .recipe import load_recipe
+from .run import Run
+from .search import rank_path
+
+FULL_RANK_TOLERANCE = 1e-5
+"""Relative error that a full-rank rewrite may have in float32 logits."""
+
+IDENTITY_TOLERANCE = 1e-6
+"""Largest deviation of encode decode^T (in float64, at full rank) from the identity."""
+
+NUMERICS_ROWS = 2
+"""Rows of the report split on which the full-rank rewrite is compared."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: `status` is `pass`, `fail` or `skipped`."""
+
+    name: str
+    status: str
+    detail: str
+
+
+@dataclass
+class Validation:
+    """The result of validating one folder.
+
+    summary: what the table shows: compression, bytes, accuracy, its interval and target.
+    """
+
+    folder: Path
+    checks: list[Check] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def damaged(self) -> bool:
+        """A check other than the accuracy target failed."""
+        return any(c.status == "fail" and c.name != "accuracy target" for c in self.checks)
+
+    @property
+    def target_met(self) -> bool:
+        return not any(c.status == "fail" and c.name == "accuracy target" for c in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "ok": not self.damaged and self.target_met,
+            "checks": [asdict(c) for c in self.checks],
+            "summary": self.summary,
+            "seconds": self.seconds,
+        }
+
+    def add(self, name: str, ok: bool, detail: str) -> None:
+        self.checks.append(Check(name, "pass" if ok else "fail", detail))
+
+    def skip(self, name: str, why: str) -> None:
+        self.checks.append(Check(name, "skipped", why))
+
+
+def validate(
+    folder: str | Path,
+    *,
+    model: str | Path | None = None,
+    run: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+) -> Validation:
+    """Check a compressed checkpoint.
+
+    Args:
+        folder: what `rotor export` wrote.
+        model: the source model; by default where rotor.json says. run: likewise the run folder.
+        device, dtype: as for calibrate.
+    Raises:
+        CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
+    """
+    progress = progress or Progress()
+    times = StageTimes()
+    result = Validation(Path(folder))
+    report = read_json(Path(folder) / ROTOR_JSON, "Give a folder that `rotor export` wrote.")
+    checkpoint = Checkpoint(folder)
+    with times.stage("integrity"), progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
+        layouts = _integrity(result, checkpoint, report, advance)
+    if not result.damaged:
+        source = _find(model, report, "source", "path", Path(folder), Checkpoint)
+        opened = _find(run, report, None, "run", Path(folder), Run.open)
+        with times.stage("numerics and accuracy"):
+            _against_source(result, checkpoint, report, layouts, source, opened, device, dtype, progress)
+    result.summary = {
+        "recipe": report.get("recipe"),
+        "compression": report.get("compression"),
+        "kv_bytes_per_token": report.get("kv_bytes_per_token"),
+        **result.summary,
+    }
+    result.seconds = times.seconds
+    return result
+
+
+def _find(
+    given: str | Path | None, report: dict[str, Any], section: str | None, key: str, folder: Path, opener: Callable
+) -> Any:
+    """What `opener` makes of a path given by the user or recorded in rotor.json; an error text if it is not there."""
+    recorded = (report.get(section, {}) if section else report).get(key)
+    path = Path(given) if given is not None else folder.resolve() / str(recorded)
+    try:
+        return opener(path)
+    except RotorError as error:
+        if given is not None:
+            raise
+        return error.message
+
+
+def _integrity(
+    result: Validation, checkpoint: Checkpoint, report: dict[str, Any], advance: Callable[[float], None]
+) -> list[LayerLayout]:
+    """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
+    recorded = report.get("tensors", {})
+    missing, extra = sorted(set(recorded) - checkpoint.names), sorted(checkpoint.names - set(recorded))
+    result.add(
+        "tensor names",
+        not missing and not extra and bool(recorded),
+        f"{len(recorded)} tensors" if not missing and not extra else f"missing {missing[:3]}, unexpected {extra[:3]}",
+    )
+    wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
+    for file in checkpoint.files:
+        for name in checkpoint.names_in(file):
+            entry = recorded.get(name)
+            if entry is None:
+                continue
+            try:
+                tensor = checkpoint.tensor(name)
+            except RotorError as error:
+                wrong["tensors finite"].append(error.message)
+                continue
+            kind = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), checkpoint.file_of[name])
+            if kind != (entry["shape"], entry["dtype"], entry["file"]):
+                wrong["tensor shapes and dtypes"].append(f"{name} is {kind}, expected {entry}")
+            elif tensor_sha256(tensor) != entry["sha256"]:
+                wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
+        advance((checkpoint.folder / file).stat().st_size)
+    for name, problems in wrong.items():
+        result.add(name, not problems, problems[0] if problems else f"{len(recorded)} tensors")
+
+    quantization = checkpoint.config_dict.get("quantization_config", {})
+    shape = attention_shape(checkpoint.config)
+    try:
+        layouts = RotorConfig(**quantization).layouts(shape.num_layers)
+        problem = _layout_problem(layouts, checkpoint, report, shape)
+    except (CheckpointError, TypeError) as error:
+        layouts, problem = [], str(error)
+    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
+    absent = [name for name in (KERNEL_CONFIG, RECIPE, CARD) if not (checkpoint.folder / name).is_file()]
+    result.add("files", not absent, f"missing {absent}" if absent else "all there")
+    return layouts
+
+
+def _layout_problem(
+    layouts: list[LayerLayout], checkpoint: Checkpoint, report: dict[str, Any], shape: AttentionShape
+) -> str:
+    """What does not agree between the JSON files and the tensors, or nothing."""
+    if [layout.to_dict() for layout in layouts] != report.get("layouts"):
+        return "config.json and rotor.json give different layouts"
+    if read_json(checkpoint.folder / KERNEL_CONFIG) != kernel_config(layouts, shape):
+        return "kernel_config.json does not follow from config.json's layouts"
+    family = FAMILIES[checkpoint.config.model_type]
+    for index, layout in enumerate(layouts):
+        if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
+            return (
+                f"layer {index}: KV heads {layout.kv_head_order}, expected each of 0 to {shape.num_kv_heads - 1} once"
+            )
+        got = checkpoint.shape_of(family.attention_prefix(index) + "v_proj.weight")
+        if got[0] != layout.v_width:
+            return f"layer {index}: v_proj.weight has {got[0]} rows, its layout {layout.v_width}"
+    size = report.get("kv_bytes_per_token", {})
+    if size.get("after") != kv_bytes_per_token(layouts, size.get("element_bytes", 0)):
+        return "kv_bytes_per_token in rotor.json does not follow from the layouts"
+    return ""
+
+
+def _against_source(
+    result: Validation,
+    checkpoint: Checkpoint,
+    report: dict[str, Any],
+    layouts: list[LayerLayout],
+    source: Checkpoint | str,
+    run: Run | str,
+    device: str,
+    dtype: str,
+    progress: Progress,
+) -> None:
+    """Everything that needs a forward pass."""
+    target = pick_device(device)
+    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+    compressed = load_model(checkpoint.folder, target, compute_dtype)
+    recipe = load_recipe(str(checkpoint.folder / RECIPE))
+    data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+    _check_stored_bases(result, checkpoint, layouts)
+    if isinstance(run, str):
+        result.skip("bases at full rank", f"run folder not found ({run}); pass --run")
+    else:
+        _check_bases(result, run)
+    if isinstance(source, str):
+        why = f"source model not found ({source}); pass --model"
+        for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
+            result.skip(name, why)
+        _measure_cache(result, compressed, checkpoint, report, data.report[:1])
+        return
+
+    recorded = report["source"]["shards"]
+    changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
+    result.add("source unchanged", not changed, f"differs: {changed}" if changed else f"{len(source.files)} shard(s)")
+    if isinstance(run, str):
+        result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
+    else:
+        _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS])
+    base = load_model(source.folder, target, compute_dtype)
+    _check_accuracy(result, base, compressed, report, data.report, recipe.evaluation.metric, progress)
+    same_data = data.sha256 == report["accuracy"]["data_sha256"]
+    result.summary["same_data_as_export"] = same_data
+    _measure_cache(result, compressed, checkpoint, report, data.report[:1])
+
+
+def _measure_cache(
+    result: Validation, model: Any, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
+) -> None:
+    """KV bytes per token of the cache tensors that a forward pass in the checkpoint's dtype leaves, against the plan."""
+    model = model.to(checkpoint.config.dtype or torch.float32)
+    with torch.inference_mode():
+        cache = model(rows.to(model.device), use_cache=True).past_key_values
+    measured = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / rows.numel()
+    planned = report["kv_bytes_per_token"]["after"]
+    result.summary["measured_kv_bytes_per_token"] = measured
+    result.summary["measured_compression"] = round(1 - measured / report["kv_bytes_per_token"]["before"], 6)
+    result.add("KV bytes per token", measured == planned, f"measured {measured:g}, planned {planned}")
+
+
+def _check_stored_bases(result: Validation, checkpoint: Checkpoint, layouts: list[LayerLayout]) -> None:
+    """Where a layer stores both bases: key_basis^T query_basis = I in each group, within the rounding of its dtype.
+
+    For an orthonormal pair that is the orthonormality of its columns. Deviations are relative to the columns' norms.
+    """
+    family = FAMILIES[checkpoint.config.model_type]
+    worst, allowed, groups = 0.0, 0.0, 0
+    for index, layout in enumerate(layouts):
+        if layout.folded_keys:
+            continue
+        prefix = family.attention_prefix(index)
+        stored = [checkpoint.tensor(prefix + name) for name in ("key_basis", "query_basis")]
+        allowed = 4 * torch.finfo(stored[0].dtype).eps
+        key_basis, query_basis = (tensor.double() for tensor in stored)
+        for group, (offset, _) in zip(layout.groups, layout.offsets(), strict=True):
+            columns = slice(offset, offset + group.qk_rank)
+            key, query = key_basis[:, columns], query_basis[:, columns]
+            scale = key.norm(dim=0)[:, None] * query.norm(dim=0)[None, :]
+            identity = torch.eye(group.qk_rank, dtype=torch.float64)
+            worst = max(worst, float(((key.T @ query - identity) / scale).abs().max()))
+            groups += 1
+    if groups:
+        result.add("stored bases", worst <= allowed, f"{groups} groups, deviation {worst:.1e}, allowed {allowed:.1e}")
+    else:
+        result.skip("stored bases", "key bases are folded into k_proj")
+
+
+def _check_bases(result: Validation, run: Run) -> None:
+    """encode decode^T = I at full rank, in float64 (for an orthonormal pair: its columns are orthonormal)."""
+    worst, where = 0.0, ""
+    for index, layer in enumerate(run.bases()):
+        for side, pair in (("qk", layer.qk), ("vo", layer.vo)):
+            identity = torch.eye(pair.encode.shape[-2], dtype=torch.float64)
+            deviation = float((pair.encode @ pair.decode.mT - identity).abs().max())
+            if deviation >= worst:
+                worst, where = deviation, f"layer {index} {side}"
+    result.add(
+        "bases at full rank", worst <= IDENTITY_TOLERANCE, f"largest deviation from the identity {worst:.1e} ({where})"
+    )
+
+
+def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Tensor) -> None:
+    """A rewrite that keeps all columns must not change float32 logits."""
+    bases = run.bases()
+    network = CompressibleModel(source, torch.device("cpu"), torch.float32, rewrite_dtype=torch.float32)
+    expected = batch_logits(network.model, rows)
+    plan = rank_path(bases, run, run.recipe).full()
+    got = batch_logits(network.compress(bases, plan.rounded), rows)
+    error = float((got - expected).norm() / expected.norm())
+    result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, f"relative error of float32 logits {error:.1e}")
+
+
+def _check_accuracy(
+    result: Validation,
+    base: Any,
+    compressed: Any,
+    report: dict[str, Any],
+    rows: Tensor,
+    metric: str,
+    progress: Progress,
+) -> None:
+    """Both models side by side over the report split: accuracy, KL divergence, agreement, relative logit error."""
+    scores: dict[str, tuple[list[Tensor], list[Tensor]]] = {"base": ([], []), "compressed": ([], [])}
+    divergence, agreement, errors = [], [], []
+    with progress.task("accuracy", rows.numel(), "tokens") as advance:
+        for batch in batches(base, rows):
+            logits = {"base": batch_logits(base, batch), "compressed": batch_logits(compressed, batch)}
+            for name, values in logits.items():
+                correct, nll = batch_scores(values, batch)
+                scores[name][0].append(correct)
+                scores[name][1].append(nll)
+            reference, other = logits["base"], logits["compressed"]
+            errors.append(((other - reference).norm(dim=-1) / reference.norm(dim=-1)).flatten().cpu())
+            agreement.append((other.argmax(-1) == reference.argmax(-1)).float().mean().cpu())
+            log_p, log_q = reference.log_softmax(-1), other.log_softmax(-1)
+            divergence.append((log_p.exp() * (log_p - log_q)).sum(-1).mean().cpu())
+            advance(batch.numel())
+    before, after = (
+        Scores(torch.cat(correct).numpy(), torch.cat(nll).numpy(), rows.shape[1] - 1)
+        for correct, nll in scores.values()
+    )
+    measured, bounds = ratios(before, after), interval(before, after, metric)
+    error = torch.cat(errors).numpy()
+    result.summary["accuracy"] = {
+        "metric": metric,
+        "value": measured[metric],
+        "interval_95": list(bounds),
+        "target": report["accuracy"]["target"],
+        **{name: value for name, value in measured.items() if name != "default"},
+        "kl_div": round(float(torch.stack(divergence).mean()), 6),
+        "top1_agreement": round(float(torch.stack(agreement).mean()), 6),
+        "logit_error": {
+            "mean": round(float(error.mean()), 6),
+            "p99": round(float(np.quantile(error, 0.99)), 6),
+            "max": round(float(error.max()), 6),
+        },
+        "tokens": rows.shape[0] * (rows.shape[1] - 1),
+    }
+    finite = math.isfinite(float(error.max()))
+    result.add(
+        "logits against source", finite, f"relative error per position: mean {error.mean():.4f}, max {error.max():.4f}"
+    )
+    target = report["accuracy"]["target"]
+    text = f"{metric} {measured[metric]:.4f} [{bounds[0]:.4f}, {bounds[1]:.4f}]"
+    if target is None:
+        result.skip("accuracy target", f"none was set; {text}")
+    else:
+        result.add("accuracy target", measured[metric] >= target, f"{text}, target {target}")
