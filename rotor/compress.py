@@ -44,11 +44,12 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
 def load_model(folder: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a causal model for evaluation, from a local folder, without running code from it."""
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
+    model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):
             raise CheckpointError(

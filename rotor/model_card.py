@@ -21,7 +21,7 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
         "library_name": "transformers",
         "tags": ["rotor", "kv-cache", "compression"],
     }
-    layouts = report["layouts"]
+    metric, layouts = accuracy["metric"], report["layouts"]
     domains = sorted({layout["domain"] for layout in layouts})
     sizes = sorted({len(layout["groups"][0]["kv_heads"]) for layout in layouts})
     return f"""---
@@ -39,9 +39,9 @@ holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 | compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
-| accuracy ({accuracy["metric"]}) | {accuracy["report"]:.4f}, 95 % interval {low:.4f} to {high:.4f}; target: {target} |
+| accuracy ({metric}) | {accuracy["report"]:.4f}, 95 % interval {low:.4f} to {high:.4f}; target: {target} |
 | next-token accuracy ratio | {measured["token_accuracy"]:.4f} |
-| perplexity ratio (base over compressed) | {measured["ppl_ratio"]:.4f}, base perplexity {base.get("perplexity", 0):.3f} |
+| perplexity ratio (base over compressed) | {measured["ppl_ratio"]:.4f}, base {base.get("perplexity", 0):.3f} |
 | measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens that the search did not choose by |
 
 Accuracy is the ratio to the uncompressed model on the same tokens. Not measured: other tasks, other languages, contexts

@@ -249,7 +249,7 @@ def _against_source(
 def _measure_cache(
     result: Validation, model: Any, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
 ) -> None:
-    """KV bytes per token of the cache tensors that a forward pass in the checkpoint's dtype leaves, against the plan."""
+    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
     model = model.to(checkpoint.config.dtype or torch.float32)
     with torch.inference_mode():
         cache = model(rows.to(model.device), use_cache=True).past_key_values

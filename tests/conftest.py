@@ -1,0 +1,134 @@
+"""Shared fixtures: tiny models with random weights, and runs on the bundled model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+import rotor
+from rotor.calibrate import calibrate
+from rotor.checkpoint import Checkpoint
+from rotor.compress import CompressibleModel
+from rotor.run import Run
+
+ROOT = Path(rotor.__file__).parent.parent
+DEMO_MODEL = ROOT / "artifacts" / "demo-model"
+
+SIZES = {
+    "vocab_size": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES, attention_bias=True, rope_parameters=LLAMA3_ROPE),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=12),
+    "qwen2": lambda: Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"} | {"hidden_size": 128}),
+    "qwen3": lambda: Qwen3Config(**SIZES),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=4096, bos_token_id=0, eos_token_id=0, n_embd=64, n_layer=2, n_head=4, n_positions=256
+    ),
+}
+"""One tiny config a family; between them: biases, scaled RoPE, a sliding window, per-head norms, no RoPE, Conv1D."""
+
+
+def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **save: object) -> Path:
+    """A tiny model with random weights large enough that attention is not uniform; biases and norms random too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name or "ln_" in name:
+                parameter.add_(0.2 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
+    model.to(dtype).save_pretrained(folder, **save)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    """tiny(family) -> folder of a tiny float32 model, built once a session."""
+    built: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in built:
+            built[family] = build_tiny(family, tmp_path_factory.mktemp("models") / family)
+        return built[family]
+
+    return get
+
+
+FAST_EVALUATION = [
+    "evaluation.seq_len=128",
+    "evaluation.search_tokens=1024",
+    "evaluation.report_tokens=1024",
+    "search.step=0.2",
+    "search.resolution=0.1",
+    "search.targets=[0.9]",
+]
+"""Overrides for tests that need a measured table but not a precise one."""
+
+
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory: pytest.TempPathFactory):
+    """demo_run(recipe) -> a run of the bundled model with few tokens, calibrated once a session; do not write to it."""
+    runs: dict[str, Run] = {}
+
+    def get(recipe: str) -> Run:
+        if recipe not in runs:
+            out = tmp_path_factory.mktemp("runs") / recipe
+            runs[recipe] = calibrate(DEMO_MODEL, out, recipe, ["tokens.count=2048", *FAST_EVALUATION])
+        return runs[recipe]
+
+    return get
+
+
+def calibrated(model: Path, out: Path, domain: str, size: int | str, **bases: str) -> Run:
+    """A run of a tiny model in a domain and group size; closed-form bases unless said otherwise."""
+    overrides = [
+        f"groups.domain={domain}",
+        f"groups.size={size}",
+        f"bases.qk={bases.get('qk', 'kq')}",
+        f"bases.vo={bases.get('vo', 'kq')}",
+        "tokens.count=1024",
+        "tokens.seq_len=64",
+        "ranks.multiple_of=4",
+        *FAST_EVALUATION,
+    ]
+    return calibrate(model, out, "fdc", overrides)
+
+
+def in_memory(run: Run, rewrite_dtype: torch.dtype | None = None) -> CompressibleModel:
+    """The run's model in float32 on the CPU, ready to be compressed."""
+    return CompressibleModel(Checkpoint(run.model_folder), torch.device("cpu"), torch.float32, rewrite_dtype)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())

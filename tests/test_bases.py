@@ -1,0 +1,137 @@
+"""Bases against definitions: scipy's SVD, the closed form's error and its inverse, block structure."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from rotor.kernels.reference import rotate
+
+from rotor.bases import block_diagonal, kq, output_moments, palu, rotary_average, svd
+from rotor.layout import AttentionShape
+
+DOUBLE = torch.float64
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+def anisotropic(rows: int, dim: int, seed: int) -> torch.Tensor:
+    return (
+        random(rows, dim, seed=seed)
+        @ torch.diag(torch.logspace(0, -3, dim, dtype=DOUBLE))
+        @ random(dim, dim, seed=seed + 50)
+    )
+
+
+def test_svd_equals_scipy_on_the_stacked_matrix_up_to_sign() -> None:
+    queries, keys = anisotropic(300, 16, 1), anisotropic(100, 16, 2)
+    pair = svd.from_moments((queries.T @ queries)[None], (keys.T @ keys)[None])
+    _, values, right = scipy.linalg.svd(np.concatenate([queries.numpy(), keys.numpy()]), full_matrices=False)
+    np.testing.assert_allclose(pair.singular_values[0].numpy(), values, rtol=1e-6)
+    alignment = np.abs(np.sum(pair.encode[0].numpy() * right.T, axis=0))
+    np.testing.assert_allclose(alignment, 1.0, atol=1e-8)
+    assert pair.is_orthonormal
+
+
+def test_svd_basis_is_orthonormal_and_signed_alike() -> None:
+    moments = anisotropic(100, 12, 3)
+    pair = svd.from_moments((moments.T @ moments)[None], torch.eye(12, dtype=DOUBLE)[None])
+    torch.testing.assert_close(pair.encode.mT @ pair.encode, torch.eye(12, dtype=DOUBLE)[None])
+    largest = pair.encode.abs().argmax(dim=1, keepdim=True)
+    assert (pair.encode.gather(1, largest) > 0).all()
+
+
+def test_an_unused_direction_has_a_singular_value_of_exactly_zero() -> None:
+    rows = random(200, 8)
+    rows[:, 5] = 0
+    pair = svd.from_moments((rows.T @ rows)[None], (rows.T @ rows)[None])
+    assert pair.singular_values[0, -1] == 0
+    assert (pair.singular_values[0, :-1] > 0).all()
+
+
+def test_palu_equals_scipy_on_the_weight() -> None:
+    weight = random(2 * 8, 24)
+    pair = palu.from_weight(weight, 8)
+    for group in range(2):
+        left, values, _ = scipy.linalg.svd(weight[group * 8 : group * 8 + 8].numpy())
+        np.testing.assert_allclose(pair.singular_values[group].numpy(), values, rtol=1e-10)
+        np.testing.assert_allclose(np.abs(np.sum(pair.encode[group].numpy() * left, axis=0)), 1.0, atol=1e-10)
+
+
+def test_palu_with_more_rows_than_inputs_has_zero_singular_values() -> None:
+    pair = palu.from_weight(random(12, 5), 12)
+    assert pair.encode.shape == (1, 12, 12)
+    assert (pair.singular_values[0, 5:] == 0).all()
+
+
+def test_closed_form_inverts_at_full_rank() -> None:
+    queries, keys = anisotropic(400, 16, 4), anisotropic(300, 16, 5)
+    pair = kq.closed_form((queries.T @ queries)[None], (keys.T @ keys)[None])
+    torch.testing.assert_close(pair.encode[0] @ pair.decode[0].T, torch.eye(16, dtype=DOUBLE), atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 15])
+def test_closed_form_error_is_the_sum_of_dropped_squares(rank: int) -> None:
+    queries, keys = random(400, 16, seed=6) @ random(16, 16, seed=7), random(300, 16, seed=8) @ random(16, 16, seed=9)
+    pair = kq.closed_form((queries.T @ queries)[None], (keys.T @ keys)[None])
+    encode, decode = pair.encode[0, :, :rank], pair.decode[0, :, :rank]
+    error = (queries @ keys.T - (queries @ decode) @ (keys @ encode).T).square().sum()
+    dropped = pair.singular_values[0, rank:].square().sum()
+    torch.testing.assert_close(error, dropped, rtol=1e-6, atol=0)
+
+
+def test_closed_form_is_never_above_svd_on_logits() -> None:
+    queries, keys = 30 * random(400, 16, seed=1) @ random(16, 16, seed=2), anisotropic(300, 16, 3)
+    moments = (queries.T @ queries)[None], (keys.T @ keys)[None]
+    logits = queries @ keys.T
+    previous = float("inf")
+    for rank in range(1, 17):
+        errors = []
+        for pair in (kq.closed_form(*moments), svd.from_moments(*moments)):
+            approximation = (queries @ pair.decode[0, :, :rank]) @ (keys @ pair.encode[0, :, :rank]).T
+            errors.append(float((logits - approximation).square().sum()))
+        assert errors[0] <= errors[1] * (1 + 1e-9) + 1e-9
+        assert errors[0] <= previous * (1 + 1e-9) + 1e-9
+        previous = errors[0]
+
+
+def test_closed_form_survives_a_dead_reader_and_a_singular_store() -> None:
+    store = torch.zeros(2, 8, 8, dtype=DOUBLE)
+    store[0, :3, :3] = torch.eye(3, dtype=DOUBLE)
+    pair = kq.closed_form(torch.zeros(2, 8, 8, dtype=DOUBLE), store)
+    for tensor in (pair.encode, pair.decode, pair.singular_values):
+        assert torch.isfinite(tensor).all()
+
+
+def test_block_diagonal_puts_each_head_in_its_own_block() -> None:
+    moments = random(4, 3, 3)
+    blocks = block_diagonal(moments, 2)
+    assert blocks.shape == (2, 6, 6)
+    torch.testing.assert_close(blocks[1, :3, :3], moments[2])
+    torch.testing.assert_close(blocks[1, 3:, 3:], moments[3])
+    assert (blocks[:, :3, 3:] == 0).all()
+
+
+def test_rotary_average_is_the_average_over_rotations() -> None:
+    """Averaging R m R^T over many positions tends to the diagonal that rotary_average gives."""
+    dim = 8
+    queries = random(50, dim)
+    moment = queries.T @ queries
+    positions = torch.arange(20000, dtype=DOUBLE)
+    frequencies = 1.0 / (10.0 ** (torch.arange(0, dim, 2, dtype=DOUBLE) / dim))
+    angles = torch.cat([positions[:, None] * frequencies] * 2, dim=-1)
+    total = torch.zeros(dim, dim, dtype=DOUBLE)
+    for query in queries:
+        rotated = rotate(query.expand(len(positions), dim), angles.cos(), angles.sin())
+        total += rotated.T @ rotated / len(positions)
+    torch.testing.assert_close(
+        rotary_average(moment[None])[0], total, rtol=0, atol=0.02 * float(moment.diagonal().mean())
+    )
+
+
+def test_output_moments_sum_over_the_query_heads_of_a_kv_head() -> None:
+    shape = AttentionShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=3, hidden_size=5)
+    weight = random(5, 12)
+    expected = weight[:, 6:9].T @ weight[:, 6:9] + weight[:, 9:12].T @ weight[:, 9:12]
+    torch.testing.assert_close(output_moments(weight, shape)[1], expected)

@@ -1,0 +1,210 @@
+"""Every family, in both domains and with groups of one, two and all KV heads: exactness, caches, padding, saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS, calibrated, in_memory, relative_error
+from transformers import AutoModelForCausalLM
+
+from rotor.export import export
+from rotor.search import rank_path
+
+CASES = [
+    (family, domain, size)
+    for family in CONFIGS
+    for domain in (("post",) if family == "gpt2" else ("post", "pre"))
+    for size in (1, 2, "all")
+]
+COMPRESSION = 0.45
+PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def compressed(tiny, tmp_path_factory: pytest.TempPathFactory):
+    """compressed(family, domain, size) -> (run, checkpoint folder), made once."""
+    made = {}
+
+    def get(family: str, domain: str, size: int | str):
+        key = (family, domain, size)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("compressed")
+            run = calibrated(tiny(family), folder / "run", domain, size)
+            export(run.folder, folder / "out", compression=COMPRESSION)
+            made[key] = (run, folder / "out")
+        return made[key]
+
+    return get
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_full_rank_rewrite_is_exact(case, compressed) -> None:
+    run, _ = compressed(*case)
+    network = in_memory(run)
+    with torch.inference_mode():
+        expected = network.model(PROMPT).logits
+        bases = run.bases()
+        got = network.compress(bases, rank_path(bases, run, run.recipe).full().rounded)(PROMPT).logits
+        assert relative_error(got, expected) < 1e-5
+        assert torch.equal(network.restore()(PROMPT).logits, expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_written_checkpoint_equals_the_compression_in_memory(case, compressed) -> None:
+    run, out = compressed(*case)
+    network = in_memory(run)
+    bases = run.bases()
+    plan = rank_path(bases, run, run.recipe).at_compression(COMPRESSION)
+    assert plan is not None
+    with torch.inference_mode():
+        original = network.model(PROMPT).logits
+        expected = network.compress(bases, plan.rounded)(PROMPT).logits
+        got = load(out)(PROMPT).logits
+    assert relative_error(got, expected) < 1e-6
+    assert relative_error(got, original) > 1e-4  # it is compressed
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cached_generation_equals_the_full_forward_pass(case, compressed) -> None:
+    model = load(compressed(*case)[1])
+    output = model.generate(
+        PROMPT, max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+    )
+    with torch.inference_mode():
+        full = model(output.sequences, use_cache=False).logits[:, PROMPT.shape[1] - 1 : -1]
+    stepwise = torch.stack(output.logits, dim=1)
+    assert relative_error(stepwise[:, : full.shape[1]], full) < 1e-4
+    assert torch.equal(stepwise.argmax(-1), output.sequences[:, PROMPT.shape[1] :])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_left_padding_changes_nothing(case, compressed) -> None:
+    model = load(compressed(*case)[1])
+    short = PROMPT[:1, 9:]
+    padded = torch.cat([torch.full((1, 9), 7), short], dim=1)
+    batch = torch.cat([padded, PROMPT[1:]])
+    mask = torch.ones_like(batch)
+    mask[0, :9] = 0
+    settings = {
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    together = model.generate(batch, attention_mask=mask, **settings)
+    for row, alone_ids in ((0, short), (1, PROMPT[1:])):
+        alone = model.generate(alone_ids, attention_mask=torch.ones_like(alone_ids), **settings)
+        got = torch.stack(together.logits, dim=1)[row]
+        expected = torch.stack(alone.logits, dim=1)[0]
+        assert relative_error(got, expected) < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_static_cache_equals_the_dynamic_one(case, compressed) -> None:
+    model = load(compressed(*case)[1])
+    settings = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(PROMPT)
+    mask[0, :5] = 0
+    dynamic = model.generate(PROMPT, attention_mask=mask, **settings)
+    static = model.generate(PROMPT, attention_mask=mask, cache_implementation="static", **settings)
+    assert torch.equal(static, dynamic)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_saving_the_loaded_model_round_trips(case, compressed, tmp_path: Path) -> None:
+    model = load(compressed(*case)[1])
+    model.save_pretrained(tmp_path / "again")
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(a, b)
+    with torch.inference_mode():
+        assert torch.equal(again.eval()(PROMPT).logits, model(PROMPT).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [("llama", "post", 1), ("llama", "pre", "all"), ("gpt2", "post", 2)], ids=str)
+def test_beams_and_sampling_in_every_dtype(case, dtype: torch.dtype, compressed) -> None:
+    model = load(compressed(*case)[1], dtype)
+    assert model.dtype == dtype
+    beams = model.generate(PROMPT, num_beams=3, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    with torch.inference_mode():
+        # Beam search finds a continuation at least as likely as the greedy one.
+        greedy = model.generate(PROMPT, max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+        def likelihood(ids: torch.Tensor) -> torch.Tensor:
+            log_p = model(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            return log_p.gather(-1, ids[:, 1:, None])[:, PROMPT.shape[1] - 1 :].sum((1, 2))
+
+        slack = 1e-3 if dtype == torch.float32 else 1.0
+        if beams.shape == greedy.shape:
+            assert (likelihood(beams) >= likelihood(greedy) - slack).all()
+    torch.manual_seed(0)
+    first = model.generate(PROMPT, do_sample=True, max_new_tokens=8, pad_token_id=0)
+    torch.manual_seed(0)
+    assert torch.equal(first, model.generate(PROMPT, do_sample=True, max_new_tokens=8, pad_token_id=0))
+    expected = load(compressed(*case)[1])(PROMPT).logits
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    assert relative_error(model(PROMPT).logits.float(), expected) < tolerance
+
+
+def test_chunked_prefill_into_a_static_cache(compressed) -> None:
+    """The second chunk of a prompt must see the first one and not the empty rest of the cache."""
+    from transformers import StaticCache
+
+    for case in (("llama", "post", 2), ("llama", "pre", "all"), ("qwen3", "pre", 1)):
+        model = load(compressed(*case)[1])
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        with torch.inference_mode():
+            parts = [model(PROMPT[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 13), (13, 20))]
+            assert relative_error(torch.cat(parts, dim=1), model(PROMPT, use_cache=False).logits) < 1e-5
+
+
+def test_a_key_norm_keeps_the_basis_out_of_the_projection(compressed) -> None:
+    """Qwen3 norms keys between k_proj and RoPE, so the key basis cannot be folded; llama's can."""
+    qwen, llama = (load(compressed(family, "pre", "all")[1]) for family in ("qwen3", "llama"))
+    attention = qwen.model.layers[0].self_attn
+    assert attention.key_basis is not None
+    assert attention.k_proj.out_features == 64
+    attention = llama.model.layers[0].self_attn
+    assert attention.key_basis is None
+    assert attention.k_proj.out_features == attention.layout.qk_width
+
+
+def test_without_rope_nothing_is_added(compressed, tiny) -> None:
+    """ZACK's zero overhead: every basis is inside a projection, and there are fewer parameters than before."""
+    model = load(compressed("gpt2", "post", 1)[1])
+    attention = model.transformer.h[0].attn
+    assert attention.key_basis is None
+    assert attention.query_basis is None
+    assert attention.q_proj.out_features == attention.layout.qk_width
+    assert model.num_parameters() < load(tiny("gpt2")).num_parameters()
+
+
+def test_a_mask_of_another_attention_is_refused(compressed) -> None:
+    from rotor.errors import UsageError
+
+    model = load(compressed("llama", "post", 1)[1])
+    attention = model.model.layers[0].self_attn
+    x = torch.zeros(1, 3, 48)
+    cos_sin = model.model.rotary_emb(x, torch.arange(3)[None])
+    with pytest.raises(UsageError, match="2 dimensions, expected 4"):
+        attention(x, position_embeddings=cos_sin, attention_mask=torch.ones(1, 3))
+
+
+def test_rotor_attention_on_an_uncompressed_model_is_refused(tiny) -> None:
+    from rotor.errors import UsageError
+
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"), attn_implementation="rotor")
+    with pytest.raises(UsageError, match="LlamaAttention, which is not compressed"):
+        model(PROMPT)

@@ -1,0 +1,111 @@
+"""Equation 1 on spectra computed by hand, rounding, and the path of rank plans."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rotor.layout import AttentionShape, compression
+from rotor.ranks import RankPath, removal_rate_ranks, round_rank, tail_shares
+
+
+def rank(values: list[float], rate: float) -> int:
+    return removal_rate_ranks(torch.tensor([values], dtype=torch.float64), rate)[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "rate", "expected"),
+    [
+        ([4, 3, 2, 1], 0.0, 4),  # nothing may go
+        ([4, 3, 2, 1], 0.0999, 4),
+        ([4, 3, 2, 1], 0.1, 3),  # the tail [1] is exactly a tenth of 10
+        ([4, 3, 2, 1], 0.2999, 3),
+        ([4, 3, 2, 1], 0.3, 2),  # [2, 1]
+        ([4, 3, 2, 1], 0.6, 1),  # [3, 2, 1]
+        ([4, 3, 2, 1], 0.999999, 1),  # the first column always stays
+        ([1, 1, 1, 1], 0.25, 3),  # ties: as many as fit
+        ([1, 1, 1, 1], 0.49, 3),
+        ([1, 1, 1, 1], 0.5, 2),
+        ([0.1] * 10, 0.3, 7),  # 0.1 + 0.1 + 0.1 is not 0.3 in floating point; the rank is
+        ([5, 2, 0, 0], 0.0, 2),  # what carries nothing is removed even at 0
+        ([0, 0, 0], 0.5, 1),  # a head without any energy keeps one column
+        ([7], 0.9, 1),
+    ],
+)
+def test_equation_1_by_hand(values: list[float], rate: float, expected: int) -> None:
+    assert rank(values, rate) == expected
+
+
+def test_equation_1_holds_as_written() -> None:
+    """tail from j + 1 has a share of at most r, the tail from j more than r (FDC equation 1)."""
+    generator = torch.Generator().manual_seed(0)
+    for rate in (0.01, 0.1, 0.35, 0.8):
+        values = torch.rand(1, 64, dtype=torch.float64, generator=generator).sort(descending=True).values
+        kept = removal_rate_ranks(values, rate)[0]
+        total = values.sum()
+        assert values[0, kept:].sum() / total <= rate
+        assert values[0, kept - 1 :].sum() / total > rate
+
+
+def test_tail_shares_start_at_one_and_fall() -> None:
+    shares = tail_shares(torch.tensor([[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64))
+    assert shares.tolist() == [[1.0, 0.25, 0.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("exact", "multiple", "columns", "expected"),
+    [(1, 16, 64, 16), (16, 16, 64, 16), (17, 16, 64, 32), (60, 16, 62, 62)],
+)
+def test_rounding_goes_up_but_not_beyond_the_columns(exact: int, multiple: int, columns: int, expected: int) -> None:
+    assert round_rank(exact, multiple, columns) == expected
+
+
+SHAPE = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=64)
+
+
+def path(squares: bool = False) -> RankPath:
+    generator = torch.Generator().manual_seed(3)
+    spectra = [
+        tuple(
+            torch.rand(2, 64, dtype=torch.float64, generator=generator).pow(3).sort(descending=True).values
+            for _ in "kv"
+        )
+        for _ in range(2)
+    ]
+    return RankPath(spectra, SHAPE, 16, squares)  # type: ignore[arg-type]
+
+
+def test_steps_are_all_distinct_plans_in_order() -> None:
+    steps = path().steps()
+    stored = [plan.stored for plan in steps]
+    assert stored == sorted(stored)
+    assert len({str(plan.rounded) for plan in steps}) == len(steps)
+    assert steps[0].stored == 0.0
+    assert steps[-1].rounded == [[(16, 16)] * 2] * 2
+    # Between two steps nothing new appears: a rate halfway gives one of them.
+    for low, high in pairwise(steps):
+        assert path().plan((low.removal_rate + high.removal_rate) / 2).rounded == low.rounded
+
+
+def test_compression_is_found_at_the_lowest_rate_that_reaches_it() -> None:
+    ranks = path()
+    for target in (0.1, 0.33, 0.5, 0.75):
+        plan = ranks.at_compression(target)
+        assert plan is not None
+        assert plan.stored >= target
+        below = [p for p in ranks.steps() if p.removal_rate < plan.removal_rate]
+        assert all(p.stored < target for p in below)
+    assert ranks.at_compression(0.76) is None  # 16 of 64 columns always stay
+
+
+def test_planned_and_stored_compression_count_what_they_say() -> None:
+    plan = path(squares=True).plan(0.05)
+    kept = sum(qk + v for layer in plan.exact for qk, v in layer)
+    assert plan.planned == pytest.approx(1 - kept / (2 * 2 * 2 * 64))
+    assert plan.stored == compression(plan.rounded, SHAPE)
+    assert plan.stored <= plan.planned
+    assert all(r % 16 == 0 for layer in plan.rounded for pair in layer for r in pair)
+
+
+def test_squares_remove_more_at_the_same_rate() -> None:
+    assert path(squares=True).plan(0.1).planned > path(squares=False).plan(0.1).planned

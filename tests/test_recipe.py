@@ -1,0 +1,87 @@
+"""Recipes: bundled ones, overrides, and errors that name the nearest known key."""
+
+import dataclasses
+
+import pytest
+
+from rotor.errors import RecipeError
+from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
+
+
+def test_bundled_recipes_are_what_the_papers_say() -> None:
+    recipes = bundled_recipes()
+    assert set(recipes) >= {"fdc", "rotor"}
+    fdc, ours = recipes["fdc"], recipes["rotor"]
+    assert (fdc.tokens.source, fdc.groups.size, fdc.groups.domain) == ("random", 1, "post")
+    assert fdc.tokens.count >= 8192
+    assert (fdc.bases.qk, fdc.bases.vo, fdc.ranks.spectrum) == ("svd", "palu", "values")
+    assert (ours.groups.size, ours.groups.domain, ours.ranks.spectrum) == ("all", "pre", "squares")
+    for name, recipe in recipes.items():
+        assert recipe.name == name
+        assert "\n" not in recipe.summary
+
+
+def test_yaml_round_trip_keeps_every_field() -> None:
+    recipe = load_recipe("rotor", ["tokens.count=4096", "search.targets=[0.97, 0.9]", "evaluation.metric=ppl_ratio"])
+    assert parse_recipe(recipe.to_yaml(), "x") == recipe
+    assert recipe.tokens.count == 4096
+    assert recipe.search.targets == (0.97, 0.9)
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_recipe("fdc").tokens.count = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ("tokns.count=1", "unknown key 'tokns'; did you mean 'tokens'?"),
+        ("tokens.cout=1", "unknown key 'cout' in tokens; did you mean 'count'?"),
+        ("tokens.count=many", "tokens.count: got 'many', expected int"),
+        ("tokens.count=true", "tokens.count: got True, expected int"),
+        ("tokens.count=0", "tokens.count: got 0, expected a positive number"),
+        ("tokens.source=randm", "expected one of random, text; did you mean 'random'?"),
+        ("tokens.count", "expected section.field=value"),
+        ("tokens.count=[1", "not valid YAML"),
+        ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
+        ("tokens=3", "tokens: expected a mapping, got 3"),
+        ("search.targets=[0.9, 1.5]", "search.targets"),
+        ("groups.domain=pre", "bases.qk: got 'svd', expected kq, as groups.domain is pre"),
+        ("name.x=1", "unknown key 'x' in name"),
+    ],
+)
+def test_a_wrong_override_says_what_and_what_is_known(item: str, text: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe("fdc", [item])
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "expected a mapping"),
+        ("name: x", "missing key 'summary'"),
+        ("name: x\nsummary: y\ntoken: {}", "unknown key 'token'; did you mean 'tokens'?"),
+        ("name: x\nsummary: y\ntokens: {sead: 1}", "unknown key 'tokens.sead'; did you mean 'seed'?"),
+        ("name: [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_says_what_and_where(text: str, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(text, "mine.yaml")
+    assert message in str(error.value)
+    assert "mine.yaml" in str(error.value)
+
+
+def test_an_unknown_name_lists_the_bundled_recipes() -> None:
+    with pytest.raises(RecipeError, match="did you mean 'fdc'") as error:
+        load_recipe("fcd")
+    assert "Bundled recipes: " in error.value.hint
+
+
+def test_calibration_settings_are_refused_on_export() -> None:
+    recipe = load_recipe("fdc")
+    assert override(recipe, ["ranks.multiple_of=8"], EXPORT_SECTIONS).ranks.multiple_of == 8
+    with pytest.raises(RecipeError, match="Calibrate again"):
+        override(recipe, ["tokens.count=1"], EXPORT_SECTIONS)
