@@ -37,7 +37,7 @@ def calibrate(
     *,
     device: str = "auto",
     dtype: str = "auto",
-    batch_tokens: int = 4096,
+    batch_tokens: int = 2048,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Run:
@@ -76,6 +76,8 @@ def calibrate(
             for name in checkpoint.names_in(file):
                 checkpoint.tensor(name)  # raises on NaN or Inf
             advance((checkpoint.folder / file).stat().st_size)
+        for layer in range(shape.num_layers):
+            read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)  # raises on other shapes
     tokens = calibration_tokens(spec.tokens, checkpoint.config, checkpoint.tokenizer)
     if tokens.numel() < group_size * shape.head_dim:
         raise DataError(

@@ -204,7 +204,9 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
 def _read(cls: Any, data: object, where: str, prefix: str) -> Any:
     """Read a mapping into the dataclass `cls`, checking keys and types; `prefix` is the dotted name so far."""
     if not isinstance(data, Mapping):
-        raise RecipeError(f"recipe {where}: {prefix.rstrip('.') or 'the file'}: expected a mapping, got {_shorten(data)}.")
+        raise RecipeError(
+            f"recipe {where}: {prefix.rstrip('.') or 'the file'}: expected a mapping, got {_shorten(data)}."
+        )
     hints = get_type_hints(cls)
     values = {}
     for key, value in data.items():

@@ -1,0 +1,48 @@
+# make demo      set up .venv, then calibrate, export and validate the bundled model; ends with a table
+# make test      set up .venv, then lint, types and tests
+# make test-min  the tests on the oldest versions that pyproject.toml allows
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= auto
+TARGETS := 0.99 0.95 0.90
+
+.PHONY: demo test test-min lint setup clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: setup
+	@for recipe in fdc rotor; do \
+		$(BIN)/rotor calibrate artifacts/demo-model -o runs/demo-$$recipe --recipe $$recipe --overwrite || exit; \
+		for target in $(TARGETS); do \
+			$(BIN)/rotor export runs/demo-$$recipe -o out/demo-$$recipe-$$target --accuracy $$target --overwrite || exit; \
+		done; \
+	done
+	$(BIN)/rotor generate out/demo-rotor-0.99 "def main(" --max-new-tokens 40
+	$(BIN)/rotor validate $(foreach recipe,fdc rotor,$(foreach target,$(TARGETS),out/demo-$(recipe)-$(target)))
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy kernels --ignore-missing-imports
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+# Every lower bound of pyproject.toml as an exact version, in an environment of its own (Python 3.10 if there is one).
+test-min:
+	$$(command -v python3.10 || command -v $(PYTHON)) -m venv .venv-min
+	.venv-min/bin/pip install --quiet --disable-pip-version-check \
+		$$(sed -n 's/^ *"\([A-Za-z_-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml | grep -v -e ruff -e mypy -e types-)
+	.venv-min/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	OMP_NUM_THREADS=1 .venv-min/bin/python -m pytest -q -n $(WORKERS)
+
+clean:
+	rm -rf $(VENV) .venv-min runs out build

@@ -1,0 +1,417 @@
+"""The command line: every named failure is two lines and its exit code, nothing is written, sources stay as they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEMO_MODEL, FAST_EVALUATION, ROOT
+from safetensors.torch import load_file, save_file
+from test_end_to_end import contents
+
+from rotor import cli
+
+FAST = [item for setting in ["tokens.count=1024", *FAST_EVALUATION] for item in ("--set", setting)]
+FAST_EXPORT = [item for setting in FAST_EVALUATION for item in ("--set", setting)]
+
+
+def rotor(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Run a command in this process: (exit code, stdout, stderr)."""
+    old = sys.argv
+    sys.argv = ["rotor", *map(str, arguments)]
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = old
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return shutil.copytree(DEMO_MODEL, tmp_path / "model")
+
+
+def expect_error(capsys, code: int, text: str, *arguments: str | Path) -> None:
+    got, out, err = rotor(capsys, *arguments)
+    assert got == code, err
+    assert text in err, err
+    assert out == ""
+    assert len(err.splitlines()) == 2, err
+    assert err.startswith("error: ")
+
+
+def break_nothing(folder: Path) -> None:
+    del folder
+
+
+def not_a_model(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def index_without_shard(folder: Path) -> None:
+    weight_map = {name: "model-00001-of-00002.safetensors" for name in load_file(folder / "model.safetensors")}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def index_outside(folder: Path) -> None:
+    weight_map = {name: "../model.safetensors" for name in load_file(folder / "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def unsupported(folder: Path) -> None:
+    edit_config(folder, model_type="mamba")
+
+
+def compressed_already(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "rotor", "layers": {}})
+
+
+def other_sizes(folder: Path) -> None:
+    edit_config(folder, num_key_value_heads=3)
+
+
+def poison(folder: Path, name: str, value: float) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][0, 3] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def nan_weight(folder: Path) -> None:
+    poison(folder, "model.layers.2.self_attn.k_proj.weight", float("nan"))
+
+
+def inf_weight(folder: Path) -> None:
+    poison(folder, "model.layers.4.mlp.up_proj.weight", float("inf"))
+
+
+def missing_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.v_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("breakage", "code", "text"),
+    [
+        (not_a_model, 1, "config.json: no such file"),
+        (broken_config, 1, "config.json: not readable as JSON"),
+        (no_weights, 1, "no model.safetensors and no model.safetensors.index.json"),
+        (pickled, 1, "pytorch_model.bin: a pickle checkpoint, which can run code when loaded; rotor refuses it"),
+        (truncated, 1, "model.safetensors: truncated or not a safetensors file"),
+        (index_without_shard, 1, "model-00001-of-00002.safetensors: missing shard"),
+        (index_outside, 1, "is in '../model.safetensors', expected a file name in this folder"),
+        (unsupported, 1, "model_type 'mamba' is not supported"),
+        (compressed_already, 1, "already quantised or compressed"),
+        (other_sizes, 1, "k_weight is [128, 192], config.json implies [192, 192]"),
+        (nan_weight, 1, "model.layers.2.self_attn.k_proj.weight has 1 elements that are NaN or Inf"),
+        (inf_weight, 1, "model.layers.4.mlp.up_proj.weight has 1 elements that are NaN or Inf"),
+        (missing_tensor, 1, "model.layers.1.self_attn.v_proj.weight"),
+    ],
+)
+def test_a_broken_model_is_refused(breakage, code: int, text: str, model: Path, tmp_path: Path, capsys) -> None:
+    breakage(model)
+    before = contents(model)
+    expect_error(capsys, code, text, "calibrate", model, "-o", tmp_path / "run", "--recipe", "fdc", *FAST)
+    assert not (tmp_path / "run").exists()
+    assert contents(model) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--recipe", "fcd"], 2, "did you mean 'fdc'"),
+        (["--set", "tokens.cuont=3"], 2, "did you mean 'count'"),
+        (["--set", "groups.size=3"], 2, "groups.size 3 does not divide the model's 2 KV heads"),
+        (["--set", "tokens.count=40", "--set", "tokens.seq_len=40"], 1, "fewer than the 128 dimensions"),
+        (["--device", "cuda:7"], 2, "cuda:7"),
+        (["--device", "abacus"], 2, "abacus"),
+        (["--dtype", "int3"], 2, "int3"),
+        (["--set", "tokens.source=text", "--set", "tokens.path=nowhere.txt"], 1, "nowhere.txt: no such file"),
+    ],
+)
+def test_a_wrong_request_to_calibrate(arguments: list[str], code: int, text: str, tmp_path: Path, capsys) -> None:
+    if "cuda:7" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    expect_error(capsys, code, text, "calibrate", DEMO_MODEL, "-o", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_requests_to_export(demo_run, tmp_path: Path, capsys) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    out = tmp_path / "out"
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    for arguments, code, text in (
+        ([], 2, "got no goal"),
+        (["--accuracy", "0.9", "--compression", "0.5"], 2, "got --accuracy and --compression"),
+        (["--accuracy", "1.2"], 2, "--accuracy 1.2: expected a share above 0"),
+        (["--compression", "1"], 2, "--compression 1.0: expected a share between 0 and 1"),
+        (["--removal-rate", "-0.1"], 2, "--removal-rate -0.1"),
+        (["--compression", "0.99"], 2, "the most that can be removed is 0.7500"),
+        (["--compression", "0.5", "--set", "tokens.count=9"], 2, "Calibrate again with this setting"),
+        (["--accuracy", "0.9", "--set", "evaluation.source=text", "--set", f"evaluation.path={empty}"], 1, "no text"),
+        (["--accuracy", "0.9", "--set", "evaluation.report_tokens=99999999"], 1, "report split"),
+    ):
+        expect_error(capsys, code, text, "export", run, "-o", out, *arguments)
+    for place in (run, run / "inside", DEMO_MODEL, DEMO_MODEL / "inside", tmp_path):
+        expect_error(capsys, 2, str(place), "export", run, "-o", place, "--compression", "0.5", "--overwrite")
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    expect_error(capsys, 2, "exists and is not empty", "export", run, "-o", out, "--compression", "0.5")
+    assert (out / "mine.txt").read_text() == "keep"
+    expect_error(
+        capsys, 1, "no such folder", "export", tmp_path / "nowhere", "-o", tmp_path / "x", "--compression", ".5"
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "out", "empty.txt"}
+
+
+def test_a_target_out_of_reach_is_exit_code_3(demo_run, tmp_path: Path, capsys) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    assert rotor(capsys, "export", run, "-o", tmp_path / "a", "--accuracy", "0.9", "-q")[0] == 0
+    table = json.loads((run / "rank_table.json").read_text())
+    for point in table["points"]:
+        point["search"]["default"] = 0.91
+    (run / "rank_table.json").write_text(json.dumps(table))
+    expect_error(capsys, 3, "best measured is 0.91", "export", run, "-o", tmp_path / "b", "--accuracy", "0.92", "-q")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_changed_source_is_refused_on_export(model: Path, tmp_path: Path, capsys) -> None:
+    code, _, err = rotor(capsys, "calibrate", model, "-o", tmp_path / "run", "--recipe", "fdc", *FAST, "-q")
+    assert code == 0, err
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    expect_error(
+        capsys,
+        1,
+        "changed since calibration",
+        "export",
+        tmp_path / "run",
+        "-o",
+        tmp_path / "out",
+        "--compression",
+        ".5",
+    )
+
+
+def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, capsys, monkeypatch) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    assert rotor(capsys, "export", run, "-o", tmp_path / "a", "--compression", "0.5", "-q")[0] == 0
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    expect_error(capsys, 1, "GB needed", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failing_disk_leaves_nothing_and_the_old_folder(demo_run, tmp_path: Path, capsys, monkeypatch) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    export = ["export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q"]
+    assert rotor(capsys, *export)[0] == 0
+    before = contents(tmp_path / "out")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rotor.export.write_shard", full)
+    expect_error(capsys, 1, "No space left on device", *export, "--overwrite")
+    assert contents(tmp_path / "out") == before
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "out"}
+
+
+def test_overwrite_replaces_the_whole_folder(demo_run, tmp_path: Path, capsys) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "stale.safetensors").write_text("old")
+    assert rotor(capsys, "export", run, "-o", out, "--compression", "0.5", "--overwrite", "-q")[0] == 0
+    assert not (out / "stale.safetensors").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "out"}
+
+
+def test_json_output_of_every_command(model: Path, tmp_path: Path, capsys) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    code, text, _ = rotor(capsys, "calibrate", model, "-o", run, "--recipe", "rotor", *FAST, "--json")
+    assert code == 0
+    calibrated = json.loads(text)
+    assert calibrated["tokens"]["count"] == 1024
+    assert set(calibrated["stages"]) == {"check model", "load model", "capture", "bases", "write"}
+    code, text, _ = rotor(capsys, "export", run, "-o", out, "--compression", "0.6", "--json")
+    assert code == 0
+    exported = json.loads(text)
+    assert exported["compression"]["stored"] >= 0.6
+    code, text, _ = rotor(capsys, "validate", out, "--json")
+    assert code == 0
+    validated = json.loads(text)
+    assert validated["ok"] is True
+    code, text, _ = rotor(capsys, "generate", out, "def main(", "--max-new-tokens", "5", "--json")
+    assert code == 0
+    generated = json.loads(text)
+    assert generated["text"].startswith("def main(")
+    assert generated["new_tokens"] == 5
+    tokens = generated["kv_cache_bytes"] / (2 * exported["kv_bytes_per_token"]["after"])  # float32 on a CPU
+    assert tokens == 4 + len(load_tokenizer()("def main(")["input_ids"])
+    code, text, _ = rotor(capsys, "recipes", "--json")
+    assert code == 0
+    assert {"fdc", "rotor"} <= set(json.loads(text))
+
+
+def load_tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+def test_sampling_is_seeded(demo_run, tmp_path: Path, capsys) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    assert rotor(capsys, "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")[0] == 0
+    sample = ["generate", tmp_path / "out", "import ", "--temperature", "1.0", "--max-new-tokens", "12"]
+    texts = [rotor(capsys, *sample, "--seed", seed)[1] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_validate_exit_codes(demo_run, tmp_path: Path, capsys) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    assert rotor(capsys, "export", run, "-o", tmp_path / "out", "--compression", "0.7", "-q")[0] == 0
+    code, text, _ = rotor(capsys, "validate", tmp_path / "out")
+    assert code == 0
+    assert "KV bytes per token" in text
+    report = json.loads((tmp_path / "out" / "rotor.json").read_text())
+    report["accuracy"]["target"] = 0.9999
+    (tmp_path / "out" / "rotor.json").write_text(json.dumps(report))
+    assert rotor(capsys, "validate", tmp_path / "out")[0] == 3
+    weights = tmp_path / "out" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 4
+    weights.write_bytes(data)
+    assert rotor(capsys, "validate", tmp_path / "out")[0] == 1
+    expect_error(capsys, 1, "rotor.json: no such file", "validate", DEMO_MODEL)
+
+
+def test_help_has_an_example_for_each_command(capsys) -> None:
+    code, text, _ = rotor(capsys, "--help")
+    assert code == 0
+    for command in ("calibrate", "export", "validate", "generate", "recipes"):
+        assert command in text
+        code, help_text, _ = rotor(capsys, command, "--help")
+        assert code == 0
+        assert f"Example: rotor {command}" in " ".join(help_text.split())
+
+
+KILLED_EXPORT = """
+import os, signal, sys
+from rotor import checkpoint, export
+boundary, count = int(sys.argv[1]), 0
+
+def dying(function):
+    def wrapper(*arguments, **keywords):
+        global count
+        count += 1
+        if count == boundary:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **keywords)
+    return wrapper
+
+# Every step that changes the disk: the shard, JSON files, copies, flushes, renames.
+export.write_shard = dying(export.write_shard)
+export.write_json = dying(export.write_json)
+export.shutil.copyfile = dying(export.shutil.copyfile)
+checkpoint._fsync = dying(checkpoint._fsync)
+checkpoint.os.rename = dying(checkpoint.os.rename)
+export.export(sys.argv[2], sys.argv[3], compression=0.5, overwrite=True)
+print("finished", count)
+"""
+
+
+def test_killed_at_every_boundary_of_an_export(demo_run, tmp_path: Path, capsys) -> None:
+    """SIGKILL before each write, flush and rename: OUT is absent or validates, and the next export cleans up."""
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    out = tmp_path / "out"
+    assert rotor(capsys, "export", run, "-o", tmp_path / "warm", "--compression", "0.5", "-q")[0] == 0
+    expected = contents(tmp_path / "warm")
+    states = []
+    for boundary in range(1, 100):
+        shutil.rmtree(out, ignore_errors=True)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED_EXPORT, str(boundary), str(run), str(out)], capture_output=True, text=True
+        )
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        states.append(out.exists())
+        if out.exists():
+            assert contents(out) == expected
+    assert len(states) >= 10
+    assert states[0] is False
+    assert contents(out) == expected
+    # What killed processes left beside it is gone after the export that finished.
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "out", "warm"}
+
+
+def test_killed_at_random_moments(demo_run, tmp_path: Path) -> None:
+    run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "rotor", "export", str(run), "-o", str(out), "--compression", "0.4", "-q"]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    whole = time.perf_counter() - start
+    expected = contents(out)
+    for i in range(5):
+        shutil.rmtree(out)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(whole * (0.75 + 0.06 * i))
+        process.kill()
+        process.wait()
+        if out.exists():
+            assert contents(out) == expected
+        else:
+            out.mkdir()
+
+
+def test_the_commands_of_the_readme_are_there(capsys) -> None:
+    """Each `rotor COMMAND --option` in the README exists."""
+    import re
+
+    text = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^\s*rotor (\w+)(.*)$", text, flags=re.MULTILINE)
+    assert {"calibrate", "export", "validate", "generate"} <= {name for name, _ in commands}
+    for name, rest in commands:
+        code, help_text, _ = rotor(capsys, name, "--help")
+        assert code == 0, name
+        for option in re.findall(r"--[a-z-]+", rest):
+            assert option in help_text, (name, option)

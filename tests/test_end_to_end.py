@@ -1,0 +1,300 @@
+"""calibrate, export and validate on the bundled model: the table, the files, the numbers, determinism."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from rotor.calibrate import calibrate
+from rotor.errors import AccuracyError, CheckpointError
+from rotor.export import export
+from rotor.run import Run, read_statistics
+from rotor.validate import validate
+
+
+@pytest.fixture
+def run_copy(demo_run, tmp_path: Path):
+    """run_copy(recipe) -> a copy of the shared run that a test may write to."""
+
+    def get(recipe: str) -> Run:
+        shutil.copytree(demo_run(recipe).folder, tmp_path / "run", dirs_exist_ok=True)
+        return Run.open(tmp_path / "run")
+
+    return get
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
+
+
+@pytest.mark.parametrize("recipe", ["fdc", "rotor"])
+def test_main_job(recipe: str, run_copy, tmp_path: Path) -> None:
+    before = contents(DEMO_MODEL)
+    run = run_copy(recipe)
+    first = export(run.folder, tmp_path / "out", accuracy=0.95)
+    assert first.measured_points >= 2
+    report = first.report
+    assert report["accuracy"]["search"] >= 0.95
+    assert report["accuracy"]["report"] >= 0.95
+    low, high = report["accuracy"]["interval_95"]
+    assert low <= report["accuracy"]["report"] <= high
+    assert 0.2 < report["compression"]["stored"] <= report["compression"]["planned"]
+
+    table = json.loads((run.folder / "rank_table.json").read_text())
+    again = export(run.folder, tmp_path / "out-90", accuracy=0.90)
+    assert again.measured_points == 0
+    assert "measure" not in again.seconds
+    assert json.loads((run.folder / "rank_table.json").read_text()) == table
+    assert again.report["compression"]["stored"] >= report["compression"]["stored"]
+
+    result = validate(tmp_path / "out")
+    assert result.target_met
+    assert not result.damaged
+    statuses = {check.name: check.status for check in result.checks}
+    expected_skip = "stored bases" if recipe == "rotor" else None
+    assert {name for name, status in statuses.items() if status != "pass"} == ({expected_skip} - {None})
+    summary = result.summary
+    assert summary["accuracy"]["value"] == pytest.approx(report["accuracy"]["report"], abs=1e-4)
+    assert summary["measured_compression"] == pytest.approx(report["compression"]["stored"])
+    assert summary["measured_kv_bytes_per_token"] == report["kv_bytes_per_token"]["after"]
+    assert report["kv_bytes_per_token"]["before"] == 2 * 5 * 2 * 2 * 64  # bf16, layers, K and V, heads, head_dim
+    assert contents(DEMO_MODEL) == before
+
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (DEMO_MODEL / name).read_bytes()
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as handle:
+        assert {handle.get_slice(name).get_dtype() for name in handle.keys()} == {"BF16"}  # noqa: SIM118
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{report['accuracy']['report']:.4f}" in card
+    assert "base_model: demo-model" in card
+
+
+def test_another_accuracy_is_out_of_reach_with_the_best_value_and_nothing_written(run_copy, tmp_path: Path) -> None:
+    run = run_copy("fdc")
+    export(run.folder, tmp_path / "first", accuracy=0.9)
+    table = json.loads((run.folder / "rank_table.json").read_text())
+    for point in table["points"]:
+        point["report"]["default"] = min(point["report"]["default"], 0.97)
+    (run.folder / "rank_table.json").write_text(json.dumps(table))
+    with pytest.raises(AccuracyError, match="the best measured is 0.9700"):
+        export(run.folder, tmp_path / "out", accuracy=0.99)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_report_split_can_only_veto(run_copy, tmp_path: Path) -> None:
+    """A point that reaches the target only on the search split is passed over for a milder one."""
+    run = run_copy("fdc")
+    chosen = export(run.folder, tmp_path / "a", accuracy=0.9).report
+    table = json.loads((run.folder / "rank_table.json").read_text())
+    for point in table["points"]:
+        if point["compression"]["stored"] >= chosen["compression"]["stored"]:
+            point["report"]["default"] = 0.5
+    (run.folder / "rank_table.json").write_text(json.dumps(table))
+    milder = export(run.folder, tmp_path / "b", accuracy=0.9).report
+    assert milder["compression"]["stored"] < chosen["compression"]["stored"]
+
+
+def test_compression_and_removal_rate_measure_one_point(run_copy, tmp_path: Path) -> None:
+    run = run_copy("fdc")
+    half = export(run.folder, tmp_path / "half", compression=0.5)
+    assert half.report["compression"]["stored"] >= 0.5
+    assert half.measured_points == 1
+    assert half.report["accuracy"]["target"] is None
+    same = export(run.folder, tmp_path / "same", removal_rate=half.report["removal_rate"])
+    assert same.measured_points == 0
+    assert same.report["ranks"] == half.report["ranks"]
+    result = validate(tmp_path / "half")
+    assert {c.name: c.status for c in result.checks}["accuracy target"] == "skipped"
+    assert result.target_met
+
+
+def test_a_missed_target_is_reported_and_not_called_damage(run_copy, tmp_path: Path) -> None:
+    run = run_copy("fdc")
+    export(run.folder, tmp_path / "out", compression=0.7)
+    report = json.loads((tmp_path / "out" / "rotor.json").read_text())
+    report["accuracy"]["target"] = 0.999
+    (tmp_path / "out" / "rotor.json").write_text(json.dumps(report))
+    result = validate(tmp_path / "out")
+    assert not result.target_met
+    assert not result.damaged
+
+
+def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> None:
+    """Streamed in batches, the moments equal those of all activations at once."""
+    run = calibrated(tiny("qwen3"), tmp_path / "run", "pre", 2)
+    assert sorted(p.name for p in (run.folder / "statistics").iterdir()) == [
+        "layer-0000.safetensors",
+        "layer-0001.safetensors",
+    ]
+    from rotor.calibrate import collect
+    from rotor.checkpoint import Checkpoint
+    from rotor.compress import load_model
+    from rotor.families import FAMILIES
+    from rotor.progress import Progress
+    from rotor.tokens import calibration_tokens
+
+    checkpoint = Checkpoint(run.model_folder)
+    tokens = calibration_tokens(run.recipe.tokens, checkpoint.config, checkpoint.tokenizer)
+    assert tokens.shape == (16, 64)
+    model = load_model(checkpoint.folder, torch.device("cpu"), torch.float32)
+    wanted = frozenset({"query", "key_pre", "key_post", "value"})
+    whole = collect(model, FAMILIES["qwen3"], run.shape, 2, wanted, tokens, 10**9, Progress())
+    halves = [
+        collect(model, FAMILIES["qwen3"], run.shape, 2, wanted, part, 64, Progress())
+        for part in tokens.flip(0).split(8)
+    ]
+    stored = read_statistics(run.folder, 1, run.shape)
+    merged = halves[0][1].merge(halves[1][1])
+    assert stored.tokens == merged.tokens == 1024
+    for name, total in stored.sums.items():
+        torch.testing.assert_close(total, whole[1].sums[name], rtol=1e-5, atol=1e-4)
+    for name, total in whole[1].sums.items():
+        torch.testing.assert_close(merged.sums[name], total, rtol=1e-5, atol=1e-3)
+    # RoPE is a rotation: it moves no energy between keys before and after it.
+    norms = [whole[1].sums[name].diagonal(dim1=-2, dim2=-1).sum() for name in ("key_pre", "key_post")]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
+
+
+def test_random_tokens_leave_special_tokens_out() -> None:
+    from rotor.checkpoint import Checkpoint
+    from rotor.tokens import random_tokens
+
+    checkpoint = Checkpoint(DEMO_MODEL)
+    tokens = random_tokens(64, 512, checkpoint.config, checkpoint.tokenizer, seed=3)
+    assert set(checkpoint.tokenizer.all_special_ids) == {0}
+    assert tokens.min() == 1
+    assert tokens.max() == 4095
+    assert torch.equal(tokens, random_tokens(64, 512, checkpoint.config, checkpoint.tokenizer, seed=3))
+    assert not torch.equal(tokens, random_tokens(64, 512, checkpoint.config, checkpoint.tokenizer, seed=4))
+
+
+def test_search_and_report_splits_share_no_document(tmp_path: Path) -> None:
+    from rotor.checkpoint import Checkpoint
+    from rotor.evaluation import evaluation_data
+    from rotor.recipe import Evaluation
+
+    checkpoint = Checkpoint(DEMO_MODEL)
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text(f"document{i} " * 400)
+    spec = Evaluation("text", str(tmp_path), seq_len=64, search_tokens=640, report_tokens=640)
+    data = evaluation_data(spec, checkpoint.config, checkpoint.tokenizer)
+    seen = []
+    for rows in (data.search, data.report):
+        text = checkpoint.tokenizer.decode(rows.flatten())
+        seen.append({i for i in range(6) if f"document{i}" in text})
+    assert seen[0]
+    assert seen[1]
+    assert not seen[0] & seen[1]
+
+
+def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 500)
+    settings = ["tokens.source=text", f"tokens.path={tmp_path / 'text.txt'}", "tokens.count=1024", *FAST_EVALUATION]
+    run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", settings)
+    assert run.info["tokens"] == {"count": 1024, "rows": 2, "seq_len": 512}
+
+
+def test_two_processes_write_byte_identical_folders(tmp_path: Path) -> None:
+    for name, hash_seed in (("a", "1"), ("b", "2")):
+        for command in (
+            ["calibrate", str(DEMO_MODEL), "-o", f"{name}/run", "--recipe", "rotor", "--set", "tokens.count=1024"],
+            ["export", f"{name}/run", "-o", f"{name}/out", "--compression", "0.6"],
+        ):
+            fast = [item for setting in FAST_EVALUATION for item in ("--set", setting)]
+            subprocess.run(
+                [sys.executable, "-m", "rotor", *command, *fast, "-q"],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONHASHSEED": hash_seed},
+                check=True,
+                capture_output=True,
+            )
+    assert contents(tmp_path / "a/out") == contents(tmp_path / "b/out")
+    assert "model.safetensors" in contents(tmp_path / "a/out")
+
+
+def test_shards_are_kept_and_a_layer_may_be_spread_over_them(tmp_path: Path, tiny) -> None:
+    """Sharded source with odd file names, the tensors of each layer split between two files."""
+    source = shutil.copytree(tiny("qwen2"), tmp_path / "sharded")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    parts = {"weights-a.safetensors": {}, "weights-b.safetensors": {}}
+    for i, (name, tensor) in enumerate(sorted(tensors.items())):
+        parts[list(parts)[i % 2]][name] = tensor
+    for file, part in parts.items():
+        save_file(part, source / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    run = calibrated(source, tmp_path / "run", "pre", 2)
+    export(run.folder, tmp_path / "out", compression=0.4)
+    single = calibrated(tiny("qwen2"), tmp_path / "run-single", "pre", 2)
+    export(single.folder, tmp_path / "out-single", compression=0.4)
+    assert {p.name for p in (tmp_path / "out").glob("*.safetensors")} == set(parts)
+    merged = {name: t for file in parts for name, t in load_file(tmp_path / "out" / file).items()}
+    expected = load_file(tmp_path / "out-single" / "model.safetensors")
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in merged)
+    result = validate(tmp_path / "out")
+    assert not result.damaged
+
+
+def test_a_flipped_bit_and_edited_json_are_found(run_copy, tmp_path: Path) -> None:
+    run = run_copy("fdc")
+    out = tmp_path / "out"
+    export(run.folder, out, compression=0.5)
+
+    def failed() -> set[str]:
+        return {c.name for c in validate(out).checks if c.status == "fail"}
+
+    assert failed() == set()
+    weights = out / "model.safetensors"
+    good = weights.read_bytes()
+    flipped = bytearray(good)
+    flipped[-1000] ^= 1
+    weights.write_bytes(flipped)
+    assert failed() == {"tensor hashes"}
+    weights.write_bytes(good)
+    for file, old, new in (
+        ("config.json", '"qk_rank": 48', '"qk_rank": 32'),
+        ("kernel_config.json", '"qk_offset": 0', '"qk_offset": 16'),
+    ):
+        text = (out / file).read_text()
+        assert old in text
+        (out / file).write_text(text.replace(old, new, 1))
+        assert failed() == {"layouts agree"}
+        (out / file).write_text(text)
+    tensors = load_file(weights)
+    removed = tensors.pop("model.norm.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert "tensor names" in failed()
+    save_file({**tensors, "model.norm.weight": removed * float("nan")}, weights, metadata={"format": "pt"})
+    assert "tensors finite" in failed()
+
+
+def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Path) -> None:
+    run = run_copy("fdc")
+    export(run.folder, tmp_path / "out", compression=0.5)
+    moved = tmp_path / "far" / "away" / "out"
+    shutil.copytree(tmp_path / "out", moved)
+    result = validate(moved)
+    skipped = {c.name for c in result.checks if c.status == "skipped"}
+    assert {"source unchanged", "full-rank rewrite", "bases at full rank", "accuracy target"} <= skipped
+    result = validate(moved, model=DEMO_MODEL, run=run.folder)
+    assert {c.name for c in result.checks if c.status == "skipped"} == {"accuracy target"}  # no target was set
+    with pytest.raises(CheckpointError, match="no such folder"):
+        validate(moved, model=tmp_path / "nowhere")

@@ -1,0 +1,101 @@
+"""Importing rotor, the kernel configuration, and the schedule's arithmetic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rotor.errors import CheckpointError
+from rotor.kernel_config import kernel_config
+from rotor.kernels.schedule import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
+from rotor.layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
+
+SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=64, hidden_size=256)
+
+
+def test_import_touches_no_gpu_and_brings_only_torch_and_transformers() -> None:
+    program = (
+        "import sys, torch, transformers; from transformers import AutoModelForCausalLM, AttentionInterface;"
+        "import transformers.quantizers.auto; before = set(sys.modules); import rotor;"
+        "new = {m.split('.')[0] for m in set(sys.modules) - before};"
+        "import json; print(json.dumps([sorted(new), torch.cuda.is_initialized()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    new, cuda = json.loads(done.stdout)
+    assert not cuda
+    assert not {"scipy", "sklearn", "typer", "rich", "triton", "matplotlib"} & set(new)
+
+
+def test_importing_twice_registers_once() -> None:
+    from rotor.integration import register
+
+    register()
+
+
+def test_groups_are_ordered_by_class_widest_first() -> None:
+    groups = [GroupLayout((h,), qk, v) for h, (qk, v) in enumerate([(16, 32), (48, 16), (16, 32), (48, 32)])]
+    layout, order = ordered_by_class("post", False, groups)
+    assert order == (3, 1, 0, 2)
+    assert layout.kv_head_order == (3, 1, 0, 2)
+    assert [(c.start, c.count, c.qk_rank, c.v_rank, c.qk_offset, c.v_offset) for c in layout.classes()] == [
+        (0, 1, 48, 32, 0, 0),
+        (1, 1, 48, 16, 48, 32),
+        (2, 2, 16, 32, 96, 48),
+    ]
+    assert layout.offsets() == [(0, 0), (48, 32), (96, 48), (112, 80)]
+    assert (layout.qk_width, layout.v_width) == (128, 112)
+    assert LayerLayout.from_dict(json.loads(json.dumps(layout.to_dict())), "here") == layout
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"domain": "past"},
+        {"groups": []},
+        {"groups": [{"kv_heads": [0], "qk_rank": 0, "v_rank": 16}]},
+        {"groups": [{"kv_heads": [0], "qk_rank": "x", "v_rank": 16}]},
+        {"groups": [{"kv_heads": [0], "v_rank": 16}]},
+        {"groups": [{"kv_heads": [0], "qk_rank": 8, "v_rank": 8}, {"kv_heads": [1, 2], "qk_rank": 8, "v_rank": 8}]},
+    ],
+)
+def test_an_edited_layout_is_refused(change: dict) -> None:
+    good = {"domain": "post", "folded_keys": False, "groups": [{"kv_heads": [0], "qk_rank": 8, "v_rank": 8}]}
+    LayerLayout.from_dict(good, "x")
+    with pytest.raises((CheckpointError, IndexError), match="layer 3"):
+        LayerLayout.from_dict({**good, **change}, "config.json, layer 3")
+
+
+def test_row_blocks_give_each_class_about_the_same_work() -> None:
+    widths = [(64, 64), (48, 32), (16, 16)]
+    blocks = balanced_row_blocks(widths)
+    assert [rows for rows, _ in blocks] == [64, 112, 256]  # 64, 64 * 129 / 81 = 101.9, 64 * 129 / 33 = 250.2
+    assert all(rows % 16 == 0 and columns in (16, 32, 64) for rows, columns in blocks)
+    largest = work_per_key(64, 64) * 64
+    for (rows, _), width in zip(blocks, widths, strict=True):
+        assert largest <= rows * work_per_key(*width) < largest + 16 * work_per_key(*width)
+
+
+def test_column_blocks_shrink_when_registers_run_short() -> None:
+    (rows, columns), _ = balanced_row_blocks([(64, 640), (640, 640)])
+    assert columns == 16
+    assert balanced_row_blocks([(64, 64)]) == [(64, 64)]
+    assert rows * (640 + 64 + 32) > REGISTERS_PER_SM  # 64 columns would not have fitted
+
+
+def test_kernel_config_lists_groups_classes_and_what_to_compile() -> None:
+    groups = [GroupLayout((2 * g, 2 * g + 1), qk, 32) for g, qk in enumerate([16, 48])]
+    layout, _ = ordered_by_class("pre", True, groups)
+    config = kernel_config([layout], SHAPE)
+    layer = config["layers"][0]
+    assert [(g["kv_heads"], g["qk_offset"], g["v_offset"], g["class"]) for g in layer["groups"]] == [
+        ([2, 3], 0, 0, 0),
+        ([0, 1], 48, 32, 1),
+    ]
+    assert config["specialisations"] == [
+        {"domain": "pre", "group_size": 2, "query_rows": 4, "qk_rank": 16, "v_rank": 32},
+        {"domain": "pre", "group_size": 2, "query_rows": 4, "qk_rank": 48, "v_rank": 32},
+    ]
+    assert json.loads(json.dumps(config)) == config
