@@ -54,8 +54,11 @@ class ConsoleProgress(Progress):
 
     @contextmanager
     def task(self, name: str, total: float, unit: str) -> Iterator[Advance]:
+        if not stderr.is_terminal:
+            yield lambda done: None
+            return
         columns = (TextColumn("{task.description:18}"), BarColumn(), RateColumn(), TimeRemainingColumn())
-        with RichProgress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bars:
+        with RichProgress(*columns, console=stderr, transient=True) as bars:
             task = bars.add_task(name, total=total, unit=unit)
             yield lambda done: bars.advance(task, done)
 

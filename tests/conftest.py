@@ -131,4 +131,4 @@ def in_memory(run: Run, rewrite_dtype: torch.dtype | None = None) -> Compressibl
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
+    return float(((got - expected).norm() / expected.norm()).detach())

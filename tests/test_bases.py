@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from rotor.kernels.reference import rotate
 
 from rotor.bases import block_diagonal, kq, output_moments, palu, rotary_average, svd
+from rotor.kernels.reference import rotate
 from rotor.layout import AttentionShape
 
 DOUBLE = torch.float64

@@ -1,4 +1,4 @@
-"""The command line: every named failure is two lines and its exit code, nothing is written, sources stay as they were."""
+"""The command line: a failure is two lines and its exit code, nothing is written, sources stay as they were."""
 
 from __future__ import annotations
 

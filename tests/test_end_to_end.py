@@ -91,7 +91,7 @@ def test_another_accuracy_is_out_of_reach_with_the_best_value_and_nothing_writte
     for point in table["points"]:
         point["report"]["default"] = min(point["report"]["default"], 0.97)
     (run.folder / "rank_table.json").write_text(json.dumps(table))
-    with pytest.raises(AccuracyError, match="the best measured is 0.9700"):
+    with pytest.raises(AccuracyError, match=r"the best measured is 0\.9700"):
         export(run.folder, tmp_path / "out", accuracy=0.99)
     assert not (tmp_path / "out").exists()
 
