@@ -134,7 +134,7 @@ def _attend(
         return output.reshape(output.shape[0], 1, -1)
     is_causal = attention_mask is None and seq_len > 1
     if is_causal and kv_len > seq_len:
-        # A prefill into an empty static cache: what is behind the new keys is not filled yet.
+        # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]
     output = functional.scaled_dot_product_attention(
         query,

@@ -408,7 +408,7 @@ def test_the_commands_of_the_readme_are_there(capsys) -> None:
     import re
 
     text = (ROOT / "README.md").read_text()
-    commands = re.findall(r"^\s*rotor (\w+)(.*)$", text, flags=re.MULTILINE)
+    commands = re.findall(r"^    rotor (\w+)(.*)$", text, flags=re.MULTILINE)
     assert {"calibrate", "export", "validate", "generate"} <= {name for name, _ in commands}
     for name, rest in commands:
         code, help_text, _ = rotor(capsys, name, "--help")
