@@ -127,6 +127,7 @@ def calibrate(
         f"domain {run.info['domain']}, {count} tokens at {_human(count / max(seconds, 1e-9))} tokens/s",
         highlight=False,
     )
+    _print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
     stdout.print(f"Next: rotor export {run.folder} -o OUT --accuracy 0.99", highlight=False)
 
 
@@ -177,6 +178,7 @@ def export(
         f"token), accuracy {value['report']:.4f} [{low:.4f}, {high:.4f}], {result.measured_points} point(s) measured",
         highlight=False,
     )
+    _print_seconds(result.seconds)
     stdout.print(f"Next: rotor validate {out}", highlight=False)
 
 
@@ -206,6 +208,7 @@ def validate(
     else:
         for result in results:
             _print_checks(result)
+            _print_seconds(result.seconds)
         _print_summary(results)
     if any(result.damaged for result in results):
         raise typer.Exit(1)
@@ -250,6 +253,10 @@ def recipes(as_json: AsJson = False) -> None:
 
 def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _print_seconds(seconds: dict[str, float]) -> None:
+    stdout.print("Seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()), highlight=False)
 
 
 def _print_checks(result: Any) -> None:
