@@ -219,13 +219,9 @@ def staged_folder(out: Path, overwrite: bool, sources: list[Path], needed_bytes:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _clean_leftovers(out)
-        free = shutil.disk_usage(parent).free
     except OSError as error:
         raise CheckpointError(f"{parent}: cannot be written ({error.strerror}).", "Choose another place.") from error
-    if free < needed_bytes:
-        raise CheckpointError(
-            f"{parent}: {free / 1e9:.2f} GB free, {needed_bytes / 1e9:.2f} GB needed.", "Free space, or choose another."
-        )
+    check_space(out, needed_bytes)
     staging = parent / f".{out.name}.rotor-{os.getpid()}"
     try:
         staging.mkdir()
@@ -254,6 +250,18 @@ def check_writable(out: Path, overwrite: bool, sources: list[Path]) -> None:
         raise UsageError(f"{out}: is a file.", "Choose another name.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UsageError(f"{out}: exists and is not empty.", "Give --overwrite to replace it.")
+
+
+def check_space(out: Path, needed_bytes: int) -> None:
+    """Raises CheckpointError if the disk that `out` is to lie on has less free space than needed."""
+    place = Path(os.path.abspath(out)).parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{place}: {free / 1e9:.2f} GB free, {needed_bytes / 1e9:.2f} GB needed.", "Free space, or choose another."
+        )
 
 
 def _publish(staging: Path, out: Path) -> None:

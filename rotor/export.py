@@ -17,6 +17,7 @@ from .bases import LayerBases
 from .checkpoint import (
     INDEX_FILE,
     Checkpoint,
+    check_space,
     check_writable,
     file_sha256,
     staged_folder,
@@ -86,6 +87,8 @@ def export(
     sources = [opened.model_folder, opened.folder]
     check_writable(out, overwrite, sources)
     checkpoint = _source(opened)
+    needed = int(checkpoint.total_bytes() * 1.1) + (1 << 20)
+    check_space(out, needed)
     bases = opened.bases()
 
     table = RankTable.open(opened, recipe)
@@ -112,7 +115,6 @@ def export(
     ranks: list[LayerRanks] = [[(qk, v) for qk, v in layer] for layer in point["ranks"]["stored"]]
 
     with times.stage("write"):
-        needed = int(checkpoint.total_bytes() * 1.1) + (1 << 20)
         with staged_folder(out, overwrite, sources, needed) as staging:
             report = _write(staging, opened, recipe, checkpoint, bases, ranks, point, table, accuracy, out, progress)
     _append_log(opened, f"export {out.name}: compression {point['compression']['stored']:.4f}, {times.seconds}")
@@ -177,6 +179,7 @@ def _write(
 
     config = dict(checkpoint.config_dict)
     first = read_attention(family, 0, checkpoint.names, checkpoint.tensor, shape)
+    config["attn_implementation"] = METHOD  # a stock transformers without rotor refuses to load it
     config["quantization_config"] = {
         "quant_method": METHOD,
         "format_version": FORMAT_VERSION,

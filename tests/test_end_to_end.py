@@ -286,6 +286,17 @@ def test_a_flipped_bit_and_edited_json_are_found(run_copy, tmp_path: Path) -> No
     assert "tensors finite" in failed()
 
 
+@pytest.mark.parametrize("recipe", ["fdc", "rotor"])
+def test_stock_transformers_refuses_to_load_it_as_uncompressed(recipe: str, run_copy, tmp_path: Path) -> None:
+    """Even where every shape fits, as with a removal rate that removes nothing."""
+    run = run_copy(recipe)
+    export(run.folder, tmp_path / "out", removal_rate=0.0)
+    program = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert '`attn_implementation="rotor"` is not supported' in done.stderr
+
+
 def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")
     export(run.folder, tmp_path / "out", compression=0.5)
