@@ -114,9 +114,8 @@ def export(
         point = choose(table, accuracy)
     ranks: list[LayerRanks] = [[(qk, v) for qk, v in layer] for layer in point["ranks"]["stored"]]
 
-    with times.stage("write"):
-        with staged_folder(out, overwrite, sources, needed) as staging:
-            report = _write(staging, opened, recipe, checkpoint, bases, ranks, point, table, accuracy, out, progress)
+    with times.stage("write"), staged_folder(out, overwrite, sources, needed) as staging:
+        report = _write(staging, opened, recipe, checkpoint, bases, ranks, point, table, accuracy, out, progress)
     _append_log(opened, f"export {out.name}: compression {point['compression']['stored']:.4f}, {times.seconds}")
     return ExportResult(out, report, times.seconds, len(table.points) - known)
 
