@@ -62,13 +62,9 @@ def calibrate(
 
     checkpoint = Checkpoint(model)
     family, shape = find_family(checkpoint.config), attention_shape(checkpoint.config)
-    domain: Domain = spec.groups.domain if family.rotary else "none"
-    group_size = shape.num_kv_heads if spec.groups.size == "all" else int(spec.groups.size)
-    if shape.num_kv_heads % group_size:
-        raise RecipeError(
-            f"groups.size {group_size} does not divide the model's {shape.num_kv_heads} KV heads.",
-            "Choose a divisor, or all.",
-        )
+    domains, sizes = _domains(spec, family), _group_sizes(spec, shape)
+    candidates = {candidate_key(domain, size): (domain, size) for domain in domains for size in sizes}
+    group_size = max(sizes)
     with times.stage("check model"), progress.task("check model", checkpoint.total_bytes(), "B") as advance:
         shards = {}
         for file in checkpoint.files:
@@ -89,16 +85,28 @@ def calibrate(
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     with times.stage("load model"):
         network = load_model(checkpoint.folder, target, compute_dtype)
-    wanted = needed_statistics(spec.bases.qk, spec.bases.vo, domain)
+    wanted = frozenset().union(
+        *(needed_statistics(spec.bases.qk, spec.bases.vo, domain, spec.bases.refit) for domain in domains)
+    )
     with times.stage("capture"):
         statistics = collect(network, family, shape, group_size, wanted, tokens, batch_tokens, progress)
+    information = []
+    if spec.ranks.method == "fisher":
+        with times.stage("gradients"):
+            information = fisher_information(network, family, shape, tokens, spec.ranks.fisher_tokens, progress)
     del network
     with times.stage("bases"), progress.task("bases", shape.num_layers, "layers") as advance:
-        bases: list[LayerBases] = []
+        bases: list[dict[str, LayerBases]] = []
         for layer, moments in enumerate(statistics):
             moments.check_finite(layer)
             weights = read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)
-            bases.append(layer_bases(moments, weights, shape, domain, spec.bases.qk, spec.bases.vo))
+            methods = spec.bases.qk, spec.bases.vo
+            bases.append(
+                {
+                    key: layer_bases(moments, weights, shape, domain, size, *methods)
+                    for key, (domain, size) in candidates.items()
+                }
+            )
             advance(1)
 
     info = {
@@ -108,8 +116,7 @@ def calibrate(
             "model_type": checkpoint.config.model_type,
             "shards": shards,
         },
-        "domain": domain,
-        "group_size": group_size,
+        "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in candidates.items()},
         "shape": dataclasses.asdict(shape),
         "tokens": {"count": tokens.numel(), "rows": tokens.shape[0], "seq_len": tokens.shape[1]},
         "device": str(target),
@@ -121,7 +128,7 @@ def calibrate(
         with times.stage("write"):
             (staging / RECIPE).write_text(spec.to_yaml(), "utf-8")
             for layer, moments in enumerate(statistics):
-                write_statistics(staging, layer, moments)
+                write_statistics(staging, layer, moments, information[layer] if information else None)
             write_bases(staging, bases)
         write_json(staging / INFO, {**info, "stages": times.stages})
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -148,7 +155,9 @@ def collect(
     rows = max(1, batch_tokens // tokens.shape[1])
     with (
         progress.task("calibrate", tokens.numel(), "tokens") as advance,
-        capture(model, family, shape, wanted, lambda layer, activations: statistics[layer].add(activations)),
+        capture(
+            model, family, shape, group_size, wanted, lambda layer, activations: statistics[layer].add(activations)
+        ),
     ):
         for batch in tokens.split(rows):
             decoder(batch.to(model.device), use_cache=False)
@@ -156,6 +165,61 @@ def collect(
     for layer in statistics:
         layer.sums = {name: total.cpu() for name, total in layer.sums.items()}
     return statistics
+
+
+def candidate_key(domain: Domain, group_size: int) -> str:
+    return f"{domain}-{group_size}"
+
+
+def _domains(recipe: Recipe, family: Family) -> list[Domain]:
+    """Domains among which the ranks choose; raises RecipeError where the method needs RoPE and the model has none."""
+    if family.rotary is None:
+        if recipe.bases.qk == "rope-pairs":
+            raise RecipeError("bases.qk: rope-pairs needs RoPE, which this model does not have.", "Choose svd or kq.")
+        return ["none"]
+    return ["pre", "post"] if recipe.groups.domain == "any" else [recipe.groups.domain]
+
+
+def _group_sizes(recipe: Recipe, shape: AttentionShape) -> list[int]:
+    """Group sizes among which the ranks choose; raises RecipeError if one does not divide the number of KV heads."""
+    heads = shape.num_kv_heads
+    if recipe.groups.size == "any":
+        return [size for size in range(heads, 0, -1) if heads % size == 0]
+    size = heads if recipe.groups.size == "all" else int(recipe.groups.size)
+    if heads % size:
+        raise RecipeError(
+            f"groups.size {size} does not divide the model's {heads} KV heads.", "Choose a divisor, all, or any."
+        )
+    return [size]
+
+
+def fisher_information(
+    model: Any, family: Family, shape: AttentionShape, tokens: torch.Tensor, count: int, progress: Progress
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Sum of squared gradients of the next-token loss with respect to W_k and W_v of each KV head.
+
+    The gradient is taken row by row of tokens and squared before it is summed.
+
+    Returns:
+        Per layer two tensors [num_kv_heads], float64: for keys and for values.
+    Source: Palu, arXiv 2407.21118, section 3.2.
+    """
+    rows = tokens[: max(1, count // tokens.shape[1])]
+    zeros = torch.zeros(shape.num_kv_heads, dtype=torch.float64)
+    totals = [(zeros.clone(), zeros.clone()) for _ in range(shape.num_layers)]
+    parameters = [family.kv_parameters(model, layer) for layer in range(shape.num_layers)]
+    with progress.task("gradients", rows.numel(), "tokens") as advance:
+        for row in rows.split(1):
+            ids = row.to(model.device)
+            loss = model(ids, labels=ids, use_cache=False).loss
+            distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}
+            gradients = dict(zip(distinct, torch.autograd.grad(loss, list(distinct.values())), strict=True))
+            for layer, pair in enumerate(parameters):
+                for side, (parameter, part) in enumerate(pair):
+                    squared = part(gradients[id(parameter)]).double().square()
+                    totals[layer][side].add_(squared.reshape(shape.num_kv_heads, -1).sum(-1).cpu())
+            advance(row.numel())
+    return totals
 
 
 def versions() -> dict[str, str]:

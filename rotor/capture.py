@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -16,14 +17,15 @@ from .layout import AttentionShape
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `key_post`,
-`key_pre` and `value` [tokens, num_kv_heads, head_dim]."""
+`key_pre` and `value` [tokens, num_kv_heads, head_dim]; `output` [tokens, num_heads, group_size * head_dim], the group's
+stacked values averaged with each query head's attention weights."""
 
 CAPTURE = "rotor_capture"
 
 
 @contextmanager
 def capture(
-    model: Any, family: Family, shape: AttentionShape, wanted: frozenset[str], observe: Observer
+    model: Any, family: Family, shape: AttentionShape, group_size: int, wanted: frozenset[str], observe: Observer
 ) -> Iterator[None]:
     """While active, every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
 
@@ -44,10 +46,15 @@ def capture(
         activations = {name: x.transpose(1, 2).flatten(0, 1) for name, x in seen.items() if name in wanted}
         if "key_pre" in wanted:
             activations["key_pre"] = pending.pop(layer)
+        if "output" not in wanted:
+            observe(layer, activations)
+            return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+        output, weights = sdpa_attention_forward(module, query, key, _stacked(value, group_size), *args, **kwargs)
+        activations["output"] = output.flatten(0, 1)
         observe(layer, activations)
-        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+        return _own_block(output, shape, group_size), weights
 
-    handles = []
+    handles: list[Any] = []
     if "key_pre" in wanted:
         for layer in range(shape.num_layers):
             source = family.attention_module(model, layer).get_submodule(family.key_source)
@@ -62,3 +69,20 @@ def capture(
         model.config._attn_implementation = before
         for handle in handles:
             handle.remove()
+
+
+def _stacked(value: Tensor, group_size: int) -> Tensor:
+    """[batch_size, num_kv_heads, seq_len, d] -> the values of each head's whole group, [..., group_size * d]."""
+    if group_size == 1:
+        return value
+    groups = value.unflatten(1, (-1, group_size)).transpose(2, 3).flatten(3)
+    return groups.repeat_interleave(group_size, dim=1)
+
+
+def _own_block(output: Tensor, shape: AttentionShape, group_size: int) -> Tensor:
+    """[batch_size, seq_len, num_heads, group_size * d] -> what each query head gets from its own KV head's values."""
+    if group_size == 1:
+        return output
+    heads = torch.arange(shape.num_heads, device=output.device)
+    own = heads // shape.heads_per_kv % group_size
+    return output.unflatten(-1, (group_size, -1))[:, :, heads, own]

@@ -123,8 +123,8 @@ def calibrate(
     seconds = run.info["stages"]["capture"]["seconds"]
     count = run.info["tokens"]["count"]
     stdout.print(
-        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, {run.info['group_size']} KV head(s) a group, "
-        f"domain {run.info['domain']}, {count} tokens at {_human(count / max(seconds, 1e-9))} tokens/s",
+        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (domain-group size) "
+        f"{', '.join(run.info['candidates'])}, {count} tokens at {_human(count / max(seconds, 1e-9))} tokens/s",
         highlight=False,
     )
     _print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})

@@ -123,6 +123,21 @@ def score(model: Any, rows: Tensor, advance: Advance = lambda done: None) -> Sco
     return Scores(torch.cat(correct).numpy(), torch.cat(nll).numpy(), rows.shape[1] - 1)
 
 
+def mean_kl(model: Any, reference: list[Tensor], rows: Tensor) -> float:
+    """Mean KL(reference || model) in nats per token; `reference` holds the logits of `batches(model, rows)`."""
+    total, count = 0.0, 0
+    for batch, logits in zip(batches(model, rows), reference, strict=True):
+        divergence = kl_divergence(logits.float(), batch_logits(model, batch))
+        total, count = total + float(divergence.double().sum()), count + divergence.numel()
+    return total / count
+
+
+def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """KL(reference || other) in nats of each position, from logits [..., vocab_size]."""
+    log_p, log_q = reference.log_softmax(-1), other.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
 def ratios(base: Scores, other: Scores) -> dict[str, float]:
     """Each metric of `other` against `base`: 1 is equal, below 1 is worse."""
     values = _ratios(base.correct.sum(), base.nll.mean(), other.correct.sum(), other.nll.mean(), base.tokens)

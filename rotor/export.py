@@ -93,29 +93,44 @@ def export(
 
     table = RankTable.open(opened, recipe)
     known = len(table.points)
-    path = rank_path(bases, opened, recipe)
-    plan = None if accuracy is not None else plan_for(path, removal_rate, compression)
-    point = table.find(plan) if plan else None
-    if (plan and point is None) or (plan is None and not table.complete):
-        with times.stage("load model"):
-            target = pick_device(device)
-            compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-            data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
-            network = CompressibleModel(checkpoint, target, compute_dtype)
-        with times.stage("measure"):
+    measurer: Measurer | None = None
+
+    def measuring() -> Measurer:
+        """Loads the model the first time that something has to be measured."""
+        nonlocal measurer
+        if measurer is None:
+            with times.stage("load model"):
+                target = pick_device(device)
+                compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+                data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+                network = CompressibleModel(checkpoint, target, compute_dtype)
             measurer = Measurer(table, network, bases, data, progress)
-            if plan:
-                point = measurer.measure(plan)
-            else:
-                complete_table(measurer, path)
-        del network, measurer
-    if point is None:
-        assert accuracy is not None
+        return measurer
+
+    if recipe.ranks.method == "global" and table.sensitivities is None:
+        probing = measuring()
+        with times.stage("probe"):
+            probing.probe()
+    path = rank_path(bases, opened, recipe, table.sensitivities)
+    if accuracy is None:
+        plan = plan_for(path, removal_rate, compression)
+        point = table.find(plan)
+        if point is None:
+            point_measurer = measuring()
+            with times.stage("measure"):
+                point = point_measurer.measure(plan)
+    else:
+        if not table.complete:
+            table_measurer = measuring()
+            with times.stage("measure"):
+                complete_table(table_measurer, path)
         point = choose(table, accuracy)
+    measurer = None
     ranks: list[LayerRanks] = [[(qk, v) for qk, v in layer] for layer in point["ranks"]["stored"]]
+    chosen = [layer[key] for layer, key in zip(bases, point["choice"], strict=True)]
 
     with times.stage("write"), staged_folder(out, overwrite, sources, needed) as staging:
-        report = _write(staging, opened, recipe, checkpoint, bases, ranks, point, table, accuracy, out, progress)
+        report = _write(staging, opened, recipe, checkpoint, chosen, ranks, point, table, accuracy, out, progress)
     _append_log(opened, f"export {out.name}: compression {point['compression']['stored']:.4f}, {times.seconds}")
     return ExportResult(out, report, times.seconds, len(table.points) - known)
 
@@ -269,7 +284,8 @@ def _report(
         "recipe": recipe.name,
         "source": {"name": run.info["model"]["name"], "shards": run.info["model"]["shards"]},
         "compression": point["compression"],
-        "removal_rate": point["removal_rate"],
+        "rank_method": recipe.ranks.method,
+        "parameter": point["parameter"],
         "kv_bytes_per_token": {
             "before": uncompressed_kv_bytes_per_token(run.shape, element_bytes),
             "after": kv_bytes_per_token(layouts, element_bytes),

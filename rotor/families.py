@@ -69,6 +69,14 @@ class Family:
     def attention_module(self, model: nn.Module, layer: int) -> nn.Module:
         return model.get_submodule(self.attention_prefix(layer)[:-1])
 
+    def kv_parameters(self, model: nn.Module, layer: int) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """The parameters of the key and of the value projection, and for each how to get [num_kv_heads * d, hidden]."""
+        module = self.attention_module(model, layer)
+        if "c_attn.weight" in self.consumed:
+            fused = module.get_parameter("c_attn.weight")
+            return [(fused, lambda g: g.T.chunk(3)[1]), (fused, lambda g: g.T.chunk(3)[2])]
+        return [(module.get_parameter(f"{p}_proj.weight"), lambda g: g) for p in "kv"]
+
     def replace_attention(self, model: nn.Module, layer: int, module: nn.Module) -> None:
         parent = model.get_submodule(f"{self.decoder}.{self.layers}.{layer}")
         setattr(parent, self.attention, module)

@@ -37,31 +37,45 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Groups:
-    """Which KV heads of a layer share a latent (`size` heads each, or `all`), and where keys are compressed."""
+    """How many KV heads of a layer share a latent (a number, or `all`), and where keys are compressed.
 
-    size: int | Literal["all"] = 1
-    domain: Literal["post", "pre"] = "post"
+    `any` leaves it to the ranks' method `global` to choose, for each layer, among all divisors, or both domains.
+    """
+
+    size: int | Literal["all", "any"] = 1
+    domain: Literal["post", "pre", "any"] = "post"
 
 
 @dataclass(frozen=True)
 class Bases:
-    """Methods of the query/key basis and of the value/output basis (one file each in rotor/bases)."""
+    """Methods of the query/key basis and of the value/output basis (see rotor/bases).
 
-    qk: Literal["svd", "kq"] = "svd"
-    vo: Literal["palu", "kq"] = "palu"
+    refit: least-squares refit of each query head's slice of W_o at the rank that it gets.
+    """
+
+    qk: Literal["svd", "kq", "kq-centred", "rope-pairs", "palu", "whitened"] = "svd"
+    vo: Literal["palu", "whitened", "svd", "kq", "kq-output"] = "palu"
+    refit: bool = False
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One removal rate shared by all groups and both sides (FDC equation 1).
+    """How singular values become ranks (see rotor/ranks).
 
-    spectrum: whether the rate is a share of the sum of singular values (the papers) or of their squares.
-    multiple_of: stored ranks are rounded up to this, which the kernels' tiles need.
+    method: `removal-rate` is one rate shared by all groups and both sides (FDC equation 1); `uniform` the same share
+        everywhere; `fisher` in proportion to squared gradients (Palu); `global` water-filling by measured sensitivity.
+    spectrum: whether the removal rate is a share of the sum of singular values (the papers) or of their squares.
+    multiple_of: stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide.
+    probe_share: share of columns kept in a probe of `global`. probe_tokens: tokens of the search split it runs on.
+    fisher_tokens: calibration tokens whose gradients `fisher` sums.
     """
 
-    method: Literal["removal-rate"] = "removal-rate"
+    method: Literal["removal-rate", "uniform", "fisher", "global"] = "removal-rate"
     spectrum: Literal["values", "squares"] = "values"
     multiple_of: int = 16
+    probe_share: float = 0.35
+    probe_tokens: int = 4096
+    fisher_tokens: int = 4096
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,9 @@ class Recipe:
         data["search"]["targets"] = list(data["search"]["targets"])
         return yaml.safe_dump(data, sort_keys=False, width=120)
 
+
+POST_ONLY, PRE_ONLY = ("svd", "rope-pairs"), ("palu", "whitened")
+"""Query/key bases that work in one domain only; on a model without RoPE all but rope-pairs do."""
 
 EXPORT_SECTIONS = ("ranks", "evaluation", "search")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
@@ -260,13 +277,28 @@ def _describe(option: Any) -> str:
 
 def _check(recipe: Recipe, where: str) -> None:
     """Ranges that the types do not express."""
-    tokens, groups, evaluation, search = recipe.tokens, recipe.groups, recipe.evaluation, recipe.search
+    tokens, groups, ranks = recipe.tokens, recipe.groups, recipe.ranks
+    evaluation, search = recipe.evaluation, recipe.search
     rules = [
         (tokens.count > 0, "tokens.count", tokens.count, "a positive number of tokens"),
         (tokens.seq_len > 1, "tokens.seq_len", tokens.seq_len, "at least 2 tokens"),
         (tokens.source != "text" or tokens.path, "tokens.path", tokens.path, "a file or folder, as source is text"),
-        (groups.size == "all" or groups.size > 0, "groups.size", groups.size, "all or a positive number of KV heads"),
-        (recipe.ranks.multiple_of > 0, "ranks.multiple_of", recipe.ranks.multiple_of, "a positive number"),
+        (
+            isinstance(groups.size, str) or groups.size > 0,
+            "groups.size",
+            groups.size,
+            "all, any or a positive number of KV heads",
+        ),
+        (ranks.multiple_of > 0, "ranks.multiple_of", ranks.multiple_of, "a positive number"),
+        (0 < ranks.probe_share < 1, "ranks.probe_share", ranks.probe_share, "a share between 0 and 1"),
+        (ranks.probe_tokens > 0, "ranks.probe_tokens", ranks.probe_tokens, "a positive number of tokens"),
+        (ranks.fisher_tokens > 0, "ranks.fisher_tokens", ranks.fisher_tokens, "a positive number of tokens"),
+        (
+            ranks.method == "global" or "any" not in (groups.size, groups.domain),
+            "ranks.method",
+            ranks.method,
+            "global, as only it chooses where groups says any",
+        ),
         (evaluation.seq_len > 1, "evaluation.seq_len", evaluation.seq_len, "at least 2 tokens"),
         (evaluation.search_tokens > 0, "evaluation.search_tokens", evaluation.search_tokens, "a positive number"),
         (evaluation.report_tokens > 0, "evaluation.report_tokens", evaluation.report_tokens, "a positive number"),
@@ -281,10 +313,22 @@ def _check(recipe: Recipe, where: str) -> None:
         (0 <= search.floor < 1, "search.floor", search.floor, "a share below 1"),
         (all(0 < t <= 1 for t in search.targets), "search.targets", search.targets, "accuracies above 0, at most 1"),
         (
-            not (recipe.bases.qk == "svd" and groups.domain == "pre"),
+            groups.domain != "pre" or recipe.bases.qk not in POST_ONLY,
             "bases.qk",
             recipe.bases.qk,
-            "kq, as groups.domain is pre",
+            f"none of {', '.join(POST_ONLY)}, as groups.domain is pre",
+        ),
+        (
+            groups.domain != "post" or recipe.bases.qk not in PRE_ONLY,
+            "bases.qk",
+            recipe.bases.qk,
+            f"none of {', '.join(PRE_ONLY)}, as groups.domain is post",
+        ),
+        (
+            groups.domain != "any" or recipe.bases.qk in ("kq", "kq-centred"),
+            "bases.qk",
+            recipe.bases.qk,
+            "kq or kq-centred, as groups.domain is any",
         ),
     ]
     for ok, name, got, expected in rules:

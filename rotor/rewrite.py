@@ -14,6 +14,9 @@ from .families import AttentionWeights
 from .layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 from .ranks import LayerRanks
 
+RIDGE = 1e-6
+"""Share of the mean latent energy added in the least-squares refit of W_o."""
+
 
 def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tuple[LayerLayout, tuple[int, ...]]:
     """The layout of a layer at given ranks.
@@ -72,11 +75,12 @@ def rewrite_layer(
 
     columns = _by_kv_head(weights.o_weight.T, heads, shape)
     assert columns is not None
+    readers = [_by_head(d, layout).unsqueeze(1) for d in v_decode]
+    if bases.outputs is not None:
+        outputs = bases.outputs.unflatten(0, (-1, layout.group_size, shape.heads_per_kv))[list(order)]
+        readers = [_refit(*parts) for parts in zip(readers, v_encode, v_decode, outputs, strict=True)]
     tensors["o_proj.weight"] = torch.cat(
-        [
-            torch.einsum("gdr,gpdo->gpro", _by_head(decode, layout), block).flatten(0, 2)
-            for decode, block in zip(v_decode, _per_group(columns, layout), strict=True)
-        ]
+        [(reader.mT @ block).flatten(0, 2) for reader, block in zip(readers, _per_group(columns, layout), strict=True)]
     ).T
     tensors["o_proj.bias"] = weights.o_bias
     if not layout.folded_keys:
@@ -85,6 +89,30 @@ def rewrite_layer(
         tensors["query_basis"] = torch.cat(qk_decode, dim=-1)
     dtype = weights.v_weight.dtype
     return {name: _cast(tensor, dtype, name) for name, tensor in tensors.items() if tensor is not None}
+
+
+def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> Tensor:
+    """Least squares: what each query head should read its output back with, given the latents that are kept.
+
+    Minimises E |o - reader (encode^T o_group)|^2 for each query head over its own outputs, by a correction to `reader`
+    with a small ridge; at full rank the correction is zero.
+
+    Args:
+        reader: [g, 1, head_dim, rank], the rows of `decode` of each KV head.
+        encode, decode: [g * head_dim, rank].
+        outputs: [g, heads_per_kv, g * head_dim, g * head_dim].
+    Returns:
+        [g, heads_per_kv, head_dim, rank].
+    """
+    latent = outputs @ encode
+    gram = encode.mT @ latent
+    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(gram.dtype).tiny)
+    gram = gram + torch.diag_embed(ridge.unsqueeze(-1).expand(gram.shape[:-1]))
+    size, dim = reader.shape[0], reader.shape[2]
+    residual = (latent - decode @ (encode.mT @ latent)).unflatten(-2, (size, dim))
+    index = torch.arange(size)
+    own = residual[index, :, index]  # each KV head's own rows, [g, heads_per_kv, head_dim, rank]
+    return reader + torch.linalg.solve(gram, own.mT).mT
 
 
 def _truncated(bases: LayerBases, layout: LayerLayout, order: tuple[int, ...]) -> tuple[list[Tensor], ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .bases import BasisPair, LayerBases
 from .checkpoint import read_json, write_json
-from .errors import CheckpointError
+from .errors import CheckpointError, UsageError
 from .layout import AttentionShape, Domain
 from .recipe import Recipe, load_recipe
 from .statistics import LayerStatistics
@@ -28,11 +28,15 @@ def statistics_path(folder: Path, layer: int) -> Path:
     return folder / "statistics" / f"layer-{layer:04d}.safetensors"
 
 
-def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
+def write_statistics(
+    folder: Path, layer: int, statistics: LayerStatistics, fisher: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """One layer's moments and, where the recipe needs it, its Fisher information of keys and values."""
     path = statistics_path(folder, layer)
     path.parent.mkdir(exist_ok=True)
     metadata = {"tokens": str(statistics.tokens), "group_size": str(statistics.group_size)}
-    save_file(dict(sorted(statistics.sums.items())), path, metadata=metadata)
+    extra = {} if fisher is None else {"fisher_key": fisher[0], "fisher_value": fisher[1]}
+    save_file(dict(sorted({**statistics.sums, **extra}.items())), path, metadata=metadata)
 
 
 def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
@@ -41,17 +45,28 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     try:
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata()
-        return LayerStatistics(shape, int(metadata["group_size"]), load_file(path), int(metadata["tokens"]))
+        sums = {name: tensor for name, tensor in load_file(path).items() if not name.startswith("fisher_")}
+        return LayerStatistics(shape, int(metadata["group_size"]), sums, int(metadata["tokens"]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
 
-def write_bases(folder: Path, bases: list[LayerBases]) -> None:
-    """All columns of every layer's bases, float64, with their singular values."""
+def read_fisher(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
+    """Fisher information of keys and of values, each [num_kv_heads]; raises UsageError if the run has none."""
+    tensors = load_file(statistics_path(folder, layer))
+    if "fisher_key" not in tensors:
+        raise UsageError(
+            f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
+        )
+    return tensors["fisher_key"], tensors["fisher_value"]
+
+
+def write_bases(folder: Path, bases: list[dict[str, LayerBases]]) -> None:
+    """All columns of the bases of every layer's candidates, float64, with their singular values."""
     tensors: dict[str, Tensor] = {}
-    for index, layer in enumerate(bases):
-        for side, pair in (("qk", layer.qk), ("vo", layer.vo)):
-            prefix = f"layers.{index}.{side}."
+    for index, key, candidate in ((i, k, c) for i, layer in enumerate(bases) for k, c in layer.items()):
+        for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
+            prefix = f"layers.{index}.{key}.{side}."
             tensors[prefix + "encode"] = pair.encode.contiguous()
             if not pair.is_orthonormal:
                 tensors[prefix + "decode"] = pair.decode.contiguous()
@@ -74,7 +89,7 @@ class Run:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         info = read_json(path / INFO, "Give a folder that `rotor calibrate` wrote.")
-        for key in ("model", "domain", "group_size", "shape"):
+        for key in ("model", "candidates", "shape"):
             if key not in info:
                 raise CheckpointError(f"{path / INFO}: {key} is missing.", CALIBRATE_AGAIN)
         return cls(path, load_recipe(str(path / RECIPE)), info)
@@ -90,24 +105,35 @@ class Run:
     def model_folder(self) -> Path:
         return Path(self.info["model"]["path"])
 
-    def bases(self) -> list[LayerBases]:
-        """Raises CheckpointError if the file is damaged or does not fit run.json."""
+    def bases(self) -> list[dict[str, LayerBases]]:
+        """The bases of each layer's candidates (a domain and a group size) by key.
+
+        Raises:
+            CheckpointError: the file is damaged or does not fit run.json.
+        """
         path = self.folder / BASES
         try:
             tensors = load_file(path)
-            return [self._layer_bases(tensors, i) for i in range(self.shape.num_layers)]
+            return [
+                {key: self._candidate(tensors, i, key) for key in self.info["candidates"]}
+                for i in range(self.shape.num_layers)
+            ]
         except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
-    def _layer_bases(self, tensors: dict[str, Tensor], index: int) -> LayerBases:
-        domain: Domain = self.info["domain"]
+    def _candidate(self, tensors: dict[str, Tensor], index: int, key: str) -> LayerBases:
+        domain: Domain = self.info["candidates"][key]["domain"]
+        group_size = int(self.info["candidates"][key]["group_size"])
         pairs = {}
         for side in ("qk", "vo"):
-            prefix = f"layers.{index}.{side}."
+            prefix = f"layers.{index}.{key}.{side}."
             encode = tensors[prefix + "encode"]
             decode = tensors.get(prefix + "decode", encode)
             pairs[side] = BasisPair(encode, decode, tensors[prefix + "singular_values"])
-        return LayerBases(domain, int(self.info["group_size"]), pairs["qk"], pairs["vo"])
+        outputs = None
+        if self.recipe.bases.refit:
+            outputs = read_statistics(self.folder, index, self.shape).moment("output", group_size)
+        return LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs)
 
     def read_rank_table(self) -> dict[str, Any] | None:
         path = self.folder / RANK_TABLE

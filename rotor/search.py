@@ -17,19 +17,61 @@ from typing import Any
 from .bases import LayerBases
 from .compress import CompressibleModel
 from .errors import AccuracyError, UsageError
-from .evaluation import EvaluationData, Scores, interval, ratios, score
+from .evaluation import EvaluationData, Scores, batch_logits, batches, interval, mean_kl, ratios, score
+from .layout import AttentionShape
 from .progress import Progress
-from .ranks import RankPath, RankPlan
+from .ranks import (
+    FisherPath,
+    RankPath,
+    RankPlan,
+    RemovalRatePath,
+    Sensitivity,
+    Spectra,
+    UniformPath,
+    WaterFillingPath,
+    round_rank,
+)
+from .ranks.water_filling import Cost
 from .recipe import Recipe
-from .run import Run
+from .run import Run, read_fisher
 
 TABLE_VERSION = 1
 
 
-def rank_path(bases: list[LayerBases], run: Run, recipe: Recipe) -> RankPath:
-    """All rank plans that the recipe's rank method can give for these bases."""
-    spectra = [(layer.qk.singular_values, layer.vo.singular_values) for layer in bases]
-    return RankPath(spectra, run.shape, recipe.ranks.multiple_of, recipe.ranks.spectrum == "squares")
+Candidates = list[dict[str, LayerBases]]
+"""The bases of each layer's candidates, by key."""
+
+
+def spectra_of(bases: Candidates) -> list[dict[str, Spectra]]:
+    return [{key: Spectra(c.qk.singular_values, c.vo.singular_values) for key, c in layer.items()} for layer in bases]
+
+
+def rank_path(bases: Candidates, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
+    """All rank plans that the recipe's rank method can give for these bases.
+
+    Args:
+        sensitivities: what `probe` measured; needed by the method `global` only.
+    """
+    spectra, ranks = spectra_of(bases), recipe.ranks
+    if ranks.method == "uniform":
+        return UniformPath(spectra, run.shape, ranks.multiple_of)
+    if ranks.method == "fisher":
+        size = next(iter(bases[0].values())).group_size
+        information = [
+            tuple(side.reshape(-1, size).sum(-1) for side in read_fisher(run.folder, layer))
+            for layer in range(run.shape.num_layers)
+        ]
+        return FisherPath(spectra, run.shape, ranks.multiple_of, information)  # type: ignore[arg-type]
+    if ranks.method == "global":
+        assert sensitivities is not None
+        return WaterFillingPath(spectra, run.shape, ranks.multiple_of, sensitivities, bytes_cost(run.shape))
+    return RemovalRatePath(spectra, run.shape, ranks.multiple_of, ranks.spectrum == "squares")
+
+
+def bytes_cost(shape: AttentionShape) -> Cost:
+    """Cost of a group as its share of the uncompressed cache."""
+    whole = shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim
+    return lambda key, qk_ranks, v_ranks: (qk_ranks / whole, v_ranks / whole)
 
 
 @dataclass
@@ -45,6 +87,7 @@ class RankTable:
     points: list[dict[str, Any]]
     complete: bool
     base: dict[str, Any] | None = None
+    sensitivities: list[Sensitivity] | None = None
 
     @classmethod
     def open(cls, run: Run, recipe: Recipe) -> RankTable:
@@ -55,7 +98,7 @@ class RankTable:
         data = run.read_rank_table()
         if data and data.get("version") == TABLE_VERSION and data.get("fingerprint") == fingerprint:
             complete = bool(data["complete"]) and data.get("search") == json.loads(json.dumps(settings["search"]))
-            return cls(run, recipe, fingerprint, data["points"], complete, data["base"])
+            return cls(run, recipe, fingerprint, data["points"], complete, data["base"], data["sensitivities"])
         return cls(run, recipe, fingerprint, [], False)
 
     def save(self) -> None:
@@ -68,13 +111,14 @@ class RankTable:
                 "search": self.recipe.to_dict()["search"],
                 "complete": self.complete,
                 "base": self.base,
+                "sensitivities": self.sensitivities,
                 "points": self.points,
             }
         )
 
     def find(self, plan: RankPlan) -> dict[str, Any] | None:
-        ranks = _as_lists(plan.rounded)
-        return next((p for p in self.points if p["ranks"]["stored"] == ranks), None)
+        ranks, choice = _as_lists(plan.rounded), list(plan.choice)
+        return next((p for p in self.points if p["ranks"]["stored"] == ranks and p["choice"] == choice), None)
 
     def accuracy(self, point: dict[str, Any], split: str) -> float:
         return point[split][self.recipe.evaluation.metric]
@@ -87,12 +131,46 @@ class Measurer:
         self,
         table: RankTable,
         network: CompressibleModel,
-        bases: list[LayerBases],
+        bases: Candidates,
         data: EvaluationData,
         progress: Progress,
     ) -> None:
         self.table, self.network, self.bases, self.data, self.progress = table, network, bases, data, progress
         self._base: dict[str, Scores] = {}
+
+    def probe(self) -> None:
+        """Measure the sensitivity of every layer, side and candidate, and keep it in the table.
+
+        Compresses that side of that layer alone, at a moderate rank; the sensitivity is the KL divergence of the final
+        logits, in nats per token, per unit of dropped energy (squared singular values).
+        """
+        if self.table.sensitivities is not None:
+            return
+        ranks = self.table.recipe.ranks
+        rows = self.data.search[: max(1, ranks.probe_tokens // self.data.search.shape[1])]
+        reference = [batch_logits(self.network.restore(), b).half() for b in batches(self.network.model, rows)]
+        first = [next(iter(layer)) for layer in self.bases]
+        probes = [(i, key) for i, layer in enumerate(self.bases) for key in layer]
+        sensitivities: list[Sensitivity] = [{} for _ in self.bases]
+        with self.progress.task("probe", 2 * len(probes), "probes") as advance:
+            for layer, key in probes:
+                chosen = [self.bases[i][key if i == layer else k] for i, k in enumerate(first)]
+                measured = []
+                for side in ("qk", "vo"):
+                    values = getattr(chosen[layer], side).singular_values
+                    columns = values.shape[-1]
+                    rank = round_rank(int(columns * ranks.probe_share), ranks.multiple_of, columns)
+                    plan = [[_columns(b)] * len(b.qk.singular_values) for b in chosen]
+                    full = plan[layer][0]
+                    plan[layer] = [(rank, full[1]) if side == "qk" else (full[0], rank)] * len(plan[layer])
+                    model = self.network.compress(chosen, plan)
+                    loss = mean_kl(model, reference, rows)
+                    dropped = float(values[:, rank:].square().sum())
+                    measured.append(max(loss, 0.0) / dropped if dropped > 0 else 0.0)
+                    advance(1)
+                sensitivities[layer][key] = (measured[0], measured[1])
+        self.table.sensitivities = sensitivities
+        self.table.save()
 
     def measure(self, plan: RankPlan) -> dict[str, Any]:
         """The table's point for a plan, measured if it is not there yet."""
@@ -101,11 +179,13 @@ class Measurer:
             return point
         if not self._base:
             self._measure_base()
-        model = self.network.compress(self.bases, plan.rounded)
+        model = self.network.compress(plan.select(self.bases), plan.rounded)
         metric = self.table.recipe.evaluation.metric
         point = {
-            "removal_rate": plan.removal_rate,
+            "parameter": plan.parameter,
+            "saving": round(plan.saving, 6),
             "compression": {"planned": round(plan.planned, 6), "stored": round(plan.stored, 6)},
+            "choice": list(plan.choice),
             "ranks": {"exact": _as_lists(plan.exact), "stored": _as_lists(plan.rounded)},
         }
         for split in ("search", "report"):
@@ -145,7 +225,7 @@ def complete_table(measurer: Measurer, path: RankPath) -> None:
     """
     table, settings = measurer.table, measurer.table.recipe.search
     steps = path.steps()
-    stored = [plan.stored for plan in steps]
+    stored = [plan.saving for plan in steps]
 
     def accuracy(index: int) -> float:
         return table.accuracy(measurer.measure(steps[index]), "search")
@@ -176,7 +256,7 @@ def complete_table(measurer: Measurer, path: RankPath) -> None:
 
 
 def choose(table: RankTable, target: float) -> dict[str, Any]:
-    """The measured point of highest compression whose accuracy is at least `target` on both splits.
+    """The measured point of highest saving whose accuracy is at least `target` on both splits.
 
     Raises:
         AccuracyError: no point reaches it; names the best value.
@@ -192,7 +272,7 @@ def choose(table: RankTable, target: float) -> dict[str, Any]:
             f"at compression {best['compression']['stored']:.3f}.",
             "Ask for less, or calibrate with another recipe or with more tokens.",
         )
-    return max(reached, key=lambda p: p["compression"]["stored"])
+    return max(reached, key=lambda p: p["saving"])
 
 
 def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> RankPlan:
@@ -202,6 +282,11 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
         UsageError: the share cannot be reached at these rank multiples; names the largest that can.
     """
     if removal_rate is not None:
+        if not isinstance(path, RemovalRatePath):
+            raise UsageError(
+                "--removal-rate: this recipe does not choose ranks by a removal rate.",
+                "Give --accuracy or --compression.",
+            )
         return path.plan(removal_rate)
     assert compression is not None
     plan = path.at_compression(compression)
@@ -216,3 +301,7 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
 
 def _as_lists(ranks: list[list[tuple[int, int]]]) -> list[list[list[int]]]:
     return [[list(pair) for pair in layer] for layer in ranks]
+
+
+def _columns(bases: LayerBases) -> tuple[int, int]:
+    return bases.qk.singular_values.shape[-1], bases.vo.singular_values.shape[-1]

@@ -1,7 +1,8 @@
-"""Second moments of queries, keys and values: streamed sums, per layer and group of KV heads.
+"""Second moments of queries, keys, values and attention outputs: streamed sums, per layer and group of KV heads.
 
 Everything that rotor computes from data needs only these sums, so no activation is kept. Sums are float64, can be
-merged over batches and processes, and are stored as one safetensors file a layer.
+merged over batches and processes, and are stored as one safetensors file a layer. The moments of a group contain those
+of every smaller group in its diagonal blocks.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from torch import Tensor
 from .errors import NumericsError
 from .layout import AttentionShape
 
-MOMENTS = ("query", "key_post", "key_pre", "value")
+MOMENTS = ("query", "key_post", "key_post_mean", "key_pre", "value", "output")
 """query: after RoPE, per KV head, summed over its query heads. key_post, key_pre: after and before RoPE, stacked over
-the heads of a group. value: stacked likewise."""
+the heads of a group; key_post_mean: sum of the vectors themselves. value: stacked likewise. output: per query head, the
+group's stacked values averaged with that head's attention weights; its own block is what o_proj receives."""
 
 
 @dataclass
 class LayerStatistics:
     """Second moments of one layer, float64.
 
-    sums: `query` is [num_kv_heads, head_dim, head_dim]; the others are [num_groups, g * head_dim, g * head_dim] for
-        groups of g KV heads.
+    sums: `query` is [num_kv_heads, head_dim, head_dim]; `output` [num_heads, g * head_dim, g * head_dim] for groups of
+        g KV heads; `key_post_mean` [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim].
     tokens: tokens that went into each sum.
     """
 
@@ -37,12 +39,18 @@ class LayerStatistics:
         """Add one batch.
 
         Args:
-            activations: `query` [tokens, num_heads, head_dim]; the others [tokens, num_kv_heads, head_dim], any dtype.
+            activations: `query` [tokens, num_heads, head_dim]; `output` [tokens, num_heads, g * head_dim]; the others
+                [tokens, num_kv_heads, head_dim]; any dtype.
         """
-        counts = {name: tensor.shape[0] for name, tensor in activations.items()}
         for name, tensor in activations.items():
-            self._accumulate(name, self._blocks(name, tensor))
-        self.tokens += next(iter(counts.values()))
+            blocks = self._blocks(name, tensor)
+            if name == "key_post":
+                self._add_to("key_post_mean", blocks.sum(1))
+            if name in self.sums:
+                self.sums[name].baddbmm_(blocks.mT, blocks)
+            else:
+                self.sums[name] = blocks.mT @ blocks
+        self.tokens += next(iter(activations.values())).shape[0]
 
     def _blocks(self, name: str, tensor: Tensor) -> Tensor:
         """Rows to multiply, [blocks, rows, width]: a KV head's query rows together, a group's KV heads side by side."""
@@ -51,19 +59,36 @@ class LayerStatistics:
             heads = self.shape.num_kv_heads
             rows = tensor.reshape(tokens, heads, -1, dim).transpose(0, 1)
             return rows.reshape(heads, -1, dim).to(torch.float64)
-        width = self.group_size * dim
+        width = dim if name == "output" else self.group_size * dim
         return tensor.reshape(tokens, -1, width).transpose(0, 1).to(torch.float64)
 
-    def _accumulate(self, name: str, blocks: Tensor) -> None:
-        if name in self.sums:
-            self.sums[name].baddbmm_(blocks.mT, blocks)
-        else:
-            self.sums[name] = blocks.mT @ blocks
+    def _add_to(self, name: str, total: Tensor) -> None:
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
 
-    def moment(self, name: str) -> Tensor:
-        """A sum, symmetrised; float64."""
+    def moment(self, name: str, group_size: int) -> Tensor:
+        """A second moment for groups of `group_size` KV heads (a divisor of the stored size), symmetrised; float64.
+
+        Returns:
+            As in `sums`; `output` and the others per group of that size.
+        """
         total = self.sums[name]
-        return (total + total.mT) / 2
+        total = (total + total.mT) / 2
+        if name == "query" or group_size == self.group_size:
+            return total
+        width = group_size * self.shape.head_dim
+        parts = self.group_size // group_size
+        blocks = total.unflatten(-1, (parts, width)).unflatten(-3, (parts, width))
+        if name == "output":
+            # Each query head keeps the block of the smaller group that it belongs to.
+            per_kv_head = self.shape.heads_per_kv
+            heads = torch.arange(self.shape.num_heads)
+            part = heads // per_kv_head % self.group_size // group_size
+            return blocks[heads, part, :, part]
+        return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
+
+    def mean(self, group_size: int) -> Tensor:
+        """Sum of the keys after RoPE, [num_groups, group_size * head_dim]."""
+        return self.sums["key_post_mean"].reshape(-1, group_size * self.shape.head_dim)
 
     def merge(self, other: LayerStatistics) -> LayerStatistics:
         """The statistics of both inputs together."""

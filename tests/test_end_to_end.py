@@ -115,7 +115,7 @@ def test_compression_and_removal_rate_measure_one_point(run_copy, tmp_path: Path
     assert half.report["compression"]["stored"] >= 0.5
     assert half.measured_points == 1
     assert half.report["accuracy"]["target"] is None
-    same = export(run.folder, tmp_path / "same", removal_rate=half.report["removal_rate"])
+    same = export(run.folder, tmp_path / "same", removal_rate=half.report["parameter"])
     assert same.measured_points == 0
     assert same.report["ranks"] == half.report["ranks"]
     result = validate(tmp_path / "half")

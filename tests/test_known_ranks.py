@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rotor.calibrate import calibrate
 from rotor.export import export
+from rotor.ranks import RemovalRatePath
 from rotor.search import rank_path
 
 HEAD_DIM, HEADS_PER_KV = 16, 2
@@ -45,7 +46,9 @@ def test_planted_ranks_are_found_at_a_tiny_removal_rate(tmp_path: Path) -> None:
     settings = ["tokens.count=4096", "tokens.seq_len=128", "ranks.multiple_of=1", "evaluation.seq_len=64"]
     small = ["evaluation.search_tokens=256", "evaluation.report_tokens=256"]
     run = calibrate(model, tmp_path / "run", "fdc", [*settings, *small])
-    plan = rank_path(run.bases(), run, run.recipe).plan(1e-6)
+    path = rank_path(run.bases(), run, run.recipe)
+    assert isinstance(path, RemovalRatePath)
+    plan = path.plan(1e-6)
     expected = [list(zip(qk, v, strict=True)) for qk, v in zip(QK_RANKS, V_RANKS, strict=True)]
     assert plan.exact == expected
 

@@ -50,7 +50,8 @@ def test_full_rank_rewrite_is_exact(case, compressed) -> None:
     with torch.inference_mode():
         expected = network.model(PROMPT).logits
         bases = run.bases()
-        got = network.compress(bases, rank_path(bases, run, run.recipe).full().rounded)(PROMPT).logits
+        plan = rank_path(bases, run, run.recipe).full()
+        got = network.compress(plan.select(bases), plan.rounded)(PROMPT).logits
         assert relative_error(got, expected) < 1e-5
         assert torch.equal(network.restore()(PROMPT).logits, expected)
 
@@ -64,7 +65,7 @@ def test_written_checkpoint_equals_the_compression_in_memory(case, compressed) -
     assert plan is not None
     with torch.inference_mode():
         original = network.model(PROMPT).logits
-        expected = network.compress(bases, plan.rounded)(PROMPT).logits
+        expected = network.compress(plan.select(bases), plan.rounded)(PROMPT).logits
         got = load(out)(PROMPT).logits
     assert relative_error(got, expected) < 1e-6
     assert relative_error(got, original) > 1e-4  # it is compressed

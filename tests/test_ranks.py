@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rotor.layout import AttentionShape, compression
-from rotor.ranks import RankPath, removal_rate_ranks, round_rank, tail_shares
+from rotor.ranks import RemovalRatePath, Spectra, removal_rate_ranks, round_rank, tail_shares
 
 
 def rank(values: list[float], rate: float) -> int:
@@ -63,16 +63,17 @@ def test_rounding_goes_up_but_not_beyond_the_columns(exact: int, multiple: int, 
 SHAPE = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=64)
 
 
-def path(squares: bool = False) -> RankPath:
+def spectra(layers: int = 2) -> list[dict[str, Spectra]]:
     generator = torch.Generator().manual_seed(3)
-    spectra = [
-        tuple(
-            torch.rand(2, 64, dtype=torch.float64, generator=generator).pow(3).sort(descending=True).values
-            for _ in "kv"
-        )
-        for _ in range(2)
-    ]
-    return RankPath(spectra, SHAPE, 16, squares)  # type: ignore[arg-type]
+
+    def values() -> torch.Tensor:
+        return torch.rand(2, 64, dtype=torch.float64, generator=generator).pow(3).sort(descending=True).values
+
+    return [{"post-1": Spectra(values(), values())} for _ in range(layers)]
+
+
+def path(squares: bool = False) -> RemovalRatePath:
+    return RemovalRatePath(spectra(), SHAPE, 16, squares)
 
 
 def test_steps_are_all_distinct_plans_in_order() -> None:
@@ -84,7 +85,7 @@ def test_steps_are_all_distinct_plans_in_order() -> None:
     assert steps[-1].rounded == [[(16, 16)] * 2] * 2
     # Between two steps nothing new appears: a rate halfway gives one of them.
     for low, high in pairwise(steps):
-        assert path().plan((low.removal_rate + high.removal_rate) / 2).rounded == low.rounded
+        assert path().plan((low.parameter + high.parameter) / 2).rounded == low.rounded
 
 
 def test_compression_is_found_at_the_lowest_rate_that_reaches_it() -> None:
@@ -93,7 +94,7 @@ def test_compression_is_found_at_the_lowest_rate_that_reaches_it() -> None:
         plan = ranks.at_compression(target)
         assert plan is not None
         assert plan.stored >= target
-        below = [p for p in ranks.steps() if p.removal_rate < plan.removal_rate]
+        below = [p for p in ranks.steps() if p.parameter < plan.parameter]
         assert all(p.stored < target for p in below)
     assert ranks.at_compression(0.76) is None  # 16 of 64 columns always stay
 

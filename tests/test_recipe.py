@@ -47,7 +47,7 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
         ("tokens=3", "tokens: expected a mapping, got 3"),
         ("search.targets=[0.9, 1.5]", "search.targets"),
-        ("groups.domain=pre", "bases.qk: got 'svd', expected kq, as groups.domain is pre"),
+        ("groups.domain=pre", "bases.qk: got 'svd', expected none of svd, rope-pairs, as groups.domain is pre"),
         ("name.x=1", "unknown key 'x' in name"),
     ],
 )

@@ -2,10 +2,12 @@
 
 One method a file. Every method returns a BasisPair of all columns in descending order of singular value; the first r
 columns serve rank r. The methods take second moments or weights, batched over the groups of a layer, in float64.
+QK_METHODS and VO_METHODS say where each method applies and which statistics it reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +16,10 @@ from torch import Tensor
 from ..families import AttentionWeights
 from ..layout import AttentionShape, Domain
 from ..statistics import LayerStatistics
-from . import kq, palu, svd
+from . import kq, palu, rope_pairs, svd
 from .pair import BasisPair
 
-__all__ = ["BasisPair", "LayerBases", "layer_bases", "needed_statistics"]
+__all__ = ["QK_METHODS", "VO_METHODS", "BasisPair", "LayerBases", "Method", "layer_bases", "needed_statistics"]
 
 
 @dataclass(frozen=True)
@@ -26,21 +28,101 @@ class LayerBases:
 
     qk: encode is applied to keys, decode to queries (post) or to key latents to rebuild keys (pre).
     vo: encode is folded into W_v, decode into W_o.
+    outputs: [num_heads, n, n], second moments of each query head's attention output over its group's stacked values
+        (n = group_size * head_dim), to refit each head's slice of W_o at the rank it gets; None keeps decode as it is.
     """
 
     domain: Domain
     group_size: int
     qk: BasisPair
     vo: BasisPair
+    outputs: Tensor | None = None
 
 
-def needed_statistics(qk_method: str, vo_method: str, domain: Domain) -> frozenset[str]:
-    """Names of the moments in LayerStatistics that the methods read."""
-    del qk_method
-    needed = {"query", "key_pre" if domain == "pre" else "key_post"}
-    if vo_method == "kq":
-        needed.add("value")
-    return frozenset(needed)
+@dataclass(frozen=True)
+class Inputs:
+    """What a method may read of one layer."""
+
+    statistics: LayerStatistics
+    weights: AttentionWeights
+    shape: AttentionShape
+    domain: Domain
+    group_size: int
+
+    def keys(self) -> Tensor:
+        """[num_groups, n, n], where n = group_size * head_dim; before or after RoPE, as the domain says."""
+        return self.statistics.moment("key_pre" if self.domain == "pre" else "key_post", self.group_size)
+
+    def centred_keys(self) -> Tensor:
+        """The same after RoPE, less the mean: softmax does not see what is added to a whole row of logits."""
+        if self.domain == "pre":
+            return self.keys()
+        mean = self.statistics.mean(self.group_size)
+        return self.keys() - mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
+
+    def queries(self) -> Tensor:
+        """[num_groups, n, n], block-diagonal; before RoPE averaged over relative positions."""
+        queries = self.statistics.moment("query", self.group_size)
+        return block_diagonal(rotary_average(queries) if self.domain == "pre" else queries, self.group_size)
+
+    def values(self) -> Tensor:
+        return self.statistics.moment("value", self.group_size)
+
+    def outputs(self) -> Tensor:
+        """[num_groups, n, n], summed over the query heads of each group."""
+        outputs = self.statistics.moment("output", self.group_size)
+        return outputs.unflatten(0, (-1, self.group_size * self.shape.heads_per_kv)).sum(1)
+
+    def readers(self) -> Tensor:
+        """Second moment of the rows of W_o that read each head's values, block-diagonal [num_groups, n, n]."""
+        return block_diagonal(output_moments(self.weights.o_weight, self.shape), self.group_size)
+
+    @property
+    def width(self) -> int:
+        return self.group_size * self.shape.head_dim
+
+
+@dataclass(frozen=True)
+class Method:
+    """A basis method: in which domains it works, which moments it reads, and the function."""
+
+    domains: tuple[Domain, ...]
+    statistics: frozenset[str]
+    compute: Callable[[Inputs], BasisPair]
+
+
+def _reads(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+QK_METHODS: dict[str, Method] = {
+    "svd": Method(("post", "none"), _reads("query", "key"), lambda i: svd.from_moments(i.queries(), i.keys())),
+    "kq": Method(("post", "pre", "none"), _reads("query", "key"), lambda i: kq.closed_form(i.queries(), i.keys())),
+    # Before RoPE a constant key is no constant in the logits: there nothing is centred.
+    "kq-centred": Method(
+        ("post", "pre", "none"), _reads("query", "key"), lambda i: kq.closed_form(i.queries(), i.centred_keys())
+    ),
+    "rope-pairs": Method(
+        ("post",), _reads("query", "key"), lambda i: rope_pairs.from_moments(i.queries(), i.keys(), i.shape.head_dim)
+    ),
+    "palu": Method(("pre", "none"), _reads(), lambda i: palu.from_weight(i.weights.k_weight, i.width)),
+    "whitened": Method(("pre", "none"), _reads("key"), lambda i: svd.of_moment(i.keys())),
+}
+VO_METHODS: dict[str, Method] = {
+    "palu": Method(("post", "pre", "none"), _reads(), lambda i: palu.from_weight(i.weights.v_weight, i.width)),
+    "whitened": Method(("post", "pre", "none"), _reads("value"), lambda i: svd.of_moment(i.values())),
+    "svd": Method(("post", "pre", "none"), _reads("value"), lambda i: svd.from_moments(i.readers(), i.values())),
+    "kq": Method(("post", "pre", "none"), _reads("value"), lambda i: kq.closed_form(i.readers(), i.values())),
+    "kq-output": Method(("post", "pre", "none"), _reads("output"), lambda i: kq.closed_form(i.readers(), i.outputs())),
+}
+
+
+def needed_statistics(qk_method: str, vo_method: str, domain: Domain, refit: bool = False) -> frozenset[str]:
+    """Names of the moments that the methods read, as capture reports them; never empty."""
+    needed = QK_METHODS[qk_method].statistics | VO_METHODS[vo_method].statistics
+    key = "key_pre" if domain == "pre" else "key_post"
+    named = {key if name == "key" else name for name in needed}
+    return frozenset(named | ({"output"} if refit else set()) or {"value"})
 
 
 def layer_bases(
@@ -48,6 +130,7 @@ def layer_bases(
     weights: AttentionWeights,
     shape: AttentionShape,
     domain: Domain,
+    group_size: int,
     qk_method: str,
     vo_method: str,
 ) -> LayerBases:
@@ -55,19 +138,8 @@ def layer_bases(
 
     Source: FDC section 5.1 (svd), ZACK section 5.1, Palu (palu), KQ-SVD, arXiv 2512.05916 (kq).
     """
-    group_size = statistics.group_size
-    keys = statistics.moment("key_pre" if domain == "pre" else "key_post")
-    queries = statistics.moment("query")
-    if domain == "pre":
-        queries = rotary_average(queries)
-    queries = block_diagonal(queries, group_size)
-    qk = svd.from_moments(queries, keys) if qk_method == "svd" else kq.closed_form(read=queries, store=keys)
-
-    if vo_method == "palu":
-        vo = palu.from_weight(weights.v_weight, group_size * shape.head_dim)
-    else:
-        readers = block_diagonal(output_moments(weights.o_weight, shape), group_size)
-        vo = kq.closed_form(read=readers, store=statistics.moment("value"))
+    inputs = Inputs(statistics, weights, shape, domain, group_size)
+    qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
     return LayerBases(domain, group_size, qk, vo)
 
 

@@ -1,4 +1,4 @@
-"""Right singular vectors of the stacked [Q; K]: one rotation for queries and keys."""
+"""Right singular vectors of stacked rows: one rotation for both sides."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ from torch import Tensor
 from .pair import BasisPair, descending_eigh
 
 
-def from_moments(queries: Tensor, keys: Tensor) -> BasisPair:
-    """SVD of the rows of Q and K together, from their second moments.
+def from_moments(first: Tensor, second: Tensor) -> BasisPair:
+    """SVD of two sets of rows together, from their second moments: queries and keys, or values and rows of W_o.
+
+    Fragile where the two sides differ in size: the larger one decides.
 
     Args:
-        queries: [num_groups, n, n], sum q q^T, block-diagonal over the heads of a group.
-        keys: [num_groups, n, n], sum k k^T.
+        first, second: [num_groups, n, n], sum x x^T.
     Returns:
         An orthonormal pair (encode = decode). Singular values are those of the stacked matrix.
-    Source: FDC section 5.1, figure 6.
+    Source: FDC section 5.1, figure 6; ZACK section 5.1 for V with W_L.
     """
-    values, vectors = descending_eigh(queries + keys)
+    return of_moment(first + second)
+
+
+def of_moment(moment: Tensor) -> BasisPair:
+    """SVD of rows from their second moment [num_groups, n, n].
+
+    For keys before RoPE or for values this is Palu's decomposition of the projection whitened by its input.
+
+    Source: Palu, arXiv 2407.21118, section 3.3 (whitening).
+    """
+    values, vectors = descending_eigh(moment)
     return BasisPair(vectors, vectors, values.sqrt())

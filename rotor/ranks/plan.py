@@ -1,0 +1,131 @@
+"""Rank plans, and the ordered paths of them that every rank method gives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from ..layout import AttentionShape, compression
+
+LayerRanks = list[tuple[int, int]]
+"""(qk_rank, v_rank) of each group of a layer, in the order of the bases."""
+
+T = TypeVar("T")
+
+SLACK = 1e-9
+"""Slack in comparing compressions, so that rounding errors do not decide."""
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """Singular values of one candidate of a layer, each [num_groups, columns], descending."""
+
+    qk: Tensor
+    vo: Tensor
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A candidate (domain and group size) for every layer, and the ranks of its groups.
+
+    parameter: what the method's knob was (the removal rate, a price, a share).
+    choice: key of the candidate of each layer.
+    exact, rounded: ranks as the method gives them, and as they are stored.
+    planned, stored: compression (share of the KV cache removed) by these.
+    saving: share of the objective's cost that is saved by the stored ranks; of bytes, the same as `stored`.
+    """
+
+    parameter: float
+    choice: tuple[str, ...]
+    exact: list[LayerRanks]
+    rounded: list[LayerRanks]
+    planned: float
+    stored: float
+    saving: float
+
+    def select(self, candidates: Sequence[dict[str, T]]) -> list[T]:
+        """What belongs to the chosen candidate of each layer."""
+        return [layer[key] for layer, key in zip(candidates, self.choice, strict=True)]
+
+
+def round_rank(rank: int, multiple_of: int, columns: int) -> int:
+    """Round up to what the kernels' tiles need, but never beyond the columns that there are."""
+    return min(-(-rank // multiple_of) * multiple_of, columns)
+
+
+class RankPath(ABC):
+    """All rank plans that a method can give for a model, ordered by stored compression.
+
+    Args:
+        spectra: per layer its candidates' spectra by key; methods that do not choose take the only one.
+        multiple_of: stored ranks are multiples of this (or all columns).
+    """
+
+    def __init__(self, spectra: Sequence[dict[str, Spectra]], shape: AttentionShape, multiple_of: int) -> None:
+        self.spectra = list(spectra)
+        self.shape = shape
+        self.multiple_of = multiple_of
+        self._steps: list[RankPlan] | None = None
+
+    @abstractmethod
+    def _plans(self) -> list[RankPlan]:
+        """Every plan of the method, mildest first; duplicates allowed."""
+
+    def steps(self) -> list[RankPlan]:
+        """One plan for each distinct saving, rising; the mildest parameter of each."""
+        if self._steps is None:
+            distinct: dict[float, RankPlan] = {}
+            for plan in self._plans():
+                distinct.setdefault(round(plan.saving, 9), plan)
+            self._steps = [distinct[key] for key in sorted(distinct)]
+        return self._steps
+
+    def full(self) -> RankPlan:
+        """All columns of every group of the first candidates: the plan that changes nothing."""
+        choice = tuple(next(iter(layer)) for layer in self.spectra)
+        ranks = [
+            [(s.qk.shape[-1], s.vo.shape[-1])] * s.qk.shape[0]
+            for s in (layer[key] for layer, key in zip(self.spectra, choice, strict=True))
+        ]
+        return RankPlan(0.0, choice, ranks, ranks, 0.0, 0.0, 0.0)
+
+    def at_compression(self, target: float) -> RankPlan | None:
+        """The mildest step that removes at least `target` of the cache, or None if none does."""
+        return next((plan for plan in self.steps() if plan.stored >= target - SLACK), None)
+
+    def _make(self, parameter: float, choice: tuple[str, ...], exact: list[LayerRanks]) -> RankPlan:
+        """A plan with its ranks rounded and its compressions counted."""
+        rounded = []
+        for layer, key, ranks in zip(self.spectra, choice, exact, strict=True):
+            columns = layer[key].qk.shape[-1], layer[key].vo.shape[-1]
+            rounded.append(
+                [
+                    (round_rank(qk, self.multiple_of, columns[0]), round_rank(vo, self.multiple_of, columns[1]))
+                    for qk, vo in ranks
+                ]
+            )
+        stored = compression(rounded, self.shape)
+        saving = self._saving(choice, rounded)
+        return RankPlan(
+            parameter,
+            choice,
+            exact,
+            rounded,
+            compression(exact, self.shape),
+            stored,
+            stored if saving is None else saving,
+        )
+
+    def _saving(self, choice: tuple[str, ...], rounded: list[LayerRanks]) -> float | None:
+        """Share of the cost that is saved, where the cost is not bytes."""
+        del choice, rounded
+        return None
+
+    def _only(self) -> tuple[tuple[str, ...], list[Spectra]]:
+        """The only candidate of each layer."""
+        choice = tuple(next(iter(layer)) for layer in self.spectra)
+        return choice, [layer[key] for layer, key in zip(self.spectra, choice, strict=True)]

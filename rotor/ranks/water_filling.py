@@ -1,0 +1,109 @@
+"""Ranks, domain and group size of every layer by gain per cost: water-filling on measured sensitivities.
+
+The loss that a plan is predicted to make is the sum, over layers and sides, of a sensitivity times the dropped energy
+(squared singular values). For a price per unit of cost each group takes the stored rank of least loss plus price, each
+layer the candidate of least total; a sweep over prices gives the path. Rounding is inside the optimisation: only
+multiples are considered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout import AttentionShape
+from .plan import LayerRanks, RankPath, RankPlan, Spectra
+
+PRICES = 2000
+"""Prices in the sweep, equally spaced in logarithm."""
+
+Sensitivity = dict[str, tuple[float, float]]
+"""For each candidate of a layer: loss (KL in nats per token) per unit of dropped energy of qk and of vo."""
+
+Cost = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(candidate, qk ranks, v ranks) -> what one group of that candidate costs on its key side and on its value side."""
+
+
+class WaterFillingPath(RankPath):
+    """All plans that the sweep gives.
+
+    Args:
+        sensitivities: per layer, by candidate.
+        cost: of one group, separable into its sides; the compression of a plan is counted in bytes whatever the cost.
+    Source: DESIGN section 1 (`global`).
+    """
+
+    def __init__(
+        self,
+        spectra: Sequence[dict[str, Spectra]],
+        shape: AttentionShape,
+        multiple_of: int,
+        sensitivities: Sequence[Sensitivity],
+        cost: Cost,
+    ) -> None:
+        super().__init__(spectra, shape, multiple_of)
+        self.sensitivities = list(sensitivities)
+        self.cost = cost
+
+    def _plans(self) -> list[RankPlan]:
+        curves = [
+            {key: self._curves(key, s, self.sensitivities[i][key]) for key, s in layer.items()}
+            for i, layer in enumerate(self.spectra)
+        ]
+        gains = [
+            float(loss.max() / cost.max())
+            for layer in curves
+            for sides in layer.values()
+            for _, loss, cost in sides
+            if loss.max() > 0
+        ]
+        top = max(gains, default=1.0) * 10
+        prices = torch.logspace(-12, 0, PRICES, dtype=torch.float64) * top
+        layers = [self._layer(layer, prices) for layer in curves]
+        plans = []
+        for i, price in enumerate(prices.tolist()):
+            choice = tuple(keys[i] for keys, _ in layers)
+            ranks = [per_price[i] for _, per_price in layers]
+            plans.append(self._make(price, choice, ranks))
+        return plans
+
+    def _curves(
+        self, key: str, spectra: Spectra, sensitivity: tuple[float, float]
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each side: possible ranks [R], loss of each group at them [num_groups, R], cost at them [R]."""
+        sides = []
+        for side, values in enumerate((spectra.qk, spectra.vo)):
+            columns = values.shape[-1]
+            ranks = torch.tensor([*range(self.multiple_of, columns, self.multiple_of), columns])
+            energy = values.square()
+            tails = energy.flip(-1).cumsum(-1).flip(-1)
+            tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
+            loss = sensitivity[side] * tails[:, ranks]
+            sides.append((ranks, loss, self.cost(key, ranks, ranks)[side]))
+        return sides
+
+    def _layer(
+        self, candidates: dict[str, list[tuple[Tensor, Tensor, Tensor]]], prices: Tensor
+    ) -> tuple[list[str], list[LayerRanks]]:
+        """The best candidate of a layer, and its ranks, at every price."""
+        totals, ranks = [], []
+        for sides in candidates.values():
+            total = torch.zeros_like(prices)
+            chosen = []
+            for possible, loss, cost in sides:
+                priced = loss + prices[:, None, None] * cost  # [prices, num_groups, R]
+                # Of equal values the largest rank, so that a price of nothing removes nothing that carries energy.
+                best = priced.shape[-1] - 1 - priced.flip(-1).argmin(-1)
+                total = total + priced.gather(-1, best.unsqueeze(-1)).squeeze(-1).sum(-1)
+                chosen.append(possible[best].tolist())
+            totals.append(total)
+            ranks.append(chosen)
+        winner = torch.stack(totals, dim=-1).argmin(-1).tolist()
+        keys = list(candidates)
+        chosen_keys = [keys[w] for w in winner]
+        per_price: list[LayerRanks] = [
+            list(zip(ranks[w][0][i], ranks[w][1][i], strict=True)) for i, w in enumerate(winner)
+        ]
+        return chosen_keys, per_price
