@@ -30,7 +30,7 @@ class UsageError(RotorError):
 
 
 class RecipeError(UsageError):
-    """A recipe, or an override of one of its fields, is not valid."""
+    """A recipe, an override of one of its fields, or a device that it names, is not valid."""
 
 
 class UnsupportedModelError(RotorError):

@@ -110,6 +110,23 @@ class Search:
 
 
 @dataclass(frozen=True)
+class ObjectiveSettings:
+    """What a rank costs when ranks are chosen, and the serving load for which decode time is predicted.
+
+    kind: `memory` (bytes of cache), `latency` (predicted attention time of a decode step), or a number between 0
+        (memory) and 1 (latency) that weighs the two.
+    device: a device that comes with rotor, or one of `device_file`, a YAML file of devices (rotor/devices.yaml is one).
+    context_tokens: tokens in the cache of each sequence. batch_size: sequences decoded together.
+    """
+
+    kind: Literal["memory", "latency"] | float = "memory"
+    device: str = "h200"
+    device_file: str | None = None
+    context_tokens: int = 32768
+    batch_size: int = 8
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides the result of a run, apart from the model."""
 
@@ -121,6 +138,7 @@ class Recipe:
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation = field(default_factory=Evaluation)
     search: Search = field(default_factory=Search)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -134,7 +152,7 @@ class Recipe:
 POST_ONLY, PRE_ONLY = ("svd", "rope-pairs"), ("palu", "whitened")
 """Query/key bases that work in one domain only; on a model without RoPE all but rope-pairs do."""
 
-EXPORT_SECTIONS = ("ranks", "evaluation", "search")
+EXPORT_SECTIONS = ("ranks", "evaluation", "search", "objective")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
 
 
@@ -162,7 +180,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
         recipes = bundled_recipes()
         if name_or_path not in recipes:
             raise RecipeError(
-                f"recipe {name_or_path!r} is neither bundled nor a file{_nearest(name_or_path, recipes)}",
+                f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, recipes)}",
                 f"Bundled recipes: {', '.join(recipes)}; or give the path of a YAML file.",
             )
         recipe = recipes[name_or_path]
@@ -175,7 +193,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"recipe {where}: not valid YAML: {' '.join(str(error).split())}") from error
-    recipe: Recipe = _read(Recipe, data, where, "")
+    recipe: Recipe = read_dataclass(Recipe, data, f"recipe {where}", "")
     _check(recipe, where)
     return recipe
 
@@ -204,7 +222,7 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
                 known = target if isinstance(target, dict) else {}
                 prefix = ".".join(keys[:depth])
                 raise RecipeError(
-                    f"--set {item}: unknown key {key!r}{f' in {prefix}' if prefix else ''}{_nearest(key, known)}",
+                    f"--set {item}: unknown key {key!r}{f' in {prefix}' if prefix else ''}{nearest_name(key, known)}",
                     f"Known keys: {', '.join(known) or 'none'}.",
                 )
             if depth < len(keys) - 1:
@@ -213,23 +231,28 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
             target[keys[-1]] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise RecipeError(f"--set {item}: the value is not valid YAML: {' '.join(str(error).split())}") from error
-    result: Recipe = _read(Recipe, data, "--set" if overrides else recipe.name, "")
-    _check(result, "--set" if overrides else recipe.name)
+    where = "--set" if overrides else recipe.name
+    result: Recipe = read_dataclass(Recipe, data, f"recipe {where}", "")
+    _check(result, where)
     return result
 
 
-def _read(cls: Any, data: object, where: str, prefix: str) -> Any:
-    """Read a mapping into the dataclass `cls`, checking keys and types; `prefix` is the dotted name so far."""
+def read_dataclass(cls: Any, data: object, where: str, prefix: str) -> Any:
+    """Read a mapping into the dataclass `cls`, checking keys and types.
+
+    Args:
+        where: names the file in errors. prefix: the dotted name so far, with its last dot.
+    Raises:
+        RecipeError: not a mapping, an unknown key (names the nearest), a missing key or a value of the wrong type.
+    """
     if not isinstance(data, Mapping):
-        raise RecipeError(
-            f"recipe {where}: {prefix.rstrip('.') or 'the file'}: expected a mapping, got {_shorten(data)}."
-        )
+        raise RecipeError(f"{where}: {prefix.rstrip('.') or 'the file'}: expected a mapping, got {_shorten(data)}.")
     hints = get_type_hints(cls)
     values = {}
     for key, value in data.items():
         if key not in hints:
             raise RecipeError(
-                f"recipe {where}: unknown key {f'{prefix}{key}'!r}{_nearest(str(key), hints)}",
+                f"{where}: unknown key {f'{prefix}{key}'!r}{nearest_name(str(key), hints)}",
                 f"Known keys: {', '.join(f'{prefix}{name}' for name in hints)}.",
             )
         values[key] = _convert(hints[key], value, where, f"{prefix}{key}")
@@ -239,13 +262,13 @@ def _read(cls: Any, data: object, where: str, prefix: str) -> Any:
         if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise RecipeError(f"recipe {where}: missing key {f'{prefix}{missing[0]}'!r}.")
+        raise RecipeError(f"{where}: missing key {f'{prefix}{missing[0]}'!r}.")
     return cls(**values)
 
 
 def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
-        return _read(hint, value, where, f"{name}.")
+        return read_dataclass(hint, value, where, f"{name}.")
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         options = get_args(hint)
@@ -264,7 +287,7 @@ def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
             return value
     expected = " or ".join(_describe(option) for option in options)
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    raise RecipeError(f"recipe {where}: {name}: got {_shorten(value)}, expected {expected}{_nearest(value, choices)}")
+    raise RecipeError(f"{where}: {name}: got {_shorten(value)}, expected {expected}{nearest_name(value, choices)}")
 
 
 def _describe(option: Any) -> str:
@@ -278,7 +301,7 @@ def _describe(option: Any) -> str:
 def _check(recipe: Recipe, where: str) -> None:
     """Ranges that the types do not express."""
     tokens, groups, ranks = recipe.tokens, recipe.groups, recipe.ranks
-    evaluation, search = recipe.evaluation, recipe.search
+    evaluation, search, objective = recipe.evaluation, recipe.search, recipe.objective
     rules = [
         (tokens.count > 0, "tokens.count", tokens.count, "a positive number of tokens"),
         (tokens.seq_len > 1, "tokens.seq_len", tokens.seq_len, "at least 2 tokens"),
@@ -313,6 +336,14 @@ def _check(recipe: Recipe, where: str) -> None:
         (0 <= search.floor < 1, "search.floor", search.floor, "a share below 1"),
         (all(0 < t <= 1 for t in search.targets), "search.targets", search.targets, "accuracies above 0, at most 1"),
         (
+            isinstance(objective.kind, str) or 0 <= objective.kind <= 1,
+            "objective.kind",
+            objective.kind,
+            "memory, latency or a number from 0 (memory) to 1 (latency)",
+        ),
+        (objective.context_tokens > 0, "objective.context_tokens", objective.context_tokens, "a positive number"),
+        (objective.batch_size > 0, "objective.batch_size", objective.batch_size, "a positive number"),
+        (
             groups.domain != "pre" or recipe.bases.qk not in POST_ONLY,
             "bases.qk",
             recipe.bases.qk,
@@ -336,7 +367,8 @@ def _check(recipe: Recipe, where: str) -> None:
             raise RecipeError(f"recipe {where}: {name}: got {got!r}, expected {expected}.")
 
 
-def _nearest(word: object, known: Iterable[str]) -> str:
+def nearest_name(word: object, known: Iterable[str]) -> str:
+    """The end of an error's sentence: the known word that `word` resembles, if any, and the full stop."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else "."
 
