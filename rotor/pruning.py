@@ -71,7 +71,8 @@ class StreamingKMeans:
     Every vector is assigned once, when its mini-batch comes; a centroid is the mean of all vectors assigned to it, and
     `counts` are their numbers, so that sum_c n_c c is exactly the sum of the vectors.
 
-    Kept: at most INIT_VECTORS_PER_CLUSTER * k + BATCH_VECTORS vectors that wait, and the k centroids.
+    Kept: the centroids, and until their first choice INIT_VECTORS_PER_CLUSTER * k vectors (at least BATCH_VECTORS), after
+    it less than BATCH_VECTORS.
 
     Args:
         clusters: k, the number of centroids.
@@ -86,7 +87,7 @@ class StreamingKMeans:
         self.started = False
         self.model: Any = MiniBatchKMeans(
             clusters,
-            init_size=INIT_VECTORS_PER_CLUSTER * clusters,
+            init_size=self._wanted(),
             n_init=1,
             compute_labels=False,
             reassignment_ratio=0,  # moving a centroid elsewhere would break its mean and its count

@@ -27,8 +27,8 @@ class Tokens:
     source: `random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
         `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K);
         `text` reads the file or folder `path`; in a folder, each sub-folder is a topic, and each file beside them;
-        `dataset` reads column `column` of split `split` of `dataset`, the name of a data set on the hub (or NAME:CONFIG)
-        or a local folder; `topic_column`, if any, gives the topics.
+        `dataset` reads `column` of a `split` of `dataset`, which is the name of a data set on the hub (NAME or
+        NAME:CONFIG) or a local folder; `topic_column`, if any, gives the topics.
     count: tokens in all, before any are pruned. seq_len: tokens in a row.
     """
 

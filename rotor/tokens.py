@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from .errors import DataError, NumericsError
 from .progress import Advance, Progress
@@ -149,12 +150,11 @@ def synthetic_tokens(
     written = []
     for batch in starts.split(max(1, SAMPLING_TOKENS // seq_len)):
         last = batch.to(model.device)
-        steps, cache = [last], None
+        steps = [last]
+        cache = StaticCache(config=model.config, max_cache_len=seq_len)  # a growing one would be copied at every step
         advance(len(batch))
         for _ in range(seq_len - 1):
-            output = model(last, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            logits = output.logits[:, -1, allowed_there].float()
+            logits = model(last, past_key_values=cache, use_cache=True).logits[:, -1, allowed_there].float()
             if not torch.isfinite(logits).all():
                 raise NumericsError(
                     f"the model's logits are not finite while it writes token {len(steps)} of its calibration text.",
@@ -296,7 +296,7 @@ def _dataset_texts(
 
 def _topic_name(examples: Any, column: str, example: dict[str, Any]) -> str:
     """The label of one example; class labels by their names."""
-    feature = (examples.features or {}).get(column)
+    feature: Any = (examples.features or {}).get(column)
     value = example[column]
     return feature.int2str(value) if hasattr(feature, "int2str") and isinstance(value, int) else str(value)
 
