@@ -21,7 +21,8 @@ from .errors import DataError, RecipeError
 from .families import Family, attention_shape, find_family, read_attention
 from .layout import AttentionShape, Domain
 from .progress import Progress, StageTimes
-from .recipe import Recipe, load_recipe
+from .pruning import ClusteredStatistics, check_clusters, prune_rows
+from .recipe import Prune, Recipe, load_recipe
 from .run import INFO, LOG, RECIPE, Run, write_bases, write_statistics
 from .statistics import LayerStatistics
 from .tokens import calibration_tokens
@@ -74,22 +75,30 @@ def calibrate(
             advance((checkpoint.folder / file).stat().st_size)
         for layer in range(shape.num_layers):
             read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)  # raises on other shapes
-    tokens = calibration_tokens(spec.tokens, checkpoint.config, checkpoint.tokenizer)
+    target = pick_device(device)
+    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+    network = None
+    if spec.tokens.source == "synthetic":  # other tokens come first: their errors need not wait for the model
+        with times.stage("load model"):
+            network = load_model(checkpoint.folder, target, compute_dtype)
+    with times.stage("tokens"):
+        sample = calibration_tokens(spec.tokens, checkpoint.config, checkpoint.tokenizer, network, progress)
+        kept = prune_rows(sample, spec.prune)
+    tokens = kept.rows
     if tokens.numel() < group_size * shape.head_dim:
         raise DataError(
             f"{tokens.numel()} calibration tokens, fewer than the {group_size * shape.head_dim} dimensions of a group.",
             "Raise it with --set tokens.count=N; the papers use at least 8192.",
         )
-
-    target = pick_device(device)
-    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    with times.stage("load model"):
-        network = load_model(checkpoint.folder, target, compute_dtype)
+    check_clusters(spec.prune, tokens.numel())
+    if network is None:
+        with times.stage("load model"):
+            network = load_model(checkpoint.folder, target, compute_dtype)
     wanted = frozenset().union(
         *(needed_statistics(spec.bases.qk, spec.bases.vo, domain, spec.bases.refit) for domain in domains)
     )
     with times.stage("capture"):
-        statistics = collect(network, family, shape, group_size, wanted, tokens, batch_tokens, progress)
+        statistics = collect(network, family, shape, group_size, wanted, tokens, batch_tokens, progress, spec.prune)
     information = []
     if spec.ranks.method == "fisher":
         with times.stage("gradients"):
@@ -118,7 +127,15 @@ def calibrate(
         },
         "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in candidates.items()},
         "shape": dataclasses.asdict(shape),
-        "tokens": {"count": tokens.numel(), "rows": tokens.shape[0], "seq_len": tokens.shape[1]},
+        "tokens": {
+            "source": spec.tokens.source,
+            "count": tokens.numel(),
+            "rows": tokens.shape[0],
+            "seq_len": tokens.shape[1],
+            "topics": kept.topic_counts(),
+            "pruned_rows": sample.rows.shape[0] - tokens.shape[0],
+            "kmeans": spec.prune.kmeans,
+        },
         "device": str(target),
         "dtype": str(compute_dtype).removeprefix("torch."),
         "versions": versions(),
@@ -148,9 +165,17 @@ def collect(
     tokens: torch.Tensor,
     batch_tokens: int,
     progress: Progress,
+    prune: Prune | None = None,
 ) -> list[LayerStatistics]:
-    """Stream the second moments of every layer over `tokens` [rows, seq_len]; no activations are kept."""
-    statistics = [LayerStatistics(shape, group_size) for _ in range(shape.num_layers)]
+    """Stream the second moments of every layer over `tokens` [rows, seq_len]; no activations are kept.
+
+    Where `prune` asks for K-means, the moments are those of the centroids.
+    """
+    statistics: list[LayerStatistics]
+    if prune is None or prune.kmeans is None:
+        statistics = [LayerStatistics(shape, group_size) for _ in range(shape.num_layers)]
+    else:
+        statistics = [ClusteredStatistics(shape, group_size, prune=prune, layer=i) for i in range(shape.num_layers)]
     decoder = model.get_submodule(family.decoder)  # the language-model head is not needed
     rows = max(1, batch_tokens // tokens.shape[1])
     with (
@@ -162,6 +187,7 @@ def collect(
         for batch in tokens.split(rows):
             decoder(batch.to(model.device), use_cache=False)
             advance(batch.numel())
+    statistics = [layer.finish() if isinstance(layer, ClusteredStatistics) else layer for layer in statistics]
     for layer in statistics:
         layer.sums = {name: total.cpu() for name, total in layer.sums.items()}
     return statistics

@@ -25,13 +25,37 @@ class Tokens:
     """Calibration tokens.
 
     source: `random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
-        `text` reads the file or folder `path`.
+        `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K);
+        `text` reads the file or folder `path`; in a folder, each sub-folder is a topic, and each file beside them;
+        `dataset` reads `column` of a `split` of `dataset`, which is the name of a data set on the hub (NAME or
+        NAME:CONFIG) or a local folder; `topic_column`, if any, gives the topics.
+    count: tokens in all, before any are pruned. seq_len: tokens in a row.
     """
 
-    source: Literal["random", "text"] = "random"
+    source: Literal["random", "synthetic", "text", "dataset"] = "random"
     path: str | None = None
+    dataset: str | None = None
+    split: str = "train"
+    column: str = "text"
+    topic_column: str | None = None
     count: int = 8192
     seq_len: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Which calibration data is left out, and whether centroids stand for the rest (ZDC section 5.1).
+
+    share: share of the sequences dropped within each topic, at random (ZDC: 0.5).
+    kmeans: centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
+        which are both better and cheaper.
+    weighted: each centroid counts as often as there are vectors in its cluster, instead of each alike.
+    """
+
+    share: float = 0.0
+    kmeans: int | None = None
+    weighted: bool = True
     seed: int = 0
 
 
@@ -133,6 +157,7 @@ class Recipe:
     name: str
     summary: str
     tokens: Tokens = field(default_factory=Tokens)
+    prune: Prune = field(default_factory=Prune)
     groups: Groups = field(default_factory=Groups)
     bases: Bases = field(default_factory=Bases)
     ranks: Ranks = field(default_factory=Ranks)
@@ -300,12 +325,21 @@ def _describe(option: Any) -> str:
 
 def _check(recipe: Recipe, where: str) -> None:
     """Ranges that the types do not express."""
-    tokens, groups, ranks = recipe.tokens, recipe.groups, recipe.ranks
+    tokens, prune, groups, ranks = recipe.tokens, recipe.prune, recipe.groups, recipe.ranks
     evaluation, search, objective = recipe.evaluation, recipe.search, recipe.objective
     rules = [
         (tokens.count > 0, "tokens.count", tokens.count, "a positive number of tokens"),
         (tokens.seq_len > 1, "tokens.seq_len", tokens.seq_len, "at least 2 tokens"),
         (tokens.source != "text" or tokens.path, "tokens.path", tokens.path, "a file or folder, as source is text"),
+        (
+            tokens.source != "dataset" or tokens.dataset,
+            "tokens.dataset",
+            tokens.dataset,
+            "a name on the hub or a folder, as source is dataset",
+        ),
+        (0 <= prune.share < 1, "prune.share", prune.share, "a share from 0 to below 1"),
+        (prune.kmeans is None or prune.kmeans > 0, "prune.kmeans", prune.kmeans, "null or a positive number"),
+        (0 <= prune.seed < 2**63, "prune.seed", prune.seed, "a number from 0"),
         (
             isinstance(groups.size, str) or groups.size > 0,
             "groups.size",

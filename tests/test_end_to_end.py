@@ -149,7 +149,7 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
     from rotor.tokens import calibration_tokens
 
     checkpoint = Checkpoint(run.model_folder)
-    tokens = calibration_tokens(run.recipe.tokens, checkpoint.config, checkpoint.tokenizer)
+    tokens = calibration_tokens(run.recipe.tokens, checkpoint.config, checkpoint.tokenizer).rows
     assert tokens.shape == (16, 64)
     model = load_model(checkpoint.folder, torch.device("cpu"), torch.float32)
     wanted = frozenset({"query", "key_pre", "key_post", "value"})
@@ -168,19 +168,6 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
     # RoPE is a rotation: it moves no energy between keys before and after it.
     norms = [whole[1].sums[name].diagonal(dim1=-2, dim2=-1).sum() for name in ("key_pre", "key_post")]
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
-
-
-def test_random_tokens_leave_special_tokens_out() -> None:
-    from rotor.checkpoint import Checkpoint
-    from rotor.tokens import random_tokens
-
-    checkpoint = Checkpoint(DEMO_MODEL)
-    tokens = random_tokens(64, 512, checkpoint.config, checkpoint.tokenizer, seed=3)
-    assert set(checkpoint.tokenizer.all_special_ids) == {0}
-    assert tokens.min() == 1
-    assert tokens.max() == 4095
-    assert torch.equal(tokens, random_tokens(64, 512, checkpoint.config, checkpoint.tokenizer, seed=3))
-    assert not torch.equal(tokens, random_tokens(64, 512, checkpoint.config, checkpoint.tokenizer, seed=4))
 
 
 def test_search_and_report_splits_share_no_document(tmp_path: Path) -> None:
@@ -206,7 +193,15 @@ def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 500)
     settings = ["tokens.source=text", f"tokens.path={tmp_path / 'text.txt'}", "tokens.count=1024", *FAST_EVALUATION]
     run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", settings)
-    assert run.info["tokens"] == {"count": 1024, "rows": 2, "seq_len": 512}
+    assert run.info["tokens"] == {
+        "source": "text",
+        "count": 1024,
+        "rows": 2,
+        "seq_len": 512,
+        "topics": {"text.txt": 2},
+        "pruned_rows": 0,
+        "kmeans": None,
+    }
 
 
 def test_two_processes_write_byte_identical_folders(tmp_path: Path) -> None:

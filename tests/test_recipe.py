@@ -41,7 +41,7 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens.count=many", "tokens.count: got 'many', expected int"),
         ("tokens.count=true", "tokens.count: got True, expected int"),
         ("tokens.count=0", "tokens.count: got 0, expected a positive number"),
-        ("tokens.source=randm", "expected one of random, text; did you mean 'random'?"),
+        ("tokens.source=randm", "expected one of random, synthetic, text, dataset; did you mean 'random'?"),
         ("tokens.count", "expected section.field=value"),
         ("tokens.count=[1", "not valid YAML"),
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
