@@ -172,10 +172,9 @@ def export(
         _print_json({"folder": str(out), **shown, "seconds": result.seconds, "measured_points": result.measured_points})
         return
     size, value = report["kv_bytes_per_token"], report["accuracy"]
-    low, high = value["interval_95"]
     stdout.print(
         f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
-        f"token), accuracy {value['report']:.4f} [{low:.4f}, {high:.4f}], {result.measured_points} point(s) measured",
+        f"token), accuracy {value['report']:.4f}{_interval(value)}, {result.measured_points} point(s) measured",
         highlight=False,
     )
     _print_seconds(result.seconds)
@@ -283,15 +282,18 @@ def _print_summary(results: list[Any]) -> None:
             str(result.folder),
             str(summary.get("recipe")),
             "-" if not accuracy or accuracy["target"] is None else f"{accuracy['target']:g}",
-            "not measured"
-            if not accuracy
-            else f"{accuracy['value']:.4f} [{accuracy['interval_95'][0]:.4f}, {accuracy['interval_95'][1]:.4f}]",
+            f"{accuracy['value']:.4f}{_interval(accuracy)}" if accuracy else "not measured",
             "-" if not accuracy else f"{accuracy['kl_div']:.4f}",
             *(f"{share[k]:.3f}" if k in share else "-" for k in ("planned", "stored")),
             f"{summary['measured_compression']:.3f}" if "measured_compression" in summary else "-",
             f"{size.get('before')} -> {summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
         )
     stdout.print(table)
+
+
+def _interval(accuracy: dict[str, Any]) -> str:
+    """` [low, high]`, or nothing where a metric has no interval."""
+    return "" if accuracy["interval_95"] is None else " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])
 
 
 def _human(value: float) -> str:

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from torch import Tensor
+
 from .bases import LayerBases
 from .compress import CompressibleModel
 from .errors import AccuracyError, UsageError
-from .evaluation import EvaluationData, Scores, interval, ratios, score
+from .evaluation import EvaluationData, Scores, batch_logits, ratios, score
+from .metrics import accuracy_field, make_metric
 from .progress import Progress
 from .ranks import RankPath, RankPlan
 from .recipe import Recipe
@@ -77,7 +80,7 @@ class RankTable:
         return next((p for p in self.points if p["ranks"]["stored"] == ranks), None)
 
     def accuracy(self, point: dict[str, Any], split: str) -> float:
-        return point[split][self.recipe.evaluation.metric]
+        return point[split][accuracy_field(self.recipe.evaluation.metric)]
 
 
 class Measurer:
@@ -92,6 +95,8 @@ class Measurer:
         progress: Progress,
     ) -> None:
         self.table, self.network, self.bases, self.data, self.progress = table, network, bases, data, progress
+        checkpoint = network.checkpoint
+        self.metric = make_metric(table.recipe.evaluation, checkpoint.tokenizer, checkpoint.config)
         self._base: dict[str, Scores] = {}
 
     def measure(self, plan: RankPlan) -> dict[str, Any]:
@@ -102,17 +107,17 @@ class Measurer:
         if not self._base:
             self._measure_base()
         model = self.network.compress(self.bases, plan.rounded)
-        metric = self.table.recipe.evaluation.metric
         point = {
             "removal_rate": plan.removal_rate,
             "compression": {"planned": round(plan.planned, 6), "stored": round(plan.stored, 6)},
             "ranks": {"exact": _as_lists(plan.exact), "stored": _as_lists(plan.rounded)},
         }
         for split in ("search", "report"):
-            scores = self._score(model, split)
-            measured: dict[str, Any] = dict(ratios(self._base[split], scores))
+            base, scores = self._base[split], self._score(model, split, self.metric.needs_reference)
+            found = self.metric.measure(model, split, base, scores)
+            measured: dict[str, Any] = {**ratios(base, scores), **found.fields}
             if split == "report":
-                measured["interval"] = list(interval(self._base[split], scores, metric))
+                measured["interval"] = found.interval and list(found.interval)
             point[split] = {**measured, **{f"compressed_{k}": v for k, v in scores.as_dict().items()}}
         self.table.points.append(point)
         self.table.save()
@@ -123,17 +128,22 @@ class Measurer:
 
     def _measure_base(self) -> None:
         model = self.network.restore()
-        self._base = {split: self._score(model, split) for split in ("search", "report")}
+        found = {split: self.metric.measure_base(model, split) for split in ("search", "report")}
+        self._base = {split: self._score(model, split) for split in found}
         self.table.base = {
-            **{split: scores.as_dict() for split, scores in self._base.items()},
+            **{split: {**scores.as_dict(), **found[split]} for split, scores in self._base.items()},
             "data": self.data.description,
             "data_sha256": self.data.sha256,
         }
 
-    def _score(self, model: Any, split: str) -> Scores:
+    def _score(self, model: Any, split: str, against_base: bool = False) -> Scores:
         rows = getattr(self.data, split)
         with self.progress.task(f"measure ({split})", rows.numel(), "tokens") as advance:
-            return score(model, rows, advance)
+            return score(model, rows, advance, self._base_logits if against_base else None)
+
+    def _base_logits(self, rows: Tensor) -> Tensor:
+        with self.network.uncompressed() as model:
+            return batch_logits(model, rows)
 
 
 def complete_table(measurer: Measurer, path: RankPath) -> None:
