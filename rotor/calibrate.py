@@ -126,6 +126,10 @@ def calibrate(
             "shards": shards,
         },
         "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in candidates.items()},
+        "folded_keys": {
+            key: d == "none" or (d == "pre" and not family.has_key_norm) for key, (d, _) in candidates.items()
+        },
+        "element_bytes": (checkpoint.config.dtype or torch.float32).itemsize,
         "shape": dataclasses.asdict(shape),
         "tokens": {
             "source": spec.tokens.source,

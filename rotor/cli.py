@@ -140,6 +140,14 @@ def export(
     ] = None,
     compression: Annotated[float | None, typer.Option(help="Remove at least this share of the KV cache.")] = None,
     removal_rate: Annotated[float | None, typer.Option(help="Singular-value removal rate.")] = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between."),
+    ] = None,
+    target_device: Annotated[
+        str | None, typer.Option(help="Device whose decode time is predicted, e.g. h200 (rotor/devices.yaml).")
+    ] = None,
+    device_file: Annotated[Path | None, typer.Option(help="YAML with further devices.")] = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -150,7 +158,7 @@ def export(
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
     The first --accuracy on a run measures a table from accuracy to ranks; later ones read it. Only the recipe's
-    sections ranks, evaluation and search can still be changed with --set.
+    sections ranks, evaluation, search and objective can still be changed with --set.
     """
     from .export import export as run_export
 
@@ -160,7 +168,8 @@ def export(
         accuracy=accuracy,
         compression=compression,
         removal_rate=removal_rate,
-        overrides=overrides or [],
+        overrides=[*(overrides or []), *_device_overrides(target_device, device_file)],
+        objective=objective,
         device=device,
         dtype=dtype,
         overwrite=overwrite,
@@ -172,10 +181,9 @@ def export(
         _print_json({"folder": str(out), **shown, "seconds": result.seconds, "measured_points": result.measured_points})
         return
     size, value = report["kv_bytes_per_token"], report["accuracy"]
-    low, high = value["interval_95"]
     stdout.print(
         f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
-        f"token), accuracy {value['report']:.4f} [{low:.4f}, {high:.4f}], {result.measured_points} point(s) measured",
+        f"token), accuracy {value['report']:.4f}{_interval(value)}, {result.measured_points} point(s) measured",
         highlight=False,
     )
     _print_seconds(result.seconds)
@@ -251,6 +259,11 @@ def recipes(as_json: AsJson = False) -> None:
         print(f"{name:8} {recipe.summary}")
 
 
+def _device_overrides(name: str | None, file: Path | None) -> list[str]:
+    given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
+    return [f"objective.{key}={value}" for key, value in given.items() if value is not None]
+
+
 def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
@@ -283,15 +296,18 @@ def _print_summary(results: list[Any]) -> None:
             str(result.folder),
             str(summary.get("recipe")),
             "-" if not accuracy or accuracy["target"] is None else f"{accuracy['target']:g}",
-            "not measured"
-            if not accuracy
-            else f"{accuracy['value']:.4f} [{accuracy['interval_95'][0]:.4f}, {accuracy['interval_95'][1]:.4f}]",
+            f"{accuracy['value']:.4f}{_interval(accuracy)}" if accuracy else "not measured",
             "-" if not accuracy else f"{accuracy['kl_div']:.4f}",
             *(f"{share[k]:.3f}" if k in share else "-" for k in ("planned", "stored")),
             f"{summary['measured_compression']:.3f}" if "measured_compression" in summary else "-",
             f"{size.get('before')} -> {summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
         )
     stdout.print(table)
+
+
+def _interval(accuracy: dict[str, Any]) -> str:
+    """` [low, high]`, or nothing where a metric has no interval."""
+    return "" if accuracy["interval_95"] is None else " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])
 
 
 def _human(value: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +78,7 @@ class CompressibleModel:
         rewrite_dtype: torch.dtype | None = None,
     ) -> None:
         config = checkpoint.config
+        self.checkpoint = checkpoint
         self.family: Family = find_family(config)
         self.shape = attention_shape(config)
         self.weights: list[AttentionWeights] = [
@@ -97,6 +100,18 @@ class CompressibleModel:
             self.family.replace_attention(self.model, index, module)
         self.model.config._attn_implementation = self._attention_implementation
         return self.model
+
+    @contextmanager
+    def uncompressed(self) -> Iterator[Any]:
+        """The uncompressed model for the length of a `with`; the modules in use before are put back after it."""
+        modules = [self.family.attention_module(self.model, i) for i in range(self.shape.num_layers)]
+        implementation = self.model.config._attn_implementation
+        try:
+            yield self.restore()
+        finally:
+            for index, module in enumerate(modules):
+                self.family.replace_attention(self.model, index, module)
+            self.model.config._attn_implementation = implementation
 
     def compress(self, bases: list[LayerBases], ranks: list[LayerRanks]) -> Any:
         """The model compressed by `bases` at `ranks` (of each layer, in the order of the bases)."""

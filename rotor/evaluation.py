@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from .tokens import longest_row, read_documents, spread_rows, stdlib_documents, 
 
 LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
 """Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""
+
+KL_POSITIONS_BYTES = 1 << 24
+"""Memory that one float32 tensor of the positions compared at a time may take."""
 
 RESAMPLES = 2000
 """Bootstrap resamples of rows."""
@@ -68,11 +72,18 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any) -> Evaluation
 
 @dataclass(frozen=True)
 class Scores:
-    """Next-token results per row: correct [rows] (argmax hits), nll [rows] (sum, nats), over `tokens` a row."""
+    """Next-token results per row, over `tokens` predictions a row.
+
+    correct: [rows], argmax hits. nll: [rows], their negative log-likelihoods summed, nats.
+    top1: [rows, tokens] int32, the argmax of each position.
+    kl_div: [rows], KL(reference || model) summed over positions, nats; None if there was no reference.
+    """
 
     correct: np.ndarray
     nll: np.ndarray
     tokens: int
+    top1: np.ndarray | None = None
+    kl_div: np.ndarray | None = None
 
     def as_dict(self) -> dict[str, float]:
         total = self.tokens * len(self.nll)
@@ -104,64 +115,105 @@ def batch_logits(model: Any, rows: Tensor) -> Tensor:
     return logits
 
 
-def batch_scores(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(correct, nll) per row of one batch."""
-    labels = rows[:, 1:].to(logits.device)
-    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    correct = (logits.argmax(-1) == labels).sum(-1)
-    return correct.cpu(), nll.reshape(labels.shape).double().sum(-1).cpu()
+@torch.no_grad()
+def row_kl_div(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL(reference || model) in nats, summed over the positions of each row.
+
+    Args:
+        reference, logits: [batch_size, positions, vocab_size], float32. Taken KL_POSITIONS_BYTES at a time.
+    Returns:
+        [batch_size], float64; exactly 0 for equal logits, never below.
+    """
+    step = max(1, KL_POSITIONS_BYTES // (4 * logits.shape[-1]))
+    parts = []
+    for p, q in zip(reference.flatten(0, 1).split(step), logits.flatten(0, 1).split(step), strict=True):
+        log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        parts.append(log_q.sub_(log_p).neg_().mul_(log_p.exp_()).sum(-1).clamp_min_(0))
+    return torch.cat(parts).reshape(logits.shape[:2]).double().sum(-1)
 
 
-def score(model: Any, rows: Tensor, advance: Advance = lambda done: None) -> Scores:
-    """Run the model over rows [n, seq_len] and score its next-token predictions."""
-    correct, nll = [], []
+class Tally:
+    """Gathers the scores of one model, batch by batch."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Tensor]] = {}
+
+    def add(self, logits: Tensor, rows: Tensor, reference: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            logits: [batch_size, seq_len - 1, vocab_size] float32, as batch_logits returns them.
+            rows: [batch_size, seq_len].
+            reference: the uncompressed model's logits, if KL is wanted.
+        """
+        labels = rows[:, 1:].to(logits.device)
+        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        top1 = logits.argmax(-1)
+        columns = {
+            "correct": (top1 == labels).sum(-1),
+            "nll": nll.reshape(labels.shape).double().sum(-1),
+            "top1": top1.int(),
+        }
+        if reference is not None:
+            columns["kl_div"] = row_kl_div(reference, logits)
+        for name, values in columns.items():
+            self._columns.setdefault(name, []).append(values.cpu())
+
+    def scores(self) -> Scores:
+        columns = {name: torch.cat(parts).numpy() for name, parts in self._columns.items()}
+        return Scores(tokens=columns["top1"].shape[1], **columns)
+
+
+def score(
+    model: Any,
+    rows: Tensor,
+    advance: Advance = lambda done: None,
+    reference: Callable[[Tensor], Tensor] | None = None,
+) -> Scores:
+    """Run the model over rows [n, seq_len] and score its next-token predictions.
+
+    Args:
+        reference: gives the uncompressed model's logits of a batch of rows; with it, KL is measured too. It is called
+            before the model runs, and only one batch of both logits is held at a time.
+    """
+    tally = Tally()
     for batch in batches(model, rows):
-        results = batch_scores(batch_logits(model, batch), batch)
-        correct.append(results[0])
-        nll.append(results[1])
+        expected = None if reference is None else reference(batch)
+        tally.add(batch_logits(model, batch), batch, expected)
         advance(batch.numel())
-    return Scores(torch.cat(correct).numpy(), torch.cat(nll).numpy(), rows.shape[1] - 1)
-
-
-def mean_kl(model: Any, reference: list[Tensor], rows: Tensor) -> float:
-    """Mean KL(reference || model) in nats per token; `reference` holds the logits of `batches(model, rows)`."""
-    total, count = 0.0, 0
-    for batch, logits in zip(batches(model, rows), reference, strict=True):
-        divergence = kl_divergence(logits.float(), batch_logits(model, batch))
-        total, count = total + float(divergence.double().sum()), count + divergence.numel()
-    return total / count
-
-
-def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
-    """KL(reference || other) in nats of each position, from logits [..., vocab_size]."""
-    log_p, log_q = reference.log_softmax(-1), other.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    return tally.scores()
 
 
 def ratios(base: Scores, other: Scores) -> dict[str, float]:
-    """Each metric of `other` against `base`: 1 is equal, below 1 is worse."""
-    values = _ratios(base.correct.sum(), base.nll.mean(), other.correct.sum(), other.nll.mean(), base.tokens)
+    """Each next-token ratio of `other` against `base`: 1 is equal, below 1 is worse."""
+    total = base.tokens * len(base.nll)
+    values = _ratios(total, base.correct.sum(), base.nll.sum(), other.correct.sum(), other.nll.sum())
     return {name: round(float(value), 6) for name, value in values.items()}
 
 
 def interval(base: Scores, other: Scores, metric: str, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of a metric by a paired bootstrap over rows (the same rows drawn for both models)."""
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(0, len(base.nll), (RESAMPLES, len(base.nll)))
-    drawn = _ratios(
-        base.correct[rows].sum(-1),
-        base.nll[rows].mean(-1),
-        other.correct[rows].sum(-1),
-        other.nll[rows].mean(-1),
-        base.tokens,
-    )
-    low, high = np.quantile(drawn[metric], [0.025, 0.975])
+    """95 % interval of one of `ratios` by a paired bootstrap over rows."""
+    total = base.tokens * len(base.nll)
+    columns = base.correct, base.nll, other.correct, other.nll
+    return bootstrap(lambda *sums: _ratios(total, *sums)[metric], *columns, seed=seed)
+
+
+def bootstrap(value: Callable[..., Any], *columns: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of a value of column sums by a bootstrap over rows, the same rows drawn for all columns (paired).
+
+    Args:
+        value: from one array of sums a column, each [resamples], to the value of each resample.
+        columns: [rows] each; at least one.
+    """
+    count = len(columns[0])
+    rows = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    low, high = np.quantile(value(*(column[rows].sum(-1) for column in columns)), [0.025, 0.975])
     return round(float(low), 6), round(float(high), 6)
 
 
-def _ratios(base_correct: Any, base_nll: Any, correct: Any, nll: Any, tokens: int) -> dict[str, Any]:
+def _ratios(total: int, base_correct: Any, base_nll: Any, correct: Any, nll: Any) -> dict[str, Any]:
     token_accuracy = correct / np.maximum(base_correct, 1)
-    ppl_ratio = np.exp((base_nll - nll) / tokens)
+    ppl_ratio = np.exp((base_nll - nll) / total)
     return {
         "default": np.minimum(token_accuracy, ppl_ratio),
         "token_accuracy": token_accuracy,

@@ -61,6 +61,7 @@ def export(
     compression: float | None = None,
     removal_rate: float | None = None,
     overrides: Iterable[str] = (),
+    objective: str | float | None = None,
     device: str = "auto",
     dtype: str = "auto",
     overwrite: bool = False,
@@ -74,7 +75,8 @@ def export(
         accuracy: least accuracy on the search split and on the report split (see Evaluation), in (0, 1].
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
-        overrides: `section.field=value` for the recipe's ranks, evaluation and search.
+        overrides: `section.field=value` for the recipe's ranks, evaluation, search and objective.
+        objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
@@ -82,7 +84,14 @@ def export(
     times = StageTimes()
     _check_goal(accuracy, compression, removal_rate)
     opened = Run.open(run)
-    recipe = override(opened.recipe, overrides, EXPORT_SECTIONS)
+    goal = [] if objective is None else [f"objective.kind={objective}"]
+    recipe = override(opened.recipe, [*overrides, *goal], EXPORT_SECTIONS)
+    if recipe.objective.kind != "memory" and recipe.ranks.method != "global":
+        raise UsageError(
+            f"objective {recipe.objective.kind}: only ranks.method global weighs anything but bytes, this run's is "
+            f"{recipe.ranks.method}.",
+            "Give --set ranks.method=global, or leave the objective at memory.",
+        )
     out = Path(out)
     sources = [opened.model_folder, opened.folder]
     check_writable(out, overwrite, sources)

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from .metrics import describe
 from .recipe import Recipe
 
 
@@ -14,7 +15,9 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
     accuracy, size, name = report["accuracy"], report["kv_bytes_per_token"], report["source"]["name"]
     measured = accuracy["measurements"]["report"]
     base = accuracy["base"]["report"] or {}
-    low, high = accuracy["interval_95"]
+    interval = ", no interval"
+    if accuracy["interval_95"] is not None:
+        interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
     target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
     metadata = {
         "base_model": name,
@@ -39,13 +42,13 @@ holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 | compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
-| accuracy ({metric}) | {accuracy["report"]:.4f}, 95 % interval {low:.4f} to {high:.4f}; target: {target} |
+| accuracy ({metric}) | {accuracy["report"]:.4f}{interval}; target: {target} |
 | next-token accuracy ratio | {measured["token_accuracy"]:.4f} |
 | perplexity ratio (base over compressed) | {measured["ppl_ratio"]:.4f}, base {base.get("perplexity", 0):.3f} |
 | measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens that the search did not choose by |
 
-Accuracy is the ratio to the uncompressed model on the same tokens. Not measured: other tasks, other languages, contexts
-longer than {recipe.evaluation.seq_len} tokens.
+Accuracy is {describe(metric)}.
+Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens.
 
 ## Load it
 

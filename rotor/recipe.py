@@ -102,12 +102,21 @@ class Ranks:
     fisher_tokens: int = 4096
 
 
+METRICS = ("default", "token_accuracy", "ppl_ratio", "top1_agreement", "kl_div", "recall")
+"""Names that `evaluation.metric` may have, besides LM_EVAL and a task."""
+
+LM_EVAL = "lm-eval:"
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out text and the metric that accuracy means.
 
     source: `stdlib` reads modules of the running Python's standard library; `text` reads the file or folder `path`.
-    metric: `default` is the smaller of next-token accuracy ratio and perplexity ratio; each also by its own name.
+    metric: one of METRICS, or `lm-eval:TASK` (see rotor/metrics). `default` is the smaller of next-token accuracy ratio
+        and perplexity ratio; each also by its own name.
+    recall_prompts, recall_keys, recall_questions: look-up prompts in each split, keys and questions in each prompt.
+    lm_eval_limit: documents of the task in each split; null takes half of them all.
     """
 
     source: Literal["stdlib", "text"] = "stdlib"
@@ -115,8 +124,12 @@ class Evaluation:
     seq_len: int = 512
     search_tokens: int = 16384
     report_tokens: int = 24576
-    metric: Literal["default", "token_accuracy", "ppl_ratio"] = "default"
+    metric: str = "default"
     seed: int = 0
+    recall_prompts: int = 32
+    recall_keys: int = 8
+    recall_questions: int = 16
+    lm_eval_limit: int | None = 200
 
 
 @dataclass(frozen=True)
@@ -365,6 +378,15 @@ def _check(recipe: Recipe, where: str) -> None:
             evaluation.path,
             "a file or folder, as source is text",
         ),
+        (evaluation.recall_prompts > 0, "evaluation.recall_prompts", evaluation.recall_prompts, "a positive number"),
+        (evaluation.recall_keys > 0, "evaluation.recall_keys", evaluation.recall_keys, "a positive number"),
+        (evaluation.recall_questions > 0, "evaluation.recall_questions", evaluation.recall_questions, "at least 1"),
+        (
+            evaluation.lm_eval_limit is None or evaluation.lm_eval_limit > 0,
+            "evaluation.lm_eval_limit",
+            evaluation.lm_eval_limit,
+            "null or a positive number of documents",
+        ),
         (0 < search.resolution < 1, "search.resolution", search.resolution, "a share between 0 and 1"),
         (0 < search.step < 1, "search.step", search.step, "a share between 0 and 1"),
         (0 <= search.floor < 1, "search.floor", search.floor, "a share below 1"),
@@ -399,6 +421,12 @@ def _check(recipe: Recipe, where: str) -> None:
     for ok, name, got, expected in rules:
         if not ok:
             raise RecipeError(f"recipe {where}: {name}: got {got!r}, expected {expected}.")
+    metric, task = evaluation.metric, evaluation.metric.removeprefix(LM_EVAL)
+    if metric not in METRICS and (not metric.startswith(LM_EVAL) or not task.strip()):
+        raise RecipeError(
+            f"recipe {where}: evaluation.metric: got {metric!r}, expected one of {', '.join(METRICS)} "
+            f"or {LM_EVAL}TASK{nearest_name(metric, [*METRICS, LM_EVAL])}"
+        )
 
 
 def nearest_name(word: object, known: Iterable[str]) -> str:

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from torch import Tensor
+
 from .bases import LayerBases
 from .compress import CompressibleModel
+from .cost import Objective
+from .devices import find_device
 from .errors import AccuracyError, UsageError
-from .evaluation import EvaluationData, Scores, batch_logits, batches, interval, mean_kl, ratios, score
-from .layout import AttentionShape
+from .evaluation import EvaluationData, Scores, batch_logits, ratios, score
+from .metrics import accuracy_field, make_metric
 from .progress import Progress
 from .ranks import (
     FisherPath,
@@ -31,7 +35,7 @@ from .ranks import (
     WaterFillingPath,
     round_rank,
 )
-from .ranks.water_filling import Cost
+from .ranks.water_filling import Cost, GroupCost
 from .recipe import Recipe
 from .run import Run, read_fisher
 
@@ -64,14 +68,30 @@ def rank_path(bases: Candidates, run: Run, recipe: Recipe, sensitivities: list[S
         return FisherPath(spectra, run.shape, ranks.multiple_of, information)  # type: ignore[arg-type]
     if ranks.method == "global":
         assert sensitivities is not None
-        return WaterFillingPath(spectra, run.shape, ranks.multiple_of, sensitivities, bytes_cost(run.shape))
+        return WaterFillingPath(spectra, run.shape, ranks.multiple_of, sensitivities, *costs(bases, run, recipe))
     return RemovalRatePath(spectra, run.shape, ranks.multiple_of, ranks.spectrum == "squares")
 
 
-def bytes_cost(shape: AttentionShape) -> Cost:
-    """Cost of a group as its share of the uncompressed cache."""
-    whole = shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim
-    return lambda key, qk_ranks, v_ranks: (qk_ranks / whole, v_ranks / whole)
+def costs(bases: Candidates, run: Run, recipe: Recipe) -> tuple[Cost, GroupCost]:
+    """What a group of a candidate costs, by sides for allocating and whole for counting what a plan saves.
+
+    Both as shares of the uncompressed model's attention under the recipe's objective.
+    """
+    settings, layers = recipe.objective, run.shape.num_layers
+    device = find_device(settings.device, settings.device_file)
+    objective = Objective.from_settings(settings, device, run.shape, int(run.info["element_bytes"]))
+    kinds = {key: (c.domain, bool(run.info["folded_keys"][key]), c.group_size) for key, c in bases[0].items()}
+
+    def sides(key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
+        domain, folded, size = kinds[key]
+        keys = [objective.key_cost(domain, folded, size, rank) / layers for rank in ranks]
+        return keys, [objective.value_cost(size, rank) / layers for rank in ranks]
+
+    def group(key: str, qk_rank: int, v_rank: int) -> float:
+        domain, folded, size = kinds[key]
+        return objective.group_cost(domain, folded, size, qk_rank, v_rank) / layers
+
+    return sides, group
 
 
 @dataclass
@@ -93,7 +113,7 @@ class RankTable:
     def open(cls, run: Run, recipe: Recipe) -> RankTable:
         """The table in the run folder, or an empty one if there is none that fits the recipe's settings."""
         settings = recipe.to_dict()
-        relevant = json.dumps([settings["ranks"], settings["evaluation"], run.info["model"]["shards"]], sort_keys=True)
+        relevant = json.dumps([settings["ranks"], settings["evaluation"], settings["objective"]], sort_keys=True)
         fingerprint = hashlib.sha256(relevant.encode()).hexdigest()
         data = run.read_rank_table()
         if data and data.get("version") == TABLE_VERSION and data.get("fingerprint") == fingerprint:
@@ -121,7 +141,7 @@ class RankTable:
         return next((p for p in self.points if p["ranks"]["stored"] == ranks and p["choice"] == choice), None)
 
     def accuracy(self, point: dict[str, Any], split: str) -> float:
-        return point[split][self.recipe.evaluation.metric]
+        return point[split][accuracy_field(self.recipe.evaluation.metric)]
 
 
 class Measurer:
@@ -136,6 +156,8 @@ class Measurer:
         progress: Progress,
     ) -> None:
         self.table, self.network, self.bases, self.data, self.progress = table, network, bases, data, progress
+        checkpoint = network.checkpoint
+        self.metric = make_metric(table.recipe.evaluation, checkpoint.tokenizer, checkpoint.config)
         self._base: dict[str, Scores] = {}
 
     def probe(self) -> None:
@@ -148,7 +170,6 @@ class Measurer:
             return
         ranks = self.table.recipe.ranks
         rows = self.data.search[: max(1, ranks.probe_tokens // self.data.search.shape[1])]
-        reference = [batch_logits(self.network.restore(), b).half() for b in batches(self.network.model, rows)]
         first = [next(iter(layer)) for layer in self.bases]
         probes = [(i, key) for i, layer in enumerate(self.bases) for key in layer]
         sensitivities: list[Sensitivity] = [{} for _ in self.bases]
@@ -163,8 +184,9 @@ class Measurer:
                     plan = [[_columns(b)] * len(b.qk.singular_values) for b in chosen]
                     full = plan[layer][0]
                     plan[layer] = [(rank, full[1]) if side == "qk" else (full[0], rank)] * len(plan[layer])
-                    model = self.network.compress(chosen, plan)
-                    loss = mean_kl(model, reference, rows)
+                    scores = score(self.network.compress(chosen, plan), rows, reference=self._base_logits)
+                    assert scores.kl_div is not None
+                    loss = float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div))
                     dropped = float(values[:, rank:].square().sum())
                     measured.append(max(loss, 0.0) / dropped if dropped > 0 else 0.0)
                     advance(1)
@@ -180,7 +202,6 @@ class Measurer:
         if not self._base:
             self._measure_base()
         model = self.network.compress(plan.select(self.bases), plan.rounded)
-        metric = self.table.recipe.evaluation.metric
         point = {
             "parameter": plan.parameter,
             "saving": round(plan.saving, 6),
@@ -189,10 +210,11 @@ class Measurer:
             "ranks": {"exact": _as_lists(plan.exact), "stored": _as_lists(plan.rounded)},
         }
         for split in ("search", "report"):
-            scores = self._score(model, split)
-            measured: dict[str, Any] = dict(ratios(self._base[split], scores))
+            base, scores = self._base[split], self._score(model, split, self.metric.needs_reference)
+            found = self.metric.measure(model, split, base, scores)
+            measured: dict[str, Any] = {**ratios(base, scores), **found.fields}
             if split == "report":
-                measured["interval"] = list(interval(self._base[split], scores, metric))
+                measured["interval"] = found.interval and list(found.interval)
             point[split] = {**measured, **{f"compressed_{k}": v for k, v in scores.as_dict().items()}}
         self.table.points.append(point)
         self.table.save()
@@ -203,17 +225,22 @@ class Measurer:
 
     def _measure_base(self) -> None:
         model = self.network.restore()
-        self._base = {split: self._score(model, split) for split in ("search", "report")}
+        found = {split: self.metric.measure_base(model, split) for split in ("search", "report")}
+        self._base = {split: self._score(model, split) for split in found}
         self.table.base = {
-            **{split: scores.as_dict() for split, scores in self._base.items()},
+            **{split: {**scores.as_dict(), **found[split]} for split, scores in self._base.items()},
             "data": self.data.description,
             "data_sha256": self.data.sha256,
         }
 
-    def _score(self, model: Any, split: str) -> Scores:
+    def _score(self, model: Any, split: str, against_base: bool = False) -> Scores:
         rows = getattr(self.data, split)
         with self.progress.task(f"measure ({split})", rows.numel(), "tokens") as advance:
-            return score(model, rows, advance)
+            return score(model, rows, advance, self._base_logits if against_base else None)
+
+    def _base_logits(self, rows: Tensor) -> Tensor:
+        with self.network.uncompressed() as model:
+            return batch_logits(model, rows)
 
 
 def complete_table(measurer: Measurer, path: RankPath) -> None:

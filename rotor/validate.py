@@ -14,15 +14,16 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
 from .compress import CompressibleModel, load_model, pick_device, pick_dtype
-from .errors import CheckpointError, RotorError
-from .evaluation import Scores, batch_logits, batch_scores, batches, evaluation_data, interval, kl_divergence, ratios
+from .errors import CheckpointError, DataError, RotorError
+from .evaluation import Scores, Tally, batch_logits, batches, evaluation_data, ratios
 from .export import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from .families import FAMILIES, attention_shape
 from .integration import RotorConfig
 from .kernel_config import kernel_config
 from .layout import AttentionShape, LayerLayout, kv_bytes_per_token
+from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
 from .progress import Progress, StageTimes
-from .recipe import load_recipe
+from .recipe import Evaluation, load_recipe
 from .run import Run
 
 FULL_RANK_TOLERANCE = 1e-5
@@ -239,7 +240,7 @@ def _against_source(
     else:
         _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS])
     base = load_model(source.folder, target, compute_dtype)
-    _check_accuracy(result, base, compressed, report, data.report, recipe.evaluation.metric, progress)
+    _check_accuracy(result, base, compressed, report, data.report, recipe.evaluation, checkpoint, progress)
     same_data = data.sha256 == report["accuracy"]["data_sha256"]
     result.summary["same_data_as_export"] = same_data
     _measure_cache(result, compressed, checkpoint, report, data.report[:1])
@@ -321,38 +322,34 @@ def _check_accuracy(
     compressed: Any,
     report: dict[str, Any],
     rows: Tensor,
-    metric: str,
+    spec: Evaluation,
+    checkpoint: Checkpoint,
     progress: Progress,
 ) -> None:
-    """Both models side by side over the report split: accuracy, KL divergence, agreement, relative logit error."""
-    scores: dict[str, tuple[list[Tensor], list[Tensor]]] = {"base": ([], []), "compressed": ([], [])}
-    divergence, agreement, errors = [], [], []
+    """Both models side by side over the report split: accuracy, KL divergence, agreement, recall, logit error."""
+    tallies, errors = (Tally(), Tally()), []
     with progress.task("accuracy", rows.numel(), "tokens") as advance:
         for batch in batches(base, rows):
-            logits = {"base": batch_logits(base, batch), "compressed": batch_logits(compressed, batch)}
-            for name, values in logits.items():
-                correct, nll = batch_scores(values, batch)
-                scores[name][0].append(correct)
-                scores[name][1].append(nll)
-            reference, other = logits["base"], logits["compressed"]
+            reference, other = batch_logits(base, batch), batch_logits(compressed, batch)
+            tallies[0].add(reference, batch)
+            tallies[1].add(other, batch, reference)
             errors.append(((other - reference).norm(dim=-1) / reference.norm(dim=-1)).flatten().cpu())
-            agreement.append((other.argmax(-1) == reference.argmax(-1)).float().mean().cpu())
-            divergence.append(kl_divergence(reference, other).mean().cpu())
             advance(batch.numel())
-    before, after = (
-        Scores(torch.cat(correct).numpy(), torch.cat(nll).numpy(), rows.shape[1] - 1)
-        for correct, nll in scores.values()
-    )
-    measured, bounds = ratios(before, after), interval(before, after, metric)
+    before, after = (tally.scores() for tally in tallies)
+    metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
+    metric.measure_base(base, "report")
+    found = metric.measure(compressed, "report", before, after)
+    others: list[Metric] = [KLDivergence("kl_div"), Top1Agreement("top1_agreement")]
     error = torch.cat(errors).numpy()
     result.summary["accuracy"] = {
-        "metric": metric,
-        "value": measured[metric],
-        "interval_95": list(bounds),
+        "metric": metric.name,
+        "value": found.value,
+        "interval_95": found.interval and list(found.interval),
         "target": report["accuracy"]["target"],
-        **{name: value for name, value in measured.items() if name != "default"},
-        "kl_div": round(float(torch.stack(divergence).mean()), 6),
-        "top1_agreement": round(float(torch.stack(agreement).mean()), 6),
+        **{name: value for name, value in ratios(before, after).items() if name != "default"},
+        **{k: v for other in others for k, v in other.measure(compressed, "report", before, after).fields.items()},
+        **_recall(base, compressed, spec, checkpoint, before, after),
+        **found.fields,
         "logit_error": {
             "mean": round(float(error.mean()), 6),
             "p99": round(float(np.quantile(error, 0.99)), 6),
@@ -365,8 +362,21 @@ def _check_accuracy(
         "logits against source", finite, f"relative error per position: mean {error.mean():.4f}, max {error.max():.4f}"
     )
     target = report["accuracy"]["target"]
-    text = f"{metric} {measured[metric]:.4f} [{bounds[0]:.4f}, {bounds[1]:.4f}]"
+    bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
+    text = f"{metric.name} {found.value:.4f}{bounds}"
     if target is None:
         result.skip("accuracy target", f"none was set; {text}")
     else:
-        result.add("accuracy target", measured[metric] >= target, f"{text}, target {target}")
+        result.add("accuracy target", found.value >= target, f"{text}, target {target}")
+
+
+def _recall(
+    base: Any, compressed: Any, spec: Evaluation, checkpoint: Checkpoint, before: Scores, after: Scores
+) -> dict[str, Any]:
+    """Look-up accuracy on the report split as a ratio, and of each model; why not, if the base model cannot do it."""
+    recall = Recall("recall", spec, checkpoint.tokenizer, checkpoint.config)
+    try:
+        absolute = recall.measure_base(base, "report")["recall"]
+    except DataError as error:
+        return {"recall": None, "recall_not_measured": error.message}
+    return {**recall.measure(compressed, "report", before, after).fields, "base_recall": absolute}

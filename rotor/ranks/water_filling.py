@@ -22,8 +22,11 @@ PRICES = 2000
 Sensitivity = dict[str, tuple[float, float]]
 """For each candidate of a layer: loss (KL in nats per token) per unit of dropped energy of qk and of vo."""
 
-Cost = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(candidate, qk ranks, v ranks) -> what one group of that candidate costs on its key side and on its value side."""
+Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
+"""(candidate, ranks) -> what one group of that candidate costs on its key side and on its value side at these ranks."""
+
+GroupCost = Callable[[str, int, int], float]
+"""(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
 
 
 class WaterFillingPath(RankPath):
@@ -31,7 +34,8 @@ class WaterFillingPath(RankPath):
 
     Args:
         sensitivities: per layer, by candidate.
-        cost: of one group, separable into its sides; the compression of a plan is counted in bytes whatever the cost.
+        cost: of one group, by sides: what ranks are allocated by.
+        group_cost: of one group as a whole: what the saving of a plan is counted in.
     Source: DESIGN section 1 (`global`).
     """
 
@@ -42,10 +46,12 @@ class WaterFillingPath(RankPath):
         multiple_of: int,
         sensitivities: Sequence[Sensitivity],
         cost: Cost,
+        group_cost: GroupCost,
     ) -> None:
         super().__init__(spectra, shape, multiple_of)
         self.sensitivities = list(sensitivities)
         self.cost = cost
+        self.group_cost = group_cost
 
     def _plans(self) -> list[RankPlan]:
         curves = [
@@ -69,6 +75,10 @@ class WaterFillingPath(RankPath):
             plans.append(self._make(price, choice, ranks))
         return plans
 
+    def _saving(self, choice: tuple[str, ...], rounded: list[LayerRanks]) -> float:
+        cost = sum(self.group_cost(key, qk, v) for key, layer in zip(choice, rounded, strict=True) for qk, v in layer)
+        return 1.0 - cost
+
     def _curves(
         self, key: str, spectra: Spectra, sensitivity: tuple[float, float]
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -81,7 +91,8 @@ class WaterFillingPath(RankPath):
             tails = energy.flip(-1).cumsum(-1).flip(-1)
             tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
             loss = sensitivity[side] * tails[:, ranks]
-            sides.append((ranks, loss, self.cost(key, ranks, ranks)[side]))
+            cost = torch.tensor(self.cost(key, ranks.tolist())[side], dtype=torch.float64)
+            sides.append((ranks, loss, cost))
         return sides
 
     def _layer(
