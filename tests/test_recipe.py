@@ -15,7 +15,7 @@ def test_bundled_recipes_are_what_the_papers_say() -> None:
     assert (fdc.tokens.source, fdc.groups.size, fdc.groups.domain) == ("random", 1, "post")
     assert fdc.tokens.count >= 8192
     assert (fdc.bases.qk, fdc.bases.vo, fdc.ranks.spectrum) == ("svd", "palu", "values")
-    assert (ours.groups.size, ours.groups.domain, ours.ranks.spectrum) == ("all", "pre", "squares")
+    assert (ours.groups.size, ours.groups.domain, ours.ranks.method) == ("all", "pre", "global")
     for name, recipe in recipes.items():
         assert recipe.name == name
         assert "\n" not in recipe.summary
