@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .study_report import SIDE_LABELS, Curves, curves, points
+from .study_report import SIDE_LABELS, Curves, ablation_curves, curves, points
 from .study_store import StudyStore
 
 FOLDER = "plots"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     "axes.grid": True,
     "grid.alpha": 0.3,
@@ -47,7 +47,7 @@ def write_plots(store: StudyStore) -> list[Path]:
     with matplotlib.rc_context(STYLE):
         for name, draw in (
             ("recipes", lambda figure: _draw_curves(figure, curves(store, "curves"))),
-            ("ablation", lambda figure: _draw_curves(figure, curves(store, "ablation"))),
+            ("ablation", lambda figure: _draw_curves(figure, ablation_curves(store))),
             ("spectra", lambda figure: _draw_spectra(figure, curves(store, "curves"))),
             ("tokens", lambda figure: _draw_tokens(figure, store.part("tokens"))),
             ("degradation", lambda figure: _draw_degradation(figure, store.part("degradation"))),
@@ -113,7 +113,9 @@ def _spectrum_axes(figure: Any, spectra: dict[str, dict[str, Any]]) -> None:
         for index, (name, spectrum) in enumerate(spectra.items()):
             values = spectrum[side]
             x = [(i + 1) / len(values) for i in range(len(values))]
-            axes.plot(x, [max(v, 1e-6) for v in values], color=f"C{index % 10}", label=f"{name} ({len(values)} columns)")
+            axes.plot(
+                x, [max(v, 1e-6) for v in values], color=f"C{index % 10}", label=f"{name} ({len(values)} columns)"
+            )
         axes.set_yscale("log")
         axes.set(title=label, xlabel="column (share of all columns)")
     figure.axes[0].set_ylabel("singular value over the largest")
@@ -138,10 +140,11 @@ def _draw_tokens(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
         _line(distance, index, count, ratio, name)
     for axes in (divergence, distance):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_xlabel("calibration tokens")
     divergence.set_yscale("log")
     divergence.set_ylabel("KL divergence (nats per token)")
-    distance.set_ylabel("delta / epsilon of QK against text (%)")
+    distance.set_ylabel("delta / epsilon of QK against other text (%)")
     distance.set_ylim(bottom=0)
     divergence.legend(fontsize=8)
     return True

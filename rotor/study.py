@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+
+import yaml
 
 from .bases import LayerBases
 from .calibrate import calibrate
@@ -26,7 +29,7 @@ from .comparison import (
     mean_spectrum,
     principal_angles,
 )
-from .errors import AccuracyError, DataError, UsageError
+from .errors import AccuracyError, DataError, RecipeError, UsageError
 from .evaluation import held_out_documents
 from .plots import require_matplotlib, write_plots
 from .progress import Progress
@@ -62,6 +65,7 @@ class Study:
     records: dict[str, dict[str, Any]]
     added: int
     files: tuple[Path, ...]
+    seconds: float
 
 
 def study(
@@ -103,19 +107,21 @@ def study(
         UsageError: contradicting requests, other settings than in `out`, or no matplotlib.
         RotorError: see rotor.errors; what was measured before stays in `out`.
     """
+    start = time.perf_counter()
     if plots:
         require_matplotlib()
     chosen, overrides, counts = _chosen_parts(parts, ablations), list(overrides), tuple(counts)
     if not 0 < at < 1:
         raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
-    if any(count < 1 for count in counts):
-        raise UsageError(f"--counts {','.join(map(str, counts))}: expected positive numbers of tokens.")
     specs = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
     names = list(focus) if focus is not None else list(specs)[:1]
     for name in names:
         if name not in specs:
             raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(specs)}.")
-    variants = _ablated(ablation_base, ablations or {}, specs, overrides) if "ablation" in chosen else {}
+    measured, variants = dict(specs), {}
+    if "ablation" in chosen:
+        base, variants = _ablated(ablation_base, ablations or {}, specs, overrides)
+        measured.setdefault(base.name, base)
 
     progress = progress or Progress()
     check_writable(Path(out), True, [Path(model)])
@@ -131,7 +137,7 @@ def study(
         "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
         "evaluation": dataclasses.asdict(first.evaluation),
         "search": dataclasses.asdict(first.search),
-        "recipes": {name: _own_settings(recipe) for name, recipe in specs.items()},
+        "recipes": {name: _own_settings(recipe) for name, recipe in measured.items()},
         "ablations": {name: _own_settings(recipe) for name, recipe in variants.items()},
     }
     store = StudyStore.open(Path(out), settings)
@@ -144,6 +150,7 @@ def study(
             for name, recipe in specs.items():
                 driver.curve(part, name, recipe, name)
         elif part == "ablation":
+            driver.curve("curves", base.name, base, base.name)
             for name, recipe in variants.items():
                 driver.curve(part, name, recipe, f"ablations/{name}")
         else:
@@ -156,7 +163,52 @@ def study(
     files = [write_csv(store), write_summary(store)]
     if plots:
         files += write_plots(store)
-    return Study(Path(out), store.settings, store.records, store.added, tuple(files))
+    seconds = round(time.perf_counter() - start, 3)
+    return Study(Path(out), store.settings, store.records, store.added, tuple(files), seconds)
+
+
+def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[str]]:
+    """Overrides by name, from `NAME:KEY=VALUE ...` items and from a YAML file that maps names to lists of KEY=VALUE.
+
+    Raises:
+        RecipeError: not of that form, or a name given twice.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for item in items:
+        name, colon, changes = item.partition(":")
+        if not colon or not name.strip() or not changes.split():
+            raise RecipeError(
+                f"--ablation {item}: expected NAME:KEY=VALUE ...", 'Example: --ablation "per-head:groups.size=1"'
+            )
+        found.append((name.strip(), changes.split()))
+    if path is not None:
+        try:
+            data = yaml.safe_load(path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise RecipeError(f"--ablations {path}: cannot be read ({' '.join(str(error).split())}).") from error
+        if not isinstance(data, dict):
+            raise RecipeError(f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.")
+        for name, changes in data.items():
+            if not isinstance(changes, list) or not changes or not all(isinstance(c, str) for c in changes):
+                raise RecipeError(f"--ablations {path}: {name}: expected a list of KEY=VALUE.")
+            found.append((str(name), changes))
+    names = [_file_name(name) for name, _ in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"ablation {name!r} is given twice.", "Give every ablation a name of its own.")
+    return dict(found)
+
+
+def parse_counts(items: Iterable[str]) -> tuple[int, ...]:
+    """Positive numbers of tokens.
+
+    Raises:
+        UsageError: not such numbers.
+    """
+    items = list(items)
+    if not items or not all(item.isdecimal() and int(item) > 0 for item in items):
+        raise UsageError(f"--counts {','.join(items)}: expected positive numbers of tokens.", "Example: 512,4096")
+    return tuple(int(item) for item in items)
 
 
 def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Recipe]:
@@ -169,11 +221,10 @@ def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Re
         raise UsageError("--recipes: no recipes to compare.", "Give names or YAML files: --recipes fdc,rotor")
     first, count = recipes[0], max(recipe.tokens.count for recipe in recipes)
     specs: dict[str, Recipe] = {}
-    for recipe in recipes:
-        name = _file_name(recipe.name)
-        if name in specs:
-            raise UsageError(f"--recipes: two recipes are named {name!r}.", "Change `name` in one of the files.")
-        specs[name] = _under_conditions(recipe, first, count, overrides)
+    for recipe in map(_named, recipes):
+        if recipe.name in specs:
+            raise UsageError(f"--recipes: two recipes are named {recipe.name!r}.", "Change `name` in one of the files.")
+        specs[recipe.name] = _under_conditions(recipe, first, count, overrides)
     return specs
 
 
@@ -185,11 +236,15 @@ def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list
 
 def _ablated(
     base: str, ablations: Mapping[str, list[str]], specs: dict[str, Recipe], overrides: list[str]
-) -> dict[str, Recipe]:
-    """The recipe `base` under the study's conditions, with the overrides of each ablation."""
+) -> tuple[Recipe, dict[str, Recipe]]:
+    """The recipe `base` under the study's conditions, and with the overrides of each ablation."""
     first = next(iter(specs.values()))
-    recipe = specs.get(base) or _under_conditions(load_recipe(base, overrides), first, first.tokens.count, overrides)
-    return {_file_name(f"{base}-{name}"): override(recipe, changes) for name, changes in ablations.items()}
+    recipe = specs.get(base)
+    if recipe is None:
+        loaded = _named(load_recipe(base, overrides))
+        recipe = specs.get(loaded.name) or _under_conditions(loaded, first, first.tokens.count, overrides)
+    changed = {_file_name(f"{recipe.name}-{name}"): override(recipe, changes) for name, changes in ablations.items()}
+    return recipe, changed
 
 
 def _chosen_parts(parts: Iterable[str], ablations: Mapping[str, list[str]] | None) -> list[str]:
@@ -215,6 +270,11 @@ def _own_settings(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in recipe.to_dict().items() if key not in ("summary", "evaluation", "search")}
 
 
+def _named(recipe: Recipe) -> Recipe:
+    """With a name that can be a folder's."""
+    return replace(recipe, name=_file_name(recipe.name))
+
+
 def _file_name(name: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "recipe"
 
@@ -233,7 +293,12 @@ class _Driver:
         at: float,
     ) -> None:
         self.bench, self.store, self.progress, self.at = bench, store, progress, at
-        self._calibrate_options = {"device": device, "dtype": dtype, "batch_tokens": batch_tokens, "progress": progress}
+        self._calibrate_options: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "batch_tokens": batch_tokens,
+            "progress": progress,
+        }
 
     def curve(self, part: str, name: str, recipe: Recipe, folder: str) -> None:
         """Spectra, points over compression, and the largest compression at each target accuracy."""
@@ -247,6 +312,7 @@ class _Driver:
         table = RankTable.open(run, recipe)
         path = rank_path(bases, run, recipe)
         measurer = Measurer(table, self.bench.network, bases, self.bench.data, self.progress)
+        last: dict[str, Any] = {}  # neighbours may be one step of the path
         for key, target in zip(keys[2:], COMPRESSIONS, strict=True):
             if self.store.get(key):
                 continue
@@ -254,8 +320,10 @@ class _Driver:
             if plan is None:
                 self.store.put(key, {"target": target, "out_of_reach": round(path.steps()[-1].stored, 6)})
                 continue
-            point = self.store.put(key, {"target": target, **self.bench.point(measurer, bases, plan)})
-            report = point["report"]
+            same = last.get("stored") == round(plan.stored, 6)
+            point = last if same else self.bench.point(measurer, bases, plan)
+            last = self.store.put(key, {**point, "target": target})
+            report = last["report"]
             self.progress.message(
                 f"{name} at {target:g}: accuracy {report['accuracy']:.4f}, KL {report['kl_div']:.5f} (report split)"
             )
@@ -286,16 +354,16 @@ class _Driver:
         )
 
     def tokens(self, name: str, recipe: Recipe, counts: tuple[int, ...]) -> None:
-        """Error at one compression, and distance of the bases to those from held-out text, by number of tokens."""
+        """Error at one compression, and distance of the bases to those from other text, by number of tokens."""
         variants = self._token_variants(recipe)
         reference: list[LayerBases] | None = None
-        for source in (s for s in variants if s != "random-1"):
+        for source in (s for s in variants if s not in ("random-1", "other-text")):
             for count in counts:
                 key = f"tokens/{name}/{source}/{count}/p{self.at:.2f}"
                 if self.store.get(key):
                     continue
                 if reference is None:
-                    reference = self._variant_run(name, "text", variants["text"]).bases()
+                    reference = self._variant_run(name, "other-text", variants["other-text"]).bases()
                 variant = replace(variants[source], tokens=replace(variants[source].tokens, count=count))
                 facts = {"recipe": name, "source": source, "count": count}
                 try:
@@ -356,9 +424,7 @@ class _Driver:
             if plan is None:
                 self.store.put(key, {**record, "skipped": f"compression {self.at:g} is out of reach"})
                 return
-            measurer = Measurer(
-                RankTable.open(run, recipe), self.bench.network, bases, self.bench.data, self.progress
-            )
+            measurer = Measurer(RankTable.open(run, recipe), self.bench.network, bases, self.bench.data, self.progress)
             record |= self.bench.point(measurer, bases, plan)
             record["bases"] = _spectra(bases) if reference is None else compare_bases(reference, bases)
             self.store.put(key, record)
@@ -367,25 +433,31 @@ class _Driver:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _token_variants(self, recipe: Recipe) -> dict[str, Recipe]:
-        """The recipe on random tokens of two seeds, on text of the search half, and on its own text if rotor has that."""
+        """Variants of the recipe by their calibration tokens.
+
+        Random tokens of two seeds, text of the search half, and `synthetic` if there is that source; `other-text` is of
+        the report half, so that its bases are only compared with and never measured.
+        """
         tokens = recipe.tokens
         variants = {
             "random": replace(tokens, source="random", path=None, seed=0),
             "random-1": replace(tokens, source="random", path=None, seed=1),
-            "text": replace(tokens, source="text", path=str(self._search_text(recipe))),
+            "text": replace(tokens, source="text", path=str(self._text(recipe, "search"))),
+            "other-text": replace(tokens, source="text", path=str(self._text(recipe, "report"))),
         }
         if "synthetic" in get_args(get_type_hints(Tokens)["source"]):
-            variants["synthetic"] = replace(tokens, **{"source": "synthetic", "path": None})
+            synthetic: Any = "synthetic"
+            variants["synthetic"] = replace(tokens, source=synthetic, path=None)
         return {source: replace(recipe, tokens=changed) for source, changed in variants.items()}
 
-    def _search_text(self, recipe: Recipe) -> Path:
-        """A folder with the documents of the search half of the held-out text, one file each."""
-        folder = self.store.folder / "text"
+    def _text(self, recipe: Recipe, split: str) -> Path:
+        """A folder with the documents of one half of the held-out text, one file each."""
+        folder = self.store.folder / "text" / split
         if not folder.is_dir():
-            staging = folder.with_name("text.tmp")
+            staging = folder.with_name(f"{split}.tmp")
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            for index, document in enumerate(held_out_documents(recipe.evaluation)[0][0]):
+            for index, document in enumerate(held_out_documents(recipe.evaluation)[0][SPLITS.index(split)]):
                 (staging / f"{index:05d}.txt").write_text(document, "utf-8")
             staging.rename(folder)
         return folder
@@ -414,7 +486,7 @@ class _Driver:
 
 
 def compare_bases(bases: list[LayerBases], others: list[LayerBases]) -> dict[str, Any]:
-    """Per side: epsilon, delta and their ratio, and the mean and largest principal angles in degrees at ANGLE_SHARES."""
+    """Per side: epsilon, delta, their ratio, and the mean and largest principal angles in degrees at ANGLE_SHARES."""
     result: dict[str, Any] = {}
     for side in SIDES:
         first, second = columns(bases, side), columns(others, side)

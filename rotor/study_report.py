@@ -36,7 +36,7 @@ def write_csv(store: StudyStore) -> Path:
 
 
 def write_summary(store: StudyStore) -> Path:
-    """Tables in Markdown: what each recipe removes at the target accuracies, every metric by compression, and the rest."""
+    """Tables in Markdown: compression at the target accuracies, every metric by compression, and the other parts."""
     settings = store.settings
     evaluation = settings["evaluation"]
     metric = "smaller of token accuracy ratio and perplexity ratio"
@@ -50,8 +50,7 @@ def write_summary(store: StudyStore) -> Path:
         f"{evaluation['search_tokens']} tokens to search and {evaluation['report_tokens']} to report. Accuracy is the "
         f"{metric}. Compression is the share of the KV cache removed, as stored.",
     ]
-    for part, title in (("curves", "Recipes"), ("ablation", "Ablation")):
-        found = curves(store, part)
+    for found, title in ((curves(store, "curves"), "Recipes"), (ablation_curves(store), "Ablation")):
         if found:
             lines += ["", f"## {title}", *_target_table(found), *_metric_tables(found)]
     for name, title, make in (
@@ -73,6 +72,17 @@ def curves(store: StudyStore, part: str) -> Curves:
         recipe, _, what = key.rpartition("/")
         found.setdefault(recipe, {})[what] = record
     return found
+
+
+def ablation_curves(store: StudyStore) -> Curves:
+    """The ablations, each recipe that they start from before them."""
+    found = curves(store, "ablation")
+    bases = {
+        recipe: records
+        for recipe, records in curves(store, "curves").items()
+        if any(name.startswith(f"{recipe}-") for name in found)
+    }
+    return {**bases, **found}
 
 
 def points(records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -171,8 +181,8 @@ def _sources(records: dict[str, dict[str, Any]]) -> list[str]:
         "that are kept.",
         *table(header, pairs),
         "",
-        "Coefficient of variation of the largest singular value over all groups, as in FDC tables 3 and 4 and ZACK tables "
-        "6 and 7.",
+        "Coefficient of variation of the largest singular value over all groups, as in FDC tables 3 and 4 and ZACK "
+        "tables 6 and 7.",
         *table(["recipe", "tokens", "count", "QK", "V"], variation),
     ]
 
@@ -189,7 +199,7 @@ def _tokens(records: dict[str, dict[str, Any]]) -> list[str]:
     header = ["recipe", "source", "tokens", "compression", "accuracy", "KL", "delta/epsilon QK", "delta/epsilon V", ""]
     return [
         "",
-        "Report split. Delta over epsilon is against the bases from held-out text (FDC figure 14, ZACK figure 18).",
+        "Report split. Delta over epsilon is against the bases from other text (FDC figure 14, ZACK figure 18).",
         *table(header, rows),
     ]
 

@@ -18,8 +18,8 @@ STORE_VERSION = 1
 class StudyStore:
     """Records of a study by key (`part/name/...`), with the settings that they all share.
 
-    A record is measured once: `get` it first, `put` what was missing. Every `put` writes the file beside the old one and
-    renames it, so that an interrupted study keeps everything before.
+    A record is measured once: `get` it first, `put` what was missing. Every `put` writes the file beside the old one
+    and renames it, so that an interrupted study keeps everything before.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
