@@ -28,18 +28,22 @@ class StudyStore:
 
     @classmethod
     def open(cls, folder: Path, settings: dict[str, Any]) -> StudyStore:
-        """The store in `folder`, or a new one.
+        """The store in `folder`, or a new one, written there at once.
 
         Args:
             settings: what decides the numbers. Names under `recipes` and `ablations` may be added by a later start;
                 everything else has to stay as it was.
         Raises:
-            UsageError: the folder holds a study with other settings; names them with both values.
+            UsageError: the folder holds a study with other settings (names them with both values), or something else.
         """
         settings = json.loads(json.dumps(settings))
         path = folder / RESULTS
         if not path.is_file():
-            return cls(folder, settings, {})
+            if folder.is_dir() and any(folder.iterdir()):
+                raise UsageError(f"{folder}: is not empty and holds no study.", "Give another folder with -o.")
+            store = cls(folder, settings, {})
+            store.save()
+            return store
         data = read_json(path, "Delete it to start the study again.")
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
             raise UsageError(f"{path}: not a study of this version of rotor.", "Give another folder with -o.")
