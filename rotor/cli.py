@@ -246,6 +246,83 @@ def generate(
         print(result["text"])
 
 
+@app.command(epilog="Example: rotor study artifacts/demo-model --recipes fdc,rotor -o studies/demo")
+def study(
+    model: Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Study folder; one with the same settings is continued.")],
+    recipes: Annotated[str, typer.Option(help="Names of bundled recipes or YAML files, with commas.")] = "fdc,rotor",
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of curves, sources, tokens, degradation, pruning, ablation, with commas; by default all that "
+            "can run (pruning needs recipes with a section prune, ablation needs ablations)."
+        ),
+    ] = None,
+    focus: Annotated[
+        str | None,
+        typer.Option(help="Recipes for the parts other than curves and ablation; by default the first of --recipes."),
+    ] = None,
+    ablation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:KEY=VALUE ...", help="Overrides, with spaces, of the recipe --ablation-base; may be repeated."
+        ),
+    ] = None,
+    ablations: Annotated[
+        Path | None, typer.Option(help="YAML file with the same: a mapping from names to lists of KEY=VALUE.")
+    ] = None,
+    ablation_base: Annotated[str, typer.Option(help="Recipe that the ablations change.")] = "rotor",
+    at: Annotated[float, typer.Option(help="Compression at which the parts tokens and pruning are measured.")] = 0.5,
+    counts: Annotated[
+        str, typer.Option(help="Numbers of calibration tokens for the part tokens.")
+    ] = "512,1024,2048,4096,8192,16384,32768",
+    overrides: RecipeOverrides = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass of a calibration.")] = 2048,
+    plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare recipes on the same model, tokens and held-out data; writes JSON, CSV, Markdown and plots.
+
+    Every measured point is kept at once, so that an interrupted study continues where it was with the same command.
+    --set applies to all recipes; the number of tokens is the largest that any of them asks for, and their seed, row
+    length, evaluation and search are those of the first.
+    """
+    from .study import PARTS, parse_ablations, parse_counts
+    from .study import study as run_study
+
+    result = run_study(
+        model,
+        out,
+        _split(recipes),
+        overrides or [],
+        parts=PARTS if parts is None else _split(parts),
+        focus=None if focus is None else _split(focus),
+        ablations=parse_ablations(ablation or [], ablations),
+        ablation_base=ablation_base,
+        at=at,
+        counts=parse_counts(_split(counts)),
+        device=device,
+        dtype=dtype,
+        batch_tokens=batch_tokens,
+        plots=plots,
+        progress=_progress(quiet),
+    )
+    if as_json:
+        files = [str(path) for path in result.files]
+        shown = {"study": str(out), "settings": result.settings, "records": result.records, "files": files}
+        _print_json({**shown, "measured_records": result.added, "seconds": result.seconds})
+        return
+    _print_targets(result.records)
+    stdout.print(
+        f"{out}: {len(result.records)} records, {result.added} of them new, {result.seconds:.1f} s; "
+        f"see {', '.join(path.name for path in result.files)}",
+        highlight=False,
+    )
+
+
 @app.command(epilog="Example: rotor recipes --json")
 def recipes(as_json: AsJson = False) -> None:
     """List the bundled recipes."""
@@ -308,6 +385,26 @@ def _print_summary(results: list[Any]) -> None:
 def _interval(accuracy: dict[str, Any]) -> str:
     """` [low, high]`, or nothing where a metric has no interval."""
     return "" if accuracy["interval_95"] is None else " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _print_targets(records: dict[str, dict[str, Any]]) -> None:
+    """What every recipe and ablation of a study removes at the target accuracies."""
+    rows = {key.split("/")[1]: record for key, record in records.items() if key.endswith("/targets")}
+    if not rows:
+        return
+    table = Table(title="Compression at a target accuracy", title_justify="left")
+    table.add_column("recipe")
+    targets = sorted({target for record in rows.values() for target in record}, reverse=True)
+    for target in targets:
+        table.add_column(target, justify="right")
+    for name, record in rows.items():
+        stored = (record.get(target, {}).get("stored") for target in targets)
+        table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in stored))
+    stdout.print(table)
 
 
 def _human(value: float) -> str:

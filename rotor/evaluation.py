@@ -51,6 +51,21 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any) -> Evaluation
         DataError: no text, or too little of it.
     """
     seq_len = longest_row(spec.seq_len, config)
+    parts, description = held_out_documents(spec)
+    counts = -(-spec.search_tokens // seq_len), -(-spec.report_tokens // seq_len)
+    search, report = (
+        spread_rows(text_rows(part, tokenizer, seq_len), count, f"evaluation, {name} split of {description}")
+        for part, count, name in zip(parts, counts, ("search", "report"), strict=True)
+    )
+    return EvaluationData(search, report, description)
+
+
+def held_out_documents(spec: Evaluation) -> tuple[tuple[list[str], list[str]], str]:
+    """The documents of the (search, report) halves that a recipe names, and what they are.
+
+    Raises:
+        DataError: there is no text.
+    """
     if spec.source == "stdlib":
         documents, description = stdlib_documents(), "source of the Python standard library (modules held out)"
     else:
@@ -58,16 +73,9 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any) -> Evaluation
         documents, description = read_documents(Path(spec.path)), f"text {Path(spec.path).name}"
     if len(documents) == 1:
         half = len(documents[0]) // 2
-        parts = [documents[0][:half]], [documents[0][half:]]
-    else:
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(spec.seed)).tolist()
-        parts = [documents[i] for i in order[::2]], [documents[i] for i in order[1::2]]
-    counts = -(-spec.search_tokens // seq_len), -(-spec.report_tokens // seq_len)
-    search, report = (
-        spread_rows(text_rows(part, tokenizer, seq_len), count, f"evaluation, {name} split of {description}")
-        for part, count, name in zip(parts, counts, ("search", "report"), strict=True)
-    )
-    return EvaluationData(search, report, description)
+        return ([documents[0][:half]], [documents[0][half:]]), description
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(spec.seed)).tolist()
+    return ([documents[i] for i in order[::2]], [documents[i] for i in order[1::2]]), description
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,12 @@ class Measurer:
         self.metric = make_metric(table.recipe.evaluation, checkpoint.tokenizer, checkpoint.config)
         self._base: dict[str, Scores] = {}
 
+    def path(self) -> RankPath:
+        """All rank plans of the recipe's method, after measuring what it needs."""
+        if self.table.recipe.ranks.method == "global":
+            self.probe()
+        return rank_path(self.bases, self.table.run, self.table.recipe, self.table.sensitivities)
+
     def probe(self) -> None:
         """Measure the sensitivity of every layer, side and candidate, and keep it in the table.
 

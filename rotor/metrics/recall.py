@@ -64,6 +64,10 @@ class Recall(Metric):
         fields = {"recall": value, "compressed_recall": round(self._share(split, after), 6)}
         return Measurement(value, bounds, fields)
 
+    def ratio(self, model: Any, split: str) -> float:
+        """Recall of `model` over that of the base model, which `measure_base` has seen."""
+        return round(float(recall_hits(model, self._prompts[split]).sum() / self._base_hits[split].sum()), 6)
+
     def _share(self, split: str, hits: np.ndarray) -> float:
         return float(hits.sum() / int(self._prompts[split].answers.sum()))
 

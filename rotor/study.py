@@ -1,0 +1,258 @@
+"""The study: recipes side by side on the same model, tokens and held-out data, resumable, with tables and plots.
+
+STUDY/  results.json  results.csv  summary.md  plots/*.png, *.svg  runs/NAME/ ...  text/
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from .checkpoint import Checkpoint, check_writable, file_sha256
+from .errors import RecipeError, UsageError
+from .plots import require_matplotlib, write_plots
+from .progress import Progress
+from .recipe import Recipe, load_recipe, override
+from .study_measure import Bench
+from .study_parts import StudyParts
+from .study_report import write_csv, write_summary
+from .study_store import StudyStore
+
+PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation")
+TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True)
+class Study:
+    """The result: `records` by key (see results.json), how many are new, and the files written."""
+
+    folder: Path
+    settings: dict[str, Any]
+    records: dict[str, dict[str, Any]]
+    added: int
+    files: tuple[Path, ...]
+    seconds: float
+
+
+def study(
+    model: str | Path,
+    out: str | Path,
+    recipes: Iterable[str] = ("fdc", "rotor"),
+    overrides: Iterable[str] = (),
+    *,
+    parts: Iterable[str] = PARTS,
+    focus: Iterable[str] | None = None,
+    ablations: Mapping[str, list[str]] | None = None,
+    ablation_base: str = "rotor",
+    at: float = 0.5,
+    counts: Iterable[int] = TOKEN_COUNTS,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_tokens: int = 2048,
+    plots: bool = True,
+    progress: Progress | None = None,
+) -> Study:
+    """Compare recipes on one model and write what was found to a folder; a second start continues the first.
+
+    All recipes get the same number of tokens (the largest that any of them asks for) and the seed, row length,
+    evaluation and search settings of the first, unless `overrides` say otherwise.
+
+    Args:
+        model: folder of a transformers checkpoint; only read.
+        out: the study's folder; one that holds a study with the same settings is continued.
+        recipes: names of bundled recipes or paths of YAML files.
+        overrides: `section.field=value` for all recipes.
+        parts: which of PARTS to run. `pruning` needs recipes with a section `prune`, `ablation` needs `ablations`.
+        focus: names of the recipes for all parts but `curves` and `ablation`; by default the first.
+        ablations: overrides of the recipe `ablation_base` by name.
+        at: compression at which `tokens` and `pruning` are measured.
+        counts: numbers of calibration tokens for `tokens`.
+        device, dtype, batch_tokens: as for calibrate.
+        plots: draw them, which needs matplotlib.
+    Raises:
+        UsageError: contradicting requests, other settings than in `out`, or no matplotlib.
+        RotorError: see rotor.errors; what was measured before stays in `out`.
+    """
+    start = time.perf_counter()
+    if plots:
+        require_matplotlib()
+    chosen, overrides, counts = _chosen_parts(parts, ablations), list(overrides), tuple(counts)
+    if not 0 < at < 1:
+        raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
+    specs = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
+    names = list(focus) if focus is not None else list(specs)[:1]
+    for name in names:
+        if name not in specs:
+            raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(specs)}.")
+    measured = dict(specs)
+    variants: dict[str, Recipe] = {}
+    if "ablation" in chosen:
+        base, variants = _ablated(ablation_base, ablations or {}, specs, overrides)
+        measured.setdefault(base.name, base)
+
+    progress = progress or Progress()
+    check_writable(Path(out), True, [Path(model)])
+    checkpoint = Checkpoint(model)
+    first = next(iter(specs.values()))
+    bench = Bench(checkpoint, first.evaluation, device, dtype, progress)
+    settings = {
+        "model": {
+            "name": checkpoint.folder.resolve().name,
+            "shards": {file: file_sha256(checkpoint.folder / file) for file in checkpoint.files},
+        },
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
+        "evaluation": dataclasses.asdict(first.evaluation),
+        "search": dataclasses.asdict(first.search),
+        "recipes": {name: _own_settings(recipe) for name, recipe in measured.items()},
+        "ablations": {name: _own_settings(recipe) for name, recipe in variants.items()},
+    }
+    store = StudyStore.open(Path(out), settings)
+    driver = StudyParts(bench, store, progress, device, dtype, batch_tokens, at)
+    for part in PARTS:
+        if part not in chosen:
+            continue
+        progress.message(f"study: {part}")
+        if part == "curves":
+            for name, recipe in specs.items():
+                driver.curve(part, name, recipe, name)
+        elif part == "ablation":
+            driver.curve("curves", base.name, base, base.name)
+            for name, recipe in variants.items():
+                driver.curve(part, name, recipe, f"ablations/{name}")
+        else:
+            for name in names:
+                if part == "tokens":
+                    driver.tokens(name, specs[name], counts)
+                else:
+                    getattr(driver, part)(name, specs[name])
+    store.save()
+    files = [write_csv(store), write_summary(store)]
+    if plots:
+        files += write_plots(store)
+    seconds = round(time.perf_counter() - start, 3)
+    return Study(Path(out), store.settings, store.records, store.added, tuple(files), seconds)
+
+
+def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[str]]:
+    """Overrides by name, from `NAME:KEY=VALUE ...` items and from a YAML file that maps names to lists of KEY=VALUE.
+
+    Raises:
+        RecipeError: not of that form, or a name given twice.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for item in items:
+        name, colon, changes = item.partition(":")
+        if not colon or not name.strip() or not changes.split():
+            raise RecipeError(
+                f"--ablation {item}: expected NAME:KEY=VALUE ...", 'Example: --ablation "per-head:groups.size=1"'
+            )
+        found.append((name.strip(), changes.split()))
+    if path is not None:
+        try:
+            data = yaml.safe_load(path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise RecipeError(f"--ablations {path}: cannot be read ({' '.join(str(error).split())}).") from error
+        if not isinstance(data, dict):
+            raise RecipeError(f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.")
+        for name, changes in data.items():
+            if not isinstance(changes, list) or not changes or not all(isinstance(c, str) for c in changes):
+                raise RecipeError(f"--ablations {path}: {name}: expected a list of KEY=VALUE.")
+            found.append((str(name), changes))
+    names = [_file_name(name) for name, _ in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"ablation {name!r} is given twice.", "Give every ablation a name of its own.")
+    return dict(found)
+
+
+def parse_counts(items: Iterable[str]) -> tuple[int, ...]:
+    """Positive numbers of tokens.
+
+    Raises:
+        UsageError: not such numbers.
+    """
+    items = list(items)
+    if not items or not all(item.isdecimal() and int(item) > 0 for item in items):
+        raise UsageError(f"--counts {','.join(items)}: expected positive numbers of tokens.", "Example: 512,4096")
+    return tuple(int(item) for item in items)
+
+
+def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Recipe]:
+    """The recipes by name, with one number of tokens, seed, row length, evaluation and search for all.
+
+    Raises:
+        UsageError: no recipes, or two of one name.
+    """
+    if not recipes:
+        raise UsageError("--recipes: no recipes to compare.", "Give names or YAML files: --recipes fdc,rotor")
+    first, count = recipes[0], max(recipe.tokens.count for recipe in recipes)
+    specs: dict[str, Recipe] = {}
+    for recipe in map(_named, recipes):
+        if recipe.name in specs:
+            raise UsageError(f"--recipes: two recipes are named {recipe.name!r}.", "Change `name` in one of the files.")
+        specs[recipe.name] = _under_conditions(recipe, first, count, overrides)
+    return specs
+
+
+def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list[str]) -> Recipe:
+    tokens = replace(recipe.tokens, count=count, seq_len=first.tokens.seq_len, seed=first.tokens.seed)
+    same = replace(recipe, tokens=tokens, evaluation=first.evaluation, search=first.search)
+    return override(same, overrides)
+
+
+def _ablated(
+    base: str, ablations: Mapping[str, list[str]], specs: dict[str, Recipe], overrides: list[str]
+) -> tuple[Recipe, dict[str, Recipe]]:
+    """The recipe `base` under the study's conditions, and with the overrides of each ablation."""
+    first = next(iter(specs.values()))
+    for change in (change for changes in ablations.values() for change in changes):
+        if change.split(".")[0] in ("evaluation", "search"):
+            raise UsageError(
+                f"ablation {change}: all are measured the same way.", "Give it with --set, for all of them."
+            )
+    recipe = specs.get(base)
+    if recipe is None:
+        loaded = _named(load_recipe(base, overrides))
+        recipe = specs.get(loaded.name) or _under_conditions(loaded, first, first.tokens.count, overrides)
+    changed = {_file_name(f"{recipe.name}-{name}"): override(recipe, changes) for name, changes in ablations.items()}
+    return recipe, changed
+
+
+def _chosen_parts(parts: Iterable[str], ablations: Mapping[str, list[str]] | None) -> list[str]:
+    """The parts to run; of the default ones, those that can run."""
+    parts = list(parts)
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown or not parts:
+        raise UsageError(f"--parts {','.join(unknown) or 'is empty'}: expected some of {', '.join(PARTS)}.")
+    unavailable = {}
+    if "prune" not in get_type_hints(Recipe):
+        unavailable["pruning"] = "recipes have no section `prune` in this version of rotor"
+    if not ablations:
+        unavailable["ablation"] = "there are no ablations; give --ablation or --ablations"
+    if tuple(parts) != PARTS:
+        for part in parts:
+            if part in unavailable:
+                raise UsageError(f"--parts {part}: {unavailable[part]}.")
+    return [part for part in parts if part not in unavailable]
+
+
+def _own_settings(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe does not share with the others of the study."""
+    return {key: value for key, value in recipe.to_dict().items() if key not in ("summary", "evaluation", "search")}
+
+
+def _named(recipe: Recipe) -> Recipe:
+    """With a name that can be a folder's."""
+    return replace(recipe, name=_file_name(recipe.name))
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "recipe"

@@ -1,0 +1,102 @@
+"""The resumable store of a study: one JSON file of records by key, rewritten whole after each new one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import read_json, write_json
+from .errors import UsageError
+
+RESULTS = "results.json"
+STORE_VERSION = 1
+
+
+class StudyStore:
+    """Records of a study by key (`part/name/...`), with the settings that they all share.
+
+    A record is measured once: `get` it first, `put` what was missing. Every `put` writes the file beside the old one
+    and renames it, so that an interrupted study keeps everything before.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
+        self.folder, self.settings, self.records = folder, settings, records
+        self.added = 0
+
+    @classmethod
+    def open(cls, folder: Path, settings: dict[str, Any]) -> StudyStore:
+        """The store in `folder`, or a new one, written there at once.
+
+        Args:
+            settings: what decides the numbers. Names under `recipes` and `ablations` may be added by a later start;
+                everything else has to stay as it was.
+        Raises:
+            UsageError: the folder holds a study with other settings (names them with both values), or something else.
+        """
+        settings = json.loads(json.dumps(settings))
+        path = folder / RESULTS
+        if not path.is_file():
+            if folder.is_dir() and any(folder.iterdir()):
+                raise UsageError(f"{folder}: is not empty and holds no study.", "Give another folder with -o.")
+            store = cls(folder, settings, {})
+            store.save()
+            return store
+        data = read_json(path, "Delete it to start the study again.")
+        if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
+            raise UsageError(f"{path}: not a study of this version of rotor.", "Give another folder with -o.")
+        stored = data.get("settings", {})
+        differing = list(differences(stored, settings))
+        if differing:
+            shown = "; ".join(f"{name} was {_shorten(old)}, now {_shorten(new)}" for name, old, new in differing[:4])
+            more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
+            raise UsageError(
+                f"{path}: was measured with other settings: {shown}{more}.",
+                "Give the same settings (--set) to continue it, or another folder with -o.",
+            )
+        for section in ("recipes", "ablations"):
+            settings[section] = {**stored.get(section, {}), **settings.get(section, {})}
+        return cls(folder, settings, data["records"])
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        return self.records.get(key)
+
+    def put(self, key: str, record: dict[str, Any]) -> dict[str, Any]:
+        """Add one record and write the file."""
+        self.records[key] = json.loads(json.dumps(record))
+        self.added += 1
+        self.save()
+        return self.records[key]
+
+    def part(self, name: str) -> dict[str, dict[str, Any]]:
+        """The records whose key starts with `name/`, by the rest of their key, in order of arrival."""
+        return {key[len(name) + 1 :]: record for key, record in self.records.items() if key.startswith(f"{name}/")}
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f"{RESULTS}.tmp"
+        write_json(temporary, {"version": STORE_VERSION, "settings": self.settings, "records": self.records})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(self.folder / RESULTS)
+
+
+def differences(stored: Any, asked: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, stored value, asked value) of every setting that is not the same.
+
+    Under `recipes` and `ablations` only names that are in both are compared.
+    """
+    if isinstance(stored, dict) and isinstance(asked, dict):
+        shared_only = name in ("recipes", "ablations")
+        names = [key for key in stored if key in asked] if shared_only else list(dict.fromkeys([*stored, *asked]))
+        for key in names:
+            yield from differences(stored.get(key), asked.get(key), f"{name}.{key}" if name else str(key))
+    elif stored != asked:
+        yield name, stored, asked
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,419 @@
+"""The study: mathematics on cases by hand, a small study on the bundled model, continuing it, tables and plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEMO_MODEL
+from test_cli import rotor
+
+from rotor import plots, study_parts
+from rotor.bases import BasisPair, LayerBases
+from rotor.comparison import (
+    align_signs,
+    basis_difference,
+    coefficient_of_variation,
+    mean_spectrum,
+    principal_angles,
+    relative_difference,
+)
+from rotor.errors import DataError, RecipeError, UsageError
+from rotor.recipe import Recipe, Tokens, load_recipe
+from rotor.run import Run
+from rotor.search import rank_path
+from rotor.study import parse_ablations, parse_counts, same_conditions, study
+from rotor.study_measure import METRICS, kl_per_token, uniform_ranks
+from rotor.study_store import StudyStore, differences
+
+SMALL = [
+    "tokens.count=1024",
+    "evaluation.seq_len=64",
+    "evaluation.search_tokens=256",
+    "evaluation.report_tokens=512",
+    "search.step=0.2",
+    "search.resolution=0.2",
+    "search.targets=[0.9]",
+]
+
+
+def random_basis(groups: int, dim: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    matrices = torch.randn(groups, dim, columns, dtype=torch.float64, generator=generator)
+    return torch.linalg.qr(matrices).Q
+
+
+def test_equal_bases_differ_by_nothing() -> None:
+    basis = random_basis(3, 8, 8)
+    found = basis_difference([basis, basis], [basis, basis])
+    assert found.delta == 0
+    assert found.ratio == 0
+    assert found.epsilon == pytest.approx(float(basis.abs().mean()))
+    assert principal_angles(basis, basis, 5).max() < 1e-7
+
+
+def test_signs_and_scales_of_vectors_do_not_count() -> None:
+    basis = random_basis(2, 8, 8)
+    flipped = basis * torch.tensor([1.0, -1, 1, -1, -1, 1, 1, -1]) * torch.arange(1, 9)
+    assert basis_difference([basis], [flipped]).delta < 1e-15
+    assert torch.equal(align_signs(basis, -basis), basis)
+    assert principal_angles(basis, flipped, 4).max() < 1e-7
+
+
+def test_delta_and_epsilon_by_hand() -> None:
+    """(1, 0), (0, 1) against (0.6, 0.8), (-0.8, 0.6): epsilon 1/2, and |differences| 0.4, 0.8, 0.8, 0.4."""
+    basis = torch.eye(2, dtype=torch.float64)[None]
+    other = torch.tensor([[[0.6, -0.8], [0.8, 0.6]]], dtype=torch.float64)
+    found = basis_difference([basis], [other])
+    assert found.epsilon == pytest.approx(0.5)
+    assert found.delta == pytest.approx(0.6)
+    assert found.ratio == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("angle", [1e-9, 0.3, math.pi / 4, 1.2, math.pi / 2])
+def test_rotated_subspace_has_the_angle_of_its_rotation(angle: float) -> None:
+    """span(e0, e1) against span(e0, cos e1 + sin e2), in a rotated space and with mixed columns."""
+    basis = torch.eye(4, dtype=torch.float64)[None, :, :2]
+    other = basis.clone()
+    other[0, 1, 1], other[0, 2, 1] = math.cos(angle), math.sin(angle)
+    rotation = random_basis(1, 4, 4, seed=1)
+    mixed = other @ torch.tensor([[2.0, 1.0], [0.5, -1.0]], dtype=torch.float64)
+    found = principal_angles(rotation @ basis, rotation @ mixed, 2)
+    assert found.tolist()[0] == pytest.approx([angle, 0.0], rel=1e-6, abs=1e-14 + 1e-7 * (angle > 1e-6))
+
+
+def test_principal_angles_agree_with_scipy() -> None:
+    subspace_angles = pytest.importorskip("scipy.linalg").subspace_angles
+    first, second = random_basis(3, 10, 6, seed=2), random_basis(3, 10, 6, seed=3)
+    found = principal_angles(first, second, 4)
+    for group in range(3):
+        expected = subspace_angles(first[group, :, :4].numpy(), second[group, :, :4].numpy())
+        assert found[group].tolist() == pytest.approx(expected.tolist(), abs=1e-10)
+
+
+def test_bases_that_cannot_be_compared() -> None:
+    basis = random_basis(2, 8, 8)
+    with pytest.raises(UsageError, match=r"layer 1: bases of shapes \[2, 8, 8\] and \[1, 8, 8\] cannot be compared"):
+        basis_difference([basis, basis], [basis, basis[:1]])
+    with pytest.raises(UsageError, match="rank 9: expected 1 to 8"):
+        principal_angles(basis, basis, 9)
+
+
+def test_coefficient_of_variation_by_hand() -> None:
+    assert coefficient_of_variation(torch.tensor([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])) == pytest.approx(2 / 5)
+    assert coefficient_of_variation(torch.full((4,), 3.0)) == 0
+    assert coefficient_of_variation(torch.zeros(3)) == 0
+
+
+def layer(*values: list[float]) -> LayerBases:
+    singular_values = torch.tensor(values, dtype=torch.float64)
+    basis = torch.eye(singular_values.shape[1], dtype=torch.float64).expand(len(values), -1, -1)
+    pair = BasisPair(basis, basis, singular_values)
+    return LayerBases("post", 1, pair, pair)
+
+
+def test_spectra_and_uniform_ranks_by_hand() -> None:
+    layers = [layer([4.0, 2.0], [0.0, 0.0]), layer([1.0, 1.0], [8.0, 2.0])]
+    assert mean_spectrum(layers, "qk").tolist() == pytest.approx([3 / 4, (0.5 + 0 + 1 + 0.25) / 4])
+    wide = [layer([1.0] * 10)] * 2
+    assert uniform_ranks(wide, 0.3, "qk") == [[(7, 10)]] * 2
+    assert uniform_ranks(wide, 0.99, "vo") == [[(10, 1)]] * 2
+    assert relative_difference(torch.tensor([1.0, -3.0]), torch.tensor([2.0, -3.0])) == 0.25
+
+
+def test_kl_by_hand() -> None:
+    base = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
+    assert kl_per_token(base, base + 3).abs().max() < 1e-7
+    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert kl_per_token(base[:1], base[1:]).item() == pytest.approx(expected)
+
+
+def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
+    recipes = [load_recipe("fdc"), load_recipe("rotor", ["evaluation.search_tokens=7", "tokens.seed=3"])]
+    specs = same_conditions(recipes, [])
+    assert {s.tokens.count for s in specs.values()} == {max(r.tokens.count for r in recipes)}
+    assert len({(s.tokens.seed, s.tokens.seq_len, s.evaluation, s.search) for s in specs.values()}) == 1
+    assert specs["rotor"].bases == recipes[1].bases
+    assert {s.tokens.count for s in same_conditions(recipes, ["tokens.count=99"]).values()} == {99}
+    with pytest.raises(UsageError, match="two recipes are named 'fdc'"):
+        same_conditions([recipes[0], recipes[0]], [])
+    with pytest.raises(UsageError, match="no recipes"):
+        same_conditions([], [])
+
+
+def test_ablations_and_counts_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "ablations.yaml"
+    path.write_text('post: ["groups.domain=post", "groups.size=1"]\n')
+    found = parse_ablations(["per head: groups.size=1"], path)
+    assert found == {"per head": ["groups.size=1"], "post": ["groups.domain=post", "groups.size=1"]}
+    with pytest.raises(RecipeError, match="'post' is given twice"):
+        parse_ablations(["post:groups.size=1"], path)
+    with pytest.raises(RecipeError, match="expected NAME:KEY=VALUE"):
+        parse_ablations(["groups.size=1"], None)
+    path.write_text("post: groups.size=1\n")
+    with pytest.raises(RecipeError, match="post: expected a list"):
+        parse_ablations([], path)
+    assert parse_counts(["512", "1024"]) == (512, 1024)
+    with pytest.raises(UsageError, match="expected positive numbers"):
+        parse_counts(["512", "many"])
+
+
+def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None:
+    settings = {"model": {"a": "1"}, "recipes": {"fdc": {"rank": 16}}, "ablations": {}}
+    StudyStore.open(tmp_path / "s", settings).put("curves/fdc/p0.10", {"x": 1})
+    more = {**settings, "recipes": {"rotor": {"rank": 8}}}
+    store = StudyStore.open(tmp_path / "s", more)
+    assert store.get("curves/fdc/p0.10") == {"x": 1}
+    assert set(store.settings["recipes"]) == {"fdc", "rotor"}
+    assert store.part("curves") == {"fdc/p0.10": {"x": 1}}
+    with pytest.raises(UsageError, match=r"recipes\.fdc\.rank was 16, now 8"):
+        StudyStore.open(tmp_path / "s", {**settings, "recipes": {"fdc": {"rank": 8}}})
+    with pytest.raises(UsageError, match=r'model\.a was "1", now null'):
+        StudyStore.open(tmp_path / "s", {**settings, "model": {}})
+    assert list(differences({"a": {"b": 1}}, {"a": {"b": 1}})) == []
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("")
+    with pytest.raises(UsageError, match="holds no study"):
+        StudyStore.open(tmp_path / "other", settings)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory):
+    """A study of two recipes with few points and tokens: (result, keyword arguments that give it)."""
+    pytest.importorskip("matplotlib")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(study_parts, "COMPRESSIONS", (0.3, 0.6))
+    patch.setattr(study_parts, "HELD_OUT_TOKENS", 64)
+    patch.setattr(study_parts, "PRUNE_SHARES", (0.0, 0.5))
+    patch.setattr(study_parts, "CENTROIDS", (16,))
+    out = tmp_path_factory.mktemp("study") / "study"
+    arguments = {
+        "recipes": ["fdc", "rotor"],
+        "overrides": SMALL,
+        "counts": (256, 1024),
+        "ablations": {"per-head": ["groups.size=1"]},
+    }
+    yield study(DEMO_MODEL, out, **arguments), arguments
+    patch.undo()
+
+
+def test_small_study_measures_every_part(small) -> None:
+    result, _ = small
+    records = result.records
+    assert result.added == len(records)
+    stored = json.loads((result.folder / "results.json").read_text())
+    assert stored["records"] == records
+    assert stored["settings"]["tokens"]["count"] == 1024
+    for name, part in (("fdc", "curves"), ("rotor", "curves"), ("rotor-per-head", "ablation")):
+        for p in (0.3, 0.6):
+            point = records[f"{part}/{name}/p{p:.2f}"]
+            assert point["stored"] >= p
+            for split in ("search", "report"):
+                assert point[split]["kl_div"] >= 0
+                assert 0 < point[split]["top1_agreement"] <= 1
+                smaller = min(point[split]["token_accuracy"], point[split]["ppl_ratio"])
+                assert point[split]["accuracy"] == pytest.approx(smaller, abs=1e-6)
+        mild, strong = (records[f"{part}/{name}/p{p:.2f}"]["report"]["kl_div"] for p in (0.3, 0.6))
+        assert mild < strong
+        targets = records[f"{part}/{name}/targets"]
+        assert list(targets) == ["0.99", "0.95", "0.90"]
+        for target, point in targets.items():
+            assert "out_of_reach" in point or min(point["search"], point["report"]) >= float(target)
+        assert records[f"{part}/{name}/spectra"]["qk"][0] == 1.0
+    assert records["curves/rotor/p0.60"]["report"]["kl_div"] < records["curves/fdc/p0.60"]["report"]["kl_div"]
+
+    source = records["sources/fdc"]
+    assert {"random", "random-1", "text", "other-text"} <= set(source["variants"])
+    assert len(source["pairs"]) == math.comb(len(source["variants"]), 2)
+    seeds = next(p for p in source["pairs"] if (p["a"], p["b"]) == ("random", "random-1"))
+    assert 0 < seeds["qk"]["ratio"] < 2
+    assert seeds["vo"]["delta"] == 0  # from the weights alone
+    assert 0 < seeds["qk"]["angles_degrees"]["0.5"]["mean"] <= seeds["qk"]["angles_degrees"]["0.5"]["largest"] <= 90
+
+    assert records["tokens/fdc/random/1024/p0.50"]["count"] == 1024
+    assert records["tokens/fdc/text/256/p0.50"]["report"]["kl_div"] > 0
+    degraded = [records[f"degradation/fdc/qk/p{p:.2f}"] for p in (0.3, 0.6)]
+    assert 0 < degraded[0]["calibration"] < degraded[1]["calibration"]
+    assert all(len(record["held_out"]) == 2 for record in degraded)
+    assert not (result.folder / "runs" / "variant").exists()
+
+
+def test_fidelity_is_what_validate_reports(small, tmp_path: Path) -> None:
+    """KL and agreement of a point against a compressed checkpoint loaded beside the source."""
+    from rotor.export import export
+    from rotor.validate import validate
+
+    result, _ = small
+    run = Run.open(result.folder / "runs" / "fdc")
+    plan = rank_path(run.bases(), run, run.recipe).at_compression(0.6)
+    assert plan is not None
+    export(run.folder, tmp_path / "out", compression=0.6)
+    summary = validate(tmp_path / "out", dtype="float32").summary
+    point = result.records["curves/fdc/p0.60"]
+    assert point["stored"] == pytest.approx(plan.stored)
+    assert summary["accuracy"]["kl_div"] == pytest.approx(point["report"]["kl_div"], rel=1e-3, abs=1e-6)
+    assert summary["accuracy"]["top1_agreement"] == pytest.approx(point["report"]["top1_agreement"], abs=0.003)
+
+
+def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, arguments = small
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(study_parts, "calibrate", refuse)
+    monkeypatch.setattr("rotor.search.Measurer.measure", refuse)
+    monkeypatch.setattr("rotor.study_measure.Bench.fidelity", refuse)
+    monkeypatch.setattr("rotor.study_measure.Bench.degradation", refuse)
+    before = (result.folder / "results.json").read_text()
+    again = study(DEMO_MODEL, result.folder, **arguments)
+    assert again.added == 0
+    assert (result.folder / "results.json").read_text() == before
+
+
+def test_a_lost_record_is_measured_again_alone(small) -> None:
+    result, arguments = small
+    path = result.folder / "results.json"
+    data = json.loads(path.read_text())
+    expected = data["records"].pop("curves/fdc/p0.30")
+    path.write_text(json.dumps(data))
+    again = study(DEMO_MODEL, result.folder, **arguments)
+    assert again.added == 1
+    assert again.records["curves/fdc/p0.30"] == expected
+
+
+def test_numbers_of_tokens_that_cannot_be_are_noted(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, arguments = small
+
+    def too_short(*args: object, **kwargs: object) -> None:
+        raise DataError("tokens.path text: 3 rows of 512 tokens, expected 4.")
+
+    monkeypatch.setattr(study_parts, "calibrate", too_short)
+    again = study(DEMO_MODEL, result.folder, **{**arguments, "parts": ["tokens"], "counts": (2048,)})
+    assert (
+        again.records["tokens/fdc/text/2048/p0.50"]["skipped"] == "tokens.path text: 3 rows of 512 tokens, expected 4."
+    )
+    assert "not measured: tokens.path text: 3 rows" in (result.folder / "summary.md").read_text()
+
+
+def test_other_settings_are_refused(small) -> None:
+    result, arguments = small
+    others = [*SMALL, "tokens.count=2048", "evaluation.report_tokens=1024"]
+    with pytest.raises(
+        UsageError, match=r"tokens\.count was 1024, now 2048.*evaluation\.report_tokens was 512, now 1024"
+    ):
+        study(DEMO_MODEL, result.folder, **{**arguments, "overrides": others})
+    with pytest.raises(UsageError, match=r"recipes\.fdc\.ranks\.multiple_of was 16, now 8"):
+        study(DEMO_MODEL, result.folder, **{**arguments, "overrides": [*SMALL, "ranks.multiple_of=8"]})
+    with pytest.raises(UsageError, match="--focus palu: not among the recipes"):
+        study(DEMO_MODEL, result.folder, **{**arguments, "focus": ["palu"]})
+    with pytest.raises(UsageError, match="all are measured the same way"):
+        study(DEMO_MODEL, result.folder, **{**arguments, "ablations": {"x": ["evaluation.seq_len=32"]}})
+    with pytest.raises(UsageError, match="--parts speed: expected some of curves"):
+        study(DEMO_MODEL, result.folder, **{**arguments, "parts": ["speed"]})
+
+
+def test_csv_and_summary(small) -> None:
+    result, _ = small
+    rows = list(csv.DictReader((result.folder / "results.csv").open()))
+    assert [(r["part"], r["recipe"], r["compression_target"]) for r in rows] == [
+        ("curves", "fdc", "0.3"),
+        ("curves", "fdc", "0.6"),
+        ("curves", "rotor", "0.3"),
+        ("curves", "rotor", "0.6"),
+        ("ablation", "rotor-per-head", "0.3"),
+        ("ablation", "rotor-per-head", "0.6"),
+    ]
+    point = result.records["curves/rotor/p0.60"]
+    assert {f"{split}_{metric}" for split in ("search", "report") for metric in METRICS} <= set(rows[0])
+    assert float(rows[3]["report_kl_div"]) == point["report"]["kl_div"]
+    assert float(rows[3]["compression_stored"]) == point["stored"]
+    assert float(rows[3]["report_interval_low"]) == point["interval"][0]
+
+    summary = (result.folder / "summary.md").read_text()
+    assert summary.startswith("# Study of demo-model\n")
+    for title in ("Recipes", "Ablation", "Bases by source", "Error by number of calibration tokens", "Degradation"):
+        assert f"\n## {title}" in summary
+    assert "| recipe | at 0.99 | at 0.95 | at 0.9 |" in summary
+    assert f"| {point['report']['kl_div']:.5f} |" in summary
+    assert summary.count("| `rotor` |") > summary.count("| `fdc` |") / 3  # also at the head of the ablation
+    widths: set[int] = set()
+    for line in summary.splitlines():
+        widths = widths | {line.count("|")} if line.startswith("|") else set()
+        assert len(widths) <= 1, line
+
+
+def test_plots_are_written(small) -> None:
+    result, _ = small
+    for name in ("recipes", "ablation", "spectra", "tokens", "degradation"):
+        png = result.folder / "plots" / f"{name}.png"
+        assert png in result.files
+        assert png.read_bytes().startswith(b"\x89PNG")
+        assert b"<svg" in png.with_suffix(".svg").read_bytes()
+
+
+def test_pruning_needs_the_section(small, tmp_path: Path) -> None:
+    result, _ = small
+    if hasattr(Recipe("x", ""), "prune"):
+        found = {key: r for key, r in result.records.items() if key.startswith("pruning/")}
+        assert [(r["share"], r["kmeans"]) for r in found.values()] == [(0.0, None), (0.5, None), (0.5, 16)]
+        assert all("skipped" in r or r["report"]["kl_div"] > 0 for r in found.values())
+    else:
+        with pytest.raises(UsageError, match="no section `prune`"):
+            study(DEMO_MODEL, tmp_path / "study", ["fdc"], SMALL, parts=["pruning"])
+
+
+def test_pruning_tables_and_plots(tmp_path: Path) -> None:
+    """From records as the part leaves them."""
+    pytest.importorskip("matplotlib")
+    from rotor.study_report import write_summary
+
+    settings = {
+        "model": {"name": "m"},
+        "dtype": "float32",
+        "tokens": vars(Tokens()),
+        "evaluation": load_recipe("fdc").to_dict()["evaluation"],
+    }
+    store = StudyStore.open(tmp_path / "study", settings)
+    spectra = {"qk": [1.0, 0.5], "vo": [1.0, 0.1]}
+    for label, share, kmeans in (("share-0", 0.0, None), ("share-0.5", 0.5, None), ("kmeans-16", 0.5, 16)):
+        report = {"accuracy": 0.99, "kl_div": 0.01 + share}
+        record = {"recipe": "zdc", "share": share, "kmeans": kmeans, "report": report}
+        store.put(f"pruning/zdc/{label}/p0.50", {**record, "seconds": {"capture": 1.5}, "bases": spectra})
+    store.put("pruning/zdc/kmeans-64/p0.50", {"recipe": "zdc", "share": 0.5, "kmeans": 64, "skipped": "too few"})
+    text = write_summary(store).read_text()
+    assert "| `zdc` | 0.5 | 16 | p = 0.50 | 0.9900 | 0.51000 | 1.50 |" in text
+    assert "not measured: too few" in text
+    assert {p.stem for p in plots.write_plots(store)} == {"pruning", "pruning-spectra"}
+
+
+def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"pip install rotor-kv\[plots\]"):
+        study(DEMO_MODEL, tmp_path / "study", ["fdc"])
+    code, out, err = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc")
+    assert code == 2
+    assert out == ""
+    assert "matplotlib" in err.splitlines()[0]
+    assert "rotor-kv[plots]" in err.splitlines()[1]
+    assert not (tmp_path / "study").exists()
+
+
+def test_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_parts, "COMPRESSIONS", (0.5,))
+    arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc", "--parts", "curves", "--no-plots"]
+    arguments += [item for setting in SMALL for item in ("--set", setting)]
+    code, out, err = rotor(capsys, *arguments, "--json", "-q")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["measured_records"] == 3
+    assert found["files"] == [str(tmp_path / "study" / name) for name in ("results.csv", "summary.md")]
+    code, out, _ = rotor(capsys, *arguments)
+    assert code == 0
+    assert "0 of them new" in " ".join(out.split())
+    assert "Compression at a target accuracy" in out
