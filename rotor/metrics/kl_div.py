@@ -28,4 +28,4 @@ class KLDivergence(Metric):
         kl_div = float(scores.kl_div.sum() / total)
         value = round(float(np.exp(-kl_div)), 6)
         bounds = bootstrap(lambda nats: np.exp(-nats / total), scores.kl_div)
-        return Measurement(value, bounds, {"kl_accuracy": value, "kl_div": round(kl_div, 9)})
+        return Measurement(value, bounds, {"kl_accuracy": value, "kl_div": round(kl_div, 7)})
