@@ -71,8 +71,8 @@ class StreamingKMeans:
     Every vector is assigned once, when its mini-batch comes; a centroid is the mean of all vectors assigned to it, and
     `counts` are their numbers, so that sum_c n_c c is exactly the sum of the vectors.
 
-    Kept: the centroids, and until their first choice INIT_VECTORS_PER_CLUSTER * k vectors (at least BATCH_VECTORS),
-    after it less than BATCH_VECTORS.
+    Kept: until the first choice of centroids INIT_VECTORS_PER_CLUSTER * k vectors (at least BATCH_VECTORS); after it
+    the k centroids and less than BATCH_VECTORS vectors.
 
     Args:
         clusters: k, the number of centroids.

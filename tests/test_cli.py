@@ -270,7 +270,7 @@ def test_json_output_of_every_command(model: Path, tmp_path: Path, capsys) -> No
     assert code == 0
     calibrated = json.loads(text)
     assert calibrated["tokens"]["count"] == 1024
-    assert set(calibrated["stages"]) == {"check model", "load model", "capture", "bases", "write"}
+    assert set(calibrated["stages"]) == {"check model", "tokens", "load model", "capture", "bases", "write"}
     code, text, _ = rotor(capsys, "export", run, "-o", out, "--compression", "0.6", "--json")
     assert code == 0
     exported = json.loads(text)
