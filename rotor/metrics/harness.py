@@ -68,7 +68,7 @@ class LMEval(Metric):
         bounds = None
         if before_error is not None and after_error is not None:
             error = 1.96 * math.hypot(after_error / before, after * before_error / before**2)
-            bounds = (round(value - error, 6), round(value + error, 6))
+            bounds = (round(max(0.0, value - error), 6), round(value + error, 6))
         fields = {self.name: value, "compressed_score": after, "compressed_score_stderr": after_error}
         return Measurement(value, bounds, fields)
 
