@@ -187,17 +187,18 @@ def _draw_pruning(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
             chosen = sorted(chosen, key=lambda r: r[by])
             if chosen:
                 x = [r[by] for r in chosen]
-                _line(axes, index, x, [max(r["report"]["kl_div"], 1e-7) for r in chosen], f"{recipe}, KL")
+                _line(axes, index, x, [r["report"]["kl_div"] for r in chosen], f"{recipe}, KL")
                 time = [sum(r["seconds"].values()) for r in chosen]
                 _line(seconds, index, x, time, f"{recipe}, seconds", linestyle="--", fillstyle="none")
                 axes.plot([], [], color=f"C{index % 10}", linestyle="--", label=f"{recipe}, seconds (right axis)")
         axes.set(xlabel=label, ylabel="KL divergence (nats per token)")
-        axes.set_yscale("log")
+        axes.set_ylim(bottom=0)
         seconds.set_ylabel("seconds to calibrate")
         seconds.set_ylim(bottom=0)
     if any(r["kmeans"] is not None for r in found):
         right.set_xscale("log", base=2)
-    left.legend(fontsize=8)
+        right.xaxis.set_major_formatter("{x:.0f}")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4)
     return True
 
 
