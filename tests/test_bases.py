@@ -5,9 +5,12 @@ import pytest
 import scipy.linalg
 import torch
 
-from rotor.bases import block_diagonal, kq, output_moments, palu, rotary_average, svd
+from rotor.bases import Inputs, LayerBases, block_diagonal, kq, output_moments, palu, rope_pairs, rotary_average, svd
+from rotor.families import AttentionWeights
 from rotor.kernels.reference import rotate
 from rotor.layout import AttentionShape
+from rotor.rewrite import layer_layout, rewrite_layer
+from rotor.statistics import LayerStatistics
 
 DOUBLE = torch.float64
 
@@ -135,3 +138,85 @@ def test_output_moments_sum_over_the_query_heads_of_a_kv_head() -> None:
     weight = random(5, 12)
     expected = weight[:, 6:9].T @ weight[:, 6:9] + weight[:, 9:12].T @ weight[:, 9:12]
     torch.testing.assert_close(output_moments(weight, shape)[1], expected)
+
+
+def test_rope_pairs_keep_whole_planes_and_commute_with_rope() -> None:
+    dim = 8
+    queries, keys = random(60, dim), random(60, dim, seed=1) * torch.tensor([1, 5, 1, 0.1] * 2, dtype=DOUBLE)
+    pair = rope_pairs.from_moments((queries.T @ queries)[None], (keys.T @ keys)[None], dim)
+    basis = pair.encode[0]
+    torch.testing.assert_close(basis.T @ basis, torch.eye(dim, dtype=DOUBLE))
+    planes = basis.argmax(0).reshape(-1, 2)
+    assert planes[0].tolist() == [1, 5]  # the loudest plane first, both its dimensions
+    assert planes[-1].tolist() == [3, 7]
+    angles = random(60, dim // 2, seed=2)
+    cos, sin = (torch.cat([f(angles)] * 2, dim=-1) for f in (torch.cos, torch.sin))
+    kept = basis[:, :4]
+    chosen = kept.T.bool()
+    order = [int(row.nonzero()) for row in chosen]
+    inside = torch.stack([keys[:, i] for i in order], dim=-1)
+    half = [order[0], order[2], order[1], order[3]]  # pairs side by side -> first halves, then second halves
+    small = torch.stack([keys[:, i] for i in half], dim=-1)
+    rotated = rotate(small, cos[:, half], sin[:, half])
+    whole = rotate(keys, cos, sin) @ kept
+    torch.testing.assert_close(whole, rotated[:, [0, 2, 1, 3]])
+    assert inside.shape == whole.shape
+
+
+def test_moments_of_smaller_groups_are_blocks_of_the_larger() -> None:
+    shape = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=3, hidden_size=5)
+    kv, query = random(40, 4, 3), random(40, 8, 3, seed=1)
+    large, small = LayerStatistics(shape, 4), LayerStatistics(shape, 2)
+    stacked = random(40, 8, 12, seed=2)  # what each query head reads of all four heads
+    own = torch.stack([stacked[:, h, (h // 4) * 6 : (h // 4) * 6 + 6] for h in range(8)], dim=1)
+    large.add({"key_post": kv, "query": query, "value": kv, "output": stacked})
+    small.add({"key_post": kv, "query": query, "value": kv, "output": own})
+    for name in ("key_post", "query", "value", "output"):
+        torch.testing.assert_close(large.moment(name, 2), small.moment(name, 2))
+    torch.testing.assert_close(large.mean(2), small.mean(2))
+    singles = torch.einsum("nhd,nhe->hde", kv, kv)
+    torch.testing.assert_close(large.moment("value", 1), singles)
+
+
+def test_centring_removes_exactly_what_softmax_does_not_see() -> None:
+    shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=4)
+    keys = random(50, 1, 4) + 7
+    statistics = LayerStatistics(shape, 1)
+    statistics.add({"key_post": keys, "query": random(50, 2, 4, seed=3)})
+    weights = AttentionWeights(random(8, 4), random(4, 4), random(4, 4), random(4, 8))
+    centred = Inputs(statistics, weights, shape, "post", 1).centred_keys()[0]
+    rows = keys[:, 0] - keys[:, 0].mean(0)
+    torch.testing.assert_close(centred, rows.T @ rows)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_refit_is_exact_at_full_rank_and_never_worse_below(group_size: int) -> None:
+    """The refitted W_o has the least squared error on the outputs that its moments are of."""
+    shape = AttentionShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, hidden_size=6)
+    width = group_size * 4
+    outputs = random(200, 4, width) @ random(width, width, seed=5)
+    weights = AttentionWeights(*(random(n, 6, seed=i) for i, n in enumerate((16, 8, 8))), random(6, 16, seed=9))
+    values = random(2 // group_size, 300, width, seed=4) @ random(width, width, seed=6)
+    readers = block_diagonal(output_moments(weights.o_weight, shape), group_size)
+    pair = kq.closed_form(readers, values.mT @ values)
+    moments = torch.einsum("nhd,nhe->hde", outputs, outputs)
+    errors = {}
+    for rank in (1, 2, width):
+        for refit in (False, True):
+            bases = LayerBases("post", group_size, pair, pair, moments if refit else None)
+            layout, order = layer_layout(bases, [(rank, rank)] * (2 // group_size), False)
+            o_weight = rewrite_layer(weights, bases, layout, order, shape)["o_proj.weight"].unflatten(1, (4, rank))
+            total = 0.0
+            for position in range(4):
+                kv_head = layout.kv_head_order[position // 2]
+                head = kv_head * 2 + position % 2
+                own = slice(kv_head % group_size * 4, kv_head % group_size * 4 + 4)
+                encode = pair.encode[kv_head // group_size][:, :rank]
+                wanted = outputs[:, head, own] @ weights.o_weight[:, head * 4 : head * 4 + 4].T
+                got = outputs[:, head] @ encode @ o_weight[:, position].T
+                total += float((wanted - got).square().sum())
+            errors[rank, refit] = total
+    assert errors[width, True] < 1e-12 * errors[1, True]
+    for rank in (1, 2):
+        assert errors[rank, True] <= errors[rank, False] * (1 + 1e-9)
+    assert errors[1, True] < 0.999 * errors[1, False]

@@ -304,3 +304,38 @@ def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Pat
     assert {c.name for c in result.checks if c.status == "skipped"} == {"accuracy target"}  # no target was set
     with pytest.raises(CheckpointError, match="no such folder"):
         validate(moved, model=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("recipe", ["zack", "zdc", "palu", "rotor-post", "fdc-uniform", "fdc-prerope"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, tiny, tmp_path: Path) -> None:
+    small = ["tokens.count=512", "tokens.seq_len=64", "prune.kmeans=32" if recipe == "zdc" else "prune.seed=1"]
+    ranks = ["ranks.multiple_of=4", "ranks.probe_tokens=256", "ranks.fisher_tokens=128", *FAST_EVALUATION]
+    run = calibrate(tiny(family), tmp_path / "run", recipe, [*small, *ranks])
+    report = export(run.folder, tmp_path / "out", compression=0.3).report
+    assert 0.3 <= report["compression"]["stored"] < 0.6
+    result = validate(tmp_path / "out")
+    assert not result.damaged, [c for c in result.checks if c.status == "fail"]
+    # A second export of the same point measures and probes nothing.
+    assert "load model" not in export(run.folder, tmp_path / "again", compression=0.3).seconds
+
+
+def test_ranks_may_choose_domain_and_group_size_for_latency(tiny, tmp_path: Path) -> None:
+    settings = ["groups.size=any", "groups.domain=any", "ranks.multiple_of=4", "ranks.probe_tokens=256"]
+    tokens = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64"]
+    run = calibrate(tiny("llama"), tmp_path / "run", "rotor", [*settings, *tokens, *FAST_EVALUATION])
+    assert list(run.info["candidates"]) == ["pre-4", "pre-2", "pre-1", "post-4", "post-2", "post-1"]
+    memory = export(run.folder, tmp_path / "memory", compression=0.4)
+    latency = export(run.folder, tmp_path / "latency", compression=0.4, objective="latency")
+    for result in (memory, latency):
+        assert result.report["compression"]["stored"] >= 0.4
+        checked = validate(result.folder)
+        assert not checked.damaged, [c for c in checked.checks if c.status == "fail"]
+    table = json.loads((run.folder / "rank_table.json").read_text())
+    point = table["points"][0]
+    assert point["saving"] != pytest.approx(point["compression"]["stored"])
+    from rotor.errors import UsageError
+
+    fdc = calibrate(tiny("llama"), tmp_path / "fdc", "fdc", [*tokens[1:], *FAST_EVALUATION])
+    with pytest.raises(UsageError, match=r"only ranks\.method global weighs anything but bytes"):
+        export(fdc.folder, tmp_path / "x", compression=0.4, objective="latency")

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from rotor.layout import AttentionShape, compression
-from rotor.ranks import RemovalRatePath, Spectra, removal_rate_ranks, round_rank, tail_shares
+from rotor.ranks import (
+    FisherPath,
+    RemovalRatePath,
+    Spectra,
+    UniformPath,
+    WaterFillingPath,
+    removal_rate_ranks,
+    round_rank,
+    tail_shares,
+)
 
 
 def rank(values: list[float], rate: float) -> int:
@@ -110,3 +119,98 @@ def test_planned_and_stored_compression_count_what_they_say() -> None:
 
 def test_squares_remove_more_at_the_same_rate() -> None:
     assert path(squares=True).plan(0.1).planned > path(squares=False).plan(0.1).planned
+
+
+def water_filling(multiple_of: int = 16, sensitivities=((3.0, 1.0), (0.5, 2.0))) -> WaterFillingPath:
+    whole = 2 * 2 * 2 * 64
+    return WaterFillingPath(
+        spectra(),
+        SHAPE,
+        multiple_of,
+        [{"post-1": pair} for pair in sensitivities],
+        lambda key, ranks: ([r / whole for r in ranks], [r / whole for r in ranks]),
+        lambda key, qk, v: (qk + v) / whole,
+    )
+
+
+def predicted_loss(ranks: list[list[tuple[int, int]]], sensitivities=((3.0, 1.0), (0.5, 2.0))) -> float:
+    total = 0.0
+    for layer, layer_ranks, pair in zip(spectra(), ranks, sensitivities, strict=True):
+        values = layer["post-1"]
+        for group, (qk, v) in enumerate(layer_ranks):
+            total += pair[0] * float(values.qk[group, qk:].square().sum())
+            total += pair[1] * float(values.vo[group, v:].square().sum())
+    return total
+
+
+def test_water_filling_gives_the_least_loss_at_its_cost() -> None:
+    """Against brute force: no plan of at most the same cost has a lower predicted loss."""
+    choices = (16, 32, 48, 64)
+    curves = []
+    for layer, pair in zip(spectra(), ((3.0, 1.0), (0.5, 2.0)), strict=True):
+        values = layer["post-1"]
+        for group in range(2):
+            for side, sensitivity in ((values.qk[group], pair[0]), (values.vo[group], pair[1])):
+                curves.append({r: sensitivity * float(side[r:].square().sum()) for r in choices})
+    best = {0: 0.0}  # dynamic programme over the sum of ranks
+    for curve in curves:
+        following: dict[int, float] = {}
+        for used, loss in best.items():
+            for r, extra in curve.items():
+                following[used + r] = min(following.get(used + r, float("inf")), loss + extra)
+        best = following
+    steps = water_filling().steps()
+    assert len(steps) > 5
+    for plan in steps:
+        used = sum(qk + v for layer in plan.rounded for qk, v in layer)
+        least = min(loss for total, loss in best.items() if total <= used)
+        assert predicted_loss(plan.rounded) == pytest.approx(least, abs=1e-9)
+        assert plan.exact == plan.rounded
+        assert plan.saving == pytest.approx(plan.stored)
+
+
+def test_water_filling_gives_more_to_what_is_more_sensitive() -> None:
+    plan = water_filling(sensitivities=((100.0, 1e-3), (1.0, 1.0))).at_compression(0.5)
+    assert plan is not None
+    assert all(qk > v for qk, v in plan.rounded[0])
+
+
+def test_water_filling_chooses_the_candidate_that_pays() -> None:
+    """Two candidates with the same energy: the one that holds it in fewer columns wins, unless it costs more."""
+    sharp = torch.zeros(1, 32, dtype=torch.float64)
+    sharp[0, :8] = 1.0
+    flat = torch.full((1, 32), 0.5, dtype=torch.float64)
+    shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32, hidden_size=32)
+    candidates = [{"post-1": Spectra(flat, flat), "pre-1": Spectra(sharp, sharp)}]
+    sensitivities = [{"post-1": (1.0, 1.0), "pre-1": (1.0, 1.0)}]
+    for dear, expected in ((1.0, "pre-1"), (100.0, "post-1")):
+        path = WaterFillingPath(
+            candidates,
+            shape,
+            8,
+            sensitivities,
+            lambda key, ranks, dear=dear: tuple(
+                [r / 64 * (dear if key == "pre-1" else 1) for r in ranks] for _ in "kv"
+            ),
+            lambda key, qk, v, dear=dear: (qk + v) / 64 * (dear if key == "pre-1" else 1),
+        )
+        middle = [plan for plan in path.steps() if 0.1 < plan.stored < 0.9 and plan.choice == (expected,)]
+        assert middle or path.steps()[-1].choice == (expected,)
+
+
+def test_uniform_keeps_the_same_share_everywhere() -> None:
+    steps = UniformPath(spectra(), SHAPE, 16).steps()
+    assert [plan.stored for plan in steps] == [0.0, 0.25, 0.5, 0.75]
+    assert steps[2].rounded == [[(32, 32)] * 2] * 2
+
+
+def test_fisher_ranks_are_in_proportion_to_the_information() -> None:
+    information = [
+        (torch.tensor([4.0, 2.0]), torch.tensor([1.0, 1.0])),
+        (torch.tensor([2.0, 1.0]), torch.tensor([4.0, 4.0])),
+    ]
+    steps = FisherPath(spectra(), SHAPE, 1, information).steps()
+    assert steps[0].rounded == [[(64, 64)] * 2] * 2
+    quarter = next(plan for plan in steps if plan.exact[0][0][0] == 32)
+    assert quarter.exact == [[(32, 8), (16, 8)], [(16, 32), (8, 32)]]
+    assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
