@@ -140,6 +140,9 @@ def export(
     ] = None,
     compression: Annotated[float | None, typer.Option(help="Remove at least this share of the KV cache.")] = None,
     removal_rate: Annotated[float | None, typer.Option(help="Singular-value removal rate.")] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Keep all columns; ranks are chosen at load (rank_profile=0.95).")
+    ] = False,
     objective: Annotated[
         str | None,
         typer.Option(help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between."),
@@ -170,6 +173,7 @@ def export(
         removal_rate=removal_rate,
         overrides=[*(overrides or []), *_device_overrides(target_device, device_file)],
         objective=objective,
+        elastic=elastic,
         device=device,
         dtype=dtype,
         overwrite=overwrite,
@@ -228,6 +232,7 @@ def validate(
 def generate(
     folder: Annotated[Path, typer.Argument(help="A compressed checkpoint (or any model folder).")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    profile: Annotated[str | None, typer.Option(help="Rank profile of an elastic checkpoint, e.g. 0.95.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, samples at this temperature.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
@@ -239,7 +244,7 @@ def generate(
     from .generate import continue_prompt
 
     _progress(quiet=True)
-    result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype)
+    result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile)
     if as_json:
         _print_json(result)
     else:

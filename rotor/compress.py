@@ -43,11 +43,18 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
     return known[name]
 
 
-def load_model(folder: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def load_model(
+    folder: Any, device: torch.device, dtype: torch.dtype, config_changes: dict[str, Any] | None = None
+) -> Any:
     """Load a causal model for evaluation, from a local folder, without running code from it."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **(config_changes or {}),
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error

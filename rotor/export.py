@@ -26,7 +26,7 @@ from .checkpoint import (
     write_shard,
 )
 from .compress import CompressibleModel, bias_names, pick_device, pick_dtype
-from .errors import CheckpointError, UsageError
+from .errors import AccuracyError, CheckpointError, UsageError
 from .evaluation import evaluation_data
 from .families import Family, find_family, read_attention
 from .integration import FORMAT_VERSION, METHOD
@@ -38,7 +38,7 @@ from .ranks import LayerRanks
 from .recipe import EXPORT_SECTIONS, Recipe, override
 from .rewrite import layer_layout, rewrite_layer
 from .run import LOG, Run
-from .search import Measurer, RankTable, choose, complete_table, plan_for, rank_path
+from .search import Measurer, RankTable, choose, columns, complete_table, plan_for, rank_path
 
 ROTOR_JSON, KERNEL_CONFIG, RECIPE, CARD = "rotor.json", "kernel_config.json", "recipe.yaml", "README.md"
 
@@ -62,6 +62,7 @@ def export(
     removal_rate: float | None = None,
     overrides: Iterable[str] = (),
     objective: str | float | None = None,
+    elastic: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     overwrite: bool = False,
@@ -76,6 +77,8 @@ def export(
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, evaluation, search and objective.
+        elastic: keep all columns, and store the ranks at each of the recipe's search targets as profiles, chosen at
+            load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs `accuracy`.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
@@ -91,6 +94,13 @@ def export(
             f"objective {recipe.objective.kind}: only ranks.method global weighs anything but bytes, this run's is "
             f"{recipe.ranks.method}.",
             "Give --set ranks.method=global, or leave the objective at memory.",
+        )
+    if elastic and accuracy is None:
+        raise UsageError("--elastic stores ranks by accuracy.", "Give --accuracy, the profile that is used by default.")
+    if elastic and recipe.bases.refit:
+        raise UsageError(
+            "--elastic needs nested columns, and this run refits W_o for each rank.",
+            "Calibrate again with --set bases.refit=false.",
         )
     out = Path(out)
     sources = [opened.model_folder, opened.folder]
@@ -139,7 +149,10 @@ def export(
     chosen = [layer[key] for layer, key in zip(bases, point["choice"], strict=True)]
 
     with times.stage("write"), staged_folder(out, overwrite, sources, needed) as staging:
-        report = _write(staging, opened, recipe, checkpoint, chosen, ranks, point, table, accuracy, out, progress)
+        profiles = _profiles(table, point, accuracy, recipe) if elastic and accuracy is not None else {}
+        report = _write(
+            staging, opened, recipe, checkpoint, chosen, ranks, point, table, accuracy, profiles, out, progress
+        )
     _append_log(opened, f"export {out.name}: compression {point['compression']['stored']:.4f}, {times.seconds}")
     return ExportResult(out, report, times.seconds, len(table.points) - known)
 
@@ -187,6 +200,7 @@ def _write(
     point: dict[str, Any],
     table: RankTable,
     accuracy: float | None,
+    profiles: dict[str, Any],
     out: Path,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -196,6 +210,11 @@ def _write(
         layer_layout(layer, layer_ranks, family.has_key_norm) for layer, layer_ranks in zip(bases, ranks, strict=True)
     ]
     layouts = [layout for layout, _ in planned]
+    stored = layouts
+    if profiles:
+        full = [[columns(layer)] * len(layer.qk.encode) for layer in bases]
+        planned = [layer_layout(b, r, family.has_key_norm) for b, r in zip(bases, full, strict=True)]
+        stored = [layout for layout, _ in planned]
     tensors = write_shards(staging, checkpoint, family, run, bases, planned, progress)
     for path in checkpoint.sidecars():
         shutil.copyfile(path, staging / path.name)
@@ -207,17 +226,38 @@ def _write(
         "quant_method": METHOD,
         "format_version": FORMAT_VERSION,
         "biases": sorted(bias_names(first)),
-        "layers": {str(i): layout.to_dict() for i, layout in enumerate(layouts)},
+        "layers": {str(i): layout.to_dict() for i, layout in enumerate(stored)},
     }
+    if profiles:
+        config["quantization_config"]["profiles"] = profiles
+        config["rank_profile"] = str(accuracy)
     write_json(staging / "config.json", config)
     write_json(staging / KERNEL_CONFIG, kernel_config(layouts, shape))
     (staging / RECIPE).write_text(recipe.to_yaml(), "utf-8")
     report = _report(run, recipe, checkpoint, layouts, point, table, accuracy, tensors, first.v_weight.element_size())
+    if profiles:
+        report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
     report["run"] = _relative(run.folder, out)
     report["source"]["path"] = _relative(checkpoint.folder, out)
     write_json(staging / ROTOR_JSON, report)
     (staging / CARD).write_text(model_card(report, recipe), "utf-8")
     return report
+
+
+def _profiles(table: RankTable, point: dict[str, Any], accuracy: float, recipe: Recipe) -> dict[str, Any]:
+    """Accuracy -> ranks of every layer and group, for the goal and each search target that can be had.
+
+    A profile may only change ranks: targets at which the table chooses another domain or group size are left out.
+    """
+    profiles = {}
+    for target in sorted({accuracy, *recipe.search.targets}, reverse=True):
+        try:
+            found = choose(table, target)
+        except AccuracyError:
+            continue
+        if found["choice"] == point["choice"]:
+            profiles[str(target)] = found["ranks"]["stored"]
+    return profiles
 
 
 def write_shards(

@@ -9,7 +9,7 @@ import torch
 
 from .checkpoint import Checkpoint
 from .compress import load_model, pick_device, pick_dtype
-from .errors import CheckpointError, DataError
+from .errors import CheckpointError, DataError, UsageError
 
 
 def continue_prompt(
@@ -20,8 +20,12 @@ def continue_prompt(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    profile: str | None = None,
 ) -> dict[str, Any]:
     """Generate with transformers' generate() and its dynamic cache; greedy at temperature 0.
+
+    Args:
+        profile: of an elastic checkpoint, the rank profile to load; None is its default.
 
     Returns:
         `text` (prompt and continuation), `new_tokens`, and `kv_cache_bytes` of the cache at the end.
@@ -33,7 +37,10 @@ def continue_prompt(
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
     target = pick_device(device)
-    model = load_model(folder, target, pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target))
+    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+    if profile is not None and not hasattr(checkpoint.config, "rank_profile"):
+        raise UsageError(f"--profile {profile}: {folder} is not elastic.", "Export it with --elastic.")
+    model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
     inputs = tokenizer(prompt, return_tensors="pt").to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from torch import nn
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.quantizers.auto import (
@@ -15,10 +16,12 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .errors import CheckpointError
+from .errors import CheckpointError, UsageError
 from .families import FAMILIES, Family, attention_shape
 from .layout import AttentionShape, LayerLayout
 from .modeling import RotaryTable, RotorAttention, rotor_attention_forward
+from .ranks import LayerRanks
+from .rewrite import truncate_layer
 
 METHOD = "rotor"
 FORMAT_VERSION = 1
@@ -31,16 +34,42 @@ class RotorConfig(QuantizationConfigMixin):
         format_version: version of what is stored.
         layers: layer index (a string, as JSON has it) -> LayerLayout as a dict.
         biases: the projections, of q, k, v, o, that have a bias.
+        profiles: of an elastic checkpoint, which stores all columns: name (an accuracy) -> per layer and group, in the
+            order of `layers`, [qk_rank, v_rank]. One is chosen at load, by `rank_profile`.
     """
 
     def __init__(
-        self, format_version: int = FORMAT_VERSION, layers: Any = None, biases: Any = (), **kwargs: Any
+        self,
+        format_version: int = FORMAT_VERSION,
+        layers: Any = None,
+        biases: Any = (),
+        profiles: Any = None,
+        **kwargs: Any,
     ) -> None:
         kwargs.pop("quant_method", None)
         self.quant_method = METHOD  # type: ignore[assignment]
         self.format_version = format_version
         self.layers = {str(index): layout for index, layout in (layers or {}).items()}
         self.biases = sorted(biases)
+        if profiles:
+            self.profiles = profiles
+
+    def profile_ranks(self, name: Any) -> list[LayerRanks] | None:
+        """The ranks of a profile of an elastic checkpoint; None if the checkpoint is not elastic.
+
+        Raises:
+            UsageError: there is no such profile; names those that there are.
+        """
+        profiles = getattr(self, "profiles", None)
+        if not profiles:
+            return None
+        with suppress(TypeError, ValueError):
+            name = float(name)  # 0.90 is 0.9
+        if str(name) not in profiles:
+            raise UsageError(
+                f"rank_profile {name}: not stored in this checkpoint.", f"Stored profiles: {', '.join(profiles)}."
+            )
+        return [[(int(qk), int(v)) for qk, v in layer] for layer in profiles[str(name)]]
 
     def layouts(self, num_layers: int) -> list[LayerLayout]:
         """The layout of each layer; raises CheckpointError if the version or the number of layers does not fit."""
@@ -78,6 +107,19 @@ class RotorQuantizer(HfQuantizer):
         )
         return model
 
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Cut an elastic checkpoint down to the profile that config.rank_profile names."""
+        config: Any = self.quantization_config
+        ranks = config.profile_ranks(getattr(model.config, "rank_profile", None))
+        if ranks is not None:
+            shape, family = attention_shape(model.config), FAMILIES[model.config.model_type]
+            config.layers = {
+                str(i): truncate_attention(model, family, shape, i, layer_ranks, frozenset(config.biases)).to_dict()
+                for i, layer_ranks in enumerate(ranks)
+            }
+            del config.profiles, model.config.rank_profile
+        return model
+
     def is_serializable(self) -> bool:
         return True
 
@@ -105,8 +147,19 @@ def replace_attention(
     return modules
 
 
-def uses_rotor(model: nn.Module) -> bool:
-    return any(isinstance(module, RotorAttention) for module in model.modules())
+def truncate_attention(
+    model: Any, family: Family, shape: AttentionShape, index: int, ranks: LayerRanks, biases: frozenset[str]
+) -> LayerLayout:
+    """Replace the compressed attention of a loaded layer by one of smaller ranks; returns its layout."""
+    module = family.attention_module(model, index)
+    assert isinstance(module, RotorAttention)
+    tensors = {name: p.detach() for name, p in module.named_parameters() if not name.startswith(family.norms or ("-",))}
+    layout, smaller = truncate_layer(tensors, module.layout, ranks, shape)
+    with torch.device("meta"):
+        replacement = RotorAttention(module, family, shape, layout, biases, module._rotary)
+    replacement.load_state_dict(smaller, strict=False, assign=True)
+    family.replace_attention(model, index, replacement.train(module.training))
+    return layout
 
 
 def register() -> None:

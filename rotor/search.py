@@ -185,9 +185,9 @@ class Measurer:
                 measured = []
                 for side in ("qk", "vo"):
                     values = getattr(chosen[layer], side).singular_values
-                    columns = values.shape[-1]
-                    rank = round_rank(int(columns * ranks.probe_share), ranks.multiple_of, columns)
-                    plan = [[_columns(b)] * len(b.qk.singular_values) for b in chosen]
+                    width = values.shape[-1]
+                    rank = round_rank(int(width * ranks.probe_share), ranks.multiple_of, width)
+                    plan = [[columns(b)] * len(b.qk.singular_values) for b in chosen]
                     full = plan[layer][0]
                     plan[layer] = [(rank, full[1]) if side == "qk" else (full[0], rank)] * len(plan[layer])
                     scores = score(self.network.compress(chosen, plan), rows, reference=self._base_logits)
@@ -336,5 +336,6 @@ def _as_lists(ranks: list[list[tuple[int, int]]]) -> list[list[list[int]]]:
     return [[list(pair) for pair in layer] for layer in ranks]
 
 
-def _columns(bases: LayerBases) -> tuple[int, int]:
+def columns(bases: LayerBases) -> tuple[int, int]:
+    """All columns of the key side and of the value side: the ranks that remove nothing."""
     return bases.qk.singular_values.shape[-1], bases.vo.singular_values.shape[-1]

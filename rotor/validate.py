@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
 from .compress import CompressibleModel, load_model, pick_device, pick_dtype
-from .errors import CheckpointError, DataError, RotorError
+from .errors import CheckpointError, DataError, RotorError, UsageError
 from .evaluation import Scores, Tally, batch_logits, batches, evaluation_data, ratios
 from .export import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from .families import FAMILIES, attention_shape
@@ -23,7 +23,9 @@ from .kernel_config import kernel_config
 from .layout import AttentionShape, LayerLayout, kv_bytes_per_token
 from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
 from .progress import Progress, StageTimes
+from .ranks import LayerRanks
 from .recipe import Evaluation, load_recipe
+from .rewrite import truncate_layer
 from .run import Run
 
 FULL_RANK_TOLERANCE = 1e-5
@@ -170,9 +172,11 @@ def _integrity(
     quantization = checkpoint.config_dict.get("quantization_config", {})
     shape = attention_shape(checkpoint.config)
     try:
-        layouts = RotorConfig(**quantization).layouts(shape.num_layers)
-        problem = _layout_problem(layouts, checkpoint, report, shape)
-    except (CheckpointError, TypeError) as error:
+        read = RotorConfig(**quantization)
+        layouts = read.layouts(shape.num_layers)
+        ranks = read.profile_ranks(checkpoint.config_dict.get("rank_profile"))
+        problem = _layout_problem(layouts, ranks, checkpoint, report, shape)
+    except (CheckpointError, UsageError, TypeError, ValueError) as error:
         layouts, problem = [], str(error)
     result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
     absent = [name for name in (KERNEL_CONFIG, RECIPE, CARD) if not (checkpoint.folder / name).is_file()]
@@ -181,12 +185,28 @@ def _integrity(
 
 
 def _layout_problem(
-    layouts: list[LayerLayout], checkpoint: Checkpoint, report: dict[str, Any], shape: AttentionShape
+    layouts: list[LayerLayout],
+    ranks: list[LayerRanks] | None,
+    checkpoint: Checkpoint,
+    report: dict[str, Any],
+    shape: AttentionShape,
 ) -> str:
-    """What does not agree between the JSON files and the tensors, or nothing."""
-    if [layout.to_dict() for layout in layouts] != report.get("layouts"):
+    """What does not agree between the JSON files and the tensors, or nothing.
+
+    Args:
+        layouts: what the tensors are in. ranks: of the default profile, if the checkpoint is elastic.
+    """
+    used = layouts
+    if ranks is not None:
+        elastic = report.get("elastic", {})
+        if [layout.to_dict() for layout in layouts] != elastic.get("stored_layouts"):
+            return "config.json and rotor.json give different stored layouts"
+        if checkpoint.config_dict["quantization_config"]["profiles"] != elastic.get("profiles"):
+            return "config.json and rotor.json give different profiles"
+        used = [truncate_layer({}, layout, r, shape)[0] for layout, r in zip(layouts, ranks, strict=True)]
+    if [layout.to_dict() for layout in used] != report.get("layouts"):
         return "config.json and rotor.json give different layouts"
-    if read_json(checkpoint.folder / KERNEL_CONFIG) != kernel_config(layouts, shape):
+    if read_json(checkpoint.folder / KERNEL_CONFIG) != kernel_config(used, shape):
         return "kernel_config.json does not follow from config.json's layouts"
     family = FAMILIES[checkpoint.config.model_type]
     for index, layout in enumerate(layouts):
@@ -198,7 +218,7 @@ def _layout_problem(
         if got[0] != layout.v_width:
             return f"layer {index}: v_proj.weight has {got[0]} rows, its layout {layout.v_width}"
     size = report.get("kv_bytes_per_token", {})
-    if size.get("after") != kv_bytes_per_token(layouts, size.get("element_bytes", 0)):
+    if size.get("after") != kv_bytes_per_token(used, size.get("element_bytes", 0)):
         return "kv_bytes_per_token in rotor.json does not follow from the layouts"
     return ""
 
