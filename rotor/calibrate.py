@@ -19,7 +19,7 @@ from .checkpoint import Checkpoint, check_writable, file_sha256, staged_folder, 
 from .compress import load_model, pick_device, pick_dtype
 from .errors import DataError, RecipeError
 from .families import Family, attention_shape, find_family, read_attention
-from .layout import AttentionShape, Domain
+from .layout import AttentionShape, Domain, folds_keys
 from .progress import Progress, StageTimes
 from .pruning import ClusteredStatistics, check_clusters, prune_rows
 from .recipe import Prune, Recipe, load_recipe
@@ -126,9 +126,7 @@ def calibrate(
             "shards": shards,
         },
         "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in candidates.items()},
-        "folded_keys": {
-            key: d == "none" or (d == "pre" and not family.has_key_norm) for key, (d, _) in candidates.items()
-        },
+        "folded_keys": {key: folds_keys(d, family.has_key_norm) for key, (d, _) in candidates.items()},
         "element_bytes": (checkpoint.config.dtype or torch.float32).itemsize,
         "shape": dataclasses.asdict(shape),
         "tokens": {

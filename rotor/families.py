@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .errors import UnsupportedModelError
@@ -197,14 +196,3 @@ def read_attention(
         if got != want:
             raise UnsupportedModelError(f"layer {layer}: {name} is {list(got)}, config.json implies {list(want)}.")
     return weights
-
-
-def model_attention(family: Family, model: nn.Module, layer: int, shape: AttentionShape) -> AttentionWeights:
-    """The projections of one layer of a model in memory (detached)."""
-    module = family.attention_module(model, layer)
-    tensors = {name: p.detach() for name, p in module.named_parameters()}
-    return family.read(lambda name: tensors[name], frozenset(tensors), shape)
-
-
-def to_double(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.float64)

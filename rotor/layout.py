@@ -32,6 +32,11 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
 
+def folds_keys(domain: Domain, has_key_norm: bool) -> bool:
+    """Whether the key basis can be inside W_k: not after RoPE, nor behind a norm of the keys."""
+    return domain == "none" or (domain == "pre" and not has_key_norm)
+
+
 @dataclass(frozen=True)
 class GroupLayout:
     """KV heads that share one key latent and one value latent, and the ranks of these (numbers stored per token)."""

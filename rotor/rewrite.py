@@ -11,7 +11,7 @@ from torch import Tensor
 from .bases import LayerBases
 from .errors import NumericsError
 from .families import AttentionWeights
-from .layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
+from .layout import AttentionShape, GroupLayout, LayerLayout, folds_keys, ordered_by_class
 from .ranks import LayerRanks
 
 RIDGE = 1e-6
@@ -32,8 +32,7 @@ def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tu
         GroupLayout(tuple(range(i * size, (i + 1) * size)), qk_rank, v_rank)
         for i, (qk_rank, v_rank) in enumerate(ranks)
     ]
-    folded = bases.domain == "none" or (bases.domain == "pre" and not has_key_norm)
-    return ordered_by_class(bases.domain, folded, groups)
+    return ordered_by_class(bases.domain, folds_keys(bases.domain, has_key_norm), groups)
 
 
 def rewrite_layer(

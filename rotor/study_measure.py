@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint
 from .comparison import relative_difference
 from .compress import CompressibleModel, pick_device, pick_dtype
 from .errors import DataError
-from .evaluation import EvaluationData, batch_logits, batches, evaluation_data
+from .evaluation import EvaluationData, batch_logits, batches, evaluation_data, row_kl_div
 from .metrics import Recall
 from .progress import Progress
 from .ranks import LayerRanks, RankPlan
@@ -97,7 +97,7 @@ class Bench:
         Both models see the same batch one after the other, so that the logits of one batch are all that must fit.
         """
         rows = getattr(self.data, split)
-        pair = ModelPair(self.network, bases, ranks)
+        model = self.network.compress(bases, ranks)
         keep = rows.numel() * self.checkpoint.config.vocab_size * 4 <= KEEP_BYTES
         kept = self._kept.setdefault(split, []) if keep else []
         divergence, agreement, tokens = 0.0, 0, 0
@@ -106,11 +106,12 @@ class Bench:
                 if index < len(kept):
                     base = kept[index]
                 else:
-                    base = batch_logits(pair.base(), batch).log_softmax(-1)
+                    with self.network.uncompressed() as uncompressed:
+                        base = batch_logits(uncompressed, batch)
                     if keep:
                         kept.append(base)
-                other = batch_logits(pair.compressed(), batch)
-                divergence += float(kl_per_token(base, other).sum(dtype=torch.float64))
+                other = batch_logits(model, batch)
+                divergence += float(row_kl_div(base, other).sum())
                 agreement += int((base.argmax(-1) == other.argmax(-1)).sum())
                 tokens += base.shape[0] * base.shape[1]
                 advance(batch.numel())
@@ -125,10 +126,11 @@ class Bench:
         Source: ZDC section 4.3 (D in figure 14). The paper averages |v - u| / |u| over elements, which those near zero
         dominate; here it is sum |v - u| / sum |u| over a layer's elements after o_proj.
         """
-        pair, total, count = ModelPair(self.network, bases, ranks), 0.0, 0
+        model, total, count = self.network.compress(bases, ranks), 0.0, 0
         for batch in batches(self.network.model, rows):
-            reference = self._attention_outputs(pair.base(), batch)
-            other = self._attention_outputs(pair.compressed(), batch)
+            with self.network.uncompressed() as uncompressed:
+                reference = self._attention_outputs(uncompressed, batch)
+            other = self._attention_outputs(model, batch)
             layers = [relative_difference(a, b) for a, b in zip(reference, other, strict=True)]
             total += sum(layers) / len(layers) * batch.shape[0]
             count += batch.shape[0]
@@ -144,35 +146,6 @@ class Bench:
         with _hooks(network, model, keep):
             model.get_submodule(network.family.decoder)(batch.to(model.device), use_cache=False)
         return outputs
-
-
-class ModelPair:
-    """One model in memory that changes between uncompressed and compressed without being rewritten again."""
-
-    def __init__(self, network: CompressibleModel, bases: list[LayerBases], ranks: list[LayerRanks]) -> None:
-        model, self._network = network.compress(bases, ranks), network
-        self._modules = [network.family.attention_module(model, i) for i in range(network.shape.num_layers)]
-        self._implementation = model.config._attn_implementation
-
-    def base(self) -> Any:
-        return self._network.restore()
-
-    def compressed(self) -> Any:
-        model = self._network.model
-        for index, module in enumerate(self._modules):
-            self._network.family.replace_attention(model, index, module)
-        model.config._attn_implementation = self._implementation
-        return model
-
-
-def kl_per_token(base_log_probs: Tensor, logits: Tensor) -> Tensor:
-    """KL(base || other) of each position, nats.
-
-    Args:
-        base_log_probs: [..., vocab_size], normalised.
-        logits: [..., vocab_size], not normalised.
-    """
-    return (base_log_probs.exp() * (base_log_probs - logits.log_softmax(-1))).sum(-1)
 
 
 def uniform_ranks(bases: list[LayerBases], compression: float, side: str) -> list[LayerRanks]:

@@ -28,7 +28,7 @@ from rotor.recipe import Recipe, Tokens, load_recipe
 from rotor.run import Run
 from rotor.search import rank_path
 from rotor.study import parse_ablations, parse_counts, same_conditions, study
-from rotor.study_measure import METRICS, kl_per_token, uniform_ranks
+from rotor.study_measure import METRICS, uniform_ranks
 from rotor.study_store import StudyStore, differences
 
 SMALL = [
@@ -124,13 +124,6 @@ def test_spectra_and_uniform_ranks_by_hand() -> None:
     assert uniform_ranks(wide, 0.3, "qk") == [[(7, 10)]] * 2
     assert uniform_ranks(wide, 0.99, "vo") == [[(10, 1)]] * 2
     assert relative_difference(torch.tensor([1.0, -3.0]), torch.tensor([2.0, -3.0])) == 0.25
-
-
-def test_kl_by_hand() -> None:
-    base = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
-    assert kl_per_token(base, base + 3).abs().max() < 1e-7
-    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-    assert kl_per_token(base[:1], base[1:]).item() == pytest.approx(expected)
 
 
 def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
