@@ -73,6 +73,11 @@ def _line(axes: Any, index: int, x: list[float], y: list[float], label: str, **o
     axes.plot(x, y, marker=MARKERS[index % len(MARKERS)], markersize=5, color=f"C{index % 10}", label=label, **options)
 
 
+def _legend(axes: Any, **options: Any) -> None:
+    """A legend inside the axes that the layout does not make room for, however many entries it has."""
+    axes.legend(fontsize=8, **options).set_in_layout(False)
+
+
 def _draw_curves(figure: Any, found: Curves) -> bool:
     """Accuracy, and KL on a logarithmic axis, against stored compression, report split."""
     measured = {recipe: points(records) for recipe, records in found.items() if points(records)}
@@ -87,15 +92,16 @@ def _draw_curves(figure: Any, found: Curves) -> bool:
         low, high = zip(*bounds, strict=True)
         accuracy.fill_between(x, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
         _line(divergence, index, x, [max(p["report"]["kl_div"], 1e-7) for p in found_points], recipe)
-    for target in (0.99, 0.95, 0.9):
-        accuracy.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
-        accuracy.annotate(f"{target:g}", (1, target), xycoords=("axes fraction", "data"), fontsize=8, color="0.4")
     lowest = min(p["report"]["accuracy"] for found_points in measured.values() for p in found_points)
     accuracy.set_ylim(bottom=max(0.6, lowest - 0.02) if lowest < 1 else None)
+    for target in (0.99, 0.95, 0.9):
+        if target > accuracy.get_ylim()[0]:
+            accuracy.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
+            accuracy.annotate(f"{target:g}", (1, target), xycoords=("axes fraction", "data"), fontsize=8, color="0.4")
     accuracy.set(xlabel="compression (share of the KV cache removed)", ylabel="accuracy (ratio to the model)")
     divergence.set(xlabel="compression (share of the KV cache removed)", ylabel="KL divergence (nats per token)")
     divergence.set_yscale("log")
-    accuracy.legend(loc="lower left", title="95 % interval shaded", title_fontsize=8)
+    _legend(accuracy, loc="lower left", title="95 % interval shaded", title_fontsize=8)
     return True
 
 
@@ -119,7 +125,7 @@ def _spectrum_axes(figure: Any, spectra: dict[str, dict[str, Any]]) -> None:
         axes.set_yscale("log")
         axes.set(title=label, xlabel="column (share of all columns)")
     figure.axes[0].set_ylabel("singular value over the largest")
-    figure.axes[0].legend(loc="lower left")
+    _legend(figure.axes[0], loc="lower left")
 
 
 def _draw_tokens(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
@@ -146,7 +152,7 @@ def _draw_tokens(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
     divergence.set_ylabel("KL divergence (nats per token)")
     distance.set_ylabel("delta / epsilon of QK against other text (%)")
     distance.set_ylim(bottom=0)
-    divergence.legend(fontsize=8)
+    _legend(divergence)
     return True
 
 
@@ -164,7 +170,7 @@ def _draw_degradation(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
             _line(axes, index, x, means, f"{recipe}, other text", linestyle="--", fillstyle="none")
         axes.set(title=label, xlabel="p of this side (share of the columns removed)")
     figure.axes[0].set_ylabel("relative difference of the outputs")
-    figure.axes[0].legend(fontsize=8)
+    _legend(figure.axes[0])
     return True
 
 
@@ -198,7 +204,7 @@ def _draw_pruning(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
     if any(r["kmeans"] is not None for r in found):
         right.set_xscale("log", base=2)
         right.xaxis.set_major_formatter("{x:.0f}")
-    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4)
+    _legend(left)
     return True
 
 
