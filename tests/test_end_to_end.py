@@ -281,11 +281,11 @@ def test_a_flipped_bit_and_edited_json_are_found(run_copy, tmp_path: Path) -> No
     assert "tensors finite" in failed()
 
 
-@pytest.mark.parametrize("recipe", ["fdc", "rotor"])
-def test_stock_transformers_refuses_to_load_it_as_uncompressed(recipe: str, run_copy, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "goal"), [("fdc", {"removal_rate": 0.0}), ("rotor", {"compression": 0.2})])
+def test_stock_transformers_refuses_to_load_it_as_uncompressed(recipe: str, goal, run_copy, tmp_path: Path) -> None:
     """Even where every shape fits, as with a removal rate that removes nothing."""
     run = run_copy(recipe)
-    export(run.folder, tmp_path / "out", removal_rate=0.0)
+    export(run.folder, tmp_path / "out", **goal)
     program = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True)
     assert done.returncode != 0

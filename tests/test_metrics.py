@@ -119,14 +119,13 @@ def test_the_uncompressed_model_has_accuracy_one(name: str, demo) -> None:
 
 
 def test_swapping_the_attention_leaves_both_models_as_they_were(demo_run) -> None:
-    run = demo_run("rotor")
+    run = demo_run("fdc")
     network = in_memory(run)
     rows = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(0))
     before = batch_logits(network.restore(), rows)
     bases = run.bases()
-    compressed = batch_logits(
-        network.compress(bases, rank_path(bases, run, run.recipe).at_compression(0.6).rounded), rows
-    )
+    plan = rank_path(bases, run, run.recipe).at_compression(0.6)
+    compressed = batch_logits(network.compress(plan.select(bases), plan.rounded), rows)
     assert not torch.equal(before, compressed)
     modules = [network.family.attention_module(network.model, i) for i in range(network.shape.num_layers)]
     with network.uncompressed() as model:

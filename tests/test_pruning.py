@@ -215,6 +215,8 @@ def test_calibrating_with_pruned_topics_and_centroids(tmp_path: Path) -> None:
         sums = [read_statistics(run.folder, layer, run.shape).sums for run in (*runs, exact)]
         for name, total in sums[0].items():
             torch.testing.assert_close(total, sums[1][name], rtol=1e-3, atol=1e-2 * float(total.abs().max()))
+            if name.endswith("_mean"):
+                continue
             assert 0.5 * sums[2][name].diagonal(dim1=-2, dim2=-1).sum() < total.diagonal(dim1=-2, dim2=-1).sum()
 
 
