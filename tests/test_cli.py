@@ -24,6 +24,7 @@ FAST_EXPORT = [item for setting in FAST_EVALUATION for item in ("--set", setting
 
 def rotor(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     """Run a command in this process: (exit code, stdout, stderr)."""
+    capsys.readouterr()  # what fixtures printed
     old = sys.argv
     sys.argv = ["rotor", *map(str, arguments)]
     try:
