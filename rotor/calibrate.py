@@ -19,6 +19,7 @@ from .checkpoint import Checkpoint, check_writable, file_sha256, staged_folder, 
 from .compress import load_model, pick_device, pick_dtype
 from .errors import DataError, RecipeError
 from .families import Family, attention_shape, find_family, read_attention
+from .hub import find_model
 from .layout import AttentionShape, Domain, folds_keys
 from .progress import Progress, StageTimes
 from .pruning import ClusteredStatistics, check_clusters, prune_rows
@@ -36,6 +37,7 @@ def calibrate(
     recipe: str | Recipe = "rotor",
     overrides: Iterable[str] = (),
     *,
+    revision: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
@@ -45,10 +47,11 @@ def calibrate(
     """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
 
     Args:
-        model: folder of a transformers checkpoint with safetensors weights; only read.
+        model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
         out: the run folder to write; it appears when everything is done.
         recipe: name of a bundled recipe, path of one, or a Recipe.
         overrides: `section.field=value` for the recipe.
+        revision: branch, tag or commit of a hub repository; the commit that it is now is kept in run.json.
         device, dtype: where and in what the forward passes run; `auto` is the GPU if there is one, and float32 on a
             CPU. Statistics are float64 in any case.
         batch_tokens: tokens in one forward pass.
@@ -59,9 +62,10 @@ def calibrate(
     spec = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     times = StageTimes()
     out = Path(out)
-    check_writable(out, overwrite, [Path(model)])
+    source = find_model(model, revision)
+    check_writable(out, overwrite, [source.folder])
 
-    checkpoint = Checkpoint(model)
+    checkpoint = Checkpoint(source.folder)
     family, shape = find_family(checkpoint.config), attention_shape(checkpoint.config)
     domains, sizes = _domains(spec, family), _group_sizes(spec, shape)
     candidates = {candidate_key(domain, size): (domain, size) for domain in domains for size in sizes}
@@ -121,7 +125,9 @@ def calibrate(
     info = {
         "model": {
             "path": str(checkpoint.folder.resolve()),
-            "name": checkpoint.folder.resolve().name,
+            "name": source.name,
+            "hub_id": source.hub_id,
+            "revision": source.revision,
             "model_type": checkpoint.config.model_type,
             "shards": shards,
         },

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from .errors import CheckpointError, NumericsError, RotorError, UsageError
+from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,6 +36,7 @@ class Checkpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
+        _refuse_other_formats(self.folder)
         self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
         self.file_of = self._locate()
         self._handles: dict[str, Any] = {}
@@ -154,6 +155,25 @@ class Checkpoint:
         if file not in self._handles:
             self._handles[file] = _safetensors(self.folder / file)
         return self._handles[file]
+
+
+def _refuse_other_formats(folder: Path) -> None:
+    """Raises UnsupportedModelError for folders whose weights are not a model's own: adapters and quantised formats."""
+    for name, what, hint in (
+        (
+            "adapter_config.json",
+            "a LoRA adapter, not a whole model",
+            "Merge it into its base model (peft's merge_and_unload, then save_pretrained) and give that folder.",
+        ),
+        ("quantize_config.json", "an already quantised checkpoint (GPTQ or AWQ)", "Give the original checkpoint."),
+        ("hf_quant_config.json", "an already quantised checkpoint (ModelOpt)", "Give the original checkpoint."),
+    ):
+        if (folder / name).is_file():
+            raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
+    if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
+        raise UnsupportedModelError(
+            f"{folder}: a GGUF model, which rotor cannot compress.", "Give the original safetensors checkpoint."
+        )
 
 
 def _safetensors(path: Path) -> Any:

@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
 
+Model = Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors), or a hub id.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 RecipeOverrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field; may be repeated.")
 ]
@@ -90,11 +92,12 @@ def root(
 
 @app.command(epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384")
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors).")],
+    model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
     recipe: Annotated[
         str, typer.Option(help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.")
     ] = "rotor",
+    revision: Revision = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -111,6 +114,7 @@ def calibrate(
         out,
         recipe,
         overrides or [],
+        revision=revision,
         device=device,
         dtype=dtype,
         batch_tokens=batch_tokens,
@@ -230,7 +234,7 @@ def validate(
 
 @app.command(epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40')
 def generate(
-    folder: Annotated[Path, typer.Argument(help="A compressed checkpoint (or any model folder).")],
+    folder: Annotated[str, typer.Argument(help="A compressed checkpoint (or any model's folder or hub id).")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     profile: Annotated[str | None, typer.Option(help="Rank profile of an elastic checkpoint, e.g. 0.95.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
@@ -253,7 +257,7 @@ def generate(
 
 @app.command(epilog="Example: rotor study artifacts/demo-model --recipes fdc,rotor -o studies/demo")
 def study(
-    model: Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors).")],
+    model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="Study folder; one with the same settings is continued.")],
     recipes: Annotated[str, typer.Option(help="Names of bundled recipes or YAML files, with commas.")] = "fdc,rotor",
     parts: Annotated[

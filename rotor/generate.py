@@ -10,10 +10,11 @@ import torch
 from .checkpoint import Checkpoint
 from .compress import load_model, pick_device, pick_dtype
 from .errors import CheckpointError, DataError, UsageError
+from .hub import find_model
 
 
 def continue_prompt(
-    folder: Path,
+    folder: str | Path,
     prompt: str,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -32,6 +33,7 @@ def continue_prompt(
     Raises:
         CheckpointError: the folder has no tokenizer. DataError: the prompt has no tokens.
     """
+    folder = find_model(folder).folder
     checkpoint = Checkpoint(folder)
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:

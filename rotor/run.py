@@ -16,6 +16,7 @@ from torch import Tensor
 from .bases import BasisPair, LayerBases
 from .checkpoint import read_json, write_json
 from .errors import CheckpointError, UsageError
+from .hub import find_model
 from .layout import AttentionShape, Domain
 from .recipe import Recipe, load_recipe
 from .statistics import LayerStatistics
@@ -103,7 +104,11 @@ class Run:
 
     @property
     def model_folder(self) -> Path:
-        return Path(self.info["model"]["path"])
+        """The folder of the calibrated model; one from the hub is fetched again if its cache was emptied since."""
+        model = self.info["model"]
+        if not Path(model["path"]).is_dir() and model.get("hub_id"):
+            return find_model(model["hub_id"], model["revision"]).folder
+        return Path(model["path"])
 
     def bases(self) -> list[dict[str, LayerBases]]:
         """The bases of each layer's candidates (a domain and a group size) by key.

@@ -17,6 +17,7 @@ import yaml
 
 from .checkpoint import Checkpoint, check_writable, file_sha256
 from .errors import RecipeError, UsageError
+from .hub import find_model
 from .plots import require_matplotlib, write_plots
 from .progress import Progress
 from .recipe import Recipe, load_recipe, override
@@ -65,7 +66,7 @@ def study(
     evaluation and search settings of the first, unless `overrides` say otherwise.
 
     Args:
-        model: folder of a transformers checkpoint; only read.
+        model: folder of a transformers checkpoint, only read; or a hub id.
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
@@ -98,13 +99,14 @@ def study(
         measured.setdefault(base.name, base)
 
     progress = progress or Progress()
-    check_writable(Path(out), True, [Path(model)])
-    checkpoint = Checkpoint(model)
+    source = find_model(model)
+    check_writable(Path(out), True, [source.folder])
+    checkpoint = Checkpoint(source.folder)
     first = next(iter(specs.values()))
     bench = Bench(checkpoint, first.evaluation, device, dtype, progress)
     settings = {
         "model": {
-            "name": checkpoint.folder.resolve().name,
+            "name": source.name,
             "shards": {file: file_sha256(checkpoint.folder / file) for file in checkpoint.files},
         },
         "dtype": str(bench.dtype).removeprefix("torch."),

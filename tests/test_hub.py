@@ -1,0 +1,96 @@
+"""Hub ids, against a cache folder laid out as huggingface_hub lays it out; nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DEMO_MODEL
+
+from rotor.checkpoint import Checkpoint
+from rotor.errors import CheckpointError, UnsupportedModelError, UsageError
+from rotor.hub import find_model
+from rotor.run import Run
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A hub cache that holds the bundled model as team/demo; its files are links into blobs, as in a real one."""
+    repository = tmp_path / "hub" / "models--team--demo"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for number, file in enumerate(sorted(p for p in DEMO_MODEL.iterdir() if p.is_file())):
+        blob = repository / "blobs" / f"{number:040x}"
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    return repository.parent
+
+
+def in_cache(cache: Path, code: str) -> subprocess.CompletedProcess:
+    """Run Python code in a process whose hub cache is `cache`, offline."""
+    env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+
+
+def test_calibrate_from_the_hub_pins_the_commit(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code = f"from rotor.calibrate import calibrate; calibrate('team/demo', {str(out)!r}, 'fdc', ['tokens.count=512'])"
+    done = in_cache(cache, code)
+    assert done.returncode == 0, done.stderr
+    model = Run.open(out).info["model"]
+    assert (model["name"], model["hub_id"], model["revision"]) == ("demo", "team/demo", COMMIT)
+
+    # The cache has moved since: the run finds its model again, by id and commit.
+    info = json.loads((out / "run.json").read_text())
+    info["model"]["path"] = str(tmp_path / "gone")
+    (out / "run.json").write_text(json.dumps(info))
+    done = in_cache(cache, f"from rotor.run import Run; print(Run.open({str(out)!r}).model_folder)")
+    assert done.stdout.strip() == str(cache / "models--team--demo" / "snapshots" / COMMIT)
+
+
+def test_what_the_hub_does_not_have(cache: Path) -> None:
+    code = """
+from rotor.errors import CheckpointError
+from rotor.hub import find_model
+for arguments in (("team/other",), ("team/demo", "v2")):
+    try:
+        find_model(*arguments)
+    except CheckpointError as error:
+        print(error.message)
+"""
+    done = in_cache(cache, code)
+    assert "team/other: no such folder, and not to be had from the hub" in done.stdout, done.stderr
+    assert "team/demo at revision v2: no such folder" in done.stdout
+
+
+def test_local_folders_need_no_hub(tmp_path: Path) -> None:
+    source = find_model(DEMO_MODEL)
+    assert (source.folder, source.hub_id, source.revision, source.name) == (DEMO_MODEL, None, None, "demo-model")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        find_model(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="local folder"):
+        find_model(DEMO_MODEL, "main")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adapter_config.json", "a LoRA adapter"),
+        ("quantize_config.json", "already quantised"),
+        ("hf_quant_config.json", "already quantised"),
+        ("model.Q4_K_M.gguf", "a GGUF model"),
+    ],
+)
+def test_other_formats_are_refused_with_the_reason(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=words):
+        Checkpoint(tmp_path)
