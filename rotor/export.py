@@ -6,6 +6,7 @@ import os.path
 import shutil
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def export(
     out = Path(out)
     sources = [opened.model_folder, opened.folder]
     check_writable(out, overwrite, sources)
-    checkpoint = _source(opened)
+    checkpoint = Checkpoint(opened.model_folder)
     needed = int(checkpoint.total_bytes() * 1.1) + (1 << 20)
     check_space(out, needed)
     bases = opened.bases()
@@ -119,6 +120,8 @@ def export(
         nonlocal measurer
         if measurer is None:
             with times.stage("load model"):
+                for file in checkpoint.files:
+                    _check_unchanged(opened, checkpoint, file)
                 target = pick_device(device)
                 compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
                 data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
@@ -178,16 +181,12 @@ def _goals(accuracy: float | None, compression: float | None, removal_rate: floa
     return {"--accuracy": accuracy, "--compression": compression, "--removal-rate": removal_rate}
 
 
-def _source(run: Run) -> Checkpoint:
-    """The run's model; raises CheckpointError if its shards are not those that were calibrated."""
-    checkpoint = Checkpoint(run.model_folder)
-    recorded: dict[str, str] = run.info["model"]["shards"]
-    for file in checkpoint.files:
-        if recorded.get(file) != file_sha256(checkpoint.folder / file):
-            raise CheckpointError(
-                f"{checkpoint.folder / file}: changed since calibration.", "Calibrate again, or restore the file."
-            )
-    return checkpoint
+def _check_unchanged(run: Run, checkpoint: Checkpoint, file: str) -> None:
+    """Raises CheckpointError if a shard of the run's model is not the one that was calibrated."""
+    if run.info["model"]["shards"].get(file) != file_sha256(checkpoint.folder / file):
+        raise CheckpointError(
+            f"{checkpoint.folder / file}: changed since calibration.", "Calibrate again, or restore the file."
+        )
 
 
 def _write(
@@ -269,12 +268,16 @@ def write_shards(
     planned: list[tuple[LayerLayout, tuple[int, ...]]],
     progress: Progress,
 ) -> dict[str, dict[str, Any]]:
-    """Rewrite the checkpoint shard by shard, one shard in memory at a time, without building the model.
+    """Rewrite the checkpoint shard by shard, without building the model.
 
-    The new tensors of a layer's attention go where its value projection (or fused projection) was.
+    Tensors that stay as they are pass from the source's memory map to the file: only a shard's rewritten ones take
+    memory. The new tensors of a layer's attention go where its value projection (or fused projection) was. Hashes are
+    computed while the shard is written: those of the new tensors, and that of the source's shard.
 
     Returns:
         For each tensor written its file, shape, dtype and SHA-256.
+    Raises:
+        CheckpointError: a shard is not the one that was calibrated.
     """
     shape = run.shape
     consumed: set[str] = set()
@@ -288,8 +291,9 @@ def write_shards(
             layers_in.setdefault(checkpoint.file_of[home], []).append(layer)
 
     written: dict[str, dict[str, Any]] = {}
-    with progress.task("write", checkpoint.total_bytes(), "B") as advance:
+    with progress.task("write", checkpoint.total_bytes(), "B") as advance, ThreadPoolExecutor() as pool:
         for file in checkpoint.files:
+            unchanged = pool.submit(_check_unchanged, run, checkpoint, file)
             tensors: dict[str, Tensor] = {
                 name: checkpoint.tensor(name) for name in checkpoint.names_in(file) if name not in consumed
             }
@@ -298,14 +302,16 @@ def write_shards(
                 layout, order = planned[layer]
                 for name, tensor in rewrite_layer(weights, bases[layer], layout, order, shape).items():
                     tensors[family.attention_prefix(layer) + name] = tensor
+            digests = {name: pool.submit(tensor_sha256, tensor) for name, tensor in sorted(tensors.items())}
             write_shard(staging / file, tensors)
-            for name, tensor in sorted(tensors.items()):
+            for name, digest in digests.items():
                 written[name] = {
                     "file": file,
-                    "shape": list(tensor.shape),
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "sha256": tensor_sha256(tensor),
+                    "shape": list(tensors[name].shape),
+                    "dtype": str(tensors[name].dtype).removeprefix("torch."),
+                    "sha256": digest.result(),
                 }
+            unchanged.result()
             advance((checkpoint.folder / file).stat().st_size)
     if (checkpoint.folder / INDEX_FILE).is_file():
         total = sum((staging / file).stat().st_size for file in checkpoint.files)
