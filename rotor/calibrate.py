@@ -13,14 +13,15 @@ import safetensors
 import torch
 import transformers
 
-from .bases import LayerBases, layer_bases, needed_statistics
+from .bases import LayerBases, layer_bases
+from .candidates import candidates, wanted_moments
 from .capture import capture
 from .checkpoint import Checkpoint, check_writable, file_sha256, staged_folder, write_json
 from .compress import load_model, pick_device, pick_dtype
-from .errors import DataError, RecipeError
+from .errors import DataError
 from .families import Family, attention_shape, find_family, read_attention
 from .hub import find_model
-from .layout import AttentionShape, Domain, folds_keys
+from .layout import AttentionShape, folds_keys
 from .progress import Progress, StageTimes
 from .pruning import ClusteredStatistics, check_clusters, prune_rows
 from .recipe import Prune, Recipe, load_recipe
@@ -67,9 +68,8 @@ def calibrate(
 
     checkpoint = Checkpoint(source.folder)
     family, shape = find_family(checkpoint.config), attention_shape(checkpoint.config)
-    domains, sizes = _domains(spec, family), _group_sizes(spec, shape)
-    candidates = {candidate_key(domain, size): (domain, size) for domain in domains for size in sizes}
-    group_size = max(sizes)
+    chosen = candidates(spec, family, shape)
+    wanted, group_size = wanted_moments(spec, chosen), max(size for _, size in chosen.values())
     with times.stage("check model"), progress.task("check model", checkpoint.total_bytes(), "B") as advance:
         shards = {}
         for file in checkpoint.files:
@@ -98,9 +98,6 @@ def calibrate(
     if network is None:
         with times.stage("load model"):
             network = load_model(checkpoint.folder, target, compute_dtype)
-    wanted = frozenset().union(
-        *(needed_statistics(spec.bases.qk, spec.bases.vo, domain, spec.bases.refit) for domain in domains)
-    )
     with times.stage("capture"):
         statistics = collect(network, family, shape, group_size, wanted, tokens, batch_tokens, progress, spec.prune)
     information = []
@@ -117,7 +114,7 @@ def calibrate(
             bases.append(
                 {
                     key: layer_bases(moments, weights, shape, domain, size, *methods)
-                    for key, (domain, size) in candidates.items()
+                    for key, (domain, size) in chosen.items()
                 }
             )
             advance(1)
@@ -131,8 +128,8 @@ def calibrate(
             "model_type": checkpoint.config.model_type,
             "shards": shards,
         },
-        "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in candidates.items()},
-        "folded_keys": {key: folds_keys(d, family.has_key_norm) for key, (d, _) in candidates.items()},
+        "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in chosen.items()},
+        "folded_keys": {key: folds_keys(d, family.has_key_norm) for key, (d, _) in chosen.items()},
         "element_bytes": (checkpoint.config.dtype or torch.float32).itemsize,
         "shape": dataclasses.asdict(shape),
         "tokens": {
@@ -199,32 +196,6 @@ def collect(
     for layer in statistics:
         layer.sums = {name: total.cpu() for name, total in layer.sums.items()}
     return statistics
-
-
-def candidate_key(domain: Domain, group_size: int) -> str:
-    return f"{domain}-{group_size}"
-
-
-def _domains(recipe: Recipe, family: Family) -> list[Domain]:
-    """Domains among which the ranks choose; raises RecipeError where the method needs RoPE and the model has none."""
-    if family.rotary is None:
-        if recipe.bases.qk == "rope-pairs":
-            raise RecipeError("bases.qk: rope-pairs needs RoPE, which this model does not have.", "Choose svd or kq.")
-        return ["none"]
-    return ["pre", "post"] if recipe.groups.domain == "any" else [recipe.groups.domain]
-
-
-def _group_sizes(recipe: Recipe, shape: AttentionShape) -> list[int]:
-    """Group sizes among which the ranks choose; raises RecipeError if one does not divide the number of KV heads."""
-    heads = shape.num_kv_heads
-    if recipe.groups.size == "any":
-        return [size for size in range(heads, 0, -1) if heads % size == 0]
-    size = heads if recipe.groups.size == "all" else int(recipe.groups.size)
-    if heads % size:
-        raise RecipeError(
-            f"groups.size {size} does not divide the model's {heads} KV heads.", "Choose a divisor, all, or any."
-        )
-    return [size]
 
 
 def fisher_information(

@@ -223,7 +223,7 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor Inf. Its extremes show both, and cost a thirtieth of `isfinite` in bfloat16."""
+    """Whether a tensor has neither NaN nor Inf. Its extremes show both, far faster than `isfinite` does."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))

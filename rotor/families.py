@@ -47,6 +47,7 @@ class Family:
     key_source: the submodule whose output is the key before RoPE ([..., num_kv_heads * head_dim] once flattened).
     norms: submodules of the attention that stay as they are (per-head norms of queries and keys, before RoPE).
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
+    layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
     """
 
     decoder: str
@@ -57,6 +58,7 @@ class Family:
     key_source: str = "k_proj"
     norms: tuple[str, ...] = ()
     rotary: str | None = "model.rotary_emb"
+    layer_returns_tuple: bool = False
 
     @property
     def has_key_norm(self) -> bool:
