@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Sequence
+
 ROW_BLOCK = 64
 COLUMN_BLOCK = 64
 TILE = 16
@@ -38,3 +42,51 @@ def balanced_row_blocks(widths: list[tuple[int, int]]) -> list[tuple[int, int]]:
             column_block //= 2
         blocks.append((row_block, column_block))
     return blocks
+
+
+def greedy_assignment(costs: Sequence[float], workers: int) -> list[list[int]]:
+    """The papers' decode schedule: longest task first, each to the worker with the least work so far.
+
+    Args:
+        costs: of each task, e.g. s_kv d_sum. workers: SMs.
+    Returns:
+        For each worker the indices of its tasks, in the order in which it gets them. Ties go to the lower index.
+
+    Source: FDC section 5.3 and figure 8; ZACK section 5.3 and figure 12.
+    """
+    tasks: list[list[int]] = [[] for _ in range(workers)]
+    loads = [(0.0, worker) for worker in range(workers)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, worker = heapq.heappop(loads)
+        tasks[worker].append(index)
+        heapq.heappush(loads, (load + costs[index], worker))
+    return tasks
+
+
+def equal_slices(tiles: Sequence[int], tile_costs: Sequence[float], workers: int) -> list[list[tuple[int, int, int]]]:
+    """Stream-K: the tiles of all tasks in one line, cut into a contiguous slice of equal cost for each worker.
+
+    A tile belongs to the worker in whose share its middle lies, so that no load is off by more than half a tile on
+    either side.
+
+    Args:
+        tiles: number of each task's tiles. tile_costs: of one of them.
+    Returns:
+        For each worker its pieces: (task, first tile, number of tiles).
+
+    Source: stream-K, arXiv 2301.03598, on the tiles of ragged heads.
+    """
+    share = sum(n * cost for n, cost in zip(tiles, tile_costs, strict=True)) / workers
+    pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]
+    start = 0.0
+    for task, (count, cost) in enumerate(zip(tiles, tile_costs, strict=True)):
+        tile = 0
+        while tile < count:
+            worker = min(workers - 1, int((start + (tile + 0.5) * cost) / share))
+            # Up to the first tile whose middle lies in the next worker's share.
+            last = count if worker == workers - 1 else math.ceil((share * (worker + 1) - start) / cost - 0.5)
+            until = min(count, max(tile + 1, last))
+            pieces[worker].append((task, tile, until - tile))
+            tile = until
+        start += count * cost
+    return pieces

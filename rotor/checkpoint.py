@@ -60,13 +60,7 @@ class Checkpoint:
     @cached_property
     def config(self) -> Any:
         """The transformers config; code in the folder is never run."""
-        try:
-            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{self.folder / 'config.json'}: transformers cannot read it: {_one_line(error)}",
-                "Check config.json, or install a version of transformers that knows this model.",
-            ) from error
+        return config_of(self.folder)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -156,6 +150,21 @@ class Checkpoint:
         if file not in self._handles:
             self._handles[file] = _safetensors(self.folder / file)
         return self._handles[file]
+
+
+def config_of(folder: Path) -> Any:
+    """The transformers config of a model folder; code in it is never run.
+
+    Raises:
+        CheckpointError: config.json is missing or not one that transformers knows.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers cannot read it: {_one_line(error)}",
+            "Check config.json, or install a version of transformers that knows this model.",
+        ) from error
 
 
 def _refuse_other_formats(folder: Path) -> None:

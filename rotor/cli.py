@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -38,6 +39,7 @@ RecipeOverrides = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one forward pass of a calibration.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty output folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
@@ -101,7 +103,7 @@ def calibrate(
     overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 2048,
+    batch_tokens: BatchTokens = 2048,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -288,7 +290,7 @@ def study(
     overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass of a calibration.")] = 2048,
+    batch_tokens: BatchTokens = 2048,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -332,6 +334,70 @@ def study(
     )
 
 
+@app.command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
+def inspect(
+    model: Model,
+    recipe: Annotated[str, typer.Option(help="Recipe whose needs are shown: a bundled one or a YAML file.")] = "rotor",
+    revision: Revision = None,
+    overrides: RecipeOverrides = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    batch_tokens: BatchTokens = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what a model is to rotor: attention, cache, what a recipe does with it, memory and disk that it takes.
+
+    Reads the configuration and the headers of the shards, no weights; of a hub id nothing else is fetched.
+    """
+    from .inspection import inspect as run_inspect
+
+    found = run_inspect(
+        model, recipe, overrides or [], revision=revision, device=device, dtype=dtype, batch_tokens=batch_tokens
+    )
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        _print_inspection(found)
+
+
+@app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200 --plot balance.png")
+def schedule(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")],
+    sms: Annotated[int, typer.Option(min=1, help="Streaming multiprocessors of the GPU.")] = 132,
+    lengths: Annotated[
+        str, typer.Option(help="Cached tokens of each sequence of the batch: 32768, or 8x32768,200.")
+    ] = "32768",
+    target_device: Annotated[str, typer.Option(help="Device whose rates are used (rotor/devices.yaml).")] = "h200",
+    device_file: Annotated[Path | None, typer.Option(help="YAML with further devices.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the loads to this .png, .svg or .pdf; needs matplotlib.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
+
+    Arithmetic on predicted costs; nothing is run, and no GPU is needed.
+    """
+    from .simulation import parse_lengths, simulate_folder
+
+    tokens = parse_lengths(lengths)
+    balances = simulate_folder(folder, tokens, sms, target_device, device_file)
+    if plot is not None:
+        from .plots import write_balance_plot
+
+        write_balance_plot(balances, plot)
+    if as_json:
+        _print_json({"sms": sms, "lengths": tokens, "schedules": [dataclasses.asdict(b) for b in balances]})
+        return
+    table = Table(title=f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", title_justify="left")
+    for column in ("schedule", "largest over mean", "partial results", "worst layer", "largest over mean there"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for b in balances:
+        row = b.schedule, f"{b.largest_over_mean:.3f}", str(b.parts), str(b.worst_layer), f"{max(b.loads):.3f}"
+        table.add_row(*row)
+    stdout.print(table)
+
+
 @app.command(epilog="Example: rotor recipes --json")
 def recipes(as_json: AsJson = False) -> None:
     """List the bundled recipes."""
@@ -356,6 +422,43 @@ def _print_json(data: Any) -> None:
 
 def _print_seconds(seconds: dict[str, float]) -> None:
     stdout.print("Seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()), highlight=False)
+
+
+def _print_inspection(found: Any) -> None:
+    """Two columns: what, and its value."""
+    shape = found.shape
+    extras = ("RoPE" if found.rotary else "no RoPE") + (", norm on queries and keys" if found.key_norm else "")
+    cache = ", ".join(f"{_bytes(size)} at {tokens // 1024} K" for tokens, size in found.kv_cache_bytes.items())
+    device = "" if found.available_device_bytes is None else f", {_bytes(found.available_device_bytes)} on the GPU"
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in (
+        ("model", found.name + (f" at {found.revision}" if found.revision else "")),
+        ("family", f"{found.model_type}, {found.dtype}, {found.parameters / 1e6:,.1f} M parameters"),
+        ("weights", _bytes(found.weight_bytes)),
+        (
+            "attention",
+            f"{shape.num_layers} layers, {shape.num_heads} query and {shape.num_kv_heads} KV heads of "
+            f"{shape.head_dim}, {extras}",
+        ),
+        ("KV cache", f"{found.kv_bytes_per_token:,} bytes per token: {cache}"),
+        ("recipe", f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens"),
+        *(("keys", f"{key}: {what}") for key, what in found.keys.items()),
+        ("calibrate", _needs(found.calibrate) + f", run folder {_bytes(found.calibrate.kept_disk_bytes)}"),
+        ("export", _needs(found.export) + f", checkpoint {_bytes(found.export_disk_bytes)}"),
+        ("available", _bytes(found.available_host_bytes) + device),
+    ):
+        table.add_row(name, value)
+    stdout.print(table, highlight=False)
+
+
+def _needs(needs: Any) -> str:
+    kind = "one layer of weights at a time" if needs.streamed else "all weights in memory"
+    gpu = f" and {_bytes(needs.device_bytes)} on the GPU" if needs.device_bytes else ""
+    return f"about {_bytes(needs.host_bytes)} of memory{gpu}, {kind}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
 def _print_checks(result: Any) -> None:

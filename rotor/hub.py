@@ -52,6 +52,28 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
     return ModelSource(path, str(model), path.name)
 
 
+def tensor_headers(source: ModelSource) -> tuple[dict[str, list[int]], int]:
+    """Shapes of a hub model's tensors by name, and the bytes of all; only the headers of its shards are fetched.
+
+    Raises:
+        CheckpointError: the repository has no safetensors weights, or the hub cannot be reached.
+    """
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+
+    assert source.hub_id is not None
+    try:
+        found = get_safetensors_metadata(source.hub_id, revision=source.revision)
+    except (HfHubHTTPError, NotASafetensorsRepoError, OSError) as error:
+        raise CheckpointError(
+            f"{source.hub_id}: the headers of its weights cannot be fetched: {' '.join(str(error).split())[:300]}",
+            "Download it first, and give its folder.",
+        ) from error
+    tensors = {name: info for file in found.files_metadata.values() for name, info in file.tensors.items()}
+    shapes = {name: list(info.shape) for name, info in tensors.items()}
+    return shapes, sum(info.data_offsets[1] - info.data_offsets[0] for info in tensors.values())
+
+
 def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     """The snapshot folder, whose name is the commit."""
     from huggingface_hub import snapshot_download

@@ -234,7 +234,9 @@ def test_a_changed_source_is_refused_on_export(model: Path, tmp_path: Path, caps
 def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, capsys, monkeypatch) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("rotor.export.CompressibleModel", None)  # nothing is measured before the disk is checked
+    monkeypatch.setattr(
+        sys.modules["rotor.export"], "CompressibleModel", None
+    )  # nothing is measured before the disk is checked
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     expect_error(capsys, 1, "GB needed", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
     assert not (tmp_path / "out").exists()
@@ -249,7 +251,7 @@ def test_a_failing_disk_leaves_nothing_and_the_old_folder(demo_run, tmp_path: Pa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rotor.export.write_shard", full)
+    monkeypatch.setattr(sys.modules["rotor.export"], "write_shard", full)
     expect_error(capsys, 1, "No space left on device", *export, "--overwrite")
     assert contents(tmp_path / "out") == before
     assert {p.name for p in tmp_path.iterdir()} == {"run", "out"}
@@ -336,7 +338,8 @@ def test_help_has_an_example_for_each_command(capsys) -> None:
 
 KILLED_EXPORT = """
 import os, signal, sys
-from rotor import checkpoint, export
+from rotor import checkpoint
+export = sys.modules["rotor.export"]
 boundary, count = int(sys.argv[1]), 0
 
 def dying(function):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import rotor
 from rotor.errors import CheckpointError
 from rotor.kernel_config import kernel_config
 from rotor.kernels.schedule import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
@@ -99,3 +101,14 @@ def test_kernel_config_lists_groups_classes_and_what_to_compile() -> None:
         {"domain": "pre", "group_size": 2, "query_rows": 4, "qk_rank": 48, "v_rank": 32},
     ]
     assert json.loads(json.dumps(config)) == config
+
+
+def test_the_package_offers_what_the_commands_do() -> None:
+    """Verbs are functions, although modules have the same names, whatever was imported first."""
+    program = (
+        "import rotor.export, rotor.validate, rotor.study, rotor;"
+        "print([n for n in ('calibrate', 'export', 'inspect', 'study', 'validate') if not callable(getattr(rotor, n))])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert (Path(rotor.__file__).parent / "py.typed").is_file()

@@ -1,0 +1,194 @@
+"""What a model is to rotor: its attention, its cache, what a recipe will do with it and what that takes.
+
+Reads the configuration and the headers of the shards, never weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .candidates import candidates, wanted_moments
+from .checkpoint import Checkpoint, config_of
+from .compress import pick_device, pick_dtype
+from .estimate import (
+    Estimate,
+    WeightSizes,
+    calibration_estimate,
+    evaluation_estimate,
+    feed_forward_width,
+    weight_sizes,
+)
+from .families import Family, attention_shape, find_family
+from .hub import find_model, tensor_headers
+from .layout import AttentionShape, folds_keys, uncompressed_kv_bytes_per_token
+from .memory import available_device_bytes, available_host_bytes, fits
+from .recipe import Recipe, load_recipe
+
+CONTEXTS = (8192, 32768, 131072)
+"""Lengths, in tokens, at which the size of the cache is shown."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory and disk of one command, bytes; `streamed`: one layer of weights in memory at a time."""
+
+    streamed: bool
+    host_bytes: int
+    device_bytes: int
+    disk_bytes: int
+    kept_disk_bytes: int
+
+    @classmethod
+    def of(cls, estimate: Estimate, streamed: bool) -> Needs:
+        return cls(streamed, estimate.host_bytes, estimate.device_bytes, estimate.disk_bytes, estimate.kept_disk_bytes)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `rotor inspect` tells.
+
+    kv_cache_bytes: by context length in tokens, for one sequence.
+    keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
+    calibrate, export: what the commands take on this machine, as they would be run.
+    """
+
+    name: str
+    revision: str | None
+    model_type: str
+    dtype: str
+    weight_bytes: int
+    parameters: int
+    shape: AttentionShape
+    rotary: bool
+    key_norm: bool
+    kv_bytes_per_token: int
+    kv_cache_bytes: dict[int, int]
+    recipe: str
+    tokens: dict[str, Any]
+    keys: dict[str, str]
+    calibrate: Needs
+    export: Needs
+    export_disk_bytes: int
+    available_host_bytes: int
+    available_device_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect(
+    model: str | Path,
+    recipe: str | Recipe = "rotor",
+    overrides: Iterable[str] = (),
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_tokens: int = 2048,
+) -> Inspection:
+    """Look at a model without reading its weights; from the hub only its configuration and headers are fetched.
+
+    Args: as for calibrate.
+    Raises:
+        UnsupportedModelError: rotor cannot compress it. RotorError: see rotor.errors.
+    """
+    source = find_model(model, revision, weights=False)
+    if source.hub_id is None or any(source.folder.glob("*.safetensors")):
+        checkpoint = Checkpoint(source.folder)
+        config, stored = checkpoint.config, checkpoint.total_bytes()
+        shapes = {name: checkpoint.shape_of(name) for name in checkpoint.names}
+    else:
+        config = config_of(source.folder)
+        shapes, stored = tensor_headers(source)
+    spec = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    family, shape = find_family(config), attention_shape(config)
+    sizes = weight_sizes(shapes, stored, family, shape, config.vocab_size)
+    stored_dtype = config.dtype or torch.float32
+    target = pick_device(device)
+    compute_bytes = pick_dtype(dtype, stored_dtype, target).itemsize
+    chosen = candidates(spec, family, shape)
+    per_token = uncompressed_kv_bytes_per_token(shape, stored_dtype.itemsize)
+    calibrate, export = _needs(config, family, shape, sizes, spec, target, compute_bytes, batch_tokens)
+    return Inspection(
+        name=source.name,
+        revision=source.revision,
+        model_type=config.model_type,
+        dtype=str(stored_dtype).removeprefix("torch."),
+        weight_bytes=stored,
+        parameters=sizes.total,
+        shape=shape,
+        rotary=family.rotary is not None,
+        key_norm=family.has_key_norm,
+        kv_bytes_per_token=per_token,
+        kv_cache_bytes={tokens: tokens * per_token for tokens in CONTEXTS},
+        recipe=spec.name,
+        tokens={"source": spec.tokens.source, "count": spec.tokens.count},
+        keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in chosen.items()},
+        calibrate=calibrate,
+        export=export,
+        export_disk_bytes=int(stored * 1.1),
+        available_host_bytes=available_host_bytes(),
+        available_device_bytes=available_device_bytes(target),
+    )
+
+
+def _needs(
+    config: Any,
+    family: Family,
+    shape: AttentionShape,
+    sizes: WeightSizes,
+    spec: Recipe,
+    device: torch.device,
+    compute_bytes: int,
+    batch_tokens: int,
+) -> tuple[Needs, Needs]:
+    """Of calibrating and of exporting: with all weights in memory where that fits, else streamed."""
+    chosen = candidates(spec, family, shape)
+    moments, width, on_gpu = wanted_moments(spec, chosen), feed_forward_width(config), device.type == "cuda"
+
+    def calibration(streamed: bool) -> Estimate:
+        return calibration_estimate(
+            sizes,
+            shape,
+            spec,
+            chosen,
+            moments,
+            feed_forward=width,
+            compute_bytes=compute_bytes,
+            streamed=streamed,
+            batch_tokens=batch_tokens,
+            on_gpu=on_gpu,
+        )
+
+    def evaluation(streamed: bool) -> Estimate:
+        return evaluation_estimate(
+            sizes,
+            shape,
+            spec,
+            chosen,
+            feed_forward=width,
+            compute_bytes=compute_bytes,
+            streamed=streamed,
+            vocab_size=config.vocab_size,
+            on_gpu=on_gpu,
+        )
+
+    needs = []
+    for estimate in (calibration, evaluation):
+        streamed = not fits(estimate(False), device)
+        needs.append(Needs.of(estimate(streamed), streamed))
+    return needs[0], needs[1]
+
+
+def _keys(domain: str, folded: bool) -> str:
+    if domain == "none":
+        return "no RoPE: basis inside W_q and W_k, no overhead"
+    if domain == "post":
+        return "compressed after RoPE by a product at run time, never rebuilt"
+    how = "basis inside W_k" if folded else "basis applied behind the key norm"
+    return f"compressed before RoPE ({how}), rebuilt and rotated inside attention"

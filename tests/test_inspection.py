@@ -1,0 +1,75 @@
+"""`rotor inspect`: numbers from a configuration and headers alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEMO_MODEL
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from rotor.cli import app
+from rotor.errors import UnsupportedModelError
+from rotor.inspection import inspect
+
+
+def test_the_bundled_model() -> None:
+    found = inspect(DEMO_MODEL)
+    assert (found.model_type, found.dtype) == ("llama", "bfloat16")
+    assert found.kv_bytes_per_token == 2 * 2 * 64 * 5 * 2  # K and V, heads, head_dim, layers, bfloat16
+    assert found.kv_cache_bytes[32768] == 32768 * found.kv_bytes_per_token
+    with_weights = sum(t.numel() for t in load_file(DEMO_MODEL / "model.safetensors").values())
+    assert found.parameters == with_weights
+    assert list(found.keys) == ["pre-2"]
+    assert not found.calibrate.streamed
+    assert found.calibrate.host_bytes < found.available_host_bytes
+
+
+def test_weights_are_not_read(tmp_path: Path) -> None:
+    """NaN weights do not matter, and neither do their pages: the file is cut to a hole after its header."""
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.full_like(t, float("nan")) for name, t in tensors.items()}, path)
+    assert inspect(folder).parameters == sum(t.numel() for t in tensors.values())
+
+
+def test_the_recipe_and_the_model_decide_what_happens_to_keys(tiny) -> None:
+    assert inspect(DEMO_MODEL, "fdc").keys == {
+        "post-1": "compressed after RoPE by a product at run time, never rebuilt"
+    }
+    both = inspect(DEMO_MODEL, "rotor", ["groups.domain=any", "groups.size=any"]).keys
+    assert list(both) == ["pre-2", "pre-1", "post-2", "post-1"]
+    assert "basis inside W_k" in both["pre-2"]
+    assert "behind the key norm" in inspect(tiny("qwen3")).keys["pre-4"]
+    assert inspect(tiny("gpt2")).keys == {"none-4": "no RoPE: basis inside W_q and W_k, no overhead"}
+
+
+def test_more_tokens_and_wider_groups_need_more() -> None:
+    few, many = (inspect(DEMO_MODEL, "rotor", [f"tokens.count={n}"]).calibrate for n in (1024, 1 << 20))
+    assert many.disk_bytes > few.disk_bytes
+    assert many.kept_disk_bytes == few.kept_disk_bytes
+    narrow, wide = (inspect(DEMO_MODEL, "rotor", [f"groups.size={n}"]).calibrate for n in (1, 2))
+    assert wide.kept_disk_bytes > narrow.kept_disk_bytes
+
+
+def test_an_unsupported_model_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    with pytest.raises(UnsupportedModelError, match=r"Supported: .*llama"):
+        inspect(folder)
+
+
+def test_command_line() -> None:
+    text = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)])
+    assert text.exit_code == 0, text.output
+    assert "5 layers, 6 query and 2 KV heads of 64, RoPE" in text.output
+    assert "2,560 bytes per token" in text.output
+    data = json.loads(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--json"]).stdout)
+    assert data["shape"]["num_layers"] == 5
+    assert data["kv_bytes_per_token"] == 2560

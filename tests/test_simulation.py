@@ -1,0 +1,112 @@
+"""Schedules as pure functions, and the simulator on top of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rotor.cli import app
+from rotor.devices import find_device
+from rotor.errors import UsageError
+from rotor.export import export
+from rotor.kernels.schedule import equal_slices, greedy_assignment
+from rotor.layout import AttentionShape, GroupLayout, ordered_by_class
+from rotor.simulation import TILE, layer_tasks, parse_lengths, simulate
+
+SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
+H200 = find_device("h200", None)
+
+
+def ragged_layout(seed: int = 0, domain: str = "post"):
+    draw = random.Random(seed)
+    groups = [GroupLayout((h,), draw.randrange(16, 129, 16), draw.randrange(16, 129, 16)) for h in range(8)]
+    return ordered_by_class(domain, False, groups)[0]
+
+
+def test_the_papers_example() -> None:
+    """FDC figure 8, ZACK figure 12: tasks k1 to k8, longest first, on three SMs; durations that lead to the figure."""
+    tasks = greedy_assignment([9, 7, 6, 4.5, 4, 3, 2, 1], 3)
+    assert [[i + 1 for i in mine] for mine in tasks] == [[1, 6], [2, 5, 8], [3, 4, 7]]
+
+
+def test_greedy_assigns_every_task_once_and_within_its_bound() -> None:
+    draw = random.Random(1)
+    costs = [draw.uniform(1, 50) for _ in range(200)]
+    tasks = greedy_assignment(costs, 7)
+    assert sorted(i for mine in tasks for i in mine) == list(range(200))
+    largest = max(sum(costs[i] for i in mine) for mine in tasks)
+    assert largest <= (4 / 3 - 1 / 21) * max(sum(costs) / 7, max(costs))  # Graham's bound
+
+
+@pytest.mark.parametrize("workers", [1, 3, 64, 500])
+def test_slices_cover_every_tile_once_in_order_and_evenly(workers: int) -> None:
+    draw = random.Random(2)
+    tiles = [draw.randrange(1, 40) for _ in range(30)]
+    costs = [draw.choice([16.0, 48.0, 80.0]) for _ in range(30)]
+    pieces = equal_slices(tiles, costs, workers)
+    seen = [(task, tile) for mine in pieces for task, first, n in mine for tile in range(first, first + n)]
+    assert seen == [(task, tile) for task, n in enumerate(tiles) for tile in range(n)]
+    share = sum(n * c for n, c in zip(tiles, costs, strict=True)) / workers
+    loads = [sum(n * costs[task] for task, _, n in mine) for mine in pieces]
+    assert max(abs(load - share) for load in loads) <= max(costs) + 1e-9
+
+
+def test_tiles_cost_what_the_cost_model_says() -> None:
+    layout = ragged_layout()
+    tasks = layer_tasks(layout, SHAPE, [100], H200, 132, 2)
+    assert tasks.tiles == (2,) * 8
+    group = layout.groups[0]
+    read = TILE * (group.qk_rank + group.v_rank) * 2 / H200.bandwidth_bytes_per_s
+    assert tasks.tile_seconds[0] == pytest.approx(132 * read)  # memory-bound after RoPE
+    rebuilt = layer_tasks(ragged_layout(domain="pre"), SHAPE, [100], H200, 132, 2)
+    assert all(a >= b for a, b in zip(rebuilt.tile_seconds, tasks.tile_seconds, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[32768], [200, 16000, 7, 1], [4096] * 64])
+def test_finer_schedules_are_never_worse(lengths: list[int]) -> None:
+    none, lpt, stream = simulate([ragged_layout(i) for i in range(4)], SHAPE, lengths, H200, 132)
+    assert (none.schedule, lpt.schedule, stream.schedule) == ("none", "lpt", "stream")
+    assert 1.0 <= stream.largest_over_mean <= lpt.largest_over_mean + 1e-9
+    assert lpt.largest_over_mean <= none.largest_over_mean + 1e-9
+    assert none.parts == lpt.parts == 4 * 8 * len(lengths)
+    assert stream.parts >= none.parts
+    assert len(stream.loads) == 132
+    assert sum(stream.loads) == pytest.approx(132)
+
+
+def test_one_long_sequence_keeps_most_sms_idle_unless_it_is_split() -> None:
+    """DESIGN section 4: batch 1 at 32 K tokens, 8 ragged heads on 132 SMs."""
+    none, _, stream = simulate([ragged_layout()], SHAPE, [32768], H200, 132)
+    assert none.largest_over_mean > 15
+    assert stream.largest_over_mean < 1.1
+    assert sum(load > 0 for load in none.loads) == 8
+
+
+def test_lengths() -> None:
+    assert parse_lengths("32768") == [32768]
+    assert parse_lengths("2x100, 7") == [100, 100, 7]
+    for wrong in ("", "x5", "3x", "1.5", "-4"):
+        with pytest.raises(UsageError, match="--lengths"):
+            parse_lengths(wrong)
+    with pytest.raises(UsageError, match="positive"):
+        simulate([ragged_layout()], SHAPE, [0], H200, 132)
+
+
+def test_command_line(demo_run, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out", tmp_path / "balance.png"
+    export(demo_run("fdc").folder, out, removal_rate=0.2)
+    call = ["schedule", str(out), "--sms", "132", "--lengths", "4x8192,300"]
+    done = CliRunner().invoke(app, [*call, "--json", "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert [entry["schedule"] for entry in data["schedules"]] == ["none", "lpt", "stream"]
+    assert data["sms"] == 132
+    assert data["lengths"] == [8192] * 4 + [300]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    text = CliRunner().invoke(app, call).output
+    assert "largest over mean" in text
+    assert f"{data['schedules'][0]['largest_over_mean']:.3f}" in text
