@@ -337,7 +337,7 @@ def _report(
         "format_version": FORMAT_VERSION,
         "versions": run.info["versions"],
         "recipe": recipe.name,
-        "source": {"name": run.info["model"]["name"], "shards": run.info["model"]["shards"]},
+        "source": {key: run.info["model"].get(key) for key in ("name", "hub_id", "revision", "shards")},
         "compression": point["compression"],
         "rank_method": recipe.ranks.method,
         "parameter": point["parameter"],

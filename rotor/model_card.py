@@ -20,8 +20,9 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
         interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
     target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
     metadata = {
-        "base_model": name,
+        "base_model": report["source"]["hub_id"] or name,
         "library_name": "transformers",
+        "pipeline_tag": "text-generation",
         "tags": ["rotor", "kv-cache", "compression"],
     }
     metric, layouts = accuracy["metric"], report["layouts"]
@@ -48,7 +49,7 @@ holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report
 | measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens that the search did not choose by |
 
 Accuracy is {describe(metric)}.
-Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens.
+Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
 
 ## Load it
 
