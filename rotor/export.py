@@ -283,7 +283,7 @@ def write_shards(
         prefix = family.attention_prefix(layer)
         present = [prefix + name for name in family.consumed if prefix + name in checkpoint.names]
         consumed.update(present)
-        home = next((n for n in present if n.endswith(("v_proj.weight", "c_attn.weight"))), None)
+        home = next((n for n in present if n.endswith(family.value_weight)), None)
         if home is not None:
             layers_in.setdefault(checkpoint.file_of[home], []).append(layer)
 

@@ -92,7 +92,10 @@ class RotorQuantizer(HfQuantizer):
     requires_calibration = True
 
     def update_attn_implementation(self, config: Any) -> Any:
-        config._attn_implementation = METHOD
+        # A family that bypasses the attention interface chooses its attention class by this name; `replace_attention`
+        # sets ours once the model is built.
+        family = FAMILIES.get(config.model_type)
+        config._attn_implementation = "sdpa" if family is not None and family.bypasses_interface else METHOD
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -136,11 +139,14 @@ def replace_attention(
     model: Any, family: Family, shape: AttentionShape, layouts: list[LayerLayout], biases: frozenset[str]
 ) -> list[RotorAttention]:
     """Put a RotorAttention with uninitialised weights in place of each attention module, and use `rotor` attention."""
-    rotary = None if family.rotary is None else RotaryTable(model.get_submodule(family.rotary))
+    tables: dict[str | None, RotaryTable] = {}
     modules = []
     for index, layout in enumerate(layouts):
         base = family.attention_module(model, index)
-        module = RotorAttention(base, family, shape, layout, biases, rotary)
+        kind = family.rotary_type(model.config, index)
+        if family.rotary is not None and kind not in tables:
+            tables[kind] = RotaryTable(model.get_submodule(family.rotary), kind)
+        module = RotorAttention(base, family, shape, layout, biases, tables.get(kind))
         family.replace_attention(model, index, module)
         modules.append(module)
     model.config._attn_implementation = METHOD
