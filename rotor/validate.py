@@ -269,11 +269,17 @@ def _against_source(
 def _measure_cache(
     result: Validation, model: Any, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
 ) -> None:
-    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
+    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan.
+
+    Per token that a layer keeps: one with a sliding window drops the older ones.
+    """
     model = model.to(checkpoint.config.dtype or torch.float32)
     with torch.inference_mode():
         cache = model(rows.to(model.device), use_cache=True).past_key_values
-    measured = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / rows.numel()
+    measured = sum(
+        (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
+        for layer in cache.layers
+    )
     planned = report["kv_bytes_per_token"]["after"]
     result.summary["measured_kv_bytes_per_token"] = measured
     result.summary["measured_compression"] = round(1 - measured / report["kv_bytes_per_token"]["before"], 6)
