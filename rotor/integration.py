@@ -91,11 +91,14 @@ class RotorQuantizer(HfQuantizer):
 
     requires_calibration = True
 
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Let Falcon be built: it looks its attention class up by the name of the implementation."""
+        from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention
+
+        FALCON_ATTENTION_CLASSES.setdefault(METHOD, FalconAttention)
+
     def update_attn_implementation(self, config: Any) -> Any:
-        # A family that bypasses the attention interface chooses its attention class by this name; `replace_attention`
-        # sets ours once the model is built.
-        family = FAMILIES.get(config.model_type)
-        config._attn_implementation = "sdpa" if family is not None and family.bypasses_interface else METHOD
+        config._attn_implementation = METHOD
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
