@@ -119,8 +119,8 @@ CONFIGS = {
 """One tiny config a family, and one a layout of Falcon's fused projection.
 
 Between them: biases, tied embeddings, scaled RoPE (llama, phi3), partial rotary (phi3, gpt_neox), sliding windows
-shorter than the sequences, per-head norms, two RoPEs (gemma3_text), a soft cap, no RoPE, Conv1D, one KV head (falcon), a
-dense layer among sparse ones (qwen2_moe), head_dim 48, 80 and 96, and other than hidden_size / num_attention_heads.
+shorter than the sequences, per-head norms, two RoPEs (gemma3_text), a soft cap, no RoPE, Conv1D, one KV head (falcon),
+a dense layer among sparse ones (qwen2_moe), head_dim 48, 80 and 96, and other than hidden_size / num_attention_heads.
 """
 
 NO_ROPE = frozenset({"gpt2", "opt"})
