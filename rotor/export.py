@@ -280,7 +280,7 @@ def write_shards(
     consumed: set[str] = set()
     layers_in: dict[str, list[int]] = {}
     for layer in range(shape.num_layers):
-        prefix = family.attention_prefix(layer)
+        prefix = family.stored_prefix(layer, checkpoint.names)
         present = [prefix + name for name in family.consumed if prefix + name in checkpoint.names]
         consumed.update(present)
         home = next((n for n in present if n.endswith(family.value_weight)), None)
@@ -297,7 +297,7 @@ def write_shards(
                 weights = read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)
                 layout, order = planned[layer]
                 for name, tensor in rewrite_layer(weights, bases[layer], layout, order, shape).items():
-                    tensors[family.attention_prefix(layer) + name] = tensor
+                    tensors[family.stored_prefix(layer, checkpoint.names) + name] = tensor
             write_shard(staging / file, tensors)
             for name, tensor in sorted(tensors.items()):
                 written[name] = {

@@ -130,6 +130,12 @@ class Family:
     def attention_prefix(self, layer: int) -> str:
         return f"{self.decoder}.{self.layers}.{layer}.{self.attention}."
 
+    def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
+        """`attention_prefix` as a checkpoint has it: that of a bare model (the original GPT-2) lacks the first part."""
+        full = self.attention_prefix(layer)
+        bare = full.partition(".")[2]
+        return bare if {f"{bare}{self.output}.weight", f"{bare}o_proj.weight"} & names else full
+
     def attention_module(self, model: nn.Module, layer: int) -> nn.Module:
         return model.get_submodule(self.attention_prefix(layer)[:-1])
 
@@ -278,8 +284,8 @@ def _partial_rotary_factor(config: Any) -> float:
     """Share of a head's dimensions that RoPE turns; 1 unless the config says otherwise."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
-    factors = [part.get("partial_rotary_factor") or 1.0 for part in by_layer_type or [rope]]
-    return float(min(factors))
+    factors = [part.get("partial_rotary_factor") for part in by_layer_type or [rope]]
+    return float(min((factor for factor in factors if factor is not None), default=1.0))
 
 
 def keys_before_rope(family: Family, output: Tensor, shape: AttentionShape) -> Tensor:
@@ -307,7 +313,7 @@ def read_attention(
     Raises:
         UnsupportedModelError: a projection has another shape than config.json says.
     """
-    prefix = family.attention_prefix(layer)
+    prefix = family.stored_prefix(layer, names)
     local = frozenset(name[len(prefix) :] for name in names if name.startswith(prefix))
     weights = family.read(lambda name: get(prefix + name), local, shape)
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

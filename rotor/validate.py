@@ -214,7 +214,7 @@ def _layout_problem(
             return (
                 f"layer {index}: KV heads {layout.kv_head_order}, expected each of 0 to {shape.num_kv_heads - 1} once"
             )
-        got = checkpoint.shape_of(family.attention_prefix(index) + "v_proj.weight")
+        got = checkpoint.shape_of(family.stored_prefix(index, checkpoint.names) + "v_proj.weight")
         if got[0] != layout.v_width:
             return f"layer {index}: v_proj.weight has {got[0]} rows, its layout {layout.v_width}"
     size = report.get("kv_bytes_per_token", {})
@@ -296,7 +296,7 @@ def _check_stored_bases(result: Validation, checkpoint: Checkpoint, layouts: lis
     for index, layout in enumerate(layouts):
         if layout.folded_keys:
             continue
-        prefix = family.attention_prefix(index)
+        prefix = family.stored_prefix(index, checkpoint.names)
         stored = [checkpoint.tensor(prefix + name) for name in ("key_basis", "query_basis")]
         allowed = 4 * torch.finfo(stored[0].dtype).eps
         key_basis, query_basis = (tensor.double() for tensor in stored)
