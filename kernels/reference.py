@@ -14,14 +14,17 @@ from rotor.layout import GroupClass, LayerLayout
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE in transformers' layout (dimension i is paired with i + d/2).
+    """Apply RoPE in transformers' layout (dimension i is paired with i + rotary_dim/2; the rest stays as it is).
 
     Args:
         x: [..., seq_len, head_dim].
-        cos, sin: broadcastable to x.
+        cos, sin: [..., seq_len, rotary_dim], broadcastable to the first rotary_dim dimensions of x.
     """
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    rotary_dim = cos.shape[-1]
+    turned = x[..., :rotary_dim]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
 
 
 def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout) -> Tensor:
@@ -55,6 +58,7 @@ def grouped_attention(
     key_rotation: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of all query heads over the packed rows of a layer.
 
@@ -69,8 +73,9 @@ def grouped_attention(
         heads_per_kv: query heads per KV head.
         scaling: factor on the logits; the one of the uncompressed model.
         query_basis: [group_size * head_dim, qk_width], except in domain `none`.
-        key_rotation: cos and sin [kv_len, head_dim], in domain `pre`.
+        key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`.
         attention_mask: [batch_size, 1, seq_len, kv_len], bool (True: attend) or added to the logits; None is causal.
+        softcap: bound that the logits are pressed below, before the mask; None for none.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank], groups in the order of the layout.
     Source: DESIGN sections 1 and 4; FDC section 4.1 for `post`, Palu for `pre`.
@@ -102,7 +107,7 @@ def grouped_attention(
                 rebuilt = torch.einsum("bnlr,ngdr->bngld", latents, basis)
                 keys = rotate(rebuilt, *key_rotation).flatten(1, 2)
                 values = values.unsqueeze(2).expand(-1, -1, size, -1, -1).reshape(batch_size, -1, kv_len, cls.v_rank)
-        outputs.append(_attend(queries, keys, values, scaling, attention_mask, dropout))
+        outputs.append(attend(queries, keys, values, scaling, attention_mask, dropout, softcap))
     return torch.cat(outputs, dim=-1)
 
 
@@ -117,13 +122,21 @@ def _class_basis(basis: Tensor, cls: GroupClass) -> Tensor:
     return columns.unflatten(-1, (cls.count, cls.qk_rank)).transpose(0, 1)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, attention_mask: Tensor | None, dropout: float
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Scaled-dot-product attention of [batch_size, heads, ...] queries over fewer key and value heads.
+    """Scaled-dot-product attention of [batch_size, heads, ...] queries over as many or fewer key and value heads.
 
     Returns [batch_size, seq_len, heads * value width].
     """
+    if softcap is not None:
+        return _attend_softcapped(query, key, value, scaling, attention_mask, dropout, softcap)
     seq_len, kv_len = query.shape[2], key.shape[2]
     if seq_len == 1 and (attention_mask is None or attention_mask.shape[1] == 1):
         # Decoding: the query heads that share keys become the rows of one matrix product.
@@ -147,3 +160,33 @@ def _attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).flatten(2)
+
+
+def _attend_softcapped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    attention_mask: Tensor | None,
+    dropout: float,
+    softcap: float,
+) -> Tensor:
+    """`attend` with logits pressed into (-softcap, softcap) before the mask, which torch's own function cannot do."""
+    seq_len, kv_len = query.shape[2], key.shape[2]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    packed = query.unflatten(1, (key.shape[1], -1))  # [batch_size, kv heads, heads per kv, seq_len, width]
+    logits = packed @ key.unsqueeze(2).mT * scaling
+    logits = (logits / softcap).tanh() * softcap
+    if attention_mask is None:
+        attention_mask = torch.ones(seq_len, kv_len, dtype=torch.bool, device=query.device)
+        if seq_len > 1:
+            attention_mask = attention_mask.tril()
+    elif attention_mask.dim() == 4:
+        attention_mask = attention_mask.unsqueeze(2)
+    if attention_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    else:
+        logits = logits + attention_mask
+    weights = logits.float().softmax(-1).to(value.dtype)
+    output = functional.dropout(weights, dropout) @ value.unsqueeze(2)
+    return output.flatten(1, 2).transpose(1, 2).flatten(2)

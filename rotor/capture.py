@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .families import Family, keys_before_rope
+from .families import Family, keys_before_rope, split_activations
+from .kernels.reference import attend, rotate
 from .layout import AttentionShape
 
 Observer = Callable[[int, dict[str, Tensor]], None]
@@ -30,7 +31,8 @@ def capture(
     """While active, every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
 
     Queries, keys after RoPE and values come from transformers' attention interface; keys before RoPE from a hook on
-    the key projection, or on the key norm where there is one. Run the model with use_cache=False and without padding.
+    the key projection, or on the key norm where there is one. A family that bypasses the interface gets a forward that
+    calls it. Run the model with use_cache=False and without padding.
     """
     pending: dict[int, Tensor] = {}
 
@@ -40,35 +42,71 @@ def capture(
 
         return hook
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
         layer = module.layer_idx
         seen = {"query": query, "key_post": key, "value": value}
         activations = {name: x.transpose(1, 2).flatten(0, 1) for name, x in seen.items() if name in wanted}
         if "key_pre" in wanted:
             activations["key_pre"] = pending.pop(layer)
-        if "output" not in wanted:
-            observe(layer, activations)
-            return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-        output, weights = sdpa_attention_forward(module, query, key, _stacked(value, group_size), *args, **kwargs)
-        activations["output"] = output.flatten(0, 1)
+        size = group_size if "output" in wanted else 1
+        output = attend(query, key, _stacked(value, size), scaling, attention_mask, softcap=softcap)
+        output = output.unflatten(-1, (shape.num_heads, -1))
+        if "output" in wanted:
+            activations["output"] = output.flatten(0, 1)
         observe(layer, activations)
-        return _own_block(output, shape, group_size), weights
+        return _own_block(output, shape, size), None
 
     handles: list[Any] = []
+    modules = [family.attention_module(model, layer) for layer in range(shape.num_layers)]
     if "key_pre" in wanted:
-        for layer in range(shape.num_layers):
-            source = family.attention_module(model, layer).get_submodule(family.key_source)
-            handles.append(source.register_forward_hook(hook_for(layer)))
+        for layer, module in enumerate(modules):
+            handles.append(module.get_submodule(family.key_source).register_forward_hook(hook_for(layer)))
     AttentionInterface.register(CAPTURE, attention)
     AttentionMaskInterface.register(CAPTURE, sdpa_mask)  # without it transformers drops the mask silently
     before = model.config._attn_implementation
     model.config._attn_implementation = CAPTURE
     try:
+        if family.bypasses_interface:
+            for module in modules:
+                module.forward = partial(_forward_through_interface, module, family, shape, attention)  # type: ignore[method-assign]
         yield
     finally:
+        if family.bypasses_interface:
+            for module in modules:
+                del module.forward
         model.config._attn_implementation = before
         for handle in handles:
             handle.remove()
+
+
+def _forward_through_interface(
+    module: Any,
+    family: Family,
+    shape: AttentionShape,
+    attention: Callable[..., tuple[Tensor, None]],
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The forward of a fused attention with RoPE, written with the attention interface."""
+    fused = module.get_submodule(family.fused)(hidden_states)
+    query, key, value = (
+        part.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for part in split_activations(family, fused, shape)
+    )
+    assert position_embeddings is not None
+    cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+    output, _ = attention(module, rotate(query, cos, sin), rotate(key, cos, sin), value, attention_mask)
+    return module.get_submodule(family.output)(output.flatten(2)), None
 
 
 def _stacked(value: Tensor, group_size: int) -> Tensor:

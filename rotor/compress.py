@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from .bases import LayerBases
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, UsageError
-from .families import AttentionWeights, Family, attention_shape, find_family, read_attention
+from .families import FAMILIES, AttentionWeights, Family, attention_shape, find_family, read_attention
 from .integration import replace_attention
 from .layout import LayerLayout
 from .ranks import LayerRanks
@@ -65,6 +65,9 @@ def load_model(
                 f"{folder}: {kind.replace('_', ' ')} on loading: {', '.join(map(str, sorted(report[kind])))[:300]}.",
                 "Check that config.json belongs to these weights.",
             )
+    family = FAMILIES.get(model.config.model_type)
+    if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # older versions of transformers choose sdpa, which leaves the cap out
     return model.eval().to(device)
 
 

@@ -283,10 +283,10 @@ def write_shards(
     consumed: set[str] = set()
     layers_in: dict[str, list[int]] = {}
     for layer in range(shape.num_layers):
-        prefix = family.attention_prefix(layer)
+        prefix = family.stored_prefix(layer, checkpoint.names)
         present = [prefix + name for name in family.consumed if prefix + name in checkpoint.names]
         consumed.update(present)
-        home = next((n for n in present if n.endswith(("v_proj.weight", "c_attn.weight"))), None)
+        home = next((n for n in present if n.endswith(family.value_weight)), None)
         if home is not None:
             layers_in.setdefault(checkpoint.file_of[home], []).append(layer)
 
@@ -301,7 +301,7 @@ def write_shards(
                 weights = read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)
                 layout, order = planned[layer]
                 for name, tensor in rewrite_layer(weights, bases[layer], layout, order, shape).items():
-                    tensors[family.attention_prefix(layer) + name] = tensor
+                    tensors[family.stored_prefix(layer, checkpoint.names) + name] = tensor
             digests = {name: pool.submit(tensor_sha256, tensor) for name, tensor in sorted(tensors.items())}
             write_shard(staging / file, tensors)
             for name, digest in digests.items():

@@ -91,6 +91,12 @@ class RotorQuantizer(HfQuantizer):
 
     requires_calibration = True
 
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Let Falcon be built: it looks its attention class up by the name of the implementation."""
+        from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention
+
+        FALCON_ATTENTION_CLASSES.setdefault(METHOD, FalconAttention)
+
     def update_attn_implementation(self, config: Any) -> Any:
         config._attn_implementation = METHOD
         return config
@@ -136,11 +142,14 @@ def replace_attention(
     model: Any, family: Family, shape: AttentionShape, layouts: list[LayerLayout], biases: frozenset[str]
 ) -> list[RotorAttention]:
     """Put a RotorAttention with uninitialised weights in place of each attention module, and use `rotor` attention."""
-    rotary = None if family.rotary is None else RotaryTable(model.get_submodule(family.rotary))
+    tables: dict[str | None, RotaryTable] = {}
     modules = []
     for index, layout in enumerate(layouts):
         base = family.attention_module(model, index)
-        module = RotorAttention(base, family, shape, layout, biases, rotary)
+        kind = family.rotary_type(model.config, index)
+        if family.rotary is not None and kind not in tables:
+            tables[kind] = RotaryTable(model.get_submodule(family.rotary), kind)
+        module = RotorAttention(base, family, shape, layout, biases, tables.get(kind))
         family.replace_attention(model, index, module)
         modules.append(module)
     model.config._attn_implementation = METHOD

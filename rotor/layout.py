@@ -19,13 +19,22 @@ Domain = Literal["post", "pre", "none"]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of a model's attention layers before compression."""
+    """Sizes of a model's attention layers before compression.
+
+    rotary_dim: how many of a head's dimensions, the first ones, RoPE turns; None for all of them.
+    """
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+    rotary_dim: int | None = None
+
+    @property
+    def turned(self) -> int:
+        """Dimensions of a head that RoPE turns, in a model that has RoPE."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def heads_per_kv(self) -> int:

@@ -18,22 +18,36 @@ from .layout import AttentionShape, LayerLayout
 
 
 class RotaryTable:
-    """Cosines and sines by index in the cache, from the model's own rotary embedding, shared by all layers.
+    """Cosines and sines by index in the cache, from the model's own rotary embedding, shared by the layers of a type.
 
     Holds the embedding without registering it as a submodule: it stays where the model has it.
+
+    Args:
+        layer_type: passed to the embedding, where it takes one.
     """
 
-    def __init__(self, rotary: nn.Module) -> None:
+    def __init__(self, rotary: nn.Module, layer_type: str | None = None) -> None:
         self._rotary = rotary
+        self._arguments = () if layer_type is None else (layer_type,)
+        kinds: Any = rotary.rope_type
+        kind = kinds if layer_type is None else kinds[layer_type]
+        self._depends_on_length = kind == "longrope" or "dynamic" in kind
         self._key: tuple[Any, ...] | None = None
         self._table: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, offset: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [length, head_dim], of positions offset ... offset + length - 1, in dtype of `like`."""
-        key = (int(offset), int(length), like.device, like.dtype)
+    def __call__(self, offset: int, length: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [length, rotary_dim], of positions offset ... offset + length - 1, in dtype of `like`.
+
+        From position `end` on nothing is stored yet (a static cache); the table may hold anything there.
+        """
+        # Frequencies that depend on the length so far must not see a static cache's empty rest.
+        limit = int(end) - 1 if self._depends_on_length else None
+        key = (int(offset), int(length), limit, like.device, like.dtype)
         if key != self._key or self._table is None:
             positions = torch.arange(length, device=like.device) + offset
-            cos, sin = self._rotary(like, positions[None])
+            if limit is not None:
+                positions = positions.clamp(max=limit)
+            cos, sin = self._rotary(like, positions[None], *self._arguments)
             self._key, self._table = key, (cos[0], sin[0])
         return self._table
 
@@ -60,7 +74,9 @@ class RotorAttention(nn.Module):
         super().__init__()
         self.config: Any = base.config
         self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
-        self.scaling: float = float(base.scaling)  # type: ignore[arg-type]
+        # Falcon's attention has no such attribute, and the default.
+        self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
+        self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
         self.head_dim = shape.head_dim
         self.heads_per_kv = self.num_key_value_groups = shape.heads_per_kv
         self.is_causal = True
@@ -90,8 +106,11 @@ class RotorAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
+        past_key_values = layer_past if past_key_values is None else past_key_values
         layout, seq_len = self.layout, hidden_states.shape[1]
         # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE.
         query_offset, kv_len, kv_offset = 0, seq_len, 0
@@ -102,16 +121,16 @@ class RotorAttention(nn.Module):
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         key_rotation = None
         if layout.domain != "none":
-            query = self._heads(query, "q_norm").transpose(1, 2)
+            query = self._heads(query, "q_norm")
         if not layout.folded_keys:
-            key = self._heads(key, "k_norm").transpose(1, 2)
+            key = self._heads(key, "k_norm")
         if layout.domain == "post":
             assert position_embeddings is not None
             cos, sin = (table.unsqueeze(1) for table in position_embeddings)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         elif layout.domain == "pre":
             assert self._rotary is not None
-            key_rotation = self._rotary(kv_offset, kv_len, query)
+            key_rotation = self._rotary(kv_offset, kv_len, query_offset + seq_len, query)
             index = torch.arange(seq_len, device=query.device) + query_offset - kv_offset
             query = rotate(query, *(table[index] for table in key_rotation))
         key = key.unsqueeze(1) if layout.folded_keys else project_keys(key, self.key_basis, layout)
@@ -125,9 +144,11 @@ class RotorAttention(nn.Module):
         return self.o_proj(output), None
 
     def _heads(self, x: Tensor, norm: str) -> Tensor:
-        """[batch_size, seq_len, n * head_dim] -> [batch_size, seq_len, n, head_dim], normed where the family does."""
+        """[batch_size, seq_len, n * head_dim] -> [batch_size, n, seq_len, head_dim], normed where the family does."""
         heads = x.unflatten(-1, (-1, self.head_dim))
-        return self.get_submodule(norm)(heads) if norm in self._modules else heads
+        if norm in self._modules:
+            heads = self.get_submodule(norm)(heads)
+        return heads.transpose(1, 2)
 
     def extra_repr(self) -> str:
         ranks = ", ".join(f"{g.qk_rank}+{g.v_rank}" for g in self.layout.groups)
@@ -173,5 +194,6 @@ def rotor_attention_forward(
         key_rotation=key_rotation,
         attention_mask=attention_mask,
         dropout=dropout,
+        softcap=module.softcap,
     )
     return output, None

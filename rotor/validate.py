@@ -214,7 +214,7 @@ def _layout_problem(
             return (
                 f"layer {index}: KV heads {layout.kv_head_order}, expected each of 0 to {shape.num_kv_heads - 1} once"
             )
-        got = checkpoint.shape_of(family.attention_prefix(index) + "v_proj.weight")
+        got = checkpoint.shape_of(family.stored_prefix(index, checkpoint.names) + "v_proj.weight")
         if got[0] != layout.v_width:
             return f"layer {index}: v_proj.weight has {got[0]} rows, its layout {layout.v_width}"
     size = report.get("kv_bytes_per_token", {})
@@ -269,11 +269,17 @@ def _against_source(
 def _measure_cache(
     result: Validation, model: Any, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
 ) -> None:
-    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
+    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan.
+
+    Per token that a layer keeps: one with a sliding window drops the older ones.
+    """
     model = model.to(checkpoint.config.dtype or torch.float32)
     with torch.inference_mode():
         cache = model(rows.to(model.device), use_cache=True).past_key_values
-    measured = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / rows.numel()
+    measured = sum(
+        (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
+        for layer in cache.layers
+    )
     planned = report["kv_bytes_per_token"]["after"]
     result.summary["measured_kv_bytes_per_token"] = measured
     result.summary["measured_compression"] = round(1 - measured / report["kv_bytes_per_token"]["before"], 6)
@@ -290,7 +296,7 @@ def _check_stored_bases(result: Validation, checkpoint: Checkpoint, layouts: lis
     for index, layout in enumerate(layouts):
         if layout.folded_keys:
             continue
-        prefix = family.attention_prefix(index)
+        prefix = family.stored_prefix(index, checkpoint.names)
         stored = [checkpoint.tensor(prefix + name) for name in ("key_basis", "query_basis")]
         allowed = 4 * torch.finfo(stored[0].dtype).eps
         key_basis, query_basis = (tensor.double() for tensor in stored)

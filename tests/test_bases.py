@@ -116,20 +116,21 @@ def test_block_diagonal_puts_each_head_in_its_own_block() -> None:
     assert (blocks[:, :3, 3:] == 0).all()
 
 
-def test_rotary_average_is_the_average_over_rotations() -> None:
-    """Averaging R m R^T over many positions tends to the diagonal that rotary_average gives."""
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_rotary_average_is_the_average_over_rotations(rotary_dim: int) -> None:
+    """Averaging R m R^T over many positions tends to what rotary_average gives: a diagonal, where RoPE turns."""
     dim = 8
     queries = random(50, dim)
     moment = queries.T @ queries
     positions = torch.arange(20000, dtype=DOUBLE)
-    frequencies = 1.0 / (10.0 ** (torch.arange(0, dim, 2, dtype=DOUBLE) / dim))
+    frequencies = 1.0 / (10.0 ** (torch.arange(0, rotary_dim, 2, dtype=DOUBLE) / rotary_dim))
     angles = torch.cat([positions[:, None] * frequencies] * 2, dim=-1)
     total = torch.zeros(dim, dim, dtype=DOUBLE)
     for query in queries:
         rotated = rotate(query.expand(len(positions), dim), angles.cos(), angles.sin())
         total += rotated.T @ rotated / len(positions)
     torch.testing.assert_close(
-        rotary_average(moment[None])[0], total, rtol=0, atol=0.02 * float(moment.diagonal().mean())
+        rotary_average(moment[None], rotary_dim)[0], total, rtol=0, atol=0.02 * float(moment.diagonal().mean())
     )
 
 
@@ -161,6 +162,19 @@ def test_rope_pairs_keep_whole_planes_and_commute_with_rope() -> None:
     whole = rotate(keys, cos, sin) @ kept
     torch.testing.assert_close(whole, rotated[:, [0, 2, 1, 3]])
     assert inside.shape == whole.shape
+
+
+def test_rope_pairs_of_partial_rotary_keep_the_planes_that_rope_turns() -> None:
+    """Six of eight dimensions are turned: planes (0, 3), (1, 4), (2, 5); the rest is one pair; two heads."""
+    queries, keys = random(60, 16), random(60, 16, seed=1)
+    pair = rope_pairs.from_moments((queries.T @ queries)[None], (keys.T @ keys)[None], 8, 6)
+    planes = pair.encode[0].argmax(0).reshape(-1, 2).tolist()
+    assert sorted(planes) == [[h + i, h + j] for h in (0, 8) for i, j in ((0, 3), (1, 4), (2, 5), (6, 7))]
+    energies = [
+        float((queries[:, plane].square().sum() * keys[:, plane].square().sum()).sqrt() / 2) for plane in planes
+    ]
+    assert energies == sorted(energies, reverse=True)
+    torch.testing.assert_close(pair.singular_values[0, ::2], torch.tensor(energies, dtype=DOUBLE))
 
 
 def test_moments_of_smaller_groups_are_blocks_of_the_larger() -> None:

@@ -63,7 +63,9 @@ class Inputs:
     def queries(self) -> Tensor:
         """[num_groups, n, n], block-diagonal; before RoPE averaged over relative positions."""
         queries = self.statistics.moment("query", self.group_size)
-        return block_diagonal(rotary_average(queries) if self.domain == "pre" else queries, self.group_size)
+        if self.domain == "pre":
+            queries = rotary_average(queries, self.shape.turned)
+        return block_diagonal(queries, self.group_size)
 
     def values(self) -> Tensor:
         return self.statistics.moment("value", self.group_size)
@@ -103,7 +105,9 @@ QK_METHODS: dict[str, Method] = {
         ("post", "pre", "none"), _reads("query", "key"), lambda i: kq.closed_form(i.queries(), i.centred_keys())
     ),
     "rope-pairs": Method(
-        ("post",), _reads("query", "key"), lambda i: rope_pairs.from_moments(i.queries(), i.keys(), i.shape.head_dim)
+        ("post",),
+        _reads("query", "key"),
+        lambda i: rope_pairs.from_moments(i.queries(), i.keys(), i.shape.head_dim, i.shape.turned),
     ),
     "palu": Method(("pre", "none"), _reads(), lambda i: palu.from_weight(i.weights.k_weight, i.width)),
     "whitened": Method(("pre", "none"), _reads("key"), lambda i: svd.of_moment(i.keys())),
@@ -155,20 +159,26 @@ def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
     return groups.reshape(-1, group_size * dim, group_size * dim)
 
 
-def rotary_average(moments: Tensor) -> Tensor:
-    """Second moments of queries averaged over all relative rotations: a diagonal with one weight per rotary frequency.
+def rotary_average(moments: Tensor, rotary_dim: int | None = None) -> Tensor:
+    """Second moments of queries averaged over all relative rotations: one weight per rotary frequency.
 
     Averaged over spread-out distances, the rotation between a query and a key leaves of the query's moment in each
     rotary plane only its mean square, and nothing between planes. Rotations do not change that mean square, so
-    queries after RoPE serve as well as before it. Planes pair dimension i with i + d/2, as in transformers.
+    queries after RoPE serve as well as before it. Planes pair dimension i with i + rotary_dim/2, as in transformers;
+    the dimensions after them are not turned and keep their moment.
 
     Args:
         moments: [num_kv_heads, d, d].
+        rotary_dim: dimensions that RoPE turns, the first ones; None for all.
     """
-    half = moments.shape[-1] // 2
+    rotary_dim = moments.shape[-1] if rotary_dim is None else rotary_dim
+    half = rotary_dim // 2
     squares = moments.diagonal(dim1=-2, dim2=-1)
-    planes = (squares[..., :half] + squares[..., half:]) / 2
-    return torch.diag_embed(torch.cat([planes, planes], dim=-1))
+    planes = (squares[..., :half] + squares[..., half:rotary_dim]) / 2
+    average = torch.zeros_like(moments)
+    average[..., :rotary_dim, :rotary_dim] = torch.diag_embed(torch.cat([planes, planes], dim=-1))
+    average[..., rotary_dim:, rotary_dim:] = moments[..., rotary_dim:, rotary_dim:]
+    return average
 
 
 def output_moments(o_weight: Tensor, shape: AttentionShape) -> Tensor:

@@ -8,23 +8,26 @@ from torch import Tensor
 from .pair import BasisPair
 
 
-def from_moments(queries: Tensor, keys: Tensor, head_dim: int) -> BasisPair:
+def from_moments(queries: Tensor, keys: Tensor, head_dim: int, rotary_dim: int | None = None) -> BasisPair:
     """Order the rotary planes of each head by the energy of their share of the logits.
 
-    A plane pairs dimension i with i + d/2. Its singular value is sqrt(sum |q|^2 sum |k|^2) over the plane, each of its
-    two columns getting half of it; the columns are unit vectors, so the basis could be folded into W_q and W_k.
+    A plane pairs dimension i with i + rotary_dim/2; dimensions that RoPE does not turn are paired likewise. Its
+    singular value is sqrt(sum |q|^2 sum |k|^2) over the plane, each of its two columns getting half of it; the columns
+    are unit vectors, so the basis could be folded into W_q and W_k.
 
     Args:
         queries, keys: [num_groups, n, n], second moments after RoPE; n = group_size * head_dim.
+        rotary_dim: dimensions of a head that RoPE turns, the first ones (None: all); even, as is head_dim.
     Source: DESIGN section 1 (only maps inside one rotary frequency commute with RoPE).
     """
-    width, half = keys.shape[-1], head_dim // 2
-    energies = [
-        moment.diagonal(dim1=-2, dim2=-1).unflatten(-1, (-1, 2, half)).sum(-2).flatten(-2) for moment in (queries, keys)
-    ]
-    planes = (energies[0] * energies[1]).sqrt()  # [num_groups, group_size * half]
+    width, turned = keys.shape[-1], head_dim if rotary_dim is None else rotary_dim
+    parts = torch.arange(turned), torch.arange(turned, head_dim)
+    pairs = torch.cat([part.reshape(2, -1).T for part in parts])  # [head_dim / 2, 2]
+    heads = torch.arange(0, width, head_dim)[:, None, None]
+    pairs = (heads + pairs).flatten(0, 1)
+    energies = [moment.diagonal(dim1=-2, dim2=-1)[:, pairs].sum(-1) for moment in (queries, keys)]
+    planes = (energies[0] * energies[1]).sqrt()  # [num_groups, group_size * head_dim / 2]
     values, order = planes.sort(dim=-1, descending=True, stable=True)
-    first = order // half * head_dim + order % half
-    columns = torch.stack([first, first + half], dim=-1).flatten(-2)
+    columns = pairs[order].flatten(-2)
     basis = torch.eye(width, dtype=keys.dtype)[columns].mT
     return BasisPair(basis, basis, (values / 2).repeat_interleave(2, dim=-1))
