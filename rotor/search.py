@@ -289,19 +289,27 @@ def complete_table(measurer: Measurer, path: RankPath) -> None:
 
 
 def choose(table: RankTable, target: float) -> dict[str, Any]:
+    """`choose_point` among the points of a table, by its metric."""
+    return choose_point(table.points, accuracy_field(table.recipe.evaluation.metric), target)
+
+
+def choose_point(points: list[dict[str, Any]], field: str, target: float) -> dict[str, Any]:
     """The measured point of highest saving whose accuracy is at least `target` on both splits.
 
+    Args:
+        field: the name of the accuracy in a point's measurements.
     Raises:
         AccuracyError: no point reaches it; names the best value.
     """
-    reached = [
-        p for p in table.points if table.accuracy(p, "search") >= target and table.accuracy(p, "report") >= target
-    ]
+
+    def accuracy(point: dict[str, Any]) -> float:
+        return min(point["search"][field], point["report"][field])
+
+    reached = [point for point in points if accuracy(point) >= target]
     if not reached:
-        best = max(table.points, key=lambda p: min(table.accuracy(p, "search"), table.accuracy(p, "report")))
-        accuracy = min(table.accuracy(best, "search"), table.accuracy(best, "report"))
+        best = max(points, key=accuracy)
         raise AccuracyError(
-            f"accuracy {target} is out of reach: the best measured is {accuracy:.4f}, "
+            f"accuracy {target} is out of reach: the best measured is {accuracy(best):.4f}, "
             f"at compression {best['compression']['stored']:.3f}.",
             "Ask for less, or calibrate with another recipe or with more tokens.",
         )
