@@ -19,9 +19,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from .errors import CheckpointError, NumericsError, RotorError, UsageError
+from .typed import shorten
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
+MAX_COUNT = 1 << 14
+"""Fields of config.json that say how many of something there are, and more than any model has of it."""
+
+MAX_JSON_BYTES = 1 << 27
+"""The index of a model of a million tensors is smaller."""
+
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -37,6 +45,7 @@ class Checkpoint:
         if not self.folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
         self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
+        self._check_config()
         self.file_of = self._locate()
         self._handles: dict[str, Any] = {}
         found = {file: set(self._open(file).keys()) for file in self.files}
@@ -60,7 +69,9 @@ class Checkpoint:
         """The transformers config; code in the folder is never run."""
         try:
             return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        except RotorError:
+            raise
+        except Exception as error:  # whatever the config classes of transformers make of values that they do not expect
             raise CheckpointError(
                 f"{self.folder / 'config.json'}: transformers cannot read it: {_one_line(error)}",
                 "Check config.json, or install a version of transformers that knows this model.",
@@ -73,7 +84,7 @@ class Checkpoint:
             return None
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError, ImportError) as error:
+        except Exception as error:  # likewise: many classes, each with errors of its own
             raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded: {_one_line(error)}") from error
 
     def tensor(self, name: str) -> Tensor:
@@ -91,10 +102,9 @@ class Checkpoint:
         file = self.file_of[name]
         try:
             tensor = self._open(file).get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / file}: tensor {name}: {_one_line(error)}") from error
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
+        if tensor.is_floating_point() and (bad := _not_finite(tensor)):
             raise NumericsError(
                 f"{self.folder / file}: tensor {name} has {bad} elements that are NaN or Inf.",
                 "The source checkpoint is damaged; download it again.",
@@ -114,14 +124,32 @@ class Checkpoint:
             p
             for p in self.folder.iterdir()
             if p.is_file()
+            and self._belongs(p)
             and p.name not in skip
             and p.suffix not in (".safetensors", *PICKLE_SUFFIXES)
             and not p.name.startswith(".")
             and p.name not in ("README.md", "rotor.json", "kernel_config.json", "recipe.yaml")
         )
 
+    def _belongs(self, path: Path) -> bool:
+        """Not a link to somewhere else, whose content a published checkpoint would give away.
+
+        Links to where config.json lies too are those of the hub's cache, or of somebody who linked a whole model.
+        """
+        places = {self.folder.resolve(), (self.folder / "config.json").resolve().parent}
+        return path.resolve().parent in places
+
     def total_bytes(self) -> int:
         return sum((self.folder / file).stat().st_size for file in self.files)
+
+    def _check_config(self) -> None:
+        """Numbers in config.json for which transformers would make a list or a table, before it sees them."""
+        path = self.folder / "config.json"
+        for key, value in self.config_dict.items():
+            if isinstance(value, int) and key in COUNTS and not 0 <= value <= MAX_COUNT:
+                raise CheckpointError(
+                    f"{path}: {key} is {shorten(value)}, expected at most {MAX_COUNT}.", "The file is damaged."
+                )
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> shard file name."""
@@ -131,8 +159,10 @@ class Checkpoint:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"{index}: no weight_map in it.", "Download it again.")
             for name, file in weight_map.items():
-                if not isinstance(file, str) or Path(file).name != file:
-                    raise CheckpointError(f"{index}: {name} is in {file!r}, expected a file name in this folder.")
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                    raise CheckpointError(
+                        f"{index}: {name} is in {shorten(file)}, expected the name of a .safetensors file beside it."
+                    )
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")
             return dict(weight_map)
@@ -156,6 +186,11 @@ class Checkpoint:
         return self._handles[file]
 
 
+def _not_finite(tensor: Tensor) -> int:
+    """How many elements are NaN or Inf; torch has no isfinite for numbers of 8 bits."""
+    return int((~torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())).sum())
+
+
 def _safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -169,6 +204,9 @@ def _safetensors(path: Path) -> Any:
 def read_json(path: Path, hint: str = "") -> dict[str, Any]:
     """A JSON object from a file; raises CheckpointError if it is missing or not one."""
     try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.", hint) from error
@@ -309,7 +347,7 @@ def _fsync(path: Path) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or repr(error)
     if isinstance(error, RotorError):
         text = error.message
     return text if len(text) <= 300 else text[:297] + "..."

@@ -152,13 +152,13 @@ def find_family(config: Any) -> Family:
 
 def attention_shape(config: Any) -> AttentionShape:
     """Sizes of the attention layers from a transformers config."""
-    num_heads = config.num_attention_heads
+    num_heads, hidden_size = config.num_attention_heads, config.hidden_size
     return AttentionShape(
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        hidden_size=config.hidden_size,
+        head_dim=getattr(config, "head_dim", None) or (hidden_size // num_heads if num_heads else 0),
+        hidden_size=hidden_size,
     )
 
 
@@ -193,6 +193,12 @@ def read_attention(
     }
     for name, want in expected.items():
         got = tuple(getattr(weights, name).shape)
+        weight = getattr(weights, name)
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            raise UnsupportedModelError(
+                f"layer {layer}: {name} is {weight.dtype}, expected float16, bfloat16, float32 or float64.",
+                "Give rotor the checkpoint before it was quantised.",
+            )
         if got != want:
             raise UnsupportedModelError(f"layer {layer}: {name} is {list(got)}, config.json implies {list(want)}.")
     return weights

@@ -11,6 +11,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, read_json
 from .errors import AccuracyError, CheckpointError, RotorError
+from .formats import CheckpointInfo, read_file
 from .layout import GroupLayout, uncompressed_kv_bytes_per_token
 from .metrics import accuracy_field, describe
 from .recipe import Recipe, load_recipe
@@ -142,7 +143,7 @@ def _of_run(run: Run, name: str) -> ReportData:
 
 
 def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData:
-    report = read_json(folder / ROTOR_JSON)
+    report = read_file(folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
     data = ReportData("checkpoint", name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
     accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
     data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]

@@ -37,10 +37,7 @@ from .ranks import (
 )
 from .ranks.water_filling import Cost, GroupCost
 from .recipe import Recipe
-from .run import Run, read_fisher
-
-TABLE_VERSION = 1
-
+from .run import TABLE_VERSION, Run, read_fisher
 
 Candidates = list[dict[str, LayerBases]]
 """The bases of each layer's candidates, by key."""
@@ -116,7 +113,8 @@ class RankTable:
         relevant = json.dumps([settings["ranks"], settings["evaluation"], settings["objective"]], sort_keys=True)
         fingerprint = hashlib.sha256(relevant.encode()).hexdigest()
         data = run.read_rank_table()
-        if data and data.get("version") == TABLE_VERSION and data.get("fingerprint") == fingerprint:
+        same = data is not None and data["evaluation"] == json.loads(json.dumps(settings["evaluation"]))
+        if data is not None and same and data["fingerprint"] == fingerprint:
             complete = bool(data["complete"]) and data.get("search") == json.loads(json.dumps(settings["search"]))
             return cls(run, recipe, fingerprint, data["points"], complete, data["base"], data["sensitivities"])
         return cls(run, recipe, fingerprint, [], False)
