@@ -20,9 +20,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
+from .typed import shorten
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
+MAX_COUNT = 1 << 14
+"""Fields of config.json that say how many of something there are, and more than any model has of it."""
+
+MAX_JSON_BYTES = 1 << 27
+"""The index of a model of a million tensors is smaller."""
+
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -39,6 +47,7 @@ class Checkpoint:
             raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
         _refuse_other_formats(self.folder)
         self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
+        self._check_config()
         self.file_of = self._locate()
         self._handles: dict[str, Any] = {}
         found = {file: set(self._open(file).keys()) for file in self.files}
@@ -69,7 +78,7 @@ class Checkpoint:
             return None
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError, ImportError) as error:
+        except Exception as error:  # likewise: many classes, each with errors of its own
             raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded: {_one_line(error)}") from error
 
     def tensor(self, name: str) -> Tensor:
@@ -87,10 +96,10 @@ class Checkpoint:
         file = self.file_of[name]
         try:
             tensor = self._open(file).get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / file}: tensor {name}: {_one_line(error)}") from error
         if not is_finite(tensor):
-            bad = int((~torch.isfinite(tensor)).sum())
+            bad = int((~torch.isfinite(tensor.float())).sum())
             raise NumericsError(
                 f"{self.folder / file}: tensor {name} has {bad} elements that are NaN or Inf.",
                 "The source checkpoint is damaged; download it again.",
@@ -110,14 +119,32 @@ class Checkpoint:
             p
             for p in self.folder.iterdir()
             if p.is_file()
+            and self._belongs(p)
             and p.name not in skip
             and p.suffix not in (".safetensors", *PICKLE_SUFFIXES)
             and not p.name.startswith(".")
             and p.name not in ("README.md", "rotor.json", "kernel_config.json", "recipe.yaml")
         )
 
+    def _belongs(self, path: Path) -> bool:
+        """Not a link to somewhere else, whose content a published checkpoint would give away.
+
+        Links to where config.json lies too are those of the hub's cache, or of somebody who linked a whole model.
+        """
+        places = {self.folder.resolve(), (self.folder / "config.json").resolve().parent}
+        return path.resolve().parent in places
+
     def total_bytes(self) -> int:
         return sum((self.folder / file).stat().st_size for file in self.files)
+
+    def _check_config(self) -> None:
+        """Numbers in config.json for which transformers would make a list or a table, before it sees them."""
+        path = self.folder / "config.json"
+        for key, value in self.config_dict.items():
+            if isinstance(value, int) and key in COUNTS and not 0 <= value <= MAX_COUNT:
+                raise CheckpointError(
+                    f"{path}: {key} is {shorten(value)}, expected at most {MAX_COUNT}.", "The file is damaged."
+                )
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> shard file name."""
@@ -127,8 +154,10 @@ class Checkpoint:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"{index}: no weight_map in it.", "Download it again.")
             for name, file in weight_map.items():
-                if not isinstance(file, str) or Path(file).name != file:
-                    raise CheckpointError(f"{index}: {name} is in {file!r}, expected a file name in this folder.")
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                    raise CheckpointError(
+                        f"{index}: {name} is in {shorten(file)}, expected the name of a .safetensors file beside it."
+                    )
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")
             return dict(weight_map)
@@ -160,7 +189,9 @@ def config_of(folder: Path) -> Any:
     """
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+    except RotorError:
+        raise
+    except Exception as error:  # whatever the config classes of transformers make of values that they do not expect
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers cannot read it: {_one_line(error)}",
             "Check config.json, or install a version of transformers that knows this model.",
@@ -199,6 +230,9 @@ def _safetensors(path: Path) -> Any:
 def read_json(path: Path, hint: str = "") -> dict[str, Any]:
     """A JSON object from a file; raises CheckpointError if it is missing or not one."""
     try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.", hint) from error
@@ -235,6 +269,8 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor has neither NaN nor Inf. Its extremes show both, far faster than `isfinite` does."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
+    if tensor.element_size() == 1:  # torch has no extremes for numbers of 8 bits
+        tensor = tensor.float()
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
 
 
@@ -346,7 +382,7 @@ def _fsync(path: Path) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or repr(error)
     if isinstance(error, RotorError):
         text = error.message
     return text if len(text) <= 300 else text[:297] + "..."

@@ -398,6 +398,29 @@ def schedule(
     stdout.print(table)
 
 
+@app.command(epilog="Example: rotor report runs/demo -o report.html")
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder that `rotor calibrate` or `rotor export` wrote.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="HTML file to write; by default report.html in the folder.")
+    ] = None,
+    study: Annotated[
+        Path | None, typer.Option(help="Study folder; its comparison of calibration tokens is shown.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML file that shows spectra, ranks, accuracy, losses, sizes and timings (export writes one too)."""
+    from .report import report as write_report
+
+    result = write_report(folder, out, study=study)
+    if as_json:
+        _print_json({"report": str(result.path), "figures": result.figures, "absent": result.absent})
+        return
+    stdout.print(f"{result.path}: {len(result.figures)} figures", highlight=False)
+    for section, why in result.absent.items():
+        stdout.print(f"  {section}: {why}", highlight=False)
+
+
 @app.command(epilog="Example: rotor recipes --json")
 def recipes(as_json: AsJson = False) -> None:
     """List the bundled recipes."""

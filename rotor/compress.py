@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from .bases import LayerBases
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, UsageError
+from .errors import CheckpointError, RotorError, UsageError
 from .families import FAMILIES, AttentionWeights, Family, attention_shape, find_family, read_attention
+from .fit import check_fit
 from .integration import replace_attention
 from .layout import LayerLayout
 from .ranks import LayerRanks
@@ -47,6 +48,7 @@ def load_model(
     folder: Any, device: torch.device, dtype: torch.dtype, config_changes: dict[str, Any] | None = None
 ) -> Any:
     """Load a causal model for evaluation, from a local folder, without running code from it."""
+    check_fit(Checkpoint(folder))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -56,7 +58,9 @@ def load_model(
             output_loading_info=True,
             **(config_changes or {}),
         )
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except RotorError:
+        raise
+    except Exception as error:  # the loaders and models of transformers have errors of their own
         raise CheckpointError(f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
     model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

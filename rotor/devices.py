@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from .errors import RecipeError
-from .recipe import nearest_name, read_dataclass
+from .typed import Reader, nearest_name, read_yaml, shorten
 
 RATES = ("bandwidth_bytes_per_s", "matmul_flops_per_s", "memory_bytes")
 
@@ -67,21 +64,18 @@ def parse_devices(text: str, where: str) -> dict[str, Device]:
             rate that is not positive and finite.
     """
     where = f"device file {where}"
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+    data = read_yaml(text, where)
     if not isinstance(data, Mapping):
-        raise RecipeError(f"{where}: expected a mapping from device names to their rates, got {data!r:.60}.")
+        raise RecipeError(f"{where}: expected a mapping from device names to their rates, got {shorten(data)}.")
     devices = {}
     for key, fields in data.items():
-        name = str(key)
+        name = key if isinstance(key, str) else shorten(key)
         if isinstance(fields, Mapping):
             fields = {field: _number(value) if field in RATES else value for field, value in fields.items()}
-        device: Device = read_dataclass(Device, fields, where, f"{name}.")
+        device: Device = Reader(where).read(Device, fields, name)
         for rate in RATES:
             value = getattr(device, rate)
-            if not (math.isfinite(value) and value > 0):
+            if value <= 0:
                 raise RecipeError(f"{where}: {name}.{rate}: got {value}, expected a positive number.")
         devices[name] = device
     return devices

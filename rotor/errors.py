@@ -6,6 +6,8 @@ error is two lines and the exit code of its class, never a traceback (unless ROT
 
 from __future__ import annotations
 
+MAX_CHARACTERS = 2000
+
 
 class RotorError(Exception):
     """Base of every error that rotor raises on purpose.
@@ -18,9 +20,14 @@ class RotorError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message if not hint else f"{message}\n{hint}")
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = _printable(message), _printable(hint)
+        super().__init__(f"{self.message}\n{self.hint}" if hint else self.message)
+
+
+def _printable(text: str) -> str:
+    """One line of bounded length with no control characters: parts of it may come from a file of unknown origin."""
+    line = "".join(c if c.isprintable() else " " for c in text[: 2 * MAX_CHARACTERS])
+    return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 3]}..."
 
 
 class UsageError(RotorError):

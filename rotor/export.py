@@ -37,6 +37,7 @@ from .model_card import model_card
 from .progress import Progress, StageTimes
 from .ranks import LayerRanks
 from .recipe import EXPORT_SECTIONS, Recipe, override
+from .report import write_with_checkpoint
 from .rewrite import layer_layout, rewrite_layer
 from .run import LOG, Run
 from .search import Measurer, RankTable, choose, columns, complete_table, plan_for, rank_path
@@ -240,6 +241,7 @@ def _write(
     report["source"]["path"] = _relative(checkpoint.folder, out)
     write_json(staging / ROTOR_JSON, report)
     (staging / CARD).write_text(model_card(report, recipe), "utf-8")
+    write_with_checkpoint(staging, run, out.name)
     return report
 
 

@@ -267,7 +267,7 @@ def find_family(config: Any) -> Family:
 def attention_shape(config: Any) -> AttentionShape:
     """Sizes of the attention layers from the transformers config of a supported family."""
     num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
     factor = _partial_rotary_factor(config)
     return AttentionShape(
         num_layers=config.num_hidden_layers,
@@ -325,6 +325,12 @@ def read_attention(
     }
     for name, want in expected.items():
         got = tuple(getattr(weights, name).shape)
+        weight = getattr(weights, name)
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            raise UnsupportedModelError(
+                f"layer {layer}: {name} is {weight.dtype}, expected float16, bfloat16, float32 or float64.",
+                "Give rotor the checkpoint before it was quantised.",
+            )
         if got != want:
             raise UnsupportedModelError(f"layer {layer}: {name} is {list(got)}, config.json implies {list(want)}.")
     return weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -18,13 +18,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .errors import CheckpointError, UsageError
 from .families import FAMILIES, Family, attention_shape
-from .layout import AttentionShape, LayerLayout
+from .layout import AttentionShape, LayerLayout, check_layouts
 from .modeling import RotaryTable, RotorAttention, rotor_attention_forward
 from .ranks import LayerRanks
 from .rewrite import truncate_layer
+from .typed import Reader, shorten
 
 METHOD = "rotor"
 FORMAT_VERSION = 1
+EDITED = "The folder was edited or is from another version of rotor; export it again."
 
 
 class RotorConfig(QuantizationConfigMixin):
@@ -48,11 +50,12 @@ class RotorConfig(QuantizationConfigMixin):
     ) -> None:
         kwargs.pop("quant_method", None)
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.format_version = format_version
-        self.layers = {str(index): layout for index, layout in (layers or {}).items()}
-        self.biases = sorted(biases)
+        reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
+        self.format_version = reader.read(int, format_version, "format_version")
+        self.layers = reader.read(dict[str, Any], _text_keys(layers or {}), "layers")
+        self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if profiles:
-            self.profiles = profiles
+            self.profiles = reader.read(dict[str, list[list[tuple[int, int]]]], profiles, "profiles")
 
     def profile_ranks(self, name: Any) -> list[LayerRanks] | None:
         """The ranks of a profile of an elastic checkpoint; None if the checkpoint is not elastic.
@@ -71,19 +74,38 @@ class RotorConfig(QuantizationConfigMixin):
             )
         return [[(int(qk), int(v)) for qk, v in layer] for layer in profiles[str(name)]]
 
-    def layouts(self, num_layers: int) -> list[LayerLayout]:
-        """The layout of each layer; raises CheckpointError if the version or the number of layers does not fit."""
+    def layouts(self, shape: AttentionShape) -> list[LayerLayout]:
+        """The layout of each layer; raises CheckpointError if the version or a layout does not fit the model."""
         if self.format_version != FORMAT_VERSION:
             raise CheckpointError(
                 f"config.json: format_version is {self.format_version}, this rotor reads {FORMAT_VERSION}.",
                 "Install the version of rotor that wrote the checkpoint (rotor.json names it).",
             )
-        if sorted(self.layers) != sorted(str(i) for i in range(num_layers)):
+        if set(self.layers) != {str(i) for i in range(shape.num_layers)}:
             raise CheckpointError(
-                f"config.json: layouts for layers {sorted(self.layers)}, expected 0 to {num_layers - 1}.",
-                "The folder was edited; export it again.",
+                f"config.json: layouts of layers {shorten(sorted(self.layers))}, expected 0 to {shape.num_layers - 1}.",
+                EDITED,
             )
-        return [LayerLayout.from_dict(self.layers[str(i)], f"config.json, layer {i}") for i in range(num_layers)]
+        found = [LayerLayout.from_dict(self.layers[str(i)], f"config.json, layer {i}") for i in range(shape.num_layers)]
+        check_layouts(found, shape, "config.json")
+        for name, ranks in getattr(self, "profiles", {}).items():
+            self._check_profile(name, ranks, found)
+        return found
+
+    def _check_profile(self, name: str, ranks: list[LayerRanks], layouts: list[LayerLayout]) -> None:
+        reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
+        if [len(layer) for layer in ranks] != [len(layout.groups) for layout in layouts]:
+            raise reader.fail(f"profiles.{name}", ranks, "ranks of every layer's groups")
+        for index, (layer, layout) in enumerate(zip(ranks, layouts, strict=True)):
+            for (qk_rank, v_rank), group in zip(layer, layout.groups, strict=True):
+                if not (0 < qk_rank <= group.qk_rank and 0 < v_rank <= group.v_rank):
+                    expected = f"ranks from 1 to what is stored, {group.qk_rank} and {group.v_rank}"
+                    raise reader.fail(f"profiles.{name}, layer {index}", (qk_rank, v_rank), expected)
+
+
+def _text_keys(layers: Any) -> Any:
+    """JSON has made strings of the keys; a dict built in Python may have numbers."""
+    return {str(index): layout for index, layout in layers.items()} if isinstance(layers, dict) else layers
 
 
 class RotorQuantizer(HfQuantizer):
@@ -103,7 +125,7 @@ class RotorQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         shape = attention_shape(model.config)
-        layouts = self.quantization_config.layouts(shape.num_layers)  # type: ignore[attr-defined]
+        layouts = self.quantization_config.layouts(shape)  # type: ignore[attr-defined]
         replace_attention(
             model,
             FAMILIES[model.config.model_type],

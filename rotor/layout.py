@@ -9,12 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from .errors import CheckpointError
+from .typed import Reader
 
 Domain = Literal["post", "pre", "none"]
 """Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or in a model without RoPE."""
+
+
+MAX_SIZE = 1 << 24
+"""No size of any model's attention is near it; larger ones come from damaged files."""
+
+
+class GroupDict(TypedDict):
+    """A GroupLayout in JSON."""
+
+    kv_heads: list[int]
+    qk_rank: int
+    v_rank: int
+
+
+class LayoutDict(TypedDict):
+    """A LayerLayout in JSON."""
+
+    domain: Domain
+    folded_keys: bool
+    groups: list[GroupDict]
 
 
 @dataclass(frozen=True)
@@ -35,6 +56,20 @@ class AttentionShape:
     def turned(self) -> int:
         """Dimensions of a head that RoPE turns, in a model that has RoPE."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size)
+        if not all(isinstance(size, int) and 0 < size <= MAX_SIZE for size in sizes):
+            raise CheckpointError(
+                f"attention of {sizes} (layers, heads, KV heads, head_dim, hidden_size): expected numbers from 1 to "
+                f"{MAX_SIZE}.",
+                "The model's config.json or the run's run.json is damaged.",
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads.",
+                "The model's config.json or the run's run.json is damaged.",
+            )
 
     @property
     def heads_per_kv(self) -> int:
@@ -124,26 +159,29 @@ class LayerLayout:
         Raises:
             CheckpointError: a field is missing or has the wrong type; names `where`.
         """
-        try:
-            groups = tuple(
-                GroupLayout(tuple(int(h) for h in g["kv_heads"]), int(g["qk_rank"]), int(g["v_rank"]))
-                for g in data["groups"]
-            )
-            layout = cls(data["domain"], bool(data["folded_keys"]), groups)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{where}: the layout of a compressed layer is not readable ({error!r}).",
-                "The folder was edited or is from another version of rotor; export it again.",
-            ) from error
-        sizes = {len(g.kv_heads) for g in groups}
-        ranks_positive = all(g.qk_rank > 0 and g.v_rank > 0 for g in groups)
-        if layout.domain not in ("post", "pre", "none") or len(sizes) != 1 or 0 in sizes or not ranks_positive:
-            raise CheckpointError(
-                f"{where}: got domain {layout.domain!r} and group sizes {sorted(sizes)}; expected domain post, pre or "
-                "none, equal group sizes and positive ranks.",
-                "The folder was edited or is from another version of rotor; export it again.",
-            )
+        reader = Reader(where, CheckpointError, "The folder was edited or is from another version of rotor.")
+        fields: LayoutDict = reader.read(LayoutDict, data)
+        groups = tuple(GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in fields["groups"])
+        layout = cls(fields["domain"], fields["folded_keys"], groups)
+        sizes = {len(group.kv_heads) for group in groups}
+        if len(sizes) != 1 or 0 in sizes:
+            raise reader.fail("groups", sorted(sizes), "groups of one size, at least one KV head each")
+        ranks = [rank for group in groups for rank in (group.qk_rank, group.v_rank)]
+        if not all(0 < rank <= MAX_SIZE for rank in ranks):
+            raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")
         return layout
+
+
+def check_layouts(layouts: list[LayerLayout], shape: AttentionShape, where: str) -> None:
+    """Raises CheckpointError, naming the layer, where layouts are not of a model of that shape."""
+    for index, layout in enumerate(layouts):
+        reader = Reader(f"{where}, layer {index}", CheckpointError, "The folder was edited; export it again.")
+        if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
+            raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {shape.num_kv_heads - 1} once")
+        columns = layout.group_size * shape.head_dim
+        for group in layout.groups:
+            if max(group.qk_rank, group.v_rank) > columns:
+                raise reader.fail("ranks", (group.qk_rank, group.v_rank), f"at most {columns}")
 
 
 def ordered_by_class(

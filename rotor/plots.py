@@ -1,4 +1,4 @@
-"""Plots of a study, as PNG and SVG. The only module that uses matplotlib, which is imported when it is needed."""
+"""Plots of a study, as PNG and SVG. Here and in report_plots matplotlib is imported, and only when it is needed."""
 
 from __future__ import annotations
 

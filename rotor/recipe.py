@@ -7,17 +7,16 @@ nearest known key. Any field can be overridden by its dotted name (`tokens.count
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
 from .errors import RecipeError
+from .typed import Reader, nearest_name, read_yaml
 
 
 @dataclass(frozen=True)
@@ -227,11 +226,8 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
 
 def parse_recipe(text: str, where: str) -> Recipe:
     """Parse a recipe's YAML text; `where` names it in errors."""
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"recipe {where}: not valid YAML: {' '.join(str(error).split())}") from error
-    recipe: Recipe = read_dataclass(Recipe, data, f"recipe {where}", "")
+    data = read_yaml(text, f"recipe {where}")
+    recipe: Recipe = Reader(f"recipe {where}").read(Recipe, data)
     _check(recipe, where)
     return recipe
 
@@ -265,75 +261,11 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
                 )
             if depth < len(keys) - 1:
                 target = target[key]
-        try:
-            target[keys[-1]] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise RecipeError(f"--set {item}: the value is not valid YAML: {' '.join(str(error).split())}") from error
+        target[keys[-1]] = read_yaml(value, f"--set {item}")
     where = "--set" if overrides else recipe.name
-    result: Recipe = read_dataclass(Recipe, data, f"recipe {where}", "")
+    result: Recipe = Reader(f"recipe {where}").read(Recipe, data)
     _check(result, where)
     return result
-
-
-def read_dataclass(cls: Any, data: object, where: str, prefix: str) -> Any:
-    """Read a mapping into the dataclass `cls`, checking keys and types.
-
-    Args:
-        where: names the file in errors. prefix: the dotted name so far, with its last dot.
-    Raises:
-        RecipeError: not a mapping, an unknown key (names the nearest), a missing key or a value of the wrong type.
-    """
-    if not isinstance(data, Mapping):
-        raise RecipeError(f"{where}: {prefix.rstrip('.') or 'the file'}: expected a mapping, got {_shorten(data)}.")
-    hints = get_type_hints(cls)
-    values = {}
-    for key, value in data.items():
-        if key not in hints:
-            raise RecipeError(
-                f"{where}: unknown key {f'{prefix}{key}'!r}{nearest_name(str(key), hints)}",
-                f"Known keys: {', '.join(f'{prefix}{name}' for name in hints)}.",
-            )
-        values[key] = _convert(hints[key], value, where, f"{prefix}{key}")
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise RecipeError(f"{where}: missing key {f'{prefix}{missing[0]}'!r}.")
-    return cls(**values)
-
-
-def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return read_dataclass(hint, value, where, f"{name}.")
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        options = get_args(hint)
-    else:
-        options = (hint,)
-    for option in options:
-        if get_origin(option) is Literal and isinstance(value, str) and value in get_args(option):
-            return value
-        if get_origin(option) is tuple and isinstance(value, (list, tuple)):
-            return tuple(_convert(get_args(option)[0], item, where, f"{name}[{i}]") for i, item in enumerate(value))
-        if option is type(None) and value is None:
-            return None
-        if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if option in (int, str, bool) and type(value) is option:
-            return value
-    expected = " or ".join(_describe(option) for option in options)
-    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    raise RecipeError(f"{where}: {name}: got {_shorten(value)}, expected {expected}{nearest_name(value, choices)}")
-
-
-def _describe(option: Any) -> str:
-    if get_origin(option) is Literal:
-        return "one of " + ", ".join(get_args(option))
-    if get_origin(option) is tuple:
-        return f"a list of {get_args(option)[0].__name__}"
-    return "null" if option is type(None) else option.__name__
 
 
 def _check(recipe: Recipe, where: str) -> None:
@@ -420,7 +352,7 @@ def _check(recipe: Recipe, where: str) -> None:
     ]
     for ok, name, got, expected in rules:
         if not ok:
-            raise RecipeError(f"recipe {where}: {name}: got {got!r}, expected {expected}.")
+            raise Reader(f"recipe {where}").fail(name, got, expected)
     metric, task = evaluation.metric, evaluation.metric.removeprefix(LM_EVAL)
     if metric not in METRICS and (not metric.startswith(LM_EVAL) or not task.strip()):
         raise RecipeError(
@@ -429,12 +361,6 @@ def _check(recipe: Recipe, where: str) -> None:
         )
 
 
-def nearest_name(word: object, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the known word that `word` resembles, if any, and the full stop."""
-    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else "."
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def accuracy_field(name: str) -> str:
+    """The field of a measured point that holds the accuracy of a metric: its name, but kl_div is in nats."""
+    return "kl_accuracy" if name == "kl_div" else name

@@ -9,19 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .bases import BasisPair, LayerBases
 from .checkpoint import read_json, write_json
-from .errors import CheckpointError, UsageError
+from .errors import CheckpointError, NumericsError, UsageError
+from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
 from .hub import find_model
 from .layout import AttentionShape, Domain
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe, accuracy_field, load_recipe
 from .statistics import LayerStatistics
+from .typed import Reader
 
 RECIPE, INFO, BASES, RANK_TABLE, LOG = "recipe.yaml", "run.json", "bases.safetensors", "rank_table.json", "log.txt"
+TABLE_VERSION = 1
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
@@ -43,23 +47,40 @@ def write_statistics(
 def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
     """Raises CheckpointError if the layer's file is missing or damaged."""
     path = statistics_path(folder, layer)
+    tensors, metadata = _load(path)
+    try:
+        tokens, group_size = int(metadata["tokens"][:20]), int(metadata["group_size"][:20])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable ({error!r}).", CALIBRATE_AGAIN) from error
+    sums = {name: tensor for name, tensor in tensors.items() if not name.startswith("fisher_")}
+    statistics = LayerStatistics(shape, group_size, sums, tokens)
+    statistics.check_shapes(str(path))
+    statistics.check_finite(layer)
+    return statistics
+
+
+def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors of a safetensors file of the run, and its metadata."""
     try:
         with safe_open(path, framework="pt") as handle:
-            metadata = handle.metadata()
-        sums = {name: tensor for name, tensor in load_file(path).items() if not name.startswith("fisher_")}
-        return LayerStatistics(shape, int(metadata["group_size"]), sums, int(metadata["tokens"]))
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            return {name: handle.get_tensor(name) for name in handle.keys()}, handle.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
 
 def read_fisher(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
     """Fisher information of keys and of values, each [num_kv_heads]; raises UsageError if the run has none."""
-    tensors = load_file(statistics_path(folder, layer))
-    if "fisher_key" not in tensors:
+    path = statistics_path(folder, layer)
+    tensors, _ = _load(path)
+    if "fisher_key" not in tensors or "fisher_value" not in tensors:
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    return tensors["fisher_key"], tensors["fisher_value"]
+    found = tensors["fisher_key"], tensors["fisher_value"]
+    for side, values in zip(("keys", "values"), found, strict=True):
+        if not torch.isfinite(values).all():
+            raise NumericsError(f"{path}: layer {layer}: Fisher information of {side} is not finite.", CALIBRATE_AGAIN)
+    return found
 
 
 def write_bases(folder: Path, bases: list[dict[str, LayerBases]]) -> None:
@@ -89,18 +110,13 @@ class Run:
         path = Path(folder)
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
-        info = read_json(path / INFO, "Give a folder that `rotor calibrate` wrote.")
-        for key in ("model", "candidates", "shape"):
-            if key not in info:
-                raise CheckpointError(f"{path / INFO}: {key} is missing.", CALIBRATE_AGAIN)
+        info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
+        check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         return cls(path, load_recipe(str(path / RECIPE)), info)
 
     @property
     def shape(self) -> AttentionShape:
-        try:
-            return AttentionShape(**self.info["shape"])
-        except TypeError as error:
-            raise CheckpointError(f"{self.folder / INFO}: shape: {error}.", CALIBRATE_AGAIN) from error
+        return AttentionShape(**self.info["shape"])
 
     @property
     def model_folder(self) -> Path:
@@ -117,14 +133,14 @@ class Run:
             CheckpointError: the file is damaged or does not fit run.json.
         """
         path = self.folder / BASES
+        tensors, _ = _load(path)
         try:
-            tensors = load_file(path)
             return [
                 {key: self._candidate(tensors, i, key) for key in self.info["candidates"]}
                 for i in range(self.shape.num_layers)
             ]
-        except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
+        except KeyError as error:
+            raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
 
     def _candidate(self, tensors: dict[str, Tensor], index: int, key: str) -> LayerBases:
         domain: Domain = self.info["candidates"][key]["domain"]
@@ -138,11 +154,24 @@ class Run:
         outputs = None
         if self.recipe.bases.refit:
             outputs = read_statistics(self.folder, index, self.shape).moment("output", group_size)
-        return LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs)
+        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs)
+        bases.check(self.shape, f"{self.folder / BASES}: layer {index}, {key}")
+        return bases
 
     def read_rank_table(self) -> dict[str, Any] | None:
-        path = self.folder / RANK_TABLE
-        return read_json(path, "Delete it, and the next export measures again.") if path.is_file() else None
+        """rank_table.json; None if there is none, or one of another version.
+
+        Raises:
+            CheckpointError: damaged, or of another run.
+        """
+        path, hint = self.folder / RANK_TABLE, "Delete it, and the next export measures again."
+        if not path.is_file() or read_json(path, hint).get("version") != TABLE_VERSION:
+            return None
+        table: Any = read_file(path, RankTableInfo, hint)
+        field = accuracy_field(table["evaluation"]["metric"])
+        info: Any = self.info
+        check_rank_table(table, info, self.shape, field, Reader(str(path), CheckpointError, hint))
+        return table
 
     def write_rank_table(self, table: dict[str, Any]) -> None:
         """Written to a temporary name first, so that an interrupted write keeps the old table."""

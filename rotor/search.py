@@ -37,10 +37,7 @@ from .ranks import (
 )
 from .ranks.water_filling import Cost, GroupCost
 from .recipe import Recipe
-from .run import Run, read_fisher
-
-TABLE_VERSION = 1
-
+from .run import TABLE_VERSION, Run, read_fisher
 
 Candidates = list[dict[str, LayerBases]]
 """The bases of each layer's candidates, by key."""
@@ -116,7 +113,8 @@ class RankTable:
         relevant = json.dumps([settings["ranks"], settings["evaluation"], settings["objective"]], sort_keys=True)
         fingerprint = hashlib.sha256(relevant.encode()).hexdigest()
         data = run.read_rank_table()
-        if data and data.get("version") == TABLE_VERSION and data.get("fingerprint") == fingerprint:
+        same = data is not None and data["evaluation"] == json.loads(json.dumps(settings["evaluation"]))
+        if data is not None and same and data["fingerprint"] == fingerprint:
             complete = bool(data["complete"]) and data.get("search") == json.loads(json.dumps(settings["search"]))
             return cls(run, recipe, fingerprint, data["points"], complete, data["base"], data["sensitivities"])
         return cls(run, recipe, fingerprint, [], False)
@@ -289,19 +287,27 @@ def complete_table(measurer: Measurer, path: RankPath) -> None:
 
 
 def choose(table: RankTable, target: float) -> dict[str, Any]:
+    """`choose_point` among the points of a table, by its metric."""
+    return choose_point(table.points, accuracy_field(table.recipe.evaluation.metric), target)
+
+
+def choose_point(points: list[dict[str, Any]], field: str, target: float) -> dict[str, Any]:
     """The measured point of highest saving whose accuracy is at least `target` on both splits.
 
+    Args:
+        field: the name of the accuracy in a point's measurements.
     Raises:
         AccuracyError: no point reaches it; names the best value.
     """
-    reached = [
-        p for p in table.points if table.accuracy(p, "search") >= target and table.accuracy(p, "report") >= target
-    ]
+
+    def accuracy(point: dict[str, Any]) -> float:
+        return min(point["search"][field], point["report"][field])
+
+    reached = [point for point in points if accuracy(point) >= target]
     if not reached:
-        best = max(table.points, key=lambda p: min(table.accuracy(p, "search"), table.accuracy(p, "report")))
-        accuracy = min(table.accuracy(best, "search"), table.accuracy(best, "report"))
+        best = max(points, key=accuracy)
         raise AccuracyError(
-            f"accuracy {target} is out of reach: the best measured is {accuracy:.4f}, "
+            f"accuracy {target} is out of reach: the best measured is {accuracy(best):.4f}, "
             f"at compression {best['compression']['stored']:.3f}.",
             "Ask for less, or calibrate with another recipe or with more tokens.",
         )

@@ -155,7 +155,7 @@ def simulate_folder(
     if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
         raise CheckpointError(f"{folder}: not a compressed checkpoint.", "Give a folder that `rotor export` wrote.")
     shape = attention_shape(config)
-    layouts = RotorConfig(**stored).layouts(shape.num_layers)
+    layouts = RotorConfig(**stored).layouts(shape)
     rates = find_device(device, None if device_file is None else str(device_file))
     return simulate(layouts, shape, lengths, rates, sms, (config.dtype or torch.float32).itemsize)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .errors import NumericsError
+from .errors import CheckpointError, NumericsError
 from .layout import AttentionShape
 
 MOMENTS = ("query", "key_post", "key_post_mean", "key_pre", "value", "output")
@@ -94,6 +94,30 @@ class LayerStatistics:
         """The statistics of both inputs together."""
         sums = {name: total + other.sums[name] for name, total in self.sums.items()}
         return LayerStatistics(self.shape, self.group_size, sums, self.tokens + other.tokens)
+
+    def check_shapes(self, where: str) -> None:
+        """Raises CheckpointError, naming the moment and `where`, if sums that were read do not fit the shape."""
+        heads, size, dim = self.shape.num_kv_heads, self.group_size, self.shape.head_dim
+        if not (1 <= size <= heads and heads % size == 0 and self.tokens >= 1):
+            raise CheckpointError(
+                f"{where}: group_size {size} and {self.tokens} tokens, expected a divisor of {heads} KV heads and at "
+                "least 1 token.",
+                "Run `rotor calibrate` again.",
+            )
+        groups, width = heads // size, size * dim
+        special = {
+            "query": (heads, dim, dim),
+            "output": (self.shape.num_heads, width, width),
+            "key_post_mean": (groups, width),
+        }
+        for name, total in self.sums.items():
+            expected = special.get(name, (groups, width, width))
+            if tuple(total.shape) != expected or total.dtype != torch.float64:
+                raise CheckpointError(
+                    f"{where}: {name} is {total.dtype} of shape {list(total.shape)}, expected float64 of "
+                    f"{list(expected)}.",
+                    "Run `rotor calibrate` again.",
+                )
 
     def check_finite(self, layer: int) -> None:
         """Raises NumericsError that names the layer and the first moment with a NaN or Inf."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-
 from .checkpoint import Checkpoint, check_writable, file_sha256
 from .errors import RecipeError, UsageError
 from .hub import find_model
@@ -25,6 +23,7 @@ from .study_measure import Bench
 from .study_parts import StudyParts
 from .study_report import write_csv, write_summary
 from .study_store import StudyStore
+from .typed import read_yaml
 
 PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation")
 TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -159,9 +158,10 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
         found.append((name.strip(), changes.split()))
     if path is not None:
         try:
-            data = yaml.safe_load(path.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"--ablations {path}: cannot be read ({' '.join(str(error).split())}).") from error
+        data = read_yaml(text, f"--ablations {path}")
         if not isinstance(data, dict):
             raise RecipeError(f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.")
         for name, changes in data.items():

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
 from .compress import CompressibleModel, load_model, pick_device, pick_dtype
-from .errors import CheckpointError, DataError, RotorError, UsageError
+from .errors import DataError, RotorError
 from .evaluation import Scores, Tally, batch_logits, batches, evaluation_data, ratios
 from .export import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from .families import FAMILIES, attention_shape
+from .formats import CheckpointInfo, read_file
 from .integration import RotorConfig
 from .kernel_config import kernel_config
 from .layout import AttentionShape, LayerLayout, kv_bytes_per_token
@@ -105,10 +106,8 @@ def validate(
     progress = progress or Progress()
     times = StageTimes()
     result = Validation(Path(folder))
-    report = read_json(Path(folder) / ROTOR_JSON, "Give a folder that `rotor export` wrote.")
-    checkpoint = Checkpoint(folder)
-    with times.stage("integrity"), progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
-        layouts = _integrity(result, checkpoint, report, advance)
+    with times.stage("integrity"):
+        checkpoint, report, layouts = check_integrity(result, progress)
     if not result.damaged:
         source = _find(model, report, "source", "path", Path(folder), Checkpoint)
         opened = _find(run, report, None, "run", Path(folder), Run.open)
@@ -122,6 +121,18 @@ def validate(
     }
     result.seconds = times.seconds
     return result
+
+
+def check_integrity(result: Validation, progress: Progress) -> tuple[Checkpoint, dict[str, Any], list[LayerLayout]]:
+    """The checks that need no forward pass, added to `result`; what they read of the folder.
+
+    Raises:
+        CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
+    """
+    report = read_file(result.folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
+    checkpoint = Checkpoint(result.folder)
+    with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
+        return checkpoint, report, _integrity(result, checkpoint, report, advance)
 
 
 def _find(
@@ -169,15 +180,16 @@ def _integrity(
     for name, problems in wrong.items():
         result.add(name, not problems, problems[0] if problems else f"{len(recorded)} tensors")
 
-    quantization = checkpoint.config_dict.get("quantization_config", {})
-    shape = attention_shape(checkpoint.config)
+    quantization = checkpoint.config_dict.get("quantization_config")
+    layouts: list[LayerLayout] = []
     try:
-        read = RotorConfig(**quantization)
-        layouts = read.layouts(shape.num_layers)
+        shape = attention_shape(checkpoint.config)
+        read = RotorConfig(**quantization if isinstance(quantization, dict) else {})
+        layouts = read.layouts(shape)
         ranks = read.profile_ranks(checkpoint.config_dict.get("rank_profile"))
         problem = _layout_problem(layouts, ranks, checkpoint, report, shape)
-    except (CheckpointError, UsageError, TypeError, ValueError) as error:
-        layouts, problem = [], str(error)
+    except RotorError as error:
+        problem = error.message
     result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
     absent = [name for name in (KERNEL_CONFIG, RECIPE, CARD) if not (checkpoint.folder / name).is_file()]
     result.add("files", not absent, f"missing {absent}" if absent else "all there")

@@ -210,7 +210,7 @@ def test_the_objective_can_be_changed_on_export_and_survives_yaml() -> None:
 @pytest.mark.parametrize(
     ("item", "text"),
     [
-        ("objective.kind=latncy", "expected one of memory, latency or float; did you mean 'latency'?"),
+        ("objective.kind=latncy", "expected one of memory, latency or a finite number; did you mean 'latency'?"),
         ("objective.kind=1.5", "objective.kind: got 1.5, expected memory, latency or a number from 0"),
         ("objective.kind=.nan", "objective.kind: got nan"),
         ("objective.context_tokens=0", "objective.context_tokens: got 0, expected a positive number"),
@@ -257,12 +257,12 @@ def test_a_device_file_adds_and_replaces(tmp_path) -> None:
     [
         ("- 1", "expected a mapping from device names to their rates, got [1]"),
         ("x: [", "not valid YAML"),
-        ("x: 3", "x: expected a mapping, got 3"),
+        ("x: 3", "x: got 3, expected a mapping"),
         (f"x: {{{FIELDS}, bandwith: 1}}", "unknown key 'x.bandwith'; did you mean 'bandwidth_bytes_per_s'?"),
         ("x: {source: measured}", "missing key 'x.bandwidth_bytes_per_s'"),
-        (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected float"),
+        (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected a finite number"),
         (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0.0, expected a positive number"),
-        (f"x: {{{FIELDS.replace('7.9e14', '.inf')}}}", "x.matmul_flops_per_s: got inf, expected a positive number"),
+        (f"x: {{{FIELDS.replace('7.9e14', '.inf')}}}", "x.matmul_flops_per_s: got inf, expected a finite number"),
         (f"x: {{{FIELDS.replace('measured', 'guessed')}}}", "x.source: got 'guessed', expected one of data-sheet"),
     ],
 )

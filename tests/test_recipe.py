@@ -45,7 +45,7 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens.count", "expected section.field=value"),
         ("tokens.count=[1", "not valid YAML"),
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
-        ("tokens=3", "tokens: expected a mapping, got 3"),
+        ("tokens=3", "tokens: got 3, expected a mapping"),
         ("search.targets=[0.9, 1.5]", "search.targets"),
         ("groups.domain=pre", "bases.qk: got 'svd', expected none of svd, rope-pairs, as groups.domain is pre"),
         ("name.x=1", "unknown key 'x' in name"),

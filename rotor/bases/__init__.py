@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError, NumericsError
 from ..families import AttentionWeights
 from ..layout import AttentionShape, Domain
 from ..statistics import LayerStatistics
@@ -37,6 +38,33 @@ class LayerBases:
     qk: BasisPair
     vo: BasisPair
     outputs: Tensor | None = None
+
+    def check(self, shape: AttentionShape, where: str) -> None:
+        """Check bases that were read from a file.
+
+        Args:
+            where: names the file, layer and candidate in errors.
+        Raises:
+            CheckpointError: shapes that are not of such a layer. NumericsError: a NaN or Inf; names the tensor.
+        """
+        groups, width = shape.num_kv_heads // self.group_size, self.group_size * shape.head_dim
+        for side, pair in (("qk", self.qk), ("vo", self.vo)):
+            for name, expected in (
+                ("encode", (groups, width, width)),
+                ("decode", (groups, width, width)),
+                ("singular_values", (groups, width)),
+            ):
+                tensor: Tensor = getattr(pair, name)
+                if tuple(tensor.shape) != expected or tensor.dtype != torch.float64:
+                    raise CheckpointError(
+                        f"{where}: {side}.{name} is {tensor.dtype} of shape {list(tensor.shape)}, expected float64 of "
+                        f"{list(expected)}.",
+                        "Run `rotor calibrate` again.",
+                    )
+                if not torch.isfinite(tensor).all():
+                    raise NumericsError(
+                        f"{where}: {side}.{name} has elements that are NaN or Inf.", "Run `rotor calibrate` again."
+                    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..recipe import LM_EVAL, Evaluation
+from ..recipe import LM_EVAL, Evaluation, accuracy_field
 from .base import Measurement, Metric
 from .kl_div import KLDivergence
 from .next_token import NextToken
@@ -47,11 +47,6 @@ def make_metric(spec: Evaluation, tokenizer: Any, config: Any) -> Metric:
     if spec.metric == "recall":
         return Recall(spec.metric, spec, tokenizer, config)
     return {"top1_agreement": Top1Agreement, "kl_div": KLDivergence}.get(spec.metric, NextToken)(spec.metric)
-
-
-def accuracy_field(name: str) -> str:
-    """The field of a measured point that holds the accuracy of a metric: its name, but kl_div is in nats."""
-    return "kl_accuracy" if name == "kl_div" else name
 
 
 def describe(name: str) -> str:

@@ -1,0 +1,387 @@
+"""What a report shows of a run, a checkpoint, or both: plain numbers collected from their files, nothing drawn.
+
+Where something was not measured, the field is empty and `absent` says why: a report never fills a gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import Checkpoint, read_json
+from .errors import AccuracyError, CheckpointError, RotorError
+from .formats import CheckpointInfo, read_file
+from .layout import GroupLayout, uncompressed_kv_bytes_per_token
+from .metrics import accuracy_field, describe
+from .recipe import Recipe, load_recipe
+from .run import RANK_TABLE, RECIPE, Run
+from .search import choose_point
+from .study_store import RESULTS
+
+ROTOR_JSON = "rotor.json"
+SIDES = ("qk", "vo")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One group in the map of ranks: its KV heads, the ranks, and the columns that there were."""
+
+    kv_heads: tuple[int, ...]
+    qk_rank: int
+    v_rank: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured point: stored compression, accuracy on both splits, the report split's 95 % interval (or None)."""
+
+    stored: float
+    search: float | None
+    report: float
+    interval: tuple[float, float] | None
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class LayerLoss:
+    """KL divergence in nats per token with one layer and side compressed: measured at the probe, predicted as chosen.
+
+    Each is (keys, values); `predicted` is None where no ranks are chosen.
+    """
+
+    probed: tuple[float, float]
+    predicted: tuple[float, float] | None
+
+
+@dataclass
+class ReportData:
+    """Everything that the page shows.
+
+    kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
+    headline: (label, value, note). spectra: per layer and side the singular values over the largest, averaged over the
+    groups. ranks: per layer its groups by KV heads. absent: section -> why there is nothing to show.
+    """
+
+    kind: str
+    folder: str
+    model: str
+    recipe: Recipe
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    headline: list[tuple[str, str, str]] = field(default_factory=list)
+    spectra: list[dict[str, list[float]]] = field(default_factory=list)
+    ranks: list[list[Cell]] = field(default_factory=list)
+    ranks_of: str = ""
+    points: list[Point] = field(default_factory=list)
+    target: float | None = None
+    metric: str = ""
+    reached: list[tuple[float, Point | None]] = field(default_factory=list)
+    losses: list[LayerLoss] = field(default_factory=list)
+    token_pairs: list[tuple[str, ...]] = field(default_factory=list)
+    token_counts: list[tuple[str, ...]] = field(default_factory=list)
+    sizes: list[tuple[str, str, str]] = field(default_factory=list)
+    timings: list[tuple[str, float, int]] = field(default_factory=list)
+    next_steps: list[tuple[str, str]] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def collect(folder: Path, *, run: Run | str | None = None, name: str = "", study: Path | None = None) -> ReportData:
+    """Collect what there is about a folder.
+
+    Args:
+        folder: a run or a checkpoint. run: of a checkpoint, its opened run, or why there is none; None looks for it.
+        name: what to call the folder, if not by its own name.
+        study: a study folder whose comparison of token sources is to be shown.
+    Raises:
+        CheckpointError: neither a run nor a checkpoint, or a damaged one.
+    """
+    if (folder / ROTOR_JSON).is_file():
+        data = _of_checkpoint(folder, name or folder.resolve().name, run)
+    elif (folder / "run.json").is_file():
+        data = _of_run(Run.open(folder), name or folder.resolve().name)
+    else:
+        raise CheckpointError(
+            f"{folder}: neither run.json nor {ROTOR_JSON} is in it.",
+            "Give a folder that `rotor calibrate` or `rotor export` wrote.",
+        )
+    _add_study(data, study)
+    return data
+
+
+def _of_run(run: Run, name: str) -> ReportData:
+    data = ReportData("run", name, str(run.info["model"]["name"]), run.recipe)
+    table = run.read_rank_table()
+    point = None
+    if table and table["points"]:
+        data.metric = describe(table["evaluation"]["metric"])
+        field_name = accuracy_field(table["evaluation"]["metric"])
+        data.reached, point = _reached(table, field_name)
+        data.target = next((target for target, found in data.reached if found), None)
+        if point is None:
+            point = max(table["points"], key=lambda p: p["report"][field_name])
+        data.points = [_point(p, field_name, p is point) for p in table["points"]]
+        at = f"accuracy {data.target:g}" if data.target is not None else "the best measured accuracy"
+        data.ranks_of = f"of the point that keeps {at}: compression {point['compression']['stored']:.3f}"
+        _headline(data, next(p for p in data.points if p.chosen), _run_bytes(run, point))
+    else:
+        why = f"No point was measured yet ({RANK_TABLE} is not there); `rotor export RUN -o OUT --accuracy 0.99` does."
+        data.absent.update({"points": why, "ranks": why})
+    _add_run(data, run, table, point)
+    data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
+    best = next((f"{target:g}" for target, found in data.reached if found), "0.99")
+    steps = [(f"rotor export {name} -o OUT --accuracy {best}", "writes the checkpoint; a measured table is read again")]
+    if data.reached and data.reached[0][1] is None:
+        steps.append(
+            (
+                "rotor calibrate MODEL -o RUN --set tokens.count=65536",
+                f"{data.reached[0][0]:g} is out of reach: more tokens, or another recipe, may bring it nearer",
+            )
+        )
+    data.next_steps = [*steps, ("rotor validate OUT", "proves what the checkpoint claims")]
+    return data
+
+
+def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData:
+    report = read_file(folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
+    data = ReportData("checkpoint", name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
+    accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
+    data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]
+    interval = accuracy["interval_95"]
+    chosen = Point(
+        report["compression"]["stored"],
+        accuracy["search"],
+        accuracy["report"],
+        None if interval is None else (interval[0], interval[1]),
+        True,
+    )
+    data.points = [chosen]
+    data.ranks = [
+        sorted((_cell(group, 0) for group in _groups(layout)), key=lambda cell: cell.kv_heads)
+        for layout in report["layouts"]
+    ]
+    data.ranks_of = "of this checkpoint"
+    _headline(data, chosen, (size["before"], size["after"]))
+    if run is None:
+        run = _opened_run(folder, report)
+    if isinstance(run, Run):
+        _join_run(data, run, report, accuracy)
+    else:
+        for section in ("spectra", "losses", "timings"):
+            data.absent[section] = f"The run folder is not where rotor.json says ({run})."
+    try:
+        data.sizes.append(
+            ("weights of this checkpoint", format_bytes(Checkpoint(folder).total_bytes()), "safetensors files")
+        )
+    except RotorError as error:
+        data.absent["sizes"] = error.message
+    short = interval is not None and data.target is not None and interval[0] < data.target
+    data.next_steps = [
+        (f"rotor validate {name}", "checks every tensor, the numbers against the source, and the accuracy again"),
+        (f'rotor generate {name} "PROMPT"', "a first look at what it writes"),
+    ]
+    if short:
+        step = "the interval reaches below the target: a longer report split tells more"
+        data.next_steps.append(("rotor export RUN -o OUT --set evaluation.report_tokens=98304", step))
+    return data
+
+
+def _opened_run(folder: Path, report: dict[str, Any]) -> Run | str:
+    try:
+        return Run.open(folder.resolve() / str(report.get("run")))
+    except RotorError as error:
+        return error.message.replace(str(folder.resolve()), folder.name)
+
+
+def _join_run(data: ReportData, run: Run, report: dict[str, Any], accuracy: dict[str, Any]) -> None:
+    """What the run of a checkpoint adds: the other measured points, spectra, losses and timings."""
+    table = run.read_rank_table()
+    point = None
+    if table and table["evaluation"]["metric"] == accuracy["metric"]:
+        name = accuracy_field(accuracy["metric"])
+        point = next((p for p in table["points"] if p["ranks"] == report["ranks"]), None)
+        if point is not None:
+            data.points = [_point(p, name, p is point) for p in table["points"]]
+            data.reached, _ = _reached(table, name)
+    columns = run.shape.head_dim
+    data.ranks = [
+        [Cell(c.kv_heads, c.qk_rank, c.v_rank, len(c.kv_heads) * columns) for c in layer] for layer in data.ranks
+    ]
+    _add_run(data, run, table, point)
+    if not data.absent.get("spectra"):
+        data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
+
+
+def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: dict[str, Any] | None) -> None:
+    """Facts, spectra, ranks and losses from a run and the point that is shown."""
+    info, shape = run.info, run.shape
+    tokens = info.get("tokens", {})
+    data.facts = [
+        ("model", f"{data.model} ({info['model'].get('model_type', 'unknown type')})"),
+        (
+            "attention",
+            f"{shape.num_layers} layers, {shape.num_heads} query heads, {shape.num_kv_heads} KV heads of "
+            f"{shape.head_dim} dimensions",
+        ),
+        ("calibration tokens", f"{tokens.get('count')} {tokens.get('source')}, rows of {tokens.get('seq_len')}"),
+        ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
+    ]
+    if table and table.get("base"):
+        base = table["base"]["report"]
+        data.facts.append(("measured on", f"{table['base'].get('data')}, {base['tokens']} predicted tokens to report"))
+        data.facts.append(
+            ("uncompressed model", f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}")
+        )
+    try:
+        source = format_bytes(Checkpoint(run.model_folder).total_bytes())
+        data.sizes.append(("weights of the source", source, "safetensors files"))
+    except RotorError as error:
+        data.absent["sizes"] = f"The source model is not where run.json says: {error.message}"
+    try:
+        bases = run.bases()
+    except RotorError as error:
+        data.absent["spectra"] = error.message
+        return
+    first = [next(iter(layer)) for layer in bases]
+    choice = point["choice"] if point else first
+    for layer, key in zip(bases, choice, strict=True):
+        data.spectra.append({side: _mean_spectrum(getattr(layer[key], side).singular_values) for side in SIDES})
+    if point and not data.ranks:
+        data.ranks = _ranks_of_point(bases, point)
+    sensitivities = table and table.get("sensitivities")
+    if sensitivities:
+        data.losses = [_loss(bases[i], sensitivities[i], choice[i], i, run.recipe, point) for i in range(len(bases))]
+    else:
+        data.absent["losses"] = (
+            f"Not measured: only ranks.method global probes layers one by one, this recipe's is "
+            f"{run.recipe.ranks.method}."
+            if run.recipe.ranks.method != "global"
+            else "Not measured yet: the first export probes every layer."
+        )
+
+
+def _loss(
+    layer: dict[str, Any],
+    sensitivity: dict[str, Any],
+    key: str,
+    index: int,
+    recipe: Recipe,
+    point: dict[str, Any] | None,
+) -> LayerLoss:
+    """The probe's KL is the sensitivity times the energy that it dropped; the prediction takes the chosen ranks."""
+    from .ranks import round_rank
+
+    probed, predicted = [], []
+    for number, side in enumerate(SIDES):
+        energy = getattr(layer[key], side).singular_values.square()
+        width = energy.shape[-1]
+        rank = round_rank(int(width * recipe.ranks.probe_share), recipe.ranks.multiple_of, width)
+        probed.append(sensitivity[key][number] * float(energy[:, rank:].sum()))
+        if point:
+            kept = [ranks[number] for ranks in point["ranks"]["stored"][index]]
+            dropped = sum(float(group[rank:].sum()) for group, rank in zip(energy, kept, strict=True))
+            predicted.append(sensitivity[key][number] * dropped)
+    return LayerLoss((probed[0], probed[1]), (predicted[0], predicted[1]) if predicted else None)
+
+
+def _ranks_of_point(bases: list[dict[str, Any]], point: dict[str, Any]) -> list[list[Cell]]:
+    cells = []
+    for layer, key, ranks in zip(bases, point["choice"], point["ranks"]["stored"], strict=True):
+        size, width = layer[key].group_size, layer[key].qk.singular_values.shape[-1]
+        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(ranks))]
+        cells.append([Cell(h, qk, v, width) for h, (qk, v) in zip(heads, ranks, strict=True)])
+    return cells
+
+
+def _mean_spectrum(values: Any) -> list[float]:
+    """Singular values [num_groups, columns] over each group's largest, averaged over the groups."""
+    largest = values[:, :1].clamp(min=1e-300)
+    return [float(value) for value in (values / largest).mean(0)]
+
+
+def _groups(layout: dict[str, Any]) -> list[GroupLayout]:
+    return [GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in layout["groups"]]
+
+
+def _cell(group: GroupLayout, columns: int) -> Cell:
+    return Cell(group.kv_heads, group.qk_rank, group.v_rank, columns)
+
+
+def _reached(table: dict[str, Any], name: str) -> tuple[list[tuple[float, Point | None]], dict[str, Any] | None]:
+    """What each target of the table's search gets, the largest first; and the point of the largest that is reached."""
+    reached: list[tuple[float, Point | None]] = []
+    first = None
+    for target in sorted(table["search"]["targets"], reverse=True):
+        try:
+            found = choose_point(table["points"], name, target)
+        except AccuracyError:
+            reached.append((target, None))
+            continue
+        reached.append((target, _point(found, name)))
+        first = first or found
+    return reached, first
+
+
+def _point(point: dict[str, Any], name: str, chosen: bool = False) -> Point:
+    interval = point["report"].get("interval")
+    return Point(
+        point["compression"]["stored"],
+        point["search"].get(name),
+        point["report"][name],
+        None if interval is None else (interval[0], interval[1]),
+        chosen,
+    )
+
+
+def _run_bytes(run: Run, point: dict[str, Any]) -> tuple[int, int]:
+    element = int(run.info["element_bytes"])
+    before = uncompressed_kv_bytes_per_token(run.shape, element)
+    return before, element * sum(qk + v for layer in point["ranks"]["stored"] for qk, v in layer)
+
+
+def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
+    before, after = size
+    bounds = "no interval" if point.interval is None else "95 % interval {:.4f} to {:.4f}".format(*point.interval)
+    target = "no target was set" if data.target is None else f"target {data.target:g}"
+    data.headline = [
+        ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
+        ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
+        ("accuracy", f"{point.report:.4f}", f"{bounds}; {target}"),
+    ]
+    data.sizes += [
+        ("KV cache per token before", f"{before} bytes", "keys and values of all layers"),
+        ("KV cache per token after", f"{after} bytes", f"{100 * (1 - after / before):.1f} % less"),
+        (
+            "KV cache at 32,768 tokens",
+            f"{format_bytes(32768 * before)} → {format_bytes(32768 * after)}",
+            "one sequence",
+        ),
+    ]
+
+
+def _add_study(data: ReportData, study: Path | None) -> None:
+    """The comparison of token sources from a study's records."""
+    if study is None:
+        data.absent["tokens"] = "No study was given; `rotor study MODEL --parts sources,tokens` compares token sources."
+        return
+    records = read_json(study / RESULTS, "Give a folder that `rotor study` wrote.").get("records", {})
+    for key, record in records.items():
+        part, _, recipe = key.partition("/")
+        if part == "sources":
+            for pair in record["pairs"]:
+                ratios = (f"{100 * pair[side]['ratio']:.2f} %" for side in SIDES)
+                data.token_pairs.append((recipe, pair["a"], pair["b"], *ratios))
+        elif part == "tokens" and "report" in record:
+            row = (record["recipe"], record["source"], str(record["count"]), f"{record['stored']:.3f}")
+            data.token_counts.append((*row, f"{record['report']['kl_div']:.5f}", f"{record['report']['accuracy']:.4f}"))
+    if not data.token_pairs and not data.token_counts:
+        data.absent["tokens"] = f"The study {study.resolve().name} has no part `sources` or `tokens`."
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError

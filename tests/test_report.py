@@ -1,0 +1,275 @@
+"""The report: one HTML file that parses, stands alone, holds the run's numbers, and never fails an export."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import DEMO_MODEL
+from test_cli import expect_error, rotor
+
+from rotor import report as report_module
+from rotor.errors import CheckpointError, UsageError
+from rotor.export import export
+from rotor.report import report
+from rotor.run import Run
+
+VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line", "polygon", "stop"}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and gathers text, ids, addresses and how many of each tag there are."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        self.addresses += [found[name] or "" for name in ("src", "href", "xlink:href", "srcset") if name in found]
+        self.ids += [found["id"] or ""] if "id" in found else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(path: Path) -> Page:
+    html = path.read_text("utf-8")
+    page = Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    assert all(address.startswith(("#", "data:,")) for address in page.addresses)
+    assert not re.search(r"@import|url\((?!#)", html)
+    assert "<script" not in html
+    for tag, attributes in page.tags:
+        if tag == "svg":
+            assert attributes["role"] == "img"
+            assert attributes["aria-label"]
+    return page
+
+
+@pytest.fixture(scope="module")
+def exported(demo_run, tmp_path_factory: pytest.TempPathFactory):
+    """exported(recipe) -> (run folder, checkpoint folder), exported once; do not write to them.
+
+    fdc at an accuracy, so that there is a table of points; rotor at a compression, which measures one point.
+    """
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def get(recipe: str) -> tuple[Path, Path]:
+        if recipe not in made:
+            folder = tmp_path_factory.mktemp(f"report-{recipe}")
+            shutil.copytree(demo_run(recipe).folder, folder / "run")
+            goal = {"accuracy": 0.9} if recipe == "fdc" else {"compression": 0.75}
+            export(folder / "run", folder / "out", **goal)
+            made[recipe] = folder / "run", folder / "out"
+        return made[recipe]
+
+    return get
+
+
+@pytest.mark.parametrize("recipe", ["fdc", "rotor"])
+def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exported) -> None:
+    run, out = exported(recipe)
+    facts = json.loads((out / "rotor.json").read_text())
+    page = read(out / "report.html")
+    size = facts["kv_bytes_per_token"]
+    assert f"{size['before']} → {size['after']}" in page.text
+    assert f"{facts['accuracy']['report']:.4f}" in page.text
+    low, high = facts["accuracy"]["interval_95"]
+    assert f"{low:.4f} to {high:.4f}" in page.text
+    table = json.loads((run / "rank_table.json").read_text())
+    for point in table["points"]:
+        assert f"{point['compression']['stored']:.3f}" in page.text
+        assert f"{point['report']['default']:.4f}" in page.text
+    assert "source: synthetic" in page.text if recipe == "rotor" else "source: random" in page.text
+    figures = 4 if recipe == "rotor" else 3  # only a probing recipe has losses of single layers
+    assert sum(tag == "svg" for tag, _ in page.tags) == figures
+    assert ("only ranks.method global probes" in page.text) == (recipe == "fdc")
+
+    ranks = [int(cell) for layer in facts["ranks"]["stored"] for group in layer for cell in group]
+    cells = [attributes for tag, attributes in page.tags if tag == "td" and "style" in attributes]
+    assert len(cells) == len(ranks)
+    assert f"KV heads 0{', 1' if recipe == 'rotor' else ''}: {ranks[0]} of {128 if recipe == 'rotor' else 64}" in [
+        " ".join((cell["title"] or "").split()) for cell in cells
+    ]
+    in_run = read(run / "report.html")
+    seconds = json.loads((run / "run.json").read_text())["stages"]["capture"]["seconds"]
+    assert f"{seconds:.2f}" in in_run.text
+    assert "rotor export run -o OUT --accuracy" in in_run.text
+
+
+def test_the_losses_are_those_of_the_probe(exported) -> None:
+    """Sensitivity times the energy that the probe dropped, from the run's own bases."""
+    run, _ = exported("rotor")
+    opened = Run.open(run)
+    table = json.loads((run / "rank_table.json").read_text())
+    layer = opened.bases()[0]["pre-2"]
+    dropped = float(layer.vo.singular_values[:, 48:].square().sum())  # 35 % of 128 columns, up to a multiple of 8
+    page = read(run / "report.html")
+    assert f"{table['sensitivities'][0]['pre-2'][1] * dropped:.2e}" in page.text
+
+
+def test_a_run_that_measured_nothing_says_so(demo_run, tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_run("rotor").folder, tmp_path / "run")
+    (folder / "rank_table.json").unlink(missing_ok=True)
+    result = report(folder, tmp_path / "page.html")
+    page = read(tmp_path / "page.html")
+    assert result.figures == ["spectra-qk", "spectra-vo"]
+    assert "No point was measured yet" in page.text
+    assert "Not measured yet: the first export probes every layer" in page.text
+
+
+def test_a_checkpoint_without_its_run(exported, tmp_path: Path) -> None:
+    _, out = exported("fdc")
+    moved = shutil.copytree(out, tmp_path / "far" / "away")
+    result = report(moved)
+    page = read(moved / "report.html")
+    assert result.figures == ["points"]
+    assert set(result.absent) == {"spectra", "losses", "timings", "tokens"}
+    assert "The run folder is not where rotor.json says" in page.text
+    assert len([a for tag, a in page.tags if tag == "td" and "style" in a]) == 20
+
+
+def test_without_matplotlib_the_tables_stand_open(exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out = exported("rotor")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report(out, tmp_path / "page.html").figures == []
+    page = read(tmp_path / "page.html")
+    assert not any(tag == "svg" for tag, _ in page.tags)
+    assert "pip install rotor-kv[plots]" in page.text
+    details = [attributes for tag, attributes in page.tags if tag == "details"]
+    assert sum("open" in attributes for attributes in details) == len(details) - 1  # the recipe stays closed
+
+
+def test_a_report_that_cannot_be_drawn_does_not_fail_the_export(
+    demo_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+
+    def broken(data: object) -> dict[str, str]:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(report_module, "figures", broken)
+    export(folder, tmp_path / "out", compression=0.5)
+    assert (tmp_path / "out" / "rotor.json").is_file()
+    assert not list((tmp_path / "out").glob("*report*"))
+    assert "no report was written: RuntimeError: no ink" in caplog.text
+
+
+def test_text_of_a_recipe_is_escaped(demo_run, tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
+    text = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(re.sub("summary: .*", "summary: <script>alert(1)</script>", text))
+    report(folder)
+    assert "<script>alert(1)</script>" in read(folder / "report.html").text
+
+
+def test_a_study_adds_the_comparison_of_token_sources(exported, tmp_path: Path) -> None:
+    run, _ = exported("fdc")
+    side = {"ratio": 0.1234}
+    records = {
+        "sources/fdc": {"pairs": [{"a": "random", "b": "text", "qk": side, "vo": {"ratio": 0.5}}], "variants": {}},
+        "tokens/fdc/random/512/p0.50": {
+            "recipe": "fdc",
+            "source": "random",
+            "count": 512,
+            "stored": 0.5,
+            "report": {"kl_div": 0.04321, "accuracy": 0.9},
+        },
+    }
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "results.json").write_text(json.dumps({"version": 1, "settings": {}, "records": records}))
+    result = report(run, tmp_path / "page.html", study=tmp_path / "study")
+    assert "tokens" not in result.absent
+    text = read(tmp_path / "page.html").text
+    for expected in ("12.34 %", "50.00 %", "0.04321"):
+        assert expected in text
+
+
+def test_command(exported, tmp_path: Path, capsys) -> None:
+    run, out = exported("fdc")
+    code, printed, _ = rotor(capsys, "report", out, "-o", tmp_path / "page.html", "--json")
+    assert code == 0
+    assert json.loads(printed)["figures"] == ["points", "spectra-qk", "spectra-vo"]
+    expect_error(capsys, 2, "a report is an .html file", "report", out, "-o", out / "model.safetensors")
+    expect_error(capsys, 1, "neither run.json nor rotor.json", "report", DEMO_MODEL)
+    expect_error(capsys, 2, "cannot be written", "report", run, "-o", tmp_path / "nowhere" / "page.html")
+
+
+def test_errors_name_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither run"):
+        report(tmp_path)
+    with pytest.raises(UsageError, match=r"\.html"):
+        report(tmp_path, tmp_path)
+
+
+def browse(page: Path, width: int, dark: bool, profile: Path) -> tuple[str, list[str]]:
+    """The page's DOM after it was laid out in a real browser, and what its console said."""
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+            *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+            *("--enable-logging=stderr", f"--user-data-dir={profile}", scheme, f"--window-size={width},900"),
+            *("--dump-dom", page.resolve().as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+PROBE = """<script>document.body.dataset.seen = [
+  document.documentElement.scrollWidth <= innerWidth, getComputedStyle(document.body).backgroundColor,
+  [...document.querySelectorAll("svg")].every(svg => svg.getBoundingClientRect().height > 100)].join(" | ");
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("dark", "background"), [(False, "rgb(251, 251, 253)"), (True, "rgb(18, 21, 27)")])
+def test_in_a_browser(width: int, dark: bool, background: str, exported, tmp_path: Path) -> None:
+    """No console errors, nothing wider than the screen, figures drawn, and the colours of the scheme."""
+    run, _ = exported("rotor")
+    page = tmp_path / "page.html"
+    page.write_text((run / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))
+    dom, console = browse(page, width, dark, tmp_path / "profile")
+    assert console == []
+    assert f'data-seen="true | {background} | true"' in dom
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_browser_does_report_console_errors(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("<!doctype html><title>x</title><script>nothing.here()</script>")
+    assert browse(tmp_path / "page.html", 390, False, tmp_path / "profile")[1] != []
