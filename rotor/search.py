@@ -1,7 +1,7 @@
 """F_p: the measured table from accuracy to ranks, and the choice of a point in it.
 
 Every point is compressed in memory and measured on both splits, once; the table is kept in the run folder. A point is
-chosen by the search split alone; the report split may only veto it, so that what is written meets its target there too.
+chosen by the search split; the report split may only veto it, so that what is written meets its target there too.
 
 Source: FDC section 5.2 (the function F_p).
 """
@@ -35,6 +35,7 @@ from .ranks import (
     WaterFillingPath,
     round_rank,
 )
+from .ranks.plan import SLACK
 from .ranks.water_filling import Cost, GroupCost
 from .recipe import Recipe
 from .run import Run, read_fisher
@@ -142,6 +143,10 @@ class RankTable:
 
     def accuracy(self, point: dict[str, Any], split: str) -> float:
         return point[split][accuracy_field(self.recipe.evaluation.metric)]
+
+    def worse_accuracy(self, point: dict[str, Any]) -> float:
+        """A point has an accuracy if both splits have it."""
+        return min(self.accuracy(point, split) for split in ("search", "report"))
 
 
 class Measurer:
@@ -254,23 +259,22 @@ def complete_table(measurer: Measurer, path: RankPath) -> None:
 
     The walk goes in strides of four `step`s until accuracy falls below the floor. Neighbours are then halved until they
     are `resolution` apart where accuracy crosses a target, and `step` apart elsewhere between the largest target and
-    the floor.
+    the floor; or until no plan of the path lies between them. Accuracy is that of the worse split, as in `choose`, so
+    that a point that the report split refuses is as close to the one that is chosen.
     """
     table, settings = measurer.table, measurer.table.recipe.search
     steps = path.steps()
     stored = [plan.saving for plan in steps]
 
     def accuracy(index: int) -> float:
-        return table.accuracy(measurer.measure(steps[index]), "search")
+        return table.worse_accuracy(measurer.measure(steps[index]))
 
     def refine(low: int, high: int) -> None:
-        if high - low < 2:
-            return
         better, worse = accuracy(low), accuracy(high)
         crossed = any(worse < target <= better for target in settings.targets)
         allowed = settings.resolution if crossed else settings.step
         irrelevant = min(better, worse) >= max(settings.targets, default=0) or max(better, worse) < settings.floor
-        if stored[high] - stored[low] <= allowed or irrelevant:
+        if high - low < 2 or stored[high] - stored[low] <= allowed + SLACK or irrelevant:
             return
         middle_value = (stored[low] + stored[high]) / 2
         middle = min(range(low + 1, high), key=lambda i: abs(stored[i] - middle_value))
@@ -294,12 +298,10 @@ def choose(table: RankTable, target: float) -> dict[str, Any]:
     Raises:
         AccuracyError: no point reaches it; names the best value.
     """
-    reached = [
-        p for p in table.points if table.accuracy(p, "search") >= target and table.accuracy(p, "report") >= target
-    ]
+    reached = [p for p in table.points if table.worse_accuracy(p) >= target]
     if not reached:
-        best = max(table.points, key=lambda p: min(table.accuracy(p, "search"), table.accuracy(p, "report")))
-        accuracy = min(table.accuracy(best, "search"), table.accuracy(best, "report"))
+        best = max(table.points, key=table.worse_accuracy)
+        accuracy = table.worse_accuracy(best)
         raise AccuracyError(
             f"accuracy {target} is out of reach: the best measured is {accuracy:.4f}, "
             f"at compression {best['compression']['stored']:.3f}.",

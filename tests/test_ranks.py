@@ -214,3 +214,18 @@ def test_fisher_ranks_are_in_proportion_to_the_information() -> None:
     quarter = next(plan for plan in steps if plan.exact[0][0][0] == 32)
     assert quarter.exact == [[(32, 8), (16, 8)], [(16, 32), (8, 32)]]
     assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
+
+
+def test_water_filling_leaves_no_plan_out_that_one_change_gives() -> None:
+    """Two ranks whose gains differ by less than a step of the sweep still fall one after the other."""
+    values = torch.tensor([[1.0, 1.0, 0.5, 0.5]], dtype=torch.float64)
+    shape = AttentionShape(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4)
+    path = WaterFillingPath(
+        [{"post-1": Spectra(values, values)}] * 2,
+        shape,
+        2,
+        [{"post-1": (1.0, 1.0001)}, {"post-1": (1.0002, 1.0003)}],
+        lambda key, ranks: ([r / 16 for r in ranks], [r / 16 for r in ranks]),
+        lambda key, qk, v: (qk + v) / 16,
+    )
+    assert [plan.stored for plan in path.steps()] == [0.0, 0.125, 0.25, 0.375, 0.5]

@@ -9,6 +9,7 @@ multiples are considered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from .plan import LayerRanks, RankPath, RankPlan, Spectra
 PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""
 
+GAP, HALVINGS = 0.005, 10
+"""Where neighbouring plans are further apart in saving than GAP and several ranks changed at once, the interval of
+prices between them is halved, at most this often: a small model has few plans, and each may be the one."""
+
 Sensitivity = dict[str, tuple[float, float]]
 """For each candidate of a layer: loss (KL in nats per token) per unit of dropped energy of qk and of vo."""
 
@@ -27,6 +32,12 @@ Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
 
 GroupCost = Callable[[str, int, int], float]
 """(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
+
+Curve = tuple[Tensor, Tensor, Tensor]
+"""Of one side of a candidate: possible ranks [R], loss of each group at them [num_groups, R], cost at them [R]."""
+
+Curves = dict[str, list[Curve]]
+"""Both sides of each candidate of a layer."""
 
 
 class WaterFillingPath(RankPath):
@@ -67,6 +78,17 @@ class WaterFillingPath(RankPath):
         ]
         top = max(gains, default=1.0) * 10
         prices = torch.logspace(-12, 0, PRICES, dtype=torch.float64) * top
+        plans = self._sweep(curves, prices)
+        for _ in range(HALVINGS):
+            crowded = [a.parameter * b.parameter for a, b in pairwise(plans) if _crowded(a, b)]
+            if not crowded:
+                break
+            plans += self._sweep(curves, torch.tensor(crowded, dtype=torch.float64).sqrt())
+            plans.sort(key=lambda plan: plan.parameter)
+        return plans
+
+    def _sweep(self, curves: list[Curves], prices: Tensor) -> list[RankPlan]:
+        """The best plan at every price."""
         layers = [self._layer(layer, prices) for layer in curves]
         plans = []
         for i, price in enumerate(prices.tolist()):
@@ -79,9 +101,7 @@ class WaterFillingPath(RankPath):
         cost = sum(self.group_cost(key, qk, v) for key, layer in zip(choice, rounded, strict=True) for qk, v in layer)
         return 1.0 - cost
 
-    def _curves(
-        self, key: str, spectra: Spectra, sensitivity: tuple[float, float]
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _curves(self, key: str, spectra: Spectra, sensitivity: tuple[float, float]) -> list[Curve]:
         """For each side: possible ranks [R], loss of each group at them [num_groups, R], cost at them [R]."""
         sides = []
         for side, values in enumerate((spectra.qk, spectra.vo)):
@@ -95,9 +115,7 @@ class WaterFillingPath(RankPath):
             sides.append((ranks, loss, cost))
         return sides
 
-    def _layer(
-        self, candidates: dict[str, list[tuple[Tensor, Tensor, Tensor]]], prices: Tensor
-    ) -> tuple[list[str], list[LayerRanks]]:
+    def _layer(self, candidates: Curves, prices: Tensor) -> tuple[list[str], list[LayerRanks]]:
         """The best candidate of a layer, and its ranks, at every price."""
         totals, ranks = [], []
         for sides in candidates.values():
@@ -118,3 +136,18 @@ class WaterFillingPath(RankPath):
             list(zip(ranks[w][0][i], ranks[w][1][i], strict=True)) for i, w in enumerate(winner)
         ]
         return chosen_keys, per_price
+
+
+def _crowded(first: RankPlan, second: RankPlan) -> bool:
+    """Whether a plan between these two is wanted, and there may be one."""
+    if abs(second.saving - first.saving) <= GAP:
+        return False
+    changes = 0
+    for keys, layers in zip(
+        zip(first.choice, second.choice, strict=True), zip(first.rounded, second.rounded, strict=True), strict=True
+    ):
+        if keys[0] != keys[1]:
+            changes += 1
+        else:
+            changes += sum(a != b for pairs in zip(*layers, strict=True) for a, b in zip(*pairs, strict=True))
+    return changes > 1
