@@ -36,11 +36,14 @@ from .ranks import (
     round_rank,
 )
 from .ranks.plan import SLACK
-from .ranks.water_filling import Cost, GroupCost
+from .ranks.water_filling import Cost, GroupCost, SideSensitivity
 from .recipe import Recipe
 from .run import Run, read_fisher
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
+
+KL_NOISE = 1e-9
+"""A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""
 
 
 Candidates = list[dict[str, LayerBases]]
@@ -174,8 +177,8 @@ class Measurer:
     def probe(self) -> None:
         """Measure the sensitivity of every layer, side and candidate, and keep it in the table.
 
-        Compresses that side of that layer alone, at a moderate rank; the sensitivity is the KL divergence of the final
-        logits, in nats per token, per unit of dropped energy (squared singular values).
+        Compresses that side of that layer alone, at each of the probed ranks; the sensitivity there is the KL
+        divergence of the final logits, in nats per token, per unit of dropped energy (squared singular values).
         """
         if self.table.sensitivities is not None:
             return
@@ -184,26 +187,32 @@ class Measurer:
         first = [next(iter(layer)) for layer in self.bases]
         probes = [(i, key) for i, layer in enumerate(self.bases) for key in layer]
         sensitivities: list[Sensitivity] = [{} for _ in self.bases]
-        with self.progress.task("probe", 2 * len(probes), "probes") as advance:
+        with self.progress.task("probe", 2 * len(ranks.probe_shares) * len(probes), "probes") as advance:
             for layer, key in probes:
                 chosen = [self.bases[i][key if i == layer else k] for i, k in enumerate(first)]
-                measured = []
-                for side in ("qk", "vo"):
-                    values = getattr(chosen[layer], side).singular_values
-                    width = values.shape[-1]
-                    rank = round_rank(int(width * ranks.probe_share), ranks.multiple_of, width)
-                    plan = [[columns(b)] * len(b.qk.singular_values) for b in chosen]
-                    full = plan[layer][0]
-                    plan[layer] = [(rank, full[1]) if side == "qk" else (full[0], rank)] * len(plan[layer])
-                    scores = score(self.network.compress(chosen, plan), rows, reference=self._base_logits)
-                    assert scores.kl_div is not None
-                    loss = float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div))
-                    dropped = float(values[:, rank:].square().sum())
-                    measured.append(max(loss, 0.0) / dropped if dropped > 0 else 0.0)
-                    advance(1)
+                measured: list[SideSensitivity] = []
+                for side, values in enumerate((chosen[layer].qk.singular_values, chosen[layer].vo.singular_values)):
+                    found: dict[int, float] = {}
+                    for share in ranks.probe_shares:
+                        width = values.shape[-1]
+                        rank = round_rank(int(width * share), ranks.multiple_of, width)
+                        dropped = float(values[:, rank:].square().sum())
+                        if rank not in found and dropped > 0:
+                            found[rank] = self._probe_loss(chosen, layer, side, rank, rows) / dropped
+                        advance(1)
+                    measured.append(sorted(found.items()))
                 sensitivities[layer][key] = (measured[0], measured[1])
         self.table.sensitivities = sensitivities
         self.table.save()
+
+    def _probe_loss(self, bases: list[LayerBases], layer: int, side: int, rank: int, rows: Tensor) -> float:
+        """KL divergence, in nats per token, with one side of one layer at `rank` and everything else whole."""
+        plan = [[columns(b)] * len(b.qk.singular_values) for b in bases]
+        full = plan[layer][0]
+        plan[layer] = [(rank, full[1]) if side == 0 else (full[0], rank)] * len(plan[layer])
+        scores = score(self.network.compress(bases, plan), rows, reference=self._base_logits)
+        assert scores.kl_div is not None
+        return max(float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div)), KL_NOISE)
 
     def measure(self, plan: RankPlan) -> dict[str, Any]:
         """The table's point for a plan, measured if it is not there yet."""
@@ -298,10 +307,12 @@ def choose(table: RankTable, target: float) -> dict[str, Any]:
     Raises:
         AccuracyError: no point reaches it; names the best value.
     """
-    reached = [p for p in table.points if table.worse_accuracy(p) >= target]
+    reached = [
+        p for p in table.points if table.accuracy(p, "search") >= target and table.accuracy(p, "report") >= target
+    ]
     if not reached:
-        best = max(table.points, key=table.worse_accuracy)
-        accuracy = table.worse_accuracy(best)
+        best = max(table.points, key=lambda p: min(table.accuracy(p, "search"), table.accuracy(p, "report")))
+        accuracy = min(table.accuracy(best, "search"), table.accuracy(best, "report"))
         raise AccuracyError(
             f"accuracy {target} is out of reach: the best measured is {accuracy:.4f}, "
             f"at compression {best['compression']['stored']:.3f}.",
