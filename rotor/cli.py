@@ -265,8 +265,9 @@ def study(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="Some of curves, sources, tokens, degradation, pruning, ablation, with commas; by default all that "
-            "can run (pruning needs recipes with a section prune, ablation needs ablations)."
+            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, with commas; by default all "
+            "that can run (pruning needs recipes with a section prune, ablation needs ablations, front a recipe in "
+            "focus with ranks.method=global)."
         ),
     ] = None,
     focus: Annotated[

@@ -17,6 +17,10 @@ Ranks = list[list[tuple[int, int]]]
 """(qk_rank, v_rank) of every group of every layer."""
 
 
+SideSensitivity = list[tuple[int, float]]
+"""Probed ranks of one side, and the KL per unit of dropped energy there."""
+
+
 class ModelInfo(TypedDict):
     """The source model of a run."""
 
@@ -131,7 +135,7 @@ class RankTableInfo(TypedDict):
     search: SearchInfo
     complete: bool
     base: BaseInfo | None
-    sensitivities: list[dict[str, tuple[float, float]]] | None
+    sensitivities: list[dict[str, tuple[SideSensitivity, SideSensitivity]]] | None
     points: list[PointInfo]
 
 

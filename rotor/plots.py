@@ -53,6 +53,7 @@ def write_plots(store: StudyStore) -> list[Path]:
             ("tokens", lambda figure: _draw_tokens(figure, store.part("tokens"))),
             ("degradation", lambda figure: _draw_degradation(figure, store.part("degradation"))),
             ("pruning", lambda figure: _draw_pruning(figure, store.part("pruning"))),
+            ("front", lambda figure: _draw_front(figure, store.part("front"))),
             ("pruning-spectra", lambda figure: _draw_pruning_spectra(figure, store.part("pruning"))),
         ):
             figure = Figure(figsize=(11, 4.5), dpi=120)
@@ -231,6 +232,36 @@ def _draw_pruning(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
         right.set_xscale("log", base=2)
         right.xaxis.set_major_formatter("{x:.0f}")
     _legend(left)
+    return True
+
+
+def _draw_front(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
+    """Predicted time against bytes, both as shares of the uncompressed model; one line for each target accuracy."""
+    series: dict[str, list[tuple[float, float, float]]] = {}
+    for key, record in records.items():
+        for target, point in record["targets"].items():
+            if "out_of_reach" not in point:
+                name = f"{key.split('/')[0]} at {float(target):g}"
+                series.setdefault(name, []).append((record["weight"], point["bytes_share"], point["time_share"]))
+    if not series:
+        return False
+    record = next(iter(records.values()))
+    figure.suptitle(
+        f"cache against predicted decode time on {record['device']}, {record['context_tokens']} tokens of context, "
+        f"batch {record['batch_size']}"
+    )
+    axes = figure.subplots()
+    for index, (name, values) in enumerate(series.items()):
+        weights, x, y = (list(column) for column in zip(*sorted(values), strict=True))
+        _line(axes, index, x, y, name, linestyle=":")
+        at: dict[tuple[float, float], list[str]] = {}
+        for weight, place in zip(weights, zip(x, y, strict=True), strict=True):
+            at.setdefault(place, []).append(f"{weight:g}")
+        for place, labels in at.items():
+            axes.annotate(", ".join(labels), place, textcoords="offset points", xytext=(5, 5), fontsize=8)
+    axes.set(xlabel="bytes of cache per token (share of the uncompressed model)")
+    axes.set(ylabel="predicted attention time (share)")
+    _legend(axes, title="numbers: weight of latency", title_fontsize=8)
     return True
 
 

@@ -89,14 +89,15 @@ class Ranks:
         everywhere; `fisher` in proportion to squared gradients (Palu); `global` water-filling by measured sensitivity.
     spectrum: whether the removal rate is a share of the sum of singular values (the papers) or of their squares.
     multiple_of: stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide.
-    probe_share: share of columns kept in a probe of `global`. probe_tokens: tokens of the search split it runs on.
+    probe_shares: shares of columns kept in the probes of `global`; each layer and side is probed at each.
+    probe_tokens: tokens of the search split that the probes run on.
     fisher_tokens: calibration tokens whose gradients `fisher` sums.
     """
 
     method: Literal["removal-rate", "uniform", "fisher", "global"] = "removal-rate"
     spectrum: Literal["values", "squares"] = "values"
     multiple_of: int = 16
-    probe_share: float = 0.35
+    probe_shares: tuple[float, ...] = (0.35, 0.125)
     probe_tokens: int = 4096
     fisher_tokens: int = 4096
 
@@ -183,6 +184,7 @@ class Recipe:
     def to_yaml(self) -> str:
         data = self.to_dict()
         data["search"]["targets"] = list(data["search"]["targets"])
+        data["ranks"]["probe_shares"] = list(data["ranks"]["probe_shares"])
         return yaml.safe_dump(data, sort_keys=False, width=120)
 
 
@@ -292,7 +294,12 @@ def _check(recipe: Recipe, where: str) -> None:
             "all, any or a positive number of KV heads",
         ),
         (ranks.multiple_of > 0, "ranks.multiple_of", ranks.multiple_of, "a positive number"),
-        (0 < ranks.probe_share < 1, "ranks.probe_share", ranks.probe_share, "a share between 0 and 1"),
+        (
+            len(ranks.probe_shares) > 0 and all(0 < share < 1 for share in ranks.probe_shares),
+            "ranks.probe_shares",
+            ranks.probe_shares,
+            "shares between 0 and 1",
+        ),
         (ranks.probe_tokens > 0, "ranks.probe_tokens", ranks.probe_tokens, "a positive number of tokens"),
         (ranks.fisher_tokens > 0, "ranks.fisher_tokens", ranks.fisher_tokens, "a positive number of tokens"),
         (

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .checkpoint import Checkpoint, read_json
 from .errors import AccuracyError, CheckpointError, RotorError
 from .formats import CheckpointInfo, read_file
 from .layout import GroupLayout, uncompressed_kv_bytes_per_token
 from .metrics import accuracy_field, describe
+from .ranks.water_filling import interpolated
 from .recipe import Recipe, load_recipe
 from .run import RANK_TABLE, RECIPE, Run
 from .search import choose_point
@@ -251,7 +254,7 @@ def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: di
         data.ranks = _ranks_of_point(bases, point)
     sensitivities = table and table.get("sensitivities")
     if sensitivities:
-        data.losses = [_loss(bases[i], sensitivities[i], choice[i], i, run.recipe, point) for i in range(len(bases))]
+        data.losses = [_loss(bases[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
     else:
         data.absent["losses"] = (
             f"Not measured: only ranks.method global probes layers one by one, this recipe's is "
@@ -266,22 +269,18 @@ def _loss(
     sensitivity: dict[str, Any],
     key: str,
     index: int,
-    recipe: Recipe,
     point: dict[str, Any] | None,
 ) -> LayerLoss:
-    """The probe's KL is the sensitivity times the energy that it dropped; the prediction takes the chosen ranks."""
-    from .ranks import round_rank
-
+    """The KL of the deepest probe is its sensitivity times what it dropped; the prediction takes the chosen ranks."""
     probed, predicted = [], []
     for number, side in enumerate(SIDES):
         energy = getattr(layer[key], side).singular_values.square()
-        width = energy.shape[-1]
-        rank = round_rank(int(width * recipe.ranks.probe_share), recipe.ranks.multiple_of, width)
-        probed.append(sensitivity[key][number] * float(energy[:, rank:].sum()))
+        at = sensitivity[key][number]
+        probed.append(at[0][1] * float(energy[:, at[0][0] :].sum()) if at else 0.0)
         if point:
             kept = [ranks[number] for ranks in point["ranks"]["stored"][index]]
-            dropped = sum(float(group[rank:].sum()) for group, rank in zip(energy, kept, strict=True))
-            predicted.append(sensitivity[key][number] * dropped)
+            dropped = torch.stack([group[rank:].sum() for group, rank in zip(energy, kept, strict=True)])
+            predicted.append(float((interpolated(at, torch.tensor(kept)) * dropped).sum()))
     return LayerLoss((probed[0], probed[1]), (predicted[0], predicted[1]) if predicted else None)
 
 

@@ -25,7 +25,7 @@ from .statistics import LayerStatistics
 from .typed import Reader
 
 RECIPE, INFO, BASES, RANK_TABLE, LOG = "recipe.yaml", "run.json", "bases.safetensors", "rank_table.json", "log.txt"
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 

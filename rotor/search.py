@@ -1,7 +1,7 @@
 """F_p: the measured table from accuracy to ranks, and the choice of a point in it.
 
 Every point is compressed in memory and measured on both splits, once; the table is kept in the run folder. A point is
-chosen by the search split alone; the report split may only veto it, so that what is written meets its target there too.
+chosen by the search split; the report split may only veto it, so that what is written meets its target there too.
 
 Source: FDC section 5.2 (the function F_p).
 """
@@ -35,9 +35,14 @@ from .ranks import (
     WaterFillingPath,
     round_rank,
 )
-from .ranks.water_filling import Cost, GroupCost
+from .ranks.plan import SLACK
+from .ranks.water_filling import Cost, GroupCost, SideSensitivity
 from .recipe import Recipe
 from .run import TABLE_VERSION, Run, read_fisher
+
+KL_NOISE = 1e-9
+"""A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""
+
 
 Candidates = list[dict[str, LayerBases]]
 """The bases of each layer's candidates, by key."""
@@ -141,6 +146,10 @@ class RankTable:
     def accuracy(self, point: dict[str, Any], split: str) -> float:
         return point[split][accuracy_field(self.recipe.evaluation.metric)]
 
+    def worse_accuracy(self, point: dict[str, Any]) -> float:
+        """A point has an accuracy if both splits have it."""
+        return min(self.accuracy(point, split) for split in ("search", "report"))
+
 
 class Measurer:
     """Measures rank plans on both splits against the uncompressed model, and adds them to a table."""
@@ -167,8 +176,8 @@ class Measurer:
     def probe(self) -> None:
         """Measure the sensitivity of every layer, side and candidate, and keep it in the table.
 
-        Compresses that side of that layer alone, at a moderate rank; the sensitivity is the KL divergence of the final
-        logits, in nats per token, per unit of dropped energy (squared singular values).
+        Compresses that side of that layer alone, at each of the probed ranks; the sensitivity there is the KL
+        divergence of the final logits, in nats per token, per unit of dropped energy (squared singular values).
         """
         if self.table.sensitivities is not None:
             return
@@ -177,26 +186,32 @@ class Measurer:
         first = [next(iter(layer)) for layer in self.bases]
         probes = [(i, key) for i, layer in enumerate(self.bases) for key in layer]
         sensitivities: list[Sensitivity] = [{} for _ in self.bases]
-        with self.progress.task("probe", 2 * len(probes), "probes") as advance:
+        with self.progress.task("probe", 2 * len(ranks.probe_shares) * len(probes), "probes") as advance:
             for layer, key in probes:
                 chosen = [self.bases[i][key if i == layer else k] for i, k in enumerate(first)]
-                measured = []
-                for side in ("qk", "vo"):
-                    values = getattr(chosen[layer], side).singular_values
-                    width = values.shape[-1]
-                    rank = round_rank(int(width * ranks.probe_share), ranks.multiple_of, width)
-                    plan = [[columns(b)] * len(b.qk.singular_values) for b in chosen]
-                    full = plan[layer][0]
-                    plan[layer] = [(rank, full[1]) if side == "qk" else (full[0], rank)] * len(plan[layer])
-                    scores = score(self.network.compress(chosen, plan), rows, reference=self._base_logits)
-                    assert scores.kl_div is not None
-                    loss = float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div))
-                    dropped = float(values[:, rank:].square().sum())
-                    measured.append(max(loss, 0.0) / dropped if dropped > 0 else 0.0)
-                    advance(1)
+                measured: list[SideSensitivity] = []
+                for side, values in enumerate((chosen[layer].qk.singular_values, chosen[layer].vo.singular_values)):
+                    found: dict[int, float] = {}
+                    for share in ranks.probe_shares:
+                        width = values.shape[-1]
+                        rank = round_rank(int(width * share), ranks.multiple_of, width)
+                        dropped = float(values[:, rank:].square().sum())
+                        if rank not in found and dropped > 0:
+                            found[rank] = self._probe_loss(chosen, layer, side, rank, rows) / dropped
+                        advance(1)
+                    measured.append(sorted(found.items()))
                 sensitivities[layer][key] = (measured[0], measured[1])
         self.table.sensitivities = sensitivities
         self.table.save()
+
+    def _probe_loss(self, bases: list[LayerBases], layer: int, side: int, rank: int, rows: Tensor) -> float:
+        """KL divergence, in nats per token, with one side of one layer at `rank` and everything else whole."""
+        plan = [[columns(b)] * len(b.qk.singular_values) for b in bases]
+        full = plan[layer][0]
+        plan[layer] = [(rank, full[1]) if side == 0 else (full[0], rank)] * len(plan[layer])
+        scores = score(self.network.compress(bases, plan), rows, reference=self._base_logits)
+        assert scores.kl_div is not None
+        return max(float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div)), KL_NOISE)
 
     def measure(self, plan: RankPlan) -> dict[str, Any]:
         """The table's point for a plan, measured if it is not there yet."""
@@ -252,23 +267,22 @@ def complete_table(measurer: Measurer, path: RankPath) -> None:
 
     The walk goes in strides of four `step`s until accuracy falls below the floor. Neighbours are then halved until they
     are `resolution` apart where accuracy crosses a target, and `step` apart elsewhere between the largest target and
-    the floor.
+    the floor; or until no plan of the path lies between them. Accuracy is that of the worse split, as in `choose`, so
+    that a point that the report split refuses is as close to the one that is chosen.
     """
     table, settings = measurer.table, measurer.table.recipe.search
     steps = path.steps()
     stored = [plan.saving for plan in steps]
 
     def accuracy(index: int) -> float:
-        return table.accuracy(measurer.measure(steps[index]), "search")
+        return table.worse_accuracy(measurer.measure(steps[index]))
 
     def refine(low: int, high: int) -> None:
-        if high - low < 2:
-            return
         better, worse = accuracy(low), accuracy(high)
         crossed = any(worse < target <= better for target in settings.targets)
         allowed = settings.resolution if crossed else settings.step
         irrelevant = min(better, worse) >= max(settings.targets, default=0) or max(better, worse) < settings.floor
-        if stored[high] - stored[low] <= allowed or irrelevant:
+        if high - low < 2 or stored[high] - stored[low] <= allowed + SLACK or irrelevant:
             return
         middle_value = (stored[low] + stored[high]) / 2
         middle = min(range(low + 1, high), key=lambda i: abs(stored[i] - middle_value))

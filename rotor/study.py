@@ -25,7 +25,7 @@ from .study_report import write_csv, write_summary
 from .study_store import StudyStore
 from .typed import read_yaml
 
-PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation")
+PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front")
 TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -69,7 +69,8 @@ def study(
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
-        parts: which of PARTS to run. `pruning` needs recipes with a section `prune`, `ablation` needs `ablations`.
+        parts: which of PARTS to run. `pruning` needs recipes with a section `prune`, `ablation` needs `ablations`,
+            `front` takes those recipes in focus whose ranks are by method `global`.
         focus: names of the recipes for all parts but `curves` and `ablation`; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` and `pruning` are measured.
@@ -83,7 +84,8 @@ def study(
     start = time.perf_counter()
     if plots:
         require_matplotlib()
-    chosen, overrides, counts = _chosen_parts(parts, ablations), list(overrides), tuple(counts)
+    parts, overrides, counts = list(parts), list(overrides), tuple(counts)
+    chosen = _chosen_parts(parts, ablations)
     if not 0 < at < 1:
         raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
     specs = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
@@ -91,6 +93,12 @@ def study(
     for name in names:
         if name not in specs:
             raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(specs)}.")
+    allocating = [name for name in names if specs[name].ranks.method == "global"]
+    if "front" in chosen and not allocating and tuple(parts) != PARTS:
+        raise UsageError(
+            f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",
+            "Give --focus a recipe with ranks.method=global, as rotor has.",
+        )
     measured = dict(specs)
     variants: dict[str, Recipe] = {}
     if "ablation" in chosen:
@@ -129,7 +137,7 @@ def study(
             for name, recipe in variants.items():
                 driver.curve(part, name, recipe, f"ablations/{name}")
         else:
-            for name in names:
+            for name in names if part != "front" else allocating:
                 if part == "tokens":
                     driver.tokens(name, specs[name], counts)
                 else:

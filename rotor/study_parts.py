@@ -25,6 +25,7 @@ from .progress import Progress
 from .recipe import Recipe, Tokens, override
 from .run import Run
 from .search import Measurer, RankTable, choose, complete_table
+from .study_front import CHANGES, measure_front
 from .study_measure import SPLITS, Bench, uniform_ranks
 from .study_store import StudyStore
 
@@ -153,6 +154,11 @@ class StudyParts:
                     calibration = self.bench.degradation(bases, ranks, own)
                     self.store.put(key, {"p": p, "side": side, "calibration": calibration, "held_out": held_out})
                 advance(1)
+
+    def front(self, name: str, recipe: Recipe) -> None:
+        """Bytes of cache against predicted decode time, where the ranks choose domain and group size of every layer."""
+        free = override(recipe, CHANGES)
+        measure_front(self.bench, self.store, self.progress, name, free, self._run(f"front/{name}", free), TARGETS)
 
     def pruning(self, name: str, recipe: Recipe) -> None:
         """Error, seconds and spectra by the share of sequences dropped, and by the number of centroids.

@@ -58,6 +58,7 @@ def write_summary(store: StudyStore) -> Path:
         ("tokens", "Error by number of calibration tokens", _tokens),
         ("degradation", "Degradation of the attention outputs (ZDC figure 14)", _degradation),
         ("pruning", "Pruning and K-means (ZDC figure 26)", _pruning),
+        ("front", "Bytes of cache against predicted decode time", _front),
     ):
         records = store.part(name)
         if records:
@@ -231,6 +232,29 @@ def _pruning(records: dict[str, dict[str, Any]]) -> list[str]:
         else:
             rows.append([*start, *_point_cells(record), f"{sum(record['seconds'].values()):.2f}"])
     return table(["recipe", "share dropped", "centroids", "compression", "accuracy", "KL", "seconds"], rows)
+
+
+def _front(records: dict[str, dict[str, Any]]) -> list[str]:
+    rows: list[list[str]] = []
+    for key, record in records.items():
+        for target, point in record["targets"].items():
+            start = [f"`{key.split('/')[0]}`", f"{float(target):g}", f"{record['weight']:g}"]
+            if "out_of_reach" in point:
+                rows.append([*start, "out of reach", "", "", ""])
+                continue
+            layers = " ".join(dict.fromkeys(f"{point['choice'].count(c)} {c}" for c in point["choice"]))
+            cells = [str(point["kv_bytes_per_token"]), f"{point['bytes_share']:.3f}", f"{point['time_share']:.3f}"]
+            rows.append([*start, *cells, layers])
+    rows.sort(key=lambda row: (row[0], -float(row[1]), float(row[2])))
+    first = next(iter(records.values()))
+    header = ["recipe", "accuracy", "weight of latency", "bytes per token", "bytes, share", "time, share", "layers"]
+    return [
+        "",
+        f"Domain and group size of every layer chosen with the ranks. Time is that of attention in a decode step as "
+        f"`rotor/cost.py` predicts it from the rates of {first['device']}, at {first['context_tokens']} tokens of "
+        f"context and a batch of {first['batch_size']}, not a measurement; shares are of the uncompressed model.",
+        *table(header, rows),
+    ]
 
 
 def _point_cells(record: dict[str, Any]) -> list[str]:

@@ -99,6 +99,32 @@ def test_closed_form_is_never_above_svd_on_logits() -> None:
         previous = errors[0]
 
 
+def test_closed_form_is_the_decomposition_that_it_stands_for() -> None:
+    """Against read^(1/2) store^(1/2) = X S Y^T by scipy, with a store that spans six orders of magnitude."""
+    scipy_linalg = pytest.importorskip("scipy.linalg")
+    rows = random(400, 12, seed=1) * torch.logspace(0, -3, 12, dtype=DOUBLE)
+    read, store = (random(300, 12, seed=2).T @ random(300, 12, seed=2)) * 50, rows.T @ rows
+    pair = kq.closed_form(read[None], store[None])
+    roots = [scipy_linalg.sqrtm(moment.numpy()).real for moment in (read, store)]
+    left, values, right = scipy_linalg.svd(roots[0] @ roots[1])
+    np.testing.assert_allclose(pair.singular_values[0].numpy(), values, rtol=1e-4)
+    for got, root, vectors in ((pair.encode, roots[0], left), (pair.decode, roots[1], right.T)):
+        expected = root @ vectors[:, :8] / np.sqrt(values[:8])
+        signs = np.sign(np.sum(expected * got[0, :, :8].numpy(), axis=0))
+        np.testing.assert_allclose(got[0, :, :8].numpy(), expected * signs, rtol=1e-3, atol=1e-4 * abs(expected).max())
+
+
+def test_closed_form_of_blocks_is_that_of_the_whole() -> None:
+    keys = anisotropic(300, 24, 5)
+    queries = torch.stack([anisotropic(200, 8, seed) for seed in (6, 7, 8)])
+    read, store = block_diagonal(queries.mT @ queries, 3), (keys.T @ keys)[None]
+    whole, blocks = kq.closed_form(read, store), kq.closed_form(read, store, heads=3)
+    torch.testing.assert_close(blocks.singular_values, whole.singular_values, rtol=1e-8, atol=1e-8)
+    for rank in (2, 9, 24):
+        product = [pair.encode[0, :, :rank] @ pair.decode[0, :, :rank].T for pair in (whole, blocks)]
+        torch.testing.assert_close(product[1], product[0], rtol=1e-6, atol=1e-8)
+
+
 def test_closed_form_survives_a_dead_reader_and_a_singular_store() -> None:
     store = torch.zeros(2, 8, 8, dtype=DOUBLE)
     store[0, :3, :3] = torch.eye(3, dtype=DOUBLE)

@@ -434,7 +434,7 @@ def test_rank_tables(places_for) -> None:
     recipe = override(run.recipe, [])
     bases = run.bases()
     base = json.loads((folder / "rank_table.json").read_text())
-    base["sensitivities"] = [{key: [1e-9, 1e-9] for key in layer} for layer in bases]
+    base["sensitivities"] = [{key: [[[16, 1e-9]], [[16, 1e-9]]] for key in layer} for layer in bases]
 
     def check(data: bytes) -> None:
         (folder / "rank_table.json").write_bytes(data)

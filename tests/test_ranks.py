@@ -16,6 +16,7 @@ from rotor.ranks import (
     round_rank,
     tail_shares,
 )
+from rotor.ranks.water_filling import interpolated
 
 
 def rank(values: list[float], rate: float) -> int:
@@ -121,13 +122,17 @@ def test_squares_remove_more_at_the_same_rate() -> None:
     assert path(squares=True).plan(0.1).planned > path(squares=False).plan(0.1).planned
 
 
+def constant(qk: float, vo: float) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    return [(16, qk)], [(16, vo)]
+
+
 def water_filling(multiple_of: int = 16, sensitivities=((3.0, 1.0), (0.5, 2.0))) -> WaterFillingPath:
     whole = 2 * 2 * 2 * 64
     return WaterFillingPath(
         spectra(),
         SHAPE,
         multiple_of,
-        [{"post-1": pair} for pair in sensitivities],
+        [{"post-1": constant(*pair)} for pair in sensitivities],
         lambda key, ranks: ([r / whole for r in ranks], [r / whole for r in ranks]),
         lambda key, qk, v: (qk + v) / whole,
     )
@@ -182,7 +187,7 @@ def test_water_filling_chooses_the_candidate_that_pays() -> None:
     flat = torch.full((1, 32), 0.5, dtype=torch.float64)
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32, hidden_size=32)
     candidates = [{"post-1": Spectra(flat, flat), "pre-1": Spectra(sharp, sharp)}]
-    sensitivities = [{"post-1": (1.0, 1.0), "pre-1": (1.0, 1.0)}]
+    sensitivities = [{"post-1": constant(1.0, 1.0), "pre-1": constant(1.0, 1.0)}]
     for dear, expected in ((1.0, "pre-1"), (100.0, "post-1")):
         path = WaterFillingPath(
             candidates,
@@ -214,3 +219,43 @@ def test_fisher_ranks_are_in_proportion_to_the_information() -> None:
     quarter = next(plan for plan in steps if plan.exact[0][0][0] == 32)
     assert quarter.exact == [[(32, 8), (16, 8)], [(16, 32), (8, 32)]]
     assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
+
+
+def test_water_filling_leaves_no_plan_out_that_one_change_gives() -> None:
+    """Two ranks whose gains differ by less than a step of the sweep still fall one after the other."""
+    values = torch.tensor([[1.0, 1.0, 0.5, 0.5]], dtype=torch.float64)
+    shape = AttentionShape(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4)
+    path = WaterFillingPath(
+        [{"post-1": Spectra(values, values)}] * 2,
+        shape,
+        2,
+        [{"post-1": constant(1.0, 1.0001)}, {"post-1": constant(1.0002, 1.0003)}],
+        lambda key, ranks: ([r / 16 for r in ranks], [r / 16 for r in ranks]),
+        lambda key, qk, v: (qk + v) / 16,
+    )
+    assert [plan.stored for plan in path.steps()] == [0.0, 0.125, 0.25, 0.375, 0.5]
+
+
+def test_sensitivity_between_probes_is_a_power_of_the_rank() -> None:
+    ranks = torch.tensor([4, 8, 16, 32, 64])
+    values = interpolated([(8, 4.0), (32, 1.0)], ranks)
+    assert values.tolist() == pytest.approx([4.0, 4.0, 2.0, 1.0, 1.0])
+    assert interpolated([], ranks).tolist() == [0.0] * 5
+
+
+def test_water_filling_heeds_a_layer_that_breaks_at_a_low_rank() -> None:
+    """Two layers alike at a moderate rank; the one that a second probe finds fragile keeps more."""
+    steep, flat = [(16, 50.0), (48, 1.0)], [(16, 1.0), (48, 1.0)]
+    path = WaterFillingPath(
+        [spectra(1)[0]] * 2,
+        SHAPE,
+        8,
+        [{"post-1": (steep, flat)}, {"post-1": (flat, flat)}],
+        lambda key, ranks: ([r / 512 for r in ranks], [r / 512 for r in ranks]),
+        lambda key, qk, v: (qk + v) / 512,
+    )
+    plan = path.at_compression(0.7)
+    assert plan is not None
+    (fragile, _), (robust, _) = plan.rounded
+    assert fragile[0] > robust[0]
+    assert fragile[1] == robust[1]

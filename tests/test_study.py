@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL
+from conftest import DEMO_MODEL, FAST_EVALUATION
 from test_cli import rotor
 
-from rotor import plots, study_parts
+from rotor import plots, study_front, study_parts
 from rotor.bases import BasisPair, LayerBases
 from rotor.comparison import (
     align_signs,
@@ -23,7 +23,10 @@ from rotor.comparison import (
     principal_angles,
     relative_difference,
 )
+from rotor.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from rotor.devices import bundled_devices
 from rotor.errors import DataError, RecipeError, UsageError
+from rotor.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
 from rotor.recipe import Recipe, Tokens, load_recipe
 from rotor.run import Run
 from rotor.search import rank_path
@@ -384,6 +387,42 @@ def test_pruning_tables_and_plots(tmp_path: Path) -> None:
     assert "| `zdc` | 0.5 | 16 | p = 0.50 | 0.9900 | 0.51000 | 1.50 |" in text
     assert "not measured: too few" in text
     assert {p.stem for p in plots.write_plots(store)} == {"pruning", "pruning-spectra"}
+
+
+def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(study_front, "WEIGHTS", (0.0, 1.0))
+    overrides = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "ranks.multiple_of=4"]
+    overrides += [*FAST_EVALUATION, "ranks.probe_tokens=128", "objective.context_tokens=1024", "objective.device=l40s"]
+    overrides += ["evaluation.metric=kl_div"]  # the tiny model gets no token right
+    arguments = {"parts": ["front"], "focus": ["rotor"], "overrides": overrides}
+    with pytest.raises(UsageError, match="--parts front: the ranks of fdc do not choose"):
+        study(tiny("llama"), tmp_path / "study", ["fdc", "rotor"], **{**arguments, "focus": ["fdc"]})
+    result = study(tiny("llama"), tmp_path / "study", ["fdc", "rotor"], **arguments)
+    assert list(result.records) == ["front/rotor/w0.00", "front/rotor/w1.00"]
+    run = Run.open(result.folder / "runs" / "front" / "rotor")
+    device, step = bundled_devices()["l40s"], DecodeStep(1024, 8, 4)
+    for record in result.records.values():
+        assert (record["device"], record["context_tokens"], record["batch_size"]) == ("l40s", 1024, 8)
+        assert list(record["targets"]) == ["0.99", "0.95", "0.90"]
+        for target, point in record["targets"].items():
+            assert min(point["search"], point["report"]) >= float(target)
+            assert point["bytes_share"] == pytest.approx(1 - point["stored"], abs=1e-6)
+            layouts = [
+                ordered_by_class(
+                    run.info["candidates"][key]["domain"],
+                    run.info["folded_keys"][key],
+                    [GroupLayout(tuple(range(4 // len(ranks))), qk, v) for qk, v in ranks],
+                )[0]
+                for key, ranks in zip(point["choice"], point["ranks"], strict=True)
+            ]
+            assert point["kv_bytes_per_token"] == kv_bytes_per_token(layouts, 4)
+            assert point["predicted_seconds"] == pytest.approx(decode_seconds(layouts, run.shape, device, step))
+            expected = point["predicted_seconds"] / uncompressed_decode_seconds(run.shape, device, step)
+            assert point["time_share"] == pytest.approx(expected, abs=1e-6)
+    assert (result.folder / "plots" / "front.png").is_file()
+    assert "rates of l40s, at 1024 tokens of context and a batch of 8" in (result.folder / "summary.md").read_text()
+    assert study(tiny("llama"), result.folder, ["fdc", "rotor"], **arguments).added == 0
 
 
 def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch) -> None:

@@ -127,10 +127,14 @@ def _reads(*names: str) -> frozenset[str]:
 
 QK_METHODS: dict[str, Method] = {
     "svd": Method(("post", "none"), _reads("query", "key"), lambda i: svd.from_moments(i.queries(), i.keys())),
-    "kq": Method(("post", "pre", "none"), _reads("query", "key"), lambda i: kq.closed_form(i.queries(), i.keys())),
+    "kq": Method(
+        ("post", "pre", "none"), _reads("query", "key"), lambda i: kq.closed_form(i.queries(), i.keys(), i.group_size)
+    ),
     # Before RoPE a constant key is no constant in the logits: there nothing is centred.
     "kq-centred": Method(
-        ("post", "pre", "none"), _reads("query", "key"), lambda i: kq.closed_form(i.queries(), i.centred_keys())
+        ("post", "pre", "none"),
+        _reads("query", "key"),
+        lambda i: kq.closed_form(i.queries(), i.centred_keys(), i.group_size),
     ),
     "rope-pairs": Method(
         ("post",),
@@ -144,8 +148,12 @@ VO_METHODS: dict[str, Method] = {
     "palu": Method(("post", "pre", "none"), _reads(), lambda i: palu.from_weight(i.weights.v_weight, i.width)),
     "whitened": Method(("post", "pre", "none"), _reads("value"), lambda i: svd.of_moment(i.values())),
     "svd": Method(("post", "pre", "none"), _reads("value"), lambda i: svd.from_moments(i.readers(), i.values())),
-    "kq": Method(("post", "pre", "none"), _reads("value"), lambda i: kq.closed_form(i.readers(), i.values())),
-    "kq-output": Method(("post", "pre", "none"), _reads("output"), lambda i: kq.closed_form(i.readers(), i.outputs())),
+    "kq": Method(
+        ("post", "pre", "none"), _reads("value"), lambda i: kq.closed_form(i.readers(), i.values(), i.group_size)
+    ),
+    "kq-output": Method(
+        ("post", "pre", "none"), _reads("output"), lambda i: kq.closed_form(i.readers(), i.outputs(), i.group_size)
+    ),
 }
 
 

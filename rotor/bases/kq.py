@@ -11,25 +11,45 @@ DAMPING = 1e-10
 """Share of the mean eigenvalue added to each moment, so that its square root can be inverted."""
 
 
-def closed_form(read: Tensor, store: Tensor) -> BasisPair:
+def closed_form(read: Tensor, store: Tensor, heads: int = 1) -> BasisPair:
     """Minimise sum (q . x - q . x_r)^2 over all rank-r maps of what is stored, for reader q and store x.
 
     With read^(1/2) store^(1/2) = X S Y^T: encode = read^(1/2) X S^(-1/2), decode = store^(1/2) Y S^(-1/2). The squared
     error at rank r is the sum of the dropped S^2; at full rank encode decode^T = I.
 
+    Computed without that decomposition, which takes most of the time for one latent of many heads: for read = F F^T,
+    X and S^2 are the eigenvectors and eigenvalues of F^T store F, encode = F X S^(-1/2) and decode = F^(-T) X S^(1/2).
+    F comes from the eigh of each head alone, F^(-T) with it. As X is orthogonal and the scale cancels,
+    encode^T decode = I however small S is; S itself is exact to the square root of the rounding error of the largest.
+
     Args:
         read: [num_groups, n, n], sum q q^T of what reads the latent (queries; rows of W_o).
         store: [num_groups, n, n], sum x x^T of what is stored (keys; values).
+        heads: read is block-diagonal, of this many blocks of equal size.
     Source: KQ-SVD, arXiv 2512.05916, theorem 1; square roots by eigh, damped.
     """
-    read_root, store_root = _square_root(read), _square_root(store)
-    left, values, right = torch.linalg.svd(read_root @ store_root)
-    signs = torch.where(positive_signs(left).mul(left).sum(-2, keepdim=True) < 0, -1.0, 1.0)
-    scale = values.rsqrt().unsqueeze(-2)
-    return BasisPair(read_root @ left * signs * scale, store_root @ right.mT * signs * scale, values)
+    (read, read_unit), (store, store_unit) = _unit_mean(read), _unit_mean(store)
+    blocks = read.unflatten(-1, (heads, -1)).unflatten(-3, (heads, -1)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    values, vectors = descending_eigh(blocks)  # [num_groups, heads, n / heads, ...]
+    root = (values + DAMPING).sqrt().unsqueeze(-2)
+    factor, inverse = vectors * root, vectors / root
+
+    def times(left: Tensor, right: Tensor) -> Tensor:
+        """Block-diagonal times dense."""
+        return (left @ right.unflatten(-2, (heads, -1))).flatten(-3, -2)
+
+    damped = store + DAMPING * torch.eye(store.shape[-1], dtype=store.dtype)
+    squares, left = torch.linalg.eigh(times(factor.mT, times(factor.mT, damped).mT))
+    singular_values, left = squares.flip(-1).clamp(min=0).sqrt(), left.flip(-1)
+    scale = torch.maximum(singular_values, torch.finfo(torch.float64).eps * singular_values[:, :1]).sqrt().unsqueeze(-2)
+    alive = (read_unit > 0) & (store_unit > 0)
+    scale = scale * torch.where(alive, store_unit / read_unit, 1.0) ** 0.25  # as if the units had stayed in
+    encode, decode = times(factor, left) / scale, times(inverse, left) * scale
+    signs = torch.where(positive_signs(encode).mul(encode).sum(-2, keepdim=True) < 0, -1.0, 1.0)
+    return BasisPair(encode * signs, decode * signs, singular_values * (read_unit * store_unit).sqrt().squeeze(-1))
 
 
-def _square_root(moments: Tensor) -> Tensor:
-    values, vectors = descending_eigh(moments)
-    mean = values.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
-    return vectors * (values + DAMPING * mean).sqrt().unsqueeze(-2) @ vectors.mT
+def _unit_mean(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Moments of mean eigenvalue 1 (or 0, of what is dead), and what they were divided by, [num_groups, 1, 1]."""
+    mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    return torch.where(mean > 0, moments / mean, 0.0), mean.clamp(min=0)

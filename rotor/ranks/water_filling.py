@@ -1,15 +1,18 @@
 """Ranks, domain and group size of every layer by gain per cost: water-filling on measured sensitivities.
 
 The loss that a plan is predicted to make is the sum, over layers and sides, of a sensitivity times the dropped energy
-(squared singular values). For a price per unit of cost each group takes the stored rank of least loss plus price, each
-layer the candidate of least total; a sweep over prices gives the path. Rounding is inside the optimisation: only
-multiples are considered.
+(squared singular values). The sensitivity is measured at a few ranks, because it rises where a layer loses what it
+works with, and interpolated between them. For a price per unit of cost each group takes the stored rank of least loss
+plus price, each layer the candidate of least total; a sweep over prices gives the path. Rounding is inside the
+optimisation: only multiples are considered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +22,28 @@ from .plan import LayerRanks, RankPath, RankPlan, Spectra
 PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""
 
-Sensitivity = dict[str, tuple[float, float]]
-"""For each candidate of a layer: loss (KL in nats per token) per unit of dropped energy of qk and of vo."""
+GAP, HALVINGS = 0.005, 10
+"""Where neighbouring plans are further apart in saving than GAP and several ranks changed at once, the interval of
+prices between them is halved, at most this often: a small model has few plans, and each may be the one."""
+
+SideSensitivity = list[tuple[int, float]]
+"""(rank, loss per unit of dropped energy when all groups of the layer have that rank), by rising rank; the loss is KL
+in nats per token. Empty where no rank drops any energy."""
+
+Sensitivity = dict[str, tuple[SideSensitivity, SideSensitivity]]
+"""Of qk and of vo, for each candidate of a layer."""
 
 Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
 """(candidate, ranks) -> what one group of that candidate costs on its key side and on its value side at these ranks."""
 
 GroupCost = Callable[[str, int, int], float]
 """(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
+
+Curve = tuple[Tensor, Tensor, Tensor]
+"""Of one side of a candidate: possible ranks [R], loss of each group at them [num_groups, R], cost at them [R]."""
+
+Curves = dict[str, list[Curve]]
+"""Both sides of each candidate of a layer."""
 
 
 class WaterFillingPath(RankPath):
@@ -67,6 +84,17 @@ class WaterFillingPath(RankPath):
         ]
         top = max(gains, default=1.0) * 10
         prices = torch.logspace(-12, 0, PRICES, dtype=torch.float64) * top
+        plans = self._sweep(curves, prices)
+        for _ in range(HALVINGS):
+            crowded = [a.parameter * b.parameter for a, b in pairwise(plans) if _crowded(a, b)]
+            if not crowded:
+                break
+            plans += self._sweep(curves, torch.tensor(crowded, dtype=torch.float64).sqrt())
+            plans.sort(key=lambda plan: plan.parameter)
+        return plans
+
+    def _sweep(self, curves: list[Curves], prices: Tensor) -> list[RankPlan]:
+        """The best plan at every price."""
         layers = [self._layer(layer, prices) for layer in curves]
         plans = []
         for i, price in enumerate(prices.tolist()):
@@ -79,9 +107,7 @@ class WaterFillingPath(RankPath):
         cost = sum(self.group_cost(key, qk, v) for key, layer in zip(choice, rounded, strict=True) for qk, v in layer)
         return 1.0 - cost
 
-    def _curves(
-        self, key: str, spectra: Spectra, sensitivity: tuple[float, float]
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _curves(self, key: str, spectra: Spectra, sensitivity: tuple[SideSensitivity, SideSensitivity]) -> list[Curve]:
         """For each side: possible ranks [R], loss of each group at them [num_groups, R], cost at them [R]."""
         sides = []
         for side, values in enumerate((spectra.qk, spectra.vo)):
@@ -90,14 +116,13 @@ class WaterFillingPath(RankPath):
             energy = values.square()
             tails = energy.flip(-1).cumsum(-1).flip(-1)
             tails = torch.cat([tails, tails.new_zeros(len(tails), 1)], dim=-1)
-            loss = sensitivity[side] * tails[:, ranks]
+            loss = interpolated(sensitivity[side], ranks) * tails[:, ranks]
+            loss = loss.flip(-1).cummax(-1).values.flip(-1)  # fewer columns never cost less
             cost = torch.tensor(self.cost(key, ranks.tolist())[side], dtype=torch.float64)
             sides.append((ranks, loss, cost))
         return sides
 
-    def _layer(
-        self, candidates: dict[str, list[tuple[Tensor, Tensor, Tensor]]], prices: Tensor
-    ) -> tuple[list[str], list[LayerRanks]]:
+    def _layer(self, candidates: Curves, prices: Tensor) -> tuple[list[str], list[LayerRanks]]:
         """The best candidate of a layer, and its ranks, at every price."""
         totals, ranks = [], []
         for sides in candidates.values():
@@ -118,3 +143,26 @@ class WaterFillingPath(RankPath):
             list(zip(ranks[w][0][i], ranks[w][1][i], strict=True)) for i, w in enumerate(winner)
         ]
         return chosen_keys, per_price
+
+
+def interpolated(sensitivity: SideSensitivity, ranks: Tensor) -> Tensor:
+    """The sensitivity at any ranks: its logarithm is linear in that of the rank, and constant beyond the probes."""
+    if not sensitivity:
+        return torch.zeros(len(ranks), dtype=torch.float64)
+    known, values = np.log(np.array(sensitivity, dtype=float)).T
+    return torch.from_numpy(np.exp(np.interp(np.log(ranks.numpy()), known, values)))
+
+
+def _crowded(first: RankPlan, second: RankPlan) -> bool:
+    """Whether a plan between these two is wanted, and there may be one."""
+    if abs(second.saving - first.saving) <= GAP:
+        return False
+    changes = 0
+    for keys, layers in zip(
+        zip(first.choice, second.choice, strict=True), zip(first.rounded, second.rounded, strict=True), strict=True
+    ):
+        if keys[0] != keys[1]:
+            changes += 1
+        else:
+            changes += sum(a != b for pairs in zip(*layers, strict=True) for a, b in zip(*pairs, strict=True))
+    return changes > 1
