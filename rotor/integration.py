@@ -102,7 +102,7 @@ class RotorQuantizer(HfQuantizer):
             model,
             FAMILIES[model.config.model_type],
             shape,
-            layouts,
+            dict(enumerate(layouts)),
             frozenset(self.quantization_config.biases),  # type: ignore[attr-defined]
         )
         return model
@@ -133,12 +133,12 @@ class RotorQuantizer(HfQuantizer):
 
 
 def replace_attention(
-    model: Any, family: Family, shape: AttentionShape, layouts: list[LayerLayout], biases: frozenset[str]
+    model: Any, family: Family, shape: AttentionShape, layouts: dict[int, LayerLayout], biases: frozenset[str]
 ) -> list[RotorAttention]:
-    """Put a RotorAttention with uninitialised weights in place of each attention module, and use `rotor` attention."""
+    """Put a RotorAttention with uninitialised weights in each layer of `layouts`, and use `rotor` attention."""
     rotary = None if family.rotary is None else RotaryTable(model.get_submodule(family.rotary))
     modules = []
-    for index, layout in enumerate(layouts):
+    for index, layout in layouts.items():
         base = family.attention_module(model, index)
         module = RotorAttention(base, family, shape, layout, biases, rotary)
         family.replace_attention(model, index, module)

@@ -34,7 +34,7 @@ class RotaryTable:
         if key != self._key or self._table is None:
             positions = torch.arange(length, device=like.device) + offset
             cos, sin = self._rotary(like, positions[None])
-            self._key, self._table = key, (cos[0], sin[0])
+            self._key, self._table = key, (cos[0].to(like.device), sin[0].to(like.device))
         return self._table
 
 

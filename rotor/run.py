@@ -1,26 +1,30 @@
 """The run folder: what calibration found, and what searches measured.
 
-RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases.safetensors  rank_table.json  log.txt
+RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases/layer-0000.safetensors ...
+      fisher.safetensors  rank_table.json  log.txt
+
+Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .bases import BasisPair, LayerBases
-from .checkpoint import read_json, write_json
+from .checkpoint import read_json, sync, write_json
 from .errors import CheckpointError, UsageError
 from .layout import AttentionShape, Domain
 from .recipe import Recipe, load_recipe
-from .statistics import LayerStatistics
+from .statistics import LayerStatistics, pack_symmetric, unpack_symmetric
 
-RECIPE, INFO, BASES, RANK_TABLE, LOG = "recipe.yaml", "run.json", "bases.safetensors", "rank_table.json", "log.txt"
+RECIPE, INFO, FISHER, RANK_TABLE, LOG = "recipe.yaml", "run.json", "fisher.safetensors", "rank_table.json", "log.txt"
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
@@ -28,15 +32,24 @@ def statistics_path(folder: Path, layer: int) -> Path:
     return folder / "statistics" / f"layer-{layer:04d}.safetensors"
 
 
-def write_statistics(
-    folder: Path, layer: int, statistics: LayerStatistics, fisher: tuple[Tensor, Tensor] | None = None
-) -> None:
-    """One layer's moments and, where the recipe needs it, its Fisher information of keys and values."""
-    path = statistics_path(folder, layer)
-    path.parent.mkdir(exist_ok=True)
+def bases_path(folder: Path, layer: int) -> Path:
+    return folder / "bases" / f"layer-{layer:04d}.safetensors"
+
+
+def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
+    """One layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
     metadata = {"tokens": str(statistics.tokens), "group_size": str(statistics.group_size)}
-    extra = {} if fisher is None else {"fisher_key": fisher[0], "fisher_value": fisher[1]}
-    save_file(dict(sorted({**statistics.sums, **extra}.items())), path, metadata=metadata)
+    tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
+    _write(statistics_path(folder, layer), tensors, metadata)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """To a temporary name first, and to disk before it gets its own."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata=metadata)
+    sync(temporary)
+    temporary.replace(path)
 
 
 def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
@@ -45,33 +58,40 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     try:
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata()
-        sums = {name: tensor for name, tensor in load_file(path).items() if not name.startswith("fisher_")}
+        sums = {n: unpack_symmetric(t) if n == "output" else t for n, t in load_file(path).items()}
         return LayerStatistics(shape, int(metadata["group_size"]), sums, int(metadata["tokens"]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
 
+def write_fisher(folder: Path, information: list[tuple[Tensor, Tensor]]) -> None:
+    """Fisher information of keys and of values in each layer."""
+    tensors = {
+        f"layers.{i}.{side}": t for i, pair in enumerate(information) for side, t in zip("kv", pair, strict=True)
+    }
+    _write(folder / FISHER, tensors)
+
+
 def read_fisher(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
     """Fisher information of keys and of values, each [num_kv_heads]; raises UsageError if the run has none."""
-    tensors = load_file(statistics_path(folder, layer))
-    if "fisher_key" not in tensors:
+    if not (folder / FISHER).is_file():
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    return tensors["fisher_key"], tensors["fisher_value"]
+    tensors = load_file(folder / FISHER)
+    return tensors[f"layers.{layer}.k"], tensors[f"layers.{layer}.v"]
 
 
-def write_bases(folder: Path, bases: list[dict[str, LayerBases]]) -> None:
-    """All columns of the bases of every layer's candidates, float64, with their singular values."""
+def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
+    """All columns of the bases of a layer's candidates, float64, with their singular values."""
     tensors: dict[str, Tensor] = {}
-    for index, key, candidate in ((i, k, c) for i, layer in enumerate(bases) for k, c in layer.items()):
+    for key, candidate in bases.items():
         for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
-            prefix = f"layers.{index}.{key}.{side}."
-            tensors[prefix + "encode"] = pair.encode.contiguous()
+            tensors[f"{key}.{side}.encode"] = pair.encode.contiguous()
             if not pair.is_orthonormal:
-                tensors[prefix + "decode"] = pair.decode.contiguous()
-            tensors[prefix + "singular_values"] = pair.singular_values.contiguous()
-    save_file(tensors, folder / BASES)
+                tensors[f"{key}.{side}.decode"] = pair.decode.contiguous()
+            tensors[f"{key}.{side}.singular_values"] = pair.singular_values.contiguous()
+    _write(bases_path(folder, layer), tensors)
 
 
 @dataclass(frozen=True)
@@ -105,34 +125,35 @@ class Run:
     def model_folder(self) -> Path:
         return Path(self.info["model"]["path"])
 
-    def bases(self) -> list[dict[str, LayerBases]]:
-        """The bases of each layer's candidates (a domain and a group size) by key.
+    def bases(self) -> RunBases:
+        """The bases of each layer's candidates (a domain and a group size) by key, read when they are asked for."""
+        return RunBases(self)
+
+    def layer_bases(self, layer: int) -> dict[str, LayerBases]:
+        """The bases of one layer's candidates, by key.
 
         Raises:
-            CheckpointError: the file is damaged or does not fit run.json.
+            CheckpointError: the layer's file is missing, damaged or does not fit run.json.
         """
-        path = self.folder / BASES
+        path = bases_path(self.folder, layer)
         try:
             tensors = load_file(path)
-            return [
-                {key: self._candidate(tensors, i, key) for key in self.info["candidates"]}
-                for i in range(self.shape.num_layers)
-            ]
+            outputs = None
+            if self.recipe.bases.refit:
+                outputs = read_statistics(self.folder, layer, self.shape)
+            return {key: self._candidate(tensors, key, outputs) for key in self.info["candidates"]}
         except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
-    def _candidate(self, tensors: dict[str, Tensor], index: int, key: str) -> LayerBases:
+    def _candidate(self, tensors: dict[str, Tensor], key: str, statistics: LayerStatistics | None) -> LayerBases:
         domain: Domain = self.info["candidates"][key]["domain"]
         group_size = int(self.info["candidates"][key]["group_size"])
         pairs = {}
         for side in ("qk", "vo"):
-            prefix = f"layers.{index}.{key}.{side}."
-            encode = tensors[prefix + "encode"]
-            decode = tensors.get(prefix + "decode", encode)
-            pairs[side] = BasisPair(encode, decode, tensors[prefix + "singular_values"])
-        outputs = None
-        if self.recipe.bases.refit:
-            outputs = read_statistics(self.folder, index, self.shape).moment("output", group_size)
+            encode = tensors[f"{key}.{side}.encode"]
+            decode = tensors.get(f"{key}.{side}.decode", encode)
+            pairs[side] = BasisPair(encode, decode, tensors[f"{key}.{side}.singular_values"])
+        outputs = None if statistics is None else statistics.moment("output", group_size)
         return LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs)
 
     def read_rank_table(self) -> dict[str, Any] | None:
@@ -144,3 +165,61 @@ class Run:
         temporary = self.folder / f"{RANK_TABLE}.tmp"
         write_json(temporary, table)
         temporary.replace(self.folder / RANK_TABLE)
+
+
+class RunBases(Sequence[dict[str, LayerBases]]):
+    """The bases of a run's layers; each is read when it is asked for, and not kept."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __len__(self) -> int:
+        return self.run.shape.num_layers
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, LayerBases]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, LayerBases]]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self.run.layer_bases(range(len(self))[index])
+
+    def spectra(self, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Singular values of qk and of vo of one layer's candidates, each [num_groups, columns]; raises likewise."""
+        path = bases_path(self.run.folder, layer)
+        try:
+            with safe_open(path, framework="pt") as handle:
+                return {
+                    key: (
+                        handle.get_tensor(f"{key}.qk.singular_values"),
+                        handle.get_tensor(f"{key}.vo.singular_values"),
+                    )
+                    for key in self.run.info["candidates"]
+                }
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
+
+    def select(self, choice: Sequence[str]) -> ChosenBases:
+        """The chosen candidate of each layer."""
+        return ChosenBases(self, choice)
+
+
+class ChosenBases(Sequence[LayerBases]):
+    """One candidate of each layer; read when it is asked for, and not kept."""
+
+    def __init__(self, bases: RunBases, choice: Sequence[str]) -> None:
+        self.bases, self.choice = bases, tuple(choice)
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerBases: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerBases]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self.bases[index][self.choice[index]]

@@ -108,7 +108,7 @@ class StreamedWeights:
         names = self._names.get(unit, [])
         report, _ = convert_and_load_state_dict_in_model(
             self.model,
-            {name: self.checkpoint.tensor(name) for name in names},
+            {name: self.checkpoint.unchecked_tensor(name) for name in names},
             LoadStateDictConfig(
                 dtype=self.dtype,
                 dtype_plan=self._dtype_plan,
