@@ -1,8 +1,9 @@
-"""From a model folder to a run folder: tokens, capture, statistics, bases."""
+"""From a model folder to a run folder: tokens, capture, statistics, bases, layer by layer."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import time
 from collections.abc import Iterable
@@ -12,24 +13,34 @@ from typing import Any
 import safetensors
 import torch
 import transformers
+from safetensors.torch import load_file
+from torch import Tensor
 
 from .bases import LayerBases, layer_bases
-from .candidates import candidates, wanted_moments
-from .capture import capture
-from .checkpoint import Checkpoint, check_writable, file_sha256, staged_folder, write_json
-from .compress import load_model, pick_device, pick_dtype
-from .errors import DataError
-from .families import Family, attention_shape, find_family, read_attention
+from .checkpoint import check_space, check_writable, file_sha256, write_json
+from .collect import layer_statistics
+from .compress import weights_of
+from .errors import DataError, NumericsError
+from .families import Family, read_attention
 from .hub import find_model
+from .job import Job
+from .layerwise import LayerwiseModel
 from .layout import AttentionShape, folds_keys
+from .memory import check_offload
+from .partial import PartialRun
+from .processes import Processes
 from .progress import Progress, StageTimes
-from .pruning import ClusteredStatistics, check_clusters, prune_rows
-from .recipe import Prune, Recipe, load_recipe
-from .run import INFO, LOG, RECIPE, Run, write_bases, write_statistics
+from .pruning import check_clusters, prune_rows
+from .recipe import Recipe, load_recipe
+from .run import FISHER, INFO, LOG, RECIPE, Run, write_bases, write_fisher, write_statistics
 from .statistics import LayerStatistics
-from .tokens import calibration_tokens
+from .tokens import CalibrationTokens, calibration_tokens
+from .weights import Weights
 
 log = logging.getLogger("rotor")
+
+TOKENS = "tokens.safetensors"
+"""Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
 
 
 def calibrate(
@@ -42,10 +53,15 @@ def calibrate(
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
+    offload: str = "auto",
+    device_map: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Run:
     """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
+
+    The folder `OUT.partial` holds what is done until everything is. Processes started by torchrun share the tokens.
 
     Args:
         model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
@@ -56,146 +72,209 @@ def calibrate(
         device, dtype: where and in what the forward passes run; `auto` is the GPU if there is one, and float32 on a
             CPU. Statistics are float64 in any case.
         batch_tokens: tokens in one forward pass.
+        offload: `always` reads one layer of weights at a time, `never` loads all, `auto` does what fits.
+        device_map: as in transformers' from_pretrained, e.g. `auto`: spread the model over several GPUs.
+        resume: go on with an unfinished run, whose result is then the same as that of an uninterrupted one.
     Raises:
-        RotorError: see rotor.errors; nothing is written then.
+        RotorError: see rotor.errors. A run with a finished layer is kept for --resume, unless its numbers are bad.
     """
-    progress = progress or Progress()
+    processes = Processes.from_environment()
+    progress = progress if progress is not None and processes.is_first else Progress()
     spec = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    times = StageTimes()
-    out = Path(out)
-    source = find_model(model, revision)
-    check_writable(out, overwrite, [source.folder])
-
-    checkpoint = Checkpoint(source.folder)
-    family, shape = find_family(checkpoint.config), attention_shape(checkpoint.config)
-    chosen = candidates(spec, family, shape)
-    wanted, group_size = wanted_moments(spec, chosen), max(size for _, size in chosen.values())
-    with times.stage("check model"), progress.task("check model", checkpoint.total_bytes(), "B") as advance:
-        shards = {}
-        for file in checkpoint.files:
-            shards[file] = file_sha256(checkpoint.folder / file)
-            for name in checkpoint.names_in(file):
-                checkpoint.tensor(name)  # raises on NaN or Inf
-            advance((checkpoint.folder / file).stat().st_size)
-        for layer in range(shape.num_layers):
-            read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)  # raises on other shapes
-    target = pick_device(device)
-    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    network = None
-    if spec.tokens.source == "synthetic":  # other tokens come first: their errors need not wait for the model
-        with times.stage("load model"):
-            network = load_model(checkpoint.folder, target, compute_dtype)
-    with times.stage("tokens"):
-        sample = calibration_tokens(spec.tokens, checkpoint.config, checkpoint.tokenizer, network, progress)
-        kept = prune_rows(sample, spec.prune)
-    tokens = kept.rows
-    if tokens.numel() < group_size * shape.head_dim:
-        raise DataError(
-            f"{tokens.numel()} calibration tokens, fewer than the {group_size * shape.head_dim} dimensions of a group.",
-            "Raise it with --set tokens.count=N; the papers use at least 8192.",
-        )
-    check_clusters(spec.prune, tokens.numel())
-    if network is None:
-        with times.stage("load model"):
-            network = load_model(checkpoint.folder, target, compute_dtype)
-    with times.stage("capture"):
-        statistics = collect(network, family, shape, group_size, wanted, tokens, batch_tokens, progress, spec.prune)
-    information = []
-    if spec.ranks.method == "fisher":
-        with times.stage("gradients"):
-            information = fisher_information(network, family, shape, tokens, spec.ranks.fisher_tokens, progress)
-    del network
-    with times.stage("bases"), progress.task("bases", shape.num_layers, "layers") as advance:
-        bases: list[dict[str, LayerBases]] = []
-        for layer, moments in enumerate(statistics):
-            moments.check_finite(layer)
-            weights = read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)
-            methods = spec.bases.qk, spec.bases.vo
-            bases.append(
-                {
-                    key: layer_bases(moments, weights, shape, domain, size, *methods)
-                    for key, (domain, size) in chosen.items()
-                }
-            )
-            advance(1)
-
-    info = {
-        "model": {
-            "path": str(checkpoint.folder.resolve()),
-            "name": source.name,
-            "hub_id": source.hub_id,
-            "revision": source.revision,
-            "model_type": checkpoint.config.model_type,
-            "shards": shards,
-        },
-        "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in chosen.items()},
-        "folded_keys": {key: folds_keys(d, family.has_key_norm) for key, (d, _) in chosen.items()},
-        "element_bytes": (checkpoint.config.dtype or torch.float32).itemsize,
-        "shape": dataclasses.asdict(shape),
-        "tokens": {
-            "source": spec.tokens.source,
-            "count": tokens.numel(),
-            "rows": tokens.shape[0],
-            "seq_len": tokens.shape[1],
-            "topics": kept.topic_counts(),
-            "pruned_rows": sample.rows.shape[0] - tokens.shape[0],
-            "kmeans": spec.prune.kmeans,
-        },
-        "device": str(target),
-        "dtype": str(compute_dtype).removeprefix("torch."),
-        "versions": versions(),
-    }
-    needed = sum(t.numel() * 8 for s in statistics for t in s.sums.values()) * 4
-    with staged_folder(out, overwrite, [checkpoint.folder], needed) as staging:
-        with times.stage("write"):
-            (staging / RECIPE).write_text(spec.to_yaml(), "utf-8")
-            for layer, moments in enumerate(statistics):
-                write_statistics(staging, layer, moments, information[layer] if information else None)
-            write_bases(staging, bases)
-        write_json(staging / INFO, {**info, "stages": times.stages})
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        (staging / LOG).write_text(
-            "".join(f"{stamp} calibrate: {name}: {s:.2f} s\n" for name, s in times.seconds.items()), "utf-8"
-        )
+    times, partial = StageTimes(), PartialRun(Path(out))
+    with processes.together():
+        source = find_model(model, revision)
+        check_writable(Path(out), overwrite, [source.folder])
+        job = Job.check(source, spec, device, dtype, batch_tokens, device_map, processes)
+        partial.check(resume, overwrite)
+        streamed, line = job.streams(check_offload(offload))
+    streamed = processes.from_first(streamed)
+    progress.message(line)
+    with processes.together():
+        if processes.is_first:
+            check_space(partial.folder, 0 if partial.exists else job.estimate(streamed).disk_bytes)
+            partial.open(resume)
+    try:
+        Calibration(job, partial, streamed, times, progress).run()
+    except (NumericsError, DataError):
+        if processes.is_first:
+            partial.remove()
+        raise
+    except (Exception, KeyboardInterrupt):
+        if processes.is_first and not partial.finished_layers and not resume:
+            partial.remove()
+        raise
     return Run.open(out)
 
 
-@torch.inference_mode()
-def collect(
-    model: Any,
-    family: Family,
-    shape: AttentionShape,
-    group_size: int,
-    wanted: frozenset[str],
-    tokens: torch.Tensor,
-    batch_tokens: int,
-    progress: Progress,
-    prune: Prune | None = None,
-) -> list[LayerStatistics]:
-    """Stream the second moments of every layer over `tokens` [rows, seq_len]; no activations are kept.
+class Calibration:
+    """One calibration, stage by stage. Every process runs all stages; only the first one writes."""
 
-    Where `prune` asks for K-means, the moments are those of the centroids.
-    """
-    statistics: list[LayerStatistics]
-    if prune is None or prune.kmeans is None:
-        statistics = [LayerStatistics(shape, group_size) for _ in range(shape.num_layers)]
-    else:
-        statistics = [ClusteredStatistics(shape, group_size, prune=prune, layer=i) for i in range(shape.num_layers)]
-    decoder = model.get_submodule(family.decoder)  # the language-model head is not needed
-    rows = max(1, batch_tokens // tokens.shape[1])
-    with (
-        progress.task("calibrate", tokens.numel(), "tokens") as advance,
-        capture(
-            model, family, shape, group_size, wanted, lambda layer, activations: statistics[layer].add(activations)
-        ),
-    ):
-        for batch in tokens.split(rows):
-            decoder(batch.to(model.device), use_cache=False)
-            advance(batch.numel())
-    statistics = [layer.finish() if isinstance(layer, ClusteredStatistics) else layer for layer in statistics]
-    for layer in statistics:
-        layer.sums = {name: total.cpu() for name, total in layer.sums.items()}
-    return statistics
+    def __init__(self, job: Job, partial: PartialRun, streamed: bool, times: StageTimes, progress: Progress) -> None:
+        self.job, self.partial, self.streamed, self.times, self.progress = job, partial, streamed, times, progress
+        self.processes, self.recipe = job.processes, job.recipe
+        self._weights: Weights | None = None
+
+    def run(self) -> None:
+        shards = self._check_model()
+        rows, about_tokens = self._tokens()
+        fingerprint = {
+            "model": shards,
+            "recipe": self.recipe.to_dict(),
+            "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
+            "batch_tokens": self.job.batch_tokens,
+            "processes": self.processes.count,
+            "device": self.job.device.type,
+            "dtype": str(self.job.dtype),
+            "versions": versions(),
+        }
+        with self.processes.together():
+            if self.processes.is_first:
+                self.partial.agree(fingerprint)
+        self._fisher(rows)
+        self._layers(rows)
+        with self.times.stage("write"), self.processes.together():
+            if self.processes.is_first:
+                self._finish(shards, about_tokens)
+
+    def weights(self) -> Weights:
+        """The model, loaded when it is first needed: errors in tokens need not wait for it."""
+        if self._weights is None:
+            job = self.job
+            with self.times.stage("load model"):
+                self._weights = weights_of(job.checkpoint, job.device, job.dtype, self.streamed, job.device_map)
+        return self._weights
+
+    def _check_model(self) -> dict[str, str]:
+        """SHA-256 of each shard, having looked through all tensors."""
+        shards: dict[str, str] = {}
+        job, checkpoint = self.job, self.job.checkpoint
+        with self.times.stage("check model"), self.processes.together():
+            if self.processes.is_first:
+                with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
+                    for file in checkpoint.files:
+                        shards[file] = file_sha256(checkpoint.folder / file)
+                        for name in checkpoint.names_in(file):
+                            checkpoint.tensor(name)  # raises on NaN or Inf
+                        advance((checkpoint.folder / file).stat().st_size)
+                for layer in range(job.shape.num_layers):  # raises on other shapes
+                    read_attention(job.family, layer, checkpoint.names, checkpoint.unchecked_tensor, job.shape)
+        return self.processes.from_first(shards)
+
+    def _tokens(self) -> tuple[Tensor, dict[str, Any]]:
+        """Rows of calibration tokens, and what run.json says of them."""
+        found: tuple[Tensor, dict[str, Any]] | None = None
+        with self.times.stage("tokens"), self.processes.together():
+            if self.processes.is_first:
+                found = self._sample()
+        return self.processes.from_first(found)
+
+    def _sample(self) -> tuple[Tensor, dict[str, Any]]:
+        job, spec = self.job, self.recipe.tokens
+        kept = self.partial.kept(TOKENS)
+        if spec.source == "synthetic" and kept is not None:
+            stored = load_file(kept)["rows"]
+            sample = CalibrationTokens(stored, (spec.source,) * len(stored))
+        else:
+            model = self.weights().model if spec.source == "synthetic" else None
+            sample = calibration_tokens(spec, job.checkpoint.config, job.checkpoint.tokenizer, model, self.progress)
+        pruned = prune_rows(sample, self.recipe.prune)
+        tokens, least = pruned.rows, job.group_size * job.shape.head_dim
+        if tokens.numel() < least:
+            raise DataError(
+                f"{tokens.numel()} calibration tokens, fewer than the {least} dimensions of a group.",
+                "Raise it with --set tokens.count=N; the papers use at least 8192.",
+            )
+        check_clusters(self.recipe.prune, tokens.numel())
+        self.partial.keep(TOKENS, {"rows": sample.rows})
+        return tokens, {
+            "source": spec.source,
+            "count": tokens.numel(),
+            "rows": tokens.shape[0],
+            "seq_len": tokens.shape[1],
+            "topics": pruned.topic_counts(),
+            "pruned_rows": sample.rows.shape[0] - tokens.shape[0],
+            "kmeans": self.recipe.prune.kmeans,
+        }
+
+    def _fisher(self, rows: Tensor) -> None:
+        if self.recipe.ranks.method != "fisher":
+            return
+        with self.times.stage("gradients"), self.processes.together():
+            if self.processes.is_first and not (self.partial.folder / FISHER).is_file():
+                job, count = self.job, self.recipe.ranks.fisher_tokens
+                model = self.weights().model
+                write_fisher(
+                    self.partial.folder,
+                    fisher_information(model, job.family, job.shape, rows, count, self.progress),
+                )
+
+    def _layers(self, rows: Tensor) -> None:
+        """Statistics and bases of every layer that has none yet."""
+        job, partial, processes = self.job, self.partial, self.processes
+        start, layers = processes.from_first(partial.finished_layers), job.shape.num_layers
+        if start == layers:
+            return
+        with processes.together():
+            mine = processes.share(rows, max(1, job.batch_tokens // rows.shape[1]))
+            network = LayerwiseModel(self.weights(), job.batch_tokens)
+        size = (*mine.shape, job.shape.hidden_size)
+        with processes.together():
+            states = partial.states(start, processes.rank, size, job.dtype)
+            if start == 0:
+                with self.times.stage("capture"):
+                    network.embed(mine, states)
+        with self.progress.task("calibrate", (layers - start) * mine.numel(), "token layers") as advance:
+            for layer in range(start, layers):
+                with self.times.stage("capture"):
+                    with processes.together():
+                        out = partial.states(layer + 1, processes.rank, size, job.dtype)
+                        moments = layer_statistics(
+                            network, layer, states, out, job.group_size, job.wanted, self.recipe.prune, advance
+                        )
+                        partial.sync_states(layer + 1, processes.rank)
+                    processes.add_up(moments)
+                with self.times.stage("bases"), processes.together():
+                    if processes.is_first:
+                        self._commit(layer, moments)
+                states = out
+
+    def _commit(self, layer: int, moments: LayerStatistics) -> None:
+        job = self.job
+        moments.check_finite(layer)
+        weights = read_attention(job.family, layer, job.checkpoint.names, job.checkpoint.unchecked_tensor, job.shape)
+        methods = self.recipe.bases.qk, self.recipe.bases.vo
+        bases: dict[str, LayerBases] = {
+            key: layer_bases(moments, weights, job.shape, domain, size, *methods)
+            for key, (domain, size) in job.chosen.items()
+        }
+        write_statistics(self.partial.folder, layer, moments)
+        write_bases(self.partial.folder, layer, bases)
+        self.partial.commit(layer + 1)
+
+    def _finish(self, shards: dict[str, str], about_tokens: dict[str, Any]) -> None:
+        """Describe the run, and give the folder its name."""
+        job, folder = self.job, self.partial.folder
+        source, config = job.checkpoint.folder.resolve(), job.checkpoint.config
+        info = {
+            "model": {"path": str(source), "name": source.name, "model_type": config.model_type, "shards": shards},
+            "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.chosen.items()},
+            "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.chosen.items()},
+            "element_bytes": (config.dtype or torch.float32).itemsize,
+            "shape": dataclasses.asdict(job.shape),
+            "tokens": about_tokens,
+            "device": str(job.device),
+            "dtype": str(job.dtype).removeprefix("torch."),
+            "versions": versions(),
+            "stages": self.times.stages,
+        }
+        (folder / RECIPE).write_text(self.recipe.to_yaml(), "utf-8")
+        write_json(folder / INFO, info)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        (folder / LOG).write_text(
+            "".join(f"{stamp} calibrate: {name}: {s:.2f} s\n" for name, s in self.times.seconds.items()), "utf-8"
+        )
+        self.partial.publish()
 
 
 def fisher_information(

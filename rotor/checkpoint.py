@@ -88,6 +88,17 @@ class Checkpoint:
             CheckpointError: there is none of that name.
             NumericsError: it has a NaN or Inf.
         """
+        tensor = self.unchecked_tensor(name)
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise NumericsError(
+                f"{self.folder / self.file_of[name]}: tensor {name} has {bad} elements that are NaN or Inf.",
+                "The source checkpoint is damaged; download it again.",
+            )
+        return tensor
+
+    def unchecked_tensor(self, name: str) -> Tensor:
+        """Read one tensor that has been looked through before."""
         if name not in self.file_of:
             raise CheckpointError(
                 f"{self.folder}: tensor {name} is missing; the shards hold {len(self.file_of)} tensors.",
@@ -95,16 +106,9 @@ class Checkpoint:
             )
         file = self.file_of[name]
         try:
-            tensor = self._open(file).get_tensor(name)
+            return self._open(file).get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / file}: tensor {name}: {_one_line(error)}") from error
-        if not is_finite(tensor):
-            bad = int((~torch.isfinite(tensor.float())).sum())
-            raise NumericsError(
-                f"{self.folder / file}: tensor {name} has {bad} elements that are NaN or Inf.",
-                "The source checkpoint is damaged; download it again.",
-            )
-        return tensor
 
     def shape_of(self, name: str) -> list[int]:
         return list(self._open(self.file_of[name]).get_slice(name).get_shape())
@@ -299,12 +303,7 @@ def staged_folder(out: Path, overwrite: bool, sources: list[Path], needed_bytes:
     try:
         staging.mkdir()
         yield staging
-        for path in sorted(staging.rglob("*")):
-            if path.is_file():
-                _fsync(path)
-        _fsync(staging)
-        _publish(staging, out)
-        _fsync(parent)
+        publish_folder(staging, out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{out}: writing failed: {_one_line(error)}", "Nothing was changed there.") from error
     finally:
@@ -337,9 +336,14 @@ def check_space(out: Path, needed_bytes: int) -> None:
         )
 
 
-def _publish(staging: Path, out: Path) -> None:
+def publish_folder(staging: Path, out: Path) -> None:
+    """Flush a folder that lies beside `out` to disk and rename it to that, in place of what is there."""
+    for path in sorted(staging.rglob("*")):
+        if path.is_file():
+            sync(path)
+    sync(staging)
     if out.is_dir():
-        old = staging.with_name(f"{staging.name}-old")
+        old = out.with_name(f".{out.name}.rotor-{os.getpid()}-old")
         os.rename(out, old)
         try:
             os.rename(staging, out)
@@ -349,6 +353,7 @@ def _publish(staging: Path, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         os.rename(staging, out)
+    sync(out.parent)
 
 
 def _clean_leftovers(out: Path) -> None:
@@ -373,7 +378,8 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _fsync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

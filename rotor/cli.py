@@ -41,6 +41,17 @@ Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu, 
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one forward pass of a calibration.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty output folder.")]
+Offload = Annotated[
+    str,
+    typer.Option(
+        metavar="WHEN",
+        help="Whether to read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
+    ),
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(metavar="MAP", help="auto spreads the model over several GPUs; needs the package accelerate."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
 
@@ -70,11 +81,16 @@ class ConsoleProgress(Progress):
         stderr.print(text, highlight=False, markup=False)
 
 
+def _is_first_process() -> bool:
+    """Of those that torchrun started; the others are silent."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _progress(quiet: bool) -> Progress:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    return Progress() if quiet else ConsoleProgress()
+    return Progress() if quiet or not _is_first_process() else ConsoleProgress()
 
 
 def _version(value: bool) -> None:
@@ -92,7 +108,11 @@ def root(
     """Options of all commands."""
 
 
-@app.command(epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384")
+@app.command(
+    epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384. "
+    "Several processes that share the tokens: torchrun --nproc-per-node 4 -m rotor calibrate ... "
+    "After an interruption: the same command with --resume."
+)
 def calibrate(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
@@ -104,6 +124,12 @@ def calibrate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     batch_tokens: BatchTokens = 2048,
+    offload: Offload = "auto",
+    device_map: DeviceMap = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with an unfinished run (RUN.partial), after its last finished layer."),
+    ] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -120,17 +146,20 @@ def calibrate(
         device=device,
         dtype=dtype,
         batch_tokens=batch_tokens,
+        offload=offload,
+        device_map=device_map,
         overwrite=overwrite,
+        resume=resume,
         progress=_progress(quiet),
     )
+    if not _is_first_process():
+        return
     if as_json:
         _print_json({"run": str(run.folder), "recipe": run.recipe.name, **run.info})
         return
-    seconds = run.info["stages"]["capture"]["seconds"]
-    count = run.info["tokens"]["count"]
     stdout.print(
         f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (domain-group size) "
-        f"{', '.join(run.info['candidates'])}, {count} tokens at {_human(count / max(seconds, 1e-9))} tokens/s",
+        f"{', '.join(run.info['candidates'])}, {run.info['tokens']['count']} tokens",
         highlight=False,
     )
     _print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
@@ -160,6 +189,8 @@ def export(
     overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    offload: Offload = "auto",
+    device_map: DeviceMap = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -182,6 +213,8 @@ def export(
         elastic=elastic,
         device=device,
         dtype=dtype,
+        offload=offload,
+        device_map=device_map,
         overwrite=overwrite,
         progress=_progress(quiet),
     )
@@ -292,6 +325,8 @@ def study(
     device: Device = "auto",
     dtype: Dtype = "auto",
     batch_tokens: BatchTokens = 2048,
+    offload: Offload = "auto",
+    device_map: DeviceMap = None,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -319,6 +354,8 @@ def study(
         device=device,
         dtype=dtype,
         batch_tokens=batch_tokens,
+        offload=offload,
+        device_map=device_map,
         plots=plots,
         progress=_progress(quiet),
     )

@@ -1,24 +1,30 @@
-"""A model in memory whose attention can be compressed by any rank plan and put back, without writing anything."""
+"""A model whose attention can be compressed by any rank plan and put back, without writing anything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import is_accelerate_available
 
 from .bases import LayerBases
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, RotorError, UsageError
-from .families import FAMILIES, AttentionWeights, Family, attention_shape, find_family, read_attention
+from .families import AttentionWeights, find_family, read_attention
 from .fit import check_fit
 from .integration import replace_attention
-from .layout import LayerLayout
+from .layerwise import LayerwiseModel
 from .ranks import LayerRanks
 from .rewrite import layer_layout, rewrite_layer
+from .weights import ResidentWeights, StreamedWeights, Weights, keep_softcap
+
+EVALUATION_TOKENS = (2048, 16384)
+"""Tokens that go through a layer together when accuracy is measured, on a CPU and on a GPU."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -45,10 +51,28 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
 
 
 def load_model(
-    folder: Any, device: torch.device, dtype: torch.dtype, config_changes: dict[str, Any] | None = None
+    folder: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    config_changes: dict[str, Any] | None = None,
+    device_map: str | None = None,
 ) -> Any:
-    """Load a causal model for evaluation, from a local folder, without running code from it."""
+    """Load a causal model for evaluation, from a local folder, without running code from it.
+
+    Args:
+        device_map: as in transformers' from_pretrained; it then decides in place of `device`.
+    Raises:
+        UsageError: a device map without accelerate, or one that leaves weights outside of the GPUs.
+        CheckpointError: the folder cannot be loaded.
+    """
     check_fit(Checkpoint(folder))
+    if device_map is not None:
+        if not is_accelerate_available():
+            raise UsageError(
+                f"--device-map {device_map}: the package accelerate is not installed.",
+                "Install it: pip install accelerate",
+            )
+        config_changes = {**(config_changes or {}), "device_map": device_map}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -69,19 +93,38 @@ def load_model(
                 f"{folder}: {kind.replace('_', ' ')} on loading: {', '.join(map(str, sorted(report[kind])))[:300]}.",
                 "Check that config.json belongs to these weights.",
             )
-    family = FAMILIES.get(model.config.model_type)
-    if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("eager")  # older versions of transformers choose sdpa, which leaves the cap out
-    return model.eval().to(device)
+    keep_softcap(model)
+    if device_map is None:
+        return model.eval().to(device)
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    if "disk" in places or ("cpu" in places and len(places) > 1):
+        raise UsageError(
+            f"--device-map {device_map}: the GPUs do not hold the model (it would lie on {', '.join(sorted(places))}).",
+            "Leave --device-map out: rotor then reads one layer of weights at a time.",
+        )
+    return model.eval()
 
 
-class CompressibleModel:
+def weights_of(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, streamed: bool, device_map: str | None = None
+) -> Weights:
+    """A checkpoint's weights, all in memory or one layer at a time."""
+    if streamed:
+        check_fit(checkpoint)
+        return StreamedWeights(checkpoint, find_family(checkpoint.config), device, dtype)
+    return ResidentWeights(load_model(checkpoint.folder, device, dtype, device_map=device_map))
+
+
+class CompressibleModel(LayerwiseModel):
     """The source model with its attention swapped for compressed modules and back.
 
-    Weights are rewritten in the checkpoint's dtype, as on export, and computed with in `dtype`.
+    Weights are rewritten in the checkpoint's dtype, as on export, and computed with in `dtype`. With all weights in
+    memory the whole model is compressed at once; otherwise each layer when it is its turn, and each time again.
 
     Args:
         rewrite_dtype: rewrite in this dtype instead of the checkpoint's.
+        streamed, device_map: see rotor.memory and load_model.
+        workspace: see LayerwiseModel.
     """
 
     def __init__(
@@ -90,59 +133,89 @@ class CompressibleModel:
         device: torch.device,
         dtype: torch.dtype,
         rewrite_dtype: torch.dtype | None = None,
+        *,
+        streamed: bool = False,
+        device_map: str | None = None,
+        workspace: Path | None = None,
     ) -> None:
-        config = checkpoint.config
-        self.checkpoint = checkpoint
-        self.family: Family = find_family(config)
-        self.shape = attention_shape(config)
-        self.weights: list[AttentionWeights] = [
-            read_attention(
-                self.family, i, checkpoint.names, lambda n: checkpoint.tensor(n).to(rewrite_dtype), self.shape
-            )
-            for i in range(self.shape.num_layers)
-        ]
-        self.model = load_model(checkpoint.folder, device, dtype)
-        self.dtype, self.device = dtype, device
-        self._attention_implementation = self.model.config._attn_implementation
+        find_family(checkpoint.config)  # raises on what is not supported
+        source = weights_of(checkpoint, device, dtype, streamed, device_map)
+        super().__init__(source, EVALUATION_TOKENS[device.type == "cuda"], workspace)
+        self.checkpoint, self._rewrite_dtype = checkpoint, rewrite_dtype
+        self._attention_implementation = self.config._attn_implementation
         self._originals: list[nn.Module] = [
             self.family.attention_module(self.model, i) for i in range(self.shape.num_layers)
         ]
+        self._compressed: tuple[Sequence[LayerBases], list[LayerRanks]] | None = None
+
+    def attention_weights(self, layer: int) -> AttentionWeights:
+        """The projections of a layer, as they are rewritten."""
+        read, dtype = self.checkpoint.unchecked_tensor, self._rewrite_dtype
+        return read_attention(self.family, layer, self.checkpoint.names, lambda n: read(n).to(dtype), self.shape)
 
     def restore(self) -> Any:
         """The uncompressed model."""
+        self._compressed = None
         for index, module in enumerate(self._originals):
             self.family.replace_attention(self.model, index, module)
-        self.model.config._attn_implementation = self._attention_implementation
+        self.config._attn_implementation = self._attention_implementation
         return self.model
 
     @contextmanager
     def uncompressed(self) -> Iterator[Any]:
         """The uncompressed model for the length of a `with`; the modules in use before are put back after it."""
         modules = [self.family.attention_module(self.model, i) for i in range(self.shape.num_layers)]
-        implementation = self.model.config._attn_implementation
+        implementation, compressed = self.config._attn_implementation, self._compressed
         try:
             yield self.restore()
         finally:
             for index, module in enumerate(modules):
                 self.family.replace_attention(self.model, index, module)
-            self.model.config._attn_implementation = implementation
+            self.config._attn_implementation, self._compressed = implementation, compressed
 
-    def compress(self, bases: list[LayerBases], ranks: list[LayerRanks]) -> Any:
+    def compress(self, bases: Sequence[LayerBases], ranks: list[LayerRanks]) -> Any:
         """The model compressed by `bases` at `ranks` (of each layer, in the order of the bases)."""
         self.restore()
-        layouts: list[LayerLayout] = []
-        rewritten: list[dict[str, Tensor]] = []
-        for weights, layer_basis, layer_ranks in zip(self.weights, bases, ranks, strict=True):
-            layout, order = layer_layout(layer_basis, layer_ranks, self.family.has_key_norm)
-            layouts.append(layout)
-            rewritten.append(rewrite_layer(weights, layer_basis, layout, order, self.shape))
-        with torch.device("meta"):
-            modules = replace_attention(self.model, self.family, self.shape, layouts, bias_names(self.weights[0]))
-        for module, tensors in zip(modules, rewritten, strict=True):
-            on_device = {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
-            module.load_state_dict(on_device, strict=False, assign=True)
-            module.eval()
+        if self.source.streamed:
+            self._compressed = bases, ranks
+        else:
+            for index, layer_ranks in enumerate(ranks):
+                self._put_compressed(index, bases[index], layer_ranks)
         return self.model
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        with super().layer(index) as layer:
+            if self._compressed is None:
+                yield layer
+                return
+            bases, ranks = self._compressed
+            with self.compressed_layer(index, bases[index], ranks[index]):
+                yield layer
+
+    @contextmanager
+    def compressed_layer(self, index: int, bases: LayerBases, ranks: LayerRanks) -> Iterator[None]:
+        """One layer, whose weights must be loaded, compressed for the length of a `with`, whatever the others are."""
+        before, implementation = self.family.attention_module(self.model, index), self.config._attn_implementation
+        try:
+            self.family.replace_attention(self.model, index, self._originals[index])
+            self._put_compressed(index, bases, ranks)
+            yield
+        finally:
+            self.family.replace_attention(self.model, index, before)
+            self.config._attn_implementation = implementation
+
+    def _put_compressed(self, index: int, bases: LayerBases, ranks: LayerRanks) -> None:
+        weights = self.attention_weights(index)
+        device = next(self._originals[index].parameters()).device
+        layout, order = layer_layout(bases, ranks, self.family.has_key_norm)
+        rewritten = rewrite_layer(weights, bases, layout, order, self.shape)
+        with torch.device("meta"):
+            layouts = {index: layout}
+            (module,) = replace_attention(self.model, self.family, self.shape, layouts, bias_names(weights))
+        on_device = {name: tensor.to(device, self.dtype) for name, tensor in rewritten.items()}
+        module.load_state_dict(on_device, strict=False, assign=True)
+        module.eval()
 
 
 def bias_names(weights: AttentionWeights) -> frozenset[str]:

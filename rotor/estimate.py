@@ -24,6 +24,9 @@ CHUNK_BYTES = 64 << 20
 LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
 """Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""
 
+HEAD_POSITIONS = 128
+"""Least positions that go through the head together, so that reading its weights is worth it."""
+
 LOGIT_COPIES = 6
 """Tensors of the size of a batch's logits that scoring holds at once (logits, float copy, log-softmax, reference)."""
 
@@ -186,7 +189,7 @@ def evaluation_estimate(
     rewriting += attention * 2 * 8
     running = activation_bytes(shape, group_size, frozenset(), 2048, feed_forward, compute_bytes)
     allowed = LOGIT_BYTES["cuda" if on_gpu else "cpu"]
-    scoring = LOGIT_COPIES * max(allowed, 4 * vocab_size)
+    scoring = LOGIT_COPIES * max(allowed, HEAD_POSITIONS * 4 * vocab_size)
     weights = _weight_bytes(sizes, compute_bytes, streamed)
     if not streamed:
         weights += attention * compute_bytes * shape.num_layers  # the compressed attention stands beside the original

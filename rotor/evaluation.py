@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from .errors import DataError, NumericsError
+from .estimate import HEAD_POSITIONS, LOGIT_BYTES
+from .layerwise import LayerwiseModel
 from .progress import Advance
 from .recipe import Evaluation
 from .tokens import longest_row, read_documents, spread_rows, stdlib_documents, text_rows
-
-LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
-"""Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""
 
 KL_POSITIONS_BYTES = 1 << 24
 """Memory that one float32 tensor of the positions compared at a time may take."""
@@ -102,94 +101,117 @@ class Scores:
         }
 
 
-def batches(model: Any, rows: Tensor) -> tuple[Tensor, ...]:
-    """Split rows so that the logits of a batch stay within LOGIT_BYTES.
+def logit_batches(network: LayerwiseModel, rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows and positions (all but the last) whose logits stay within LOGIT_BYTES: several rows, or parts of one.
 
     Raises:
         DataError: there are no rows.
     """
     if rows.numel() == 0:
         raise DataError("the evaluation set is empty.", "Ask for more tokens with --set evaluation.report_tokens=N.")
-    allowed = LOGIT_BYTES.get(model.device.type, LOGIT_BYTES["cuda"])
-    return rows.split(max(1, allowed // (rows.shape[1] * model.config.vocab_size * 4)))
+    allowed = LOGIT_BYTES.get(network.device.type, LOGIT_BYTES["cuda"]) // (4 * network.config.vocab_size)
+    length = rows.shape[1] - 1
+    count = max(1, allowed // rows.shape[1])
+    step = length if count > 1 else max(HEAD_POSITIONS, allowed)
+    for row in range(0, len(rows), count):
+        for position in range(0, length, step):
+            yield slice(row, row + count), slice(position, min(position + step, length))
 
 
-@torch.inference_mode()
-def batch_logits(model: Any, rows: Tensor) -> Tensor:
-    """float32 logits of all positions but the last, [batch_size, seq_len - 1, vocab_size]."""
-    logits = model(rows.to(model.device), use_cache=False).logits[:, :-1].float()
+def batch_logits(network: LayerwiseModel, rows: Tensor) -> Tensor:
+    """float32 logits of all positions but the last, [batch_size, seq_len - 1, vocab_size]; all of them in memory."""
+    states = network.final_states(rows)
+    with network.head() as head:
+        return _finite(head(states[:, :-1]).float())
+
+
+def _finite(logits: Tensor) -> Tensor:
     if not torch.isfinite(logits).all():
         raise NumericsError("the model's logits are not finite on the evaluation text.", "Evaluate in float32.")
     return logits
 
 
 @torch.no_grad()
-def row_kl_div(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || model) in nats, summed over the positions of each row.
+def position_kl_div(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL(reference || model) of each position in nats.
 
     Args:
-        reference, logits: [batch_size, positions, vocab_size], float32. Taken KL_POSITIONS_BYTES at a time.
+        reference, logits: [positions, vocab_size], float32. Taken KL_POSITIONS_BYTES at a time.
     Returns:
-        [batch_size], float64; exactly 0 for equal logits, never below.
+        [positions], float32; exactly 0 for equal logits, never below.
     """
     step = max(1, KL_POSITIONS_BYTES // (4 * logits.shape[-1]))
     parts = []
-    for p, q in zip(reference.flatten(0, 1).split(step), logits.flatten(0, 1).split(step), strict=True):
+    for p, q in zip(reference.split(step), logits.split(step), strict=True):
         log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
         parts.append(log_q.sub_(log_p).neg_().mul_(log_p.exp_()).sum(-1).clamp_min_(0))
-    return torch.cat(parts).reshape(logits.shape[:2]).double().sum(-1)
+    return torch.cat(parts)
 
 
 class Tally:
-    """Gathers the scores of one model, batch by batch."""
+    """Gathers the scores of one model, position by position of each row."""
 
     def __init__(self) -> None:
         self._columns: dict[str, list[Tensor]] = {}
 
-    def add(self, logits: Tensor, rows: Tensor, reference: Tensor | None = None) -> None:
-        """Add a batch.
+    def add(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> None:
+        """Add positions.
 
         Args:
-            logits: [batch_size, seq_len - 1, vocab_size] float32, as batch_logits returns them.
-            rows: [batch_size, seq_len].
+            logits: [n, vocab_size] float32. labels: [n], the tokens that come next.
             reference: the uncompressed model's logits, if KL is wanted.
         """
-        labels = rows[:, 1:].to(logits.device)
-        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        labels = labels.to(logits.device)
         top1 = logits.argmax(-1)
         columns = {
-            "correct": (top1 == labels).sum(-1),
-            "nll": nll.reshape(labels.shape).double().sum(-1),
+            "correct": top1 == labels,
+            "nll": torch.nn.functional.cross_entropy(logits, labels, reduction="none").double(),
             "top1": top1.int(),
         }
         if reference is not None:
-            columns["kl_div"] = row_kl_div(reference, logits)
+            columns["kl_div"] = position_kl_div(reference, logits).double()
         for name, values in columns.items():
             self._columns.setdefault(name, []).append(values.cpu())
 
-    def scores(self) -> Scores:
-        columns = {name: torch.cat(parts).numpy() for name, parts in self._columns.items()}
-        return Scores(tokens=columns["top1"].shape[1], **columns)
+    def scores(self, rows: int) -> Scores:
+        columns = {name: torch.cat(parts).reshape(rows, -1) for name, parts in self._columns.items()}
+        sums = {name: values.sum(-1).numpy() for name, values in columns.items() if name != "top1"}
+        return Scores(tokens=columns["top1"].shape[1], top1=columns["top1"].numpy(), **sums)
 
 
 def score(
-    model: Any,
+    network: LayerwiseModel,
     rows: Tensor,
     advance: Advance = lambda done: None,
-    reference: Callable[[Tensor], Tensor] | None = None,
+    reference: Tensor | None = None,
+    states: Tensor | None = None,
 ) -> Scores:
     """Run the model over rows [n, seq_len] and score its next-token predictions.
 
     Args:
-        reference: gives the uncompressed model's logits of a batch of rows; with it, KL is measured too. It is called
-            before the model runs, and only one batch of both logits is held at a time.
+        reference: the uncompressed model's final hidden states; with them, KL is measured too.
+        states: the model's own, if they are known.
     """
+    if states is None:
+        states = network.final_states(rows, advance)
     tally = Tally()
-    for batch in batches(model, rows):
-        expected = None if reference is None else reference(batch)
-        tally.add(batch_logits(model, batch), batch, expected)
-        advance(batch.numel())
-    return tally.scores()
+    with network.head() as head:
+        for batch, positions in logit_batches(network, rows):
+            labels = rows[batch, positions.start + 1 : positions.stop + 1].flatten()
+            logits = _finite(head(states[batch, positions]).float().flatten(0, 1))
+            expected = None if reference is None else head(reference[batch, positions]).float().flatten(0, 1)
+            tally.add(logits, labels, expected)
+    return tally.scores(len(rows))
+
+
+def logit_errors(network: LayerwiseModel, rows: Tensor, reference: Tensor, states: Tensor) -> Tensor:
+    """Relative error of the logits of each position, [n], by final hidden states of two models with one head."""
+    errors = []
+    with network.head() as head:
+        for batch, positions in logit_batches(network, rows):
+            expected, got = (head(s[batch, positions]).float().flatten(0, 1) for s in (reference, states))
+            errors.append(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).cpu())
+    return torch.cat(errors)
 
 
 def ratios(base: Scores, other: Scores) -> dict[str, float]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os.path
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .bases import LayerBases
@@ -26,7 +25,7 @@ from .checkpoint import (
     write_json,
     write_shard,
 )
-from .compress import CompressibleModel, bias_names, pick_device, pick_dtype
+from .compress import bias_names
 from .errors import AccuracyError, CheckpointError, UsageError
 from .evaluation import evaluation_data
 from .families import Family, find_family, read_attention
@@ -34,13 +33,15 @@ from .integration import FORMAT_VERSION, METHOD
 from .kernel_config import kernel_config
 from .layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .model_card import model_card
+from .placement import Placement
+from .probe import columns
 from .progress import Progress, StageTimes
 from .ranks import LayerRanks
 from .recipe import EXPORT_SECTIONS, Recipe, override
 from .report import write_with_checkpoint
 from .rewrite import layer_layout, rewrite_layer
 from .run import LOG, Run
-from .search import Measurer, RankTable, choose, columns, complete_table, plan_for, rank_path
+from .search import Measurer, RankTable, choose, complete_table, plan_for, rank_path
 
 ROTOR_JSON, KERNEL_CONFIG, RECIPE, CARD = "rotor.json", "kernel_config.json", "recipe.yaml", "README.md"
 
@@ -67,6 +68,8 @@ def export(
     elastic: bool = False,
     device: str = "auto",
     dtype: str = "auto",
+    offload: str = "auto",
+    device_map: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ExportResult:
@@ -81,6 +84,7 @@ def export(
         overrides: `section.field=value` for the recipe's ranks, evaluation, search and objective.
         elastic: keep all columns, and store the ranks at each of the recipe's search targets as profiles, chosen at
             load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs `accuracy`.
+        device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
@@ -123,10 +127,9 @@ def export(
             with times.stage("load model"):
                 for file in checkpoint.files:
                     _check_unchanged(opened, checkpoint, file)
-                target = pick_device(device)
-                compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+                place = Placement.choose(checkpoint, recipe, device, dtype, offload, device_map, progress)
                 data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
-                network = CompressibleModel(checkpoint, target, compute_dtype)
+                network = place.model(checkpoint, opened.folder)
             measurer = Measurer(table, network, bases, data, progress)
         return measurer
 
@@ -150,7 +153,7 @@ def export(
         point = choose(table, accuracy)
     measurer = None
     ranks: list[LayerRanks] = [[(qk, v) for qk, v in layer] for layer in point["ranks"]["stored"]]
-    chosen = [layer[key] for layer, key in zip(bases, point["choice"], strict=True)]
+    chosen = bases.select(point["choice"])
 
     with times.stage("write"), staged_folder(out, overwrite, sources, needed) as staging:
         profiles = _profiles(table, point, accuracy, recipe) if elastic and accuracy is not None else {}
@@ -195,7 +198,7 @@ def _write(
     run: Run,
     recipe: Recipe,
     checkpoint: Checkpoint,
-    bases: list[LayerBases],
+    bases: Sequence[LayerBases],
     ranks: list[LayerRanks],
     point: dict[str, Any],
     table: RankTable,
@@ -266,7 +269,7 @@ def write_shards(
     checkpoint: Checkpoint,
     family: Family,
     run: Run,
-    bases: list[LayerBases],
+    bases: Sequence[LayerBases],
     planned: list[tuple[LayerLayout, tuple[int, ...]]],
     progress: Progress,
 ) -> dict[str, dict[str, Any]]:

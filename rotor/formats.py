@@ -235,8 +235,8 @@ def check_rank_table(table: RankTableInfo, info: RunInfo, shape: AttentionShape,
     for index, layer in enumerate(table["sensitivities"] or []):
         if set(layer) != set(candidates):
             raise reader.fail(f"sensitivities[{index}]", list(layer), f"one for each of {', '.join(candidates)}")
-    if table["sensitivities"] is not None and len(table["sensitivities"]) != shape.num_layers:
-        raise reader.fail("sensitivities", len(table["sensitivities"]), f"one for each of {shape.num_layers} layers")
+    if len(table["sensitivities"] or []) > shape.num_layers:
+        raise reader.fail("sensitivities", len(table["sensitivities"] or []), f"at most {shape.num_layers} layers")
     for index, point in enumerate(table["points"]):
         name = f"points[{index}]"
         if len(point["choice"]) != shape.num_layers or not set(point["choice"]) <= set(candidates):

@@ -130,7 +130,7 @@ class RotorQuantizer(HfQuantizer):
             model,
             FAMILIES[model.config.model_type],
             shape,
-            layouts,
+            dict(enumerate(layouts)),
             frozenset(self.quantization_config.biases),  # type: ignore[attr-defined]
         )
         return model
@@ -161,12 +161,12 @@ class RotorQuantizer(HfQuantizer):
 
 
 def replace_attention(
-    model: Any, family: Family, shape: AttentionShape, layouts: list[LayerLayout], biases: frozenset[str]
+    model: Any, family: Family, shape: AttentionShape, layouts: dict[int, LayerLayout], biases: frozenset[str]
 ) -> list[RotorAttention]:
-    """Put a RotorAttention with uninitialised weights in place of each attention module, and use `rotor` attention."""
+    """Put a RotorAttention with uninitialised weights in each layer of `layouts`, and use `rotor` attention."""
     tables: dict[str | None, RotaryTable] = {}
     modules = []
-    for index, layout in enumerate(layouts):
+    for index, layout in layouts.items():
         base = family.attention_module(model, index)
         kind = family.rotary_type(model.config, index)
         if family.rotary is not None and kind not in tables:

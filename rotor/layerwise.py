@@ -35,14 +35,14 @@ class LayerwiseModel:
     """A causal model that runs layer by layer.
 
     Args:
-        weights: the model, and where its weights are.
+        source: the model, and where its weights are.
         batch_tokens: tokens that go through a layer together.
         workspace: folder for hidden states that are too large for memory; the system's temporary folder by default.
     """
 
-    def __init__(self, weights: Weights, batch_tokens: int = 2048, workspace: Path | None = None) -> None:
-        self.weights, self.batch_tokens, self.workspace = weights, batch_tokens, workspace
-        self.model = weights.model
+    def __init__(self, source: Weights, batch_tokens: int = 2048, workspace: Path | None = None) -> None:
+        self.source, self.batch_tokens, self.workspace = source, batch_tokens, workspace
+        self.model = source.model
         self.config: Any = self.model.config
         self.family: Family = FAMILIES[self.config.model_type]
         self.shape = attention_shape(self.config)
@@ -57,11 +57,11 @@ class LayerwiseModel:
 
     @property
     def device(self) -> torch.device:
-        return getattr(self.weights, "device", None) or self.model.device
+        return getattr(self.source, "device", None) or self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return getattr(self.weights, "dtype", None) or self.model.dtype
+        return getattr(self.source, "dtype", None) or self.model.dtype
 
     def states_like(self, rows: Tensor) -> Tensor:
         """Room for the hidden states of rows [n, seq_len]: [n, seq_len, hidden_size] on the CPU."""
@@ -75,7 +75,7 @@ class LayerwiseModel:
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """The layer with its weights, for the length of a `with`."""
-        with self.weights.loaded(index):
+        with self.source.loaded(index):
             yield self.layers[index]
 
     @torch.inference_mode()
@@ -89,7 +89,7 @@ class LayerwiseModel:
                 kept.append(hidden)
             return hidden
 
-        with self.weights.loaded("embedding"), self._without_layers(keep):
+        with self.source.loaded("embedding"), self._without_layers(keep):
             for part in self.batches(rows):
                 self.decoder(input_ids=rows[part].to(self.device), use_cache=False)
                 states[part] = kept.pop().cpu()
@@ -132,7 +132,7 @@ class LayerwiseModel:
             with self._without_layers(lambda index, hidden, args, kwargs: current[0]):
                 return self.model(inputs_embeds=nothing, use_cache=False).logits
 
-        with self.weights.loaded("head"):
+        with self.source.loaded("head"):
             yield logits
 
     def _call(self, index: int, batch_size: int, seq_len: int) -> Call:

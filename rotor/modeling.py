@@ -48,7 +48,7 @@ class RotaryTable:
             if limit is not None:
                 positions = positions.clamp(max=limit)
             cos, sin = self._rotary(like, positions[None], *self._arguments)
-            self._key, self._table = key, (cos[0], sin[0])
+            self._key, self._table = key, (cos[0].to(like.device), sin[0].to(like.device))
         return self._table
 
 

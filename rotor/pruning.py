@@ -163,7 +163,7 @@ class ClusteredStatistics(LayerStatistics):
             super().add(others)
         self.tokens = tokens
         for name in activations.keys() - others.keys():
-            blocks = self._blocks(name, activations[name]).cpu()
+            blocks = self._blocks(name, activations[name]).to("cpu", torch.float64)
             if not torch.isfinite(blocks).all():
                 raise NumericsError(
                     f"layer {self.layer}: {name} is not finite within the first {tokens} tokens.",

@@ -5,6 +5,7 @@ Where something was not measured, the field is empty and `absent` says why: a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,7 @@ def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: di
     if point and not data.ranks:
         data.ranks = _ranks_of_point(bases, point)
     sensitivities = table and table.get("sensitivities")
-    if sensitivities:
+    if sensitivities and len(sensitivities) == len(bases):
         data.losses = [_loss(bases[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
     else:
         data.absent["losses"] = (
@@ -284,7 +285,7 @@ def _loss(
     return LayerLoss((probed[0], probed[1]), (predicted[0], predicted[1]) if predicted else None)
 
 
-def _ranks_of_point(bases: list[dict[str, Any]], point: dict[str, Any]) -> list[list[Cell]]:
+def _ranks_of_point(bases: Sequence[dict[str, Any]], point: dict[str, Any]) -> list[list[Cell]]:
     cells = []
     for layer, key, ranks in zip(bases, point["choice"], point["ranks"]["stored"], strict=True):
         size, width = layer[key].group_size, layer[key].qk.singular_values.shape[-1]

@@ -1,31 +1,36 @@
 """The run folder: what calibration found, and what searches measured.
 
-RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases.safetensors  rank_table.json  log.txt
+RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases/layer-0000.safetensors ...
+      fisher.safetensors  rank_table.json  log.txt
+
+Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .bases import BasisPair, LayerBases
-from .checkpoint import read_json, write_json
+from .bases import BasisPair, LayerBases, check_stored
+from .checkpoint import read_json, sync, write_json
 from .errors import CheckpointError, NumericsError, UsageError
 from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
 from .hub import find_model
 from .layout import AttentionShape, Domain
 from .recipe import Recipe, accuracy_field, load_recipe
-from .statistics import LayerStatistics
+from .statistics import LayerStatistics, pack_symmetric, unpack_symmetric
 from .typed import Reader
 
-RECIPE, INFO, BASES, RANK_TABLE, LOG = "recipe.yaml", "run.json", "bases.safetensors", "rank_table.json", "log.txt"
+RECIPE, INFO, FISHER, RANK_TABLE, LOG = "recipe.yaml", "run.json", "fisher.safetensors", "rank_table.json", "log.txt"
 TABLE_VERSION = 2
+SIDES = ("qk", "vo")
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
 
@@ -33,15 +38,24 @@ def statistics_path(folder: Path, layer: int) -> Path:
     return folder / "statistics" / f"layer-{layer:04d}.safetensors"
 
 
-def write_statistics(
-    folder: Path, layer: int, statistics: LayerStatistics, fisher: tuple[Tensor, Tensor] | None = None
-) -> None:
-    """One layer's moments and, where the recipe needs it, its Fisher information of keys and values."""
-    path = statistics_path(folder, layer)
-    path.parent.mkdir(exist_ok=True)
+def bases_path(folder: Path, layer: int) -> Path:
+    return folder / "bases" / f"layer-{layer:04d}.safetensors"
+
+
+def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
+    """One layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
     metadata = {"tokens": str(statistics.tokens), "group_size": str(statistics.group_size)}
-    extra = {} if fisher is None else {"fisher_key": fisher[0], "fisher_value": fisher[1]}
-    save_file(dict(sorted({**statistics.sums, **extra}.items())), path, metadata=metadata)
+    tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
+    _write(statistics_path(folder, layer), tensors, metadata)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """To a temporary name first, and to disk before it gets its own."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata=metadata)
+    sync(temporary)
+    temporary.replace(path)
 
 
 def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
@@ -52,48 +66,61 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
         tokens, group_size = int(metadata["tokens"][:20]), int(metadata["group_size"][:20])
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable ({error!r}).", CALIBRATE_AGAIN) from error
-    sums = {name: tensor for name, tensor in tensors.items() if not name.startswith("fisher_")}
+    sums = {name: unpack_symmetric(tensor) if name == "output" else tensor for name, tensor in tensors.items()}
     statistics = LayerStatistics(shape, group_size, sums, tokens)
     statistics.check_shapes(str(path))
     statistics.check_finite(layer)
     return statistics
 
 
-def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors of a safetensors file of the run, and its metadata."""
+def _load(path: Path, names: list[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of those names, or all, of a safetensors file of the run, and its metadata."""
     try:
         with safe_open(path, framework="pt") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}, handle.metadata() or {}  # noqa: SIM118
+            wanted = handle.keys() if names is None else names
+            return {name: handle.get_tensor(name) for name in wanted}, handle.metadata() or {}
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
 
+def write_fisher(folder: Path, information: list[tuple[Tensor, Tensor]]) -> None:
+    """Fisher information of keys and of values in each layer."""
+    tensors = {
+        f"layers.{i}.{side}": t for i, pair in enumerate(information) for side, t in zip("kv", pair, strict=True)
+    }
+    _write(folder / FISHER, tensors)
+
+
 def read_fisher(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
     """Fisher information of keys and of values, each [num_kv_heads]; raises UsageError if the run has none."""
-    path = statistics_path(folder, layer)
-    tensors, _ = _load(path)
-    if "fisher_key" not in tensors or "fisher_value" not in tensors:
+    if not (folder / FISHER).is_file():
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    found = tensors["fisher_key"], tensors["fisher_value"]
-    for side, values in zip(("keys", "values"), found, strict=True):
+    tensors, _ = _load(folder / FISHER)
+    found = []
+    for side, name in (("k", "keys"), ("v", "values")):
+        values = tensors.get(f"layers.{layer}.{side}")
+        if values is None:
+            raise CheckpointError(f"{folder / FISHER}: nothing of {name} in layer {layer}.", CALIBRATE_AGAIN)
         if not torch.isfinite(values).all():
-            raise NumericsError(f"{path}: layer {layer}: Fisher information of {side} is not finite.", CALIBRATE_AGAIN)
-    return found
+            raise NumericsError(
+                f"{folder / FISHER}: layer {layer}: Fisher information of {name} is not finite.", CALIBRATE_AGAIN
+            )
+        found.append(values)
+    return found[0], found[1]
 
 
-def write_bases(folder: Path, bases: list[dict[str, LayerBases]]) -> None:
-    """All columns of the bases of every layer's candidates, float64, with their singular values."""
+def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
+    """All columns of the bases of a layer's candidates, float64, with their singular values."""
     tensors: dict[str, Tensor] = {}
-    for index, key, candidate in ((i, k, c) for i, layer in enumerate(bases) for k, c in layer.items()):
+    for key, candidate in bases.items():
         for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
-            prefix = f"layers.{index}.{key}.{side}."
-            tensors[prefix + "encode"] = pair.encode.contiguous()
+            tensors[f"{key}.{side}.encode"] = pair.encode.contiguous()
             if not pair.is_orthonormal:
-                tensors[prefix + "decode"] = pair.decode.contiguous()
-            tensors[prefix + "singular_values"] = pair.singular_values.contiguous()
-    save_file(tensors, folder / BASES)
+                tensors[f"{key}.{side}.decode"] = pair.decode.contiguous()
+            tensors[f"{key}.{side}.singular_values"] = pair.singular_values.contiguous()
+    _write(bases_path(folder, layer), tensors)
 
 
 @dataclass(frozen=True)
@@ -126,36 +153,37 @@ class Run:
             return find_model(model["hub_id"], model["revision"]).folder
         return Path(model["path"])
 
-    def bases(self) -> list[dict[str, LayerBases]]:
-        """The bases of each layer's candidates (a domain and a group size) by key.
+    def bases(self) -> RunBases:
+        """The bases of each layer's candidates (a domain and a group size) by key, read when they are asked for."""
+        return RunBases(self)
+
+    def layer_bases(self, layer: int) -> dict[str, LayerBases]:
+        """The bases of one layer's candidates, by key.
 
         Raises:
-            CheckpointError: the file is damaged or does not fit run.json.
+            CheckpointError: the layer's file is missing, damaged or does not fit run.json.
         """
-        path = self.folder / BASES
+        path = bases_path(self.folder, layer)
         tensors, _ = _load(path)
+        outputs = read_statistics(self.folder, layer, self.shape) if self.recipe.bases.refit else None
         try:
-            return [
-                {key: self._candidate(tensors, i, key) for key in self.info["candidates"]}
-                for i in range(self.shape.num_layers)
-            ]
+            return {key: self._candidate(tensors, layer, key, outputs) for key in self.info["candidates"]}
         except KeyError as error:
             raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
 
-    def _candidate(self, tensors: dict[str, Tensor], index: int, key: str) -> LayerBases:
+    def _candidate(
+        self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
+    ) -> LayerBases:
         domain: Domain = self.info["candidates"][key]["domain"]
         group_size = int(self.info["candidates"][key]["group_size"])
         pairs = {}
         for side in ("qk", "vo"):
-            prefix = f"layers.{index}.{key}.{side}."
-            encode = tensors[prefix + "encode"]
-            decode = tensors.get(prefix + "decode", encode)
-            pairs[side] = BasisPair(encode, decode, tensors[prefix + "singular_values"])
-        outputs = None
-        if self.recipe.bases.refit:
-            outputs = read_statistics(self.folder, index, self.shape).moment("output", group_size)
+            encode = tensors[f"{key}.{side}.encode"]
+            decode = tensors.get(f"{key}.{side}.decode", encode)
+            pairs[side] = BasisPair(encode, decode, tensors[f"{key}.{side}.singular_values"])
+        outputs = None if statistics is None else statistics.moment("output", group_size)
         bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs)
-        bases.check(self.shape, f"{self.folder / BASES}: layer {index}, {key}")
+        bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
         return bases
 
     def read_rank_table(self) -> dict[str, Any] | None:
@@ -178,3 +206,60 @@ class Run:
         temporary = self.folder / f"{RANK_TABLE}.tmp"
         write_json(temporary, table)
         temporary.replace(self.folder / RANK_TABLE)
+
+
+class RunBases(Sequence[dict[str, LayerBases]]):
+    """The bases of a run's layers; each is read when it is asked for, and not kept."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __len__(self) -> int:
+        return self.run.shape.num_layers
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, LayerBases]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, LayerBases]]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self.run.layer_bases(range(len(self))[index])
+
+    def spectra(self, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Singular values of qk and of vo of one layer's candidates, each [num_groups, columns]; raises likewise."""
+        path, shape = bases_path(self.run.folder, layer), self.run.shape
+        sizes = {key: int(candidate["group_size"]) for key, candidate in self.run.info["candidates"].items()}
+        tensors, _ = _load(path, [f"{key}.{side}.singular_values" for key in sizes for side in SIDES])
+
+        def read(key: str, side: str) -> Tensor:
+            values = tensors[f"{key}.{side}.singular_values"]
+            expected = shape.num_kv_heads // sizes[key], sizes[key] * shape.head_dim
+            check_stored(values, expected, f"{path}: {key}.{side}.singular_values")
+            return values
+
+        return {key: (read(key, "qk"), read(key, "vo")) for key in sizes}
+
+    def select(self, choice: Sequence[str]) -> ChosenBases:
+        """The chosen candidate of each layer."""
+        return ChosenBases(self, choice)
+
+
+class ChosenBases(Sequence[LayerBases]):
+    """One candidate of each layer; read when it is asked for, and not kept."""
+
+    def __init__(self, bases: RunBases, choice: Sequence[str]) -> None:
+        self.bases, self.choice = bases, tuple(choice)
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerBases: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerBases]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self.bases[index][self.choice[index]]

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .bases import LayerBases
 from .compress import CompressibleModel
 from .cost import Objective
 from .devices import find_device
 from .errors import AccuracyError, UsageError
-from .evaluation import EvaluationData, Scores, batch_logits, ratios, score
+from .evaluation import EvaluationData, Scores, ratios, score
+from .layout import Domain
 from .metrics import accuracy_field, make_metric
+from .probe import Prober
 from .progress import Progress
 from .ranks import (
     FisherPath,
@@ -33,36 +35,27 @@ from .ranks import (
     Spectra,
     UniformPath,
     WaterFillingPath,
-    round_rank,
 )
 from .ranks.plan import SLACK
-from .ranks.water_filling import Cost, GroupCost, SideSensitivity
+from .ranks.water_filling import Cost, GroupCost
 from .recipe import Recipe
-from .run import TABLE_VERSION, Run, read_fisher
+from .run import TABLE_VERSION, Run, RunBases, read_fisher
 
-KL_NOISE = 1e-9
-"""A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""
-
-
-Candidates = list[dict[str, LayerBases]]
-"""The bases of each layer's candidates, by key."""
+SPLITS = ("search", "report")
 
 
-def spectra_of(bases: Candidates) -> list[dict[str, Spectra]]:
-    return [{key: Spectra(c.qk.singular_values, c.vo.singular_values) for key, c in layer.items()} for layer in bases]
-
-
-def rank_path(bases: Candidates, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
+def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
     """All rank plans that the recipe's rank method can give for these bases.
 
     Args:
         sensitivities: what `probe` measured; needed by the method `global` only.
     """
-    spectra, ranks = spectra_of(bases), recipe.ranks
+    layers = [bases.spectra(layer) for layer in range(len(bases))]
+    spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
     if ranks.method == "uniform":
         return UniformPath(spectra, run.shape, ranks.multiple_of)
     if ranks.method == "fisher":
-        size = next(iter(bases[0].values())).group_size
+        size = next(iter(run.info["candidates"].values()))["group_size"]
         information = [
             tuple(side.reshape(-1, size).sum(-1) for side in read_fisher(run.folder, layer))
             for layer in range(run.shape.num_layers)
@@ -70,11 +63,11 @@ def rank_path(bases: Candidates, run: Run, recipe: Recipe, sensitivities: list[S
         return FisherPath(spectra, run.shape, ranks.multiple_of, information)  # type: ignore[arg-type]
     if ranks.method == "global":
         assert sensitivities is not None
-        return WaterFillingPath(spectra, run.shape, ranks.multiple_of, sensitivities, *costs(bases, run, recipe))
+        return WaterFillingPath(spectra, run.shape, ranks.multiple_of, sensitivities, *costs(run, recipe))
     return RemovalRatePath(spectra, run.shape, ranks.multiple_of, ranks.spectrum == "squares")
 
 
-def costs(bases: Candidates, run: Run, recipe: Recipe) -> tuple[Cost, GroupCost]:
+def costs(run: Run, recipe: Recipe) -> tuple[Cost, GroupCost]:
     """What a group of a candidate costs, by sides for allocating and whole for counting what a plan saves.
 
     Both as shares of the uncompressed model's attention under the recipe's objective.
@@ -82,7 +75,10 @@ def costs(bases: Candidates, run: Run, recipe: Recipe) -> tuple[Cost, GroupCost]
     settings, layers = recipe.objective, run.shape.num_layers
     device = find_device(settings.device, settings.device_file)
     objective = Objective.from_settings(settings, device, run.shape, int(run.info["element_bytes"]))
-    kinds = {key: (c.domain, bool(run.info["folded_keys"][key]), c.group_size) for key, c in bases[0].items()}
+    kinds: dict[str, tuple[Domain, bool, int]] = {
+        key: (c["domain"], bool(run.info["folded_keys"][key]), int(c["group_size"]))
+        for key, c in run.info["candidates"].items()
+    }
 
     def sides(key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
         domain, folded, size = kinds[key]
@@ -101,6 +97,7 @@ class RankTable:
     """The measured points of a run under one evaluation and rank setting, by stored compression.
 
     points: one dict a point: removal_rate, compression, ranks, and `search` and `report` measurements.
+    probed: sensitivities of the first layers; saved as they are measured.
     """
 
     run: Run
@@ -109,7 +106,12 @@ class RankTable:
     points: list[dict[str, Any]]
     complete: bool
     base: dict[str, Any] | None = None
-    sensitivities: list[Sensitivity] | None = None
+    probed: list[Sensitivity] = field(default_factory=list)
+
+    @property
+    def sensitivities(self) -> list[Sensitivity] | None:
+        """Of all layers, once all are probed."""
+        return self.probed if len(self.probed) == self.run.shape.num_layers else None
 
     @classmethod
     def open(cls, run: Run, recipe: Recipe) -> RankTable:
@@ -121,7 +123,7 @@ class RankTable:
         same = data is not None and data["evaluation"] == json.loads(json.dumps(settings["evaluation"]))
         if data is not None and same and data["fingerprint"] == fingerprint:
             complete = bool(data["complete"]) and data.get("search") == json.loads(json.dumps(settings["search"]))
-            return cls(run, recipe, fingerprint, data["points"], complete, data["base"], data["sensitivities"])
+            return cls(run, recipe, fingerprint, data["points"], complete, data["base"], data["sensitivities"] or [])
         return cls(run, recipe, fingerprint, [], False)
 
     def save(self) -> None:
@@ -134,7 +136,7 @@ class RankTable:
                 "search": self.recipe.to_dict()["search"],
                 "complete": self.complete,
                 "base": self.base,
-                "sensitivities": self.sensitivities,
+                "sensitivities": self.probed,
                 "points": self.points,
             }
         )
@@ -158,7 +160,7 @@ class Measurer:
         self,
         table: RankTable,
         network: CompressibleModel,
-        bases: Candidates,
+        bases: RunBases,
         data: EvaluationData,
         progress: Progress,
     ) -> None:
@@ -166,6 +168,7 @@ class Measurer:
         checkpoint = network.checkpoint
         self.metric = make_metric(table.recipe.evaluation, checkpoint.tokenizer, checkpoint.config)
         self._base: dict[str, Scores] = {}
+        self._base_states: dict[str, Tensor] = {}
 
     def path(self) -> RankPath:
         """All rank plans of the recipe's method, after measuring what it needs."""
@@ -179,39 +182,16 @@ class Measurer:
         Compresses that side of that layer alone, at each of the probed ranks; the sensitivity there is the KL
         divergence of the final logits, in nats per token, per unit of dropped energy (squared singular values).
         """
-        if self.table.sensitivities is not None:
+        known, layers = self.table.probed, self.table.run.shape.num_layers
+        if len(known) == layers:
             return
         ranks = self.table.recipe.ranks
         rows = self.data.search[: max(1, ranks.probe_tokens // self.data.search.shape[1])]
-        first = [next(iter(layer)) for layer in self.bases]
-        probes = [(i, key) for i, layer in enumerate(self.bases) for key in layer]
-        sensitivities: list[Sensitivity] = [{} for _ in self.bases]
-        with self.progress.task("probe", 2 * len(ranks.probe_shares) * len(probes), "probes") as advance:
-            for layer, key in probes:
-                chosen = [self.bases[i][key if i == layer else k] for i, k in enumerate(first)]
-                measured: list[SideSensitivity] = []
-                for side, values in enumerate((chosen[layer].qk.singular_values, chosen[layer].vo.singular_values)):
-                    found: dict[int, float] = {}
-                    for share in ranks.probe_shares:
-                        width = values.shape[-1]
-                        rank = round_rank(int(width * share), ranks.multiple_of, width)
-                        dropped = float(values[:, rank:].square().sum())
-                        if rank not in found and dropped > 0:
-                            found[rank] = self._probe_loss(chosen, layer, side, rank, rows) / dropped
-                        advance(1)
-                    measured.append(sorted(found.items()))
-                sensitivities[layer][key] = (measured[0], measured[1])
-        self.table.sensitivities = sensitivities
-        self.table.save()
-
-    def _probe_loss(self, bases: list[LayerBases], layer: int, side: int, rank: int, rows: Tensor) -> float:
-        """KL divergence, in nats per token, with one side of one layer at `rank` and everything else whole."""
-        plan = [[columns(b)] * len(b.qk.singular_values) for b in bases]
-        full = plan[layer][0]
-        plan[layer] = [(rank, full[1]) if side == 0 else (full[0], rank)] * len(plan[layer])
-        scores = score(self.network.compress(bases, plan), rows, reference=self._base_logits)
-        assert scores.kl_div is not None
-        return max(float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div)), KL_NOISE)
+        with self.progress.task("probe", layers - len(known), "layers") as advance:
+            prober = Prober(self.network, self.bases, ranks, rows, len(known), advance)
+            for found in prober.sensitivities():
+                known += found
+                self.table.save()
 
     def measure(self, plan: RankPlan) -> dict[str, Any]:
         """The table's point for a plan, measured if it is not there yet."""
@@ -220,7 +200,7 @@ class Measurer:
             return point
         if not self._base:
             self._measure_base()
-        model = self.network.compress(plan.select(self.bases), plan.rounded)
+        self.network.compress(plan.select(self.bases), plan.rounded)
         point = {
             "parameter": plan.parameter,
             "saving": round(plan.saving, 6),
@@ -228,9 +208,11 @@ class Measurer:
             "choice": list(plan.choice),
             "ranks": {"exact": _as_lists(plan.exact), "stored": _as_lists(plan.rounded)},
         }
-        for split in ("search", "report"):
-            base, scores = self._base[split], self._score(model, split, self.metric.needs_reference)
-            found = self.metric.measure(model, split, base, scores)
+        found_states = self._states()
+        for split in SPLITS:
+            reference = self._base_states[split] if self.metric.needs_reference else None
+            base, scores = self._base[split], self._score(split, found_states[split], reference)
+            found = self.metric.measure(self.network, split, base, scores)
             measured: dict[str, Any] = {**ratios(base, scores), **found.fields}
             if split == "report":
                 measured["interval"] = found.interval and list(found.interval)
@@ -243,23 +225,28 @@ class Measurer:
         return point
 
     def _measure_base(self) -> None:
-        model = self.network.restore()
-        found = {split: self.metric.measure_base(model, split) for split in ("search", "report")}
-        self._base = {split: self._score(model, split) for split in found}
+        self.network.restore()
+        found = {split: self.metric.measure_base(self.network, split) for split in SPLITS}
+        states = self._states()
+        if self.metric.needs_reference:
+            self._base_states = states
+        self._base = {split: self._score(split, states[split]) for split in SPLITS}
         self.table.base = {
             **{split: {**scores.as_dict(), **found[split]} for split, scores in self._base.items()},
             "data": self.data.description,
             "data_sha256": self.data.sha256,
         }
 
-    def _score(self, model: Any, split: str, against_base: bool = False) -> Scores:
-        rows = getattr(self.data, split)
-        with self.progress.task(f"measure ({split})", rows.numel(), "tokens") as advance:
-            return score(model, rows, advance, self._base_logits if against_base else None)
+    def _states(self) -> dict[str, Tensor]:
+        """Final hidden states of both splits, in one pass through the layers."""
+        rows = torch.cat([self.data.search, self.data.report])
+        with self.progress.task("measure", rows.numel(), "tokens") as advance:
+            states = self.network.final_states(rows, advance)
+        middle = len(self.data.search)
+        return {"search": states[:middle], "report": states[middle:]}
 
-    def _base_logits(self, rows: Tensor) -> Tensor:
-        with self.network.uncompressed() as model:
-            return batch_logits(model, rows)
+    def _score(self, split: str, states: Tensor, reference: Tensor | None = None) -> Scores:
+        return score(self.network, getattr(self.data, split), reference=reference, states=states)
 
 
 def complete_table(measurer: Measurer, path: RankPath) -> None:
@@ -354,8 +341,3 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
 
 def _as_lists(ranks: list[list[tuple[int, int]]]) -> list[list[list[int]]]:
     return [[list(pair) for pair in layer] for layer in ranks]
-
-
-def columns(bases: LayerBases) -> tuple[int, int]:
-    """All columns of the key side and of the value side: the ranks that remove nothing."""
-    return bases.qk.singular_values.shape[-1], bases.vo.singular_values.shape[-1]

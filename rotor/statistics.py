@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, NumericsError
+from .estimate import CHUNK_BYTES
 from .layout import AttentionShape
 
 MOMENTS = ("query", "key_post", "key_post_mean", "key_pre", "value", "output")
@@ -44,12 +45,14 @@ class LayerStatistics:
         """
         for name, tensor in activations.items():
             blocks = self._blocks(name, tensor)
-            if name == "key_post":
-                self._add_to("key_post_mean", blocks.sum(1))
-            if name in self.sums:
-                self.sums[name].baddbmm_(blocks.mT, blocks)
-            else:
-                self.sums[name] = blocks.mT @ blocks
+            count, rows, width = blocks.shape
+            total = self._sum(name, (count, width, width), blocks)
+            step = max(1, CHUNK_BYTES // (8 * rows * width))
+            for start in range(0, count, step):
+                part = blocks[start : start + step].to(torch.float64)
+                total[start : start + step].baddbmm_(part.mT, part)
+                if name == "key_post":
+                    self._sum("key_post_mean", (count, width), blocks)[start : start + step] += part.sum(1)
         self.tokens += next(iter(activations.values())).shape[0]
 
     def _blocks(self, name: str, tensor: Tensor) -> Tensor:
@@ -58,12 +61,14 @@ class LayerStatistics:
         if name == "query":
             heads = self.shape.num_kv_heads
             rows = tensor.reshape(tokens, heads, -1, dim).transpose(0, 1)
-            return rows.reshape(heads, -1, dim).to(torch.float64)
+            return rows.reshape(heads, -1, dim)
         width = dim if name == "output" else self.group_size * dim
-        return tensor.reshape(tokens, -1, width).transpose(0, 1).to(torch.float64)
+        return tensor.reshape(tokens, -1, width).transpose(0, 1)
 
-    def _add_to(self, name: str, total: Tensor) -> None:
-        self.sums[name] = self.sums[name] + total if name in self.sums else total
+    def _sum(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        if name not in self.sums:
+            self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=like.device)
+        return self.sums[name]
 
     def moment(self, name: str, group_size: int) -> Tensor:
         """A second moment for groups of `group_size` KV heads (a divisor of the stored size), symmetrised; float64.
@@ -72,7 +77,7 @@ class LayerStatistics:
             As in `sums`; `output` and the others per group of that size.
         """
         total = self.sums[name]
-        total = (total + total.mT) / 2
+        total = (total + total.mT).div_(2)
         if name == "query" or group_size == self.group_size:
             return total
         width = group_size * self.shape.head_dim
@@ -127,3 +132,30 @@ class LayerStatistics:
                     f"layer {layer}: the second moment of {name} is not finite after {self.tokens} tokens.",
                     "The model overflows on the calibration tokens; calibrate with --dtype float32.",
                 )
+
+
+def pack_symmetric(moments: Tensor) -> Tensor:
+    """One triangle of symmetric matrices in float32: a quarter of the bytes.
+
+    The moments of attention outputs are stored so. They serve only the refit of W_o, whose ridge (1e-6 of the mean
+    latent energy) is far above float32's rounding.
+
+    Args:
+        moments: [..., n, n]; the mean of each pair of mirrored elements is kept.
+    Returns:
+        [..., n (n + 1) / 2].
+    """
+    rows, columns = torch.triu_indices(*moments.shape[-2:])
+    return torch.stack([((block + block.mT) / 2)[rows, columns].float() for block in moments.flatten(0, -3)]).unflatten(
+        0, moments.shape[:-2]
+    )
+
+
+def unpack_symmetric(packed: Tensor) -> Tensor:
+    """The [..., n, n] float64 matrices of which `pack_symmetric` kept a triangle."""
+    n = int(((8 * packed.shape[-1] + 1) ** 0.5 - 1) / 2)
+    rows, columns = torch.triu_indices(n, n)
+    full = torch.empty(*packed.shape[:-1], n, n, dtype=torch.float64)
+    full[..., rows, columns] = packed.double()
+    full[..., columns, rows] = packed.double()
+    return full

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from .checkpoint import Checkpoint, check_writable, file_sha256
 from .errors import RecipeError, UsageError
 from .hub import find_model
+from .placement import Placement
 from .plots import require_matplotlib, write_plots
 from .progress import Progress
 from .recipe import Recipe, load_recipe, override
@@ -56,6 +57,8 @@ def study(
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
+    offload: str = "auto",
+    device_map: str | None = None,
     plots: bool = True,
     progress: Progress | None = None,
 ) -> Study:
@@ -75,7 +78,7 @@ def study(
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` and `pruning` are measured.
         counts: numbers of calibration tokens for `tokens`.
-        device, dtype, batch_tokens: as for calibrate.
+        device, dtype, batch_tokens, offload, device_map: as for calibrate.
         plots: draw them, which needs matplotlib.
     Raises:
         UsageError: contradicting requests, other settings than in `out`, or no matplotlib.
@@ -110,13 +113,14 @@ def study(
     check_writable(Path(out), True, [source.folder])
     checkpoint = Checkpoint(source.folder)
     first = next(iter(specs.values()))
-    bench = Bench(checkpoint, first.evaluation, device, dtype, progress)
+    placement = Placement.choose(checkpoint, first, device, dtype, offload, device_map, progress)
+    bench = Bench(checkpoint, first.evaluation, placement, Path(out), progress)
     settings = {
         "model": {
             "name": source.name,
             "shards": {file: file_sha256(checkpoint.folder / file) for file in checkpoint.files},
         },
-        "dtype": str(bench.dtype).removeprefix("torch."),
+        "dtype": str(placement.dtype).removeprefix("torch."),
         "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
         "evaluation": dataclasses.asdict(first.evaluation),
         "search": dataclasses.asdict(first.search),
@@ -124,7 +128,15 @@ def study(
         "ablations": {name: _own_settings(recipe) for name, recipe in variants.items()},
     }
     store = StudyStore.open(Path(out), settings)
-    driver = StudyParts(bench, store, progress, device, dtype, batch_tokens, at)
+    options = {
+        "device": device,
+        "dtype": dtype,
+        "batch_tokens": batch_tokens,
+        "offload": offload,
+        "device_map": device_map,
+        "progress": progress,
+    }
+    driver = StudyParts(bench, store, progress, options, at)
     for part in PARTS:
         if part not in chosen:
             continue

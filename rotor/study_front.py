@@ -9,6 +9,7 @@ from .devices import find_device
 from .errors import AccuracyError
 from .layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .progress import Progress
+from .ranks import Sensitivity
 from .recipe import Recipe, override
 from .rewrite import layer_layout
 from .run import Run
@@ -32,17 +33,17 @@ def measure_front(
         recipe: with CHANGES.
         run: its calibration.
     """
-    sensitivities = None  # the same for every weight
+    probed: list[Sensitivity] = []  # the same for every weight
     for weight in WEIGHTS:
         key = f"front/{name}/w{weight:.2f}"
         if store.get(key):
             continue
         weighted = override(recipe, [f"objective.kind={weight}"])
         table = RankTable.open(run, weighted)
-        table.sensitivities = table.sensitivities or sensitivities
+        table.probed = table.probed or probed
         measurer = Measurer(table, bench.network, run.bases(), bench.data, progress)
         path = measurer.path()
-        sensitivities = table.sensitivities
+        probed = table.probed
         complete_table(measurer, path)
         objective = weighted.objective
         record = {
@@ -64,7 +65,7 @@ def _chosen(table: RankTable, target: float, measurer: Measurer) -> dict[str, An
     run, network, settings = table.run, measurer.network, table.recipe.objective
     element_bytes = int(run.info["element_bytes"])
     ranks = [[(qk, v) for qk, v in layer] for layer in point["ranks"]["stored"]]
-    chosen = [layer[key] for layer, key in zip(measurer.bases, point["choice"], strict=True)]
+    chosen = measurer.bases.select(point["choice"])
     layouts = [layer_layout(b, r, network.family.has_key_norm)[0] for b, r in zip(chosen, ranks, strict=True)]
     device = find_device(settings.device, settings.device_file)
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from .bases import LayerBases
 from .checkpoint import Checkpoint
 from .comparison import relative_difference
-from .compress import CompressibleModel, pick_device, pick_dtype
+from .compress import CompressibleModel
 from .errors import DataError
-from .evaluation import EvaluationData, batch_logits, batches, evaluation_data, row_kl_div
+from .evaluation import EvaluationData, Scores, evaluation_data, score
 from .metrics import Recall
+from .placement import Placement
 from .progress import Progress
 from .ranks import LayerRanks, RankPlan
 from .recipe import Evaluation
@@ -33,29 +34,25 @@ METRICS = {
 }
 """Columns of a measured point in each split, with their labels; one that a point does not have stays empty."""
 
-KEEP_BYTES = 1 << 30
-"""Logits of the uncompressed model are kept between points up to this size, and computed again beyond it."""
-
 
 class Bench:
     """The model in memory and the held-out data, loaded when first needed and shared by all points of a study."""
 
     def __init__(
-        self, checkpoint: Checkpoint, evaluation: Evaluation, device: str, dtype: str, progress: Progress
+        self, checkpoint: Checkpoint, evaluation: Evaluation, placement: Placement, workspace: Path, progress: Progress
     ) -> None:
         self.checkpoint, self.evaluation, self.progress = checkpoint, evaluation, progress
-        self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, self.device)
+        self.placement, self.workspace = placement, workspace
         self.measures = [
             self.fidelity,
             self.recall,
         ]  # each adds METRICS to a point: (bases, ranks, split) -> values by name
-        self._kept: dict[str, list[Tensor]] = {}
+        self._base: dict[str, tuple[Tensor, Scores]] = {}
         self._recall: dict[str, Recall | None] = {}
 
     @cached_property
     def network(self) -> CompressibleModel:
-        return CompressibleModel(self.checkpoint, self.device, self.dtype)
+        return self.placement.model(self.checkpoint, self.workspace)
 
     @cached_property
     def data(self) -> EvaluationData:
@@ -76,49 +73,45 @@ class Bench:
         point["interval"] = measured["report"].get("interval")
         return point
 
-    def recall(self, bases: list[LayerBases], ranks: list[LayerRanks], split: str) -> dict[str, float]:
+    def recall(self, bases: Sequence[LayerBases], ranks: list[LayerRanks], split: str) -> dict[str, float]:
         """Share of keys looked up, relative to the uncompressed model; nothing where that cannot do it."""
         if split not in self._recall:
             metric = Recall("recall", self.evaluation, self.checkpoint.tokenizer, self.checkpoint.config)
             try:
-                metric.measure_base(self.network.restore(), split)
+                self.network.restore()
+                metric.measure_base(self.network, split)
                 self._recall[split] = metric
             except DataError:
                 self._recall[split] = None
         known = self._recall[split]
         if known is None:
             return {}
-        return {"recall": known.ratio(self.network.compress(bases, ranks), split)}
+        self.network.compress(bases, ranks)
+        return {"recall": known.ratio(self.network, split)}
 
-    @torch.inference_mode()
-    def fidelity(self, bases: list[LayerBases], ranks: list[LayerRanks], split: str) -> dict[str, float]:
+    def fidelity(self, bases: Sequence[LayerBases], ranks: list[LayerRanks], split: str) -> dict[str, float]:
         """Mean KL divergence of the next-token distributions from the uncompressed model's, and share of equal argmax.
 
-        Both models see the same batch one after the other, so that the logits of one batch are all that must fit.
+        The uncompressed model's final hidden states are kept between points.
         """
-        rows = getattr(self.data, split)
-        model = self.network.compress(bases, ranks)
-        keep = rows.numel() * self.checkpoint.config.vocab_size * 4 <= KEEP_BYTES
-        kept = self._kept.setdefault(split, []) if keep else []
-        divergence, agreement, tokens = 0.0, 0, 0
+        rows, network = getattr(self.data, split), self.network
         with self.progress.task(f"compare ({split})", rows.numel(), "tokens") as advance:
-            for index, batch in enumerate(batches(self.network.model, rows)):
-                if index < len(kept):
-                    base = kept[index]
-                else:
-                    with self.network.uncompressed() as uncompressed:
-                        base = batch_logits(uncompressed, batch)
-                    if keep:
-                        kept.append(base)
-                other = batch_logits(model, batch)
-                divergence += float(row_kl_div(base, other).sum())
-                agreement += int((base.argmax(-1) == other.argmax(-1)).sum())
-                tokens += base.shape[0] * base.shape[1]
-                advance(batch.numel())
-        return {"kl_div": round(divergence / tokens, 6), "top1_agreement": round(agreement / tokens, 6)}
+            if split not in self._base:
+                network.restore()
+                states = network.final_states(rows)
+                self._base[split] = states, score(network, rows, states=states)
+            reference, base = self._base[split]
+            network.compress(bases, ranks)
+            scores = score(network, rows, advance, reference)
+        assert scores.kl_div is not None
+        assert scores.top1 is not None
+        assert base.top1 is not None
+        divergence, agreement = scores.kl_div.sum(), (base.top1 == scores.top1).sum()
+        tokens = base.top1.size
+        return {"kl_div": round(float(divergence / tokens), 6), "top1_agreement": round(float(agreement / tokens), 6)}
 
     @torch.inference_mode()
-    def degradation(self, bases: list[LayerBases], ranks: list[LayerRanks], rows: Tensor) -> float:
+    def degradation(self, bases: Sequence[LayerBases], ranks: list[LayerRanks], rows: Tensor) -> float:
         """Relative difference that compression makes in the output of the attention layers, averaged over layers.
 
         Args:
@@ -126,29 +119,36 @@ class Bench:
         Source: ZDC section 4.3 (D in figure 14). The paper averages |v - u| / |u| over elements, which those near zero
         dominate; here it is sum |v - u| / sum |u| over a layer's elements after o_proj.
         """
-        model, total, count = self.network.compress(bases, ranks), 0.0, 0
-        for batch in batches(self.network.model, rows):
-            with self.network.uncompressed() as uncompressed:
-                reference = self._attention_outputs(uncompressed, batch)
-            other = self._attention_outputs(model, batch)
-            layers = [relative_difference(a, b) for a, b in zip(reference, other, strict=True)]
-            total += sum(layers) / len(layers) * batch.shape[0]
-            count += batch.shape[0]
-        return total / count
+        network, total = self.network, 0.0
+        network.restore()
+        states = [network.embed(rows)]
+        states.append(states[0].clone())
+        for index in range(network.shape.num_layers):
+            with network.layer(index):
+                reference = self._attention_outputs(index, states[0])
+                with network.compressed_layer(index, bases[index], ranks[index]):
+                    other = self._attention_outputs(index, states[1])
+            for before, after, part in zip(reference, other, network.batches(rows), strict=True):
+                total += relative_difference(before, after) * len(rows[part])
+        return total / (network.shape.num_layers * len(rows))
 
-    def _attention_outputs(self, model: Any, batch: Tensor) -> list[Tensor]:
+    def _attention_outputs(self, index: int, states: Tensor) -> list[Tensor]:
+        """Of one layer, batch by batch; `states` becomes what leaves the layer."""
         network, outputs = self.network, []
 
         def keep(module: nn.Module, arguments: Any, output: Any) -> None:
             del module, arguments
-            outputs.append(output[0] if isinstance(output, tuple) else output)
+            outputs.append((output[0] if isinstance(output, tuple) else output).cpu())
 
-        with _hooks(network, model, keep):
-            model.get_submodule(network.family.decoder)(batch.to(model.device), use_cache=False)
+        handle = network.family.attention_module(network.model, index).register_forward_hook(keep)
+        try:
+            network.run(index, states, states)
+        finally:
+            handle.remove()
         return outputs
 
 
-def uniform_ranks(bases: list[LayerBases], compression: float, side: str) -> list[LayerRanks]:
+def uniform_ranks(bases: Sequence[LayerBases], compression: float, side: str) -> list[LayerRanks]:
     """Every group of every layer loses the same share of one side's columns (`qk` or `vo`); the other side stays."""
 
     def rank(columns: int, cut: bool) -> int:
@@ -159,14 +159,3 @@ def uniform_ranks(bases: list[LayerBases], compression: float, side: str) -> lis
         (groups, qk), vo = layer.qk.singular_values.shape, layer.vo.singular_values.shape[-1]
         ranks.append([(rank(qk, side == "qk"), rank(vo, side == "vo"))] * groups)
     return ranks
-
-
-@contextmanager
-def _hooks(network: CompressibleModel, model: Any, hook: Callable[..., None]) -> Iterator[None]:
-    modules = [network.family.attention_module(model, i) for i in range(network.shape.num_layers)]
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

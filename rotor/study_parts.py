@@ -47,22 +47,10 @@ class StudyParts:
     """Runs the parts of a study; each method adds the records that the store does not have yet."""
 
     def __init__(
-        self,
-        bench: Bench,
-        store: StudyStore,
-        progress: Progress,
-        device: str,
-        dtype: str,
-        batch_tokens: int,
-        at: float,
+        self, bench: Bench, store: StudyStore, progress: Progress, calibrate_options: dict[str, Any], at: float
     ) -> None:
         self.bench, self.store, self.progress, self.at = bench, store, progress, at
-        self._calibrate_options: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "batch_tokens": batch_tokens,
-            "progress": progress,
-        }
+        self._calibrate_options = calibrate_options
 
     def curve(self, part: str, name: str, recipe: Recipe, folder: str) -> None:
         """Spectra, points over compression, and the largest compression at each target accuracy."""
@@ -185,7 +173,7 @@ class StudyParts:
         folder = self.store.folder / "runs" / "variant"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            run = calibrate(self.bench.checkpoint.folder, folder, recipe, **self._calibrate_options)
+            run = calibrate(self.bench.checkpoint.folder, folder, recipe, overwrite=True, **self._calibrate_options)
             table = RankTable.open(run, recipe)
             measurer = Measurer(table, self.bench.network, run.bases(), self.bench.data, self.progress)
             plan = measurer.path().at_compression(self.at)
@@ -243,7 +231,7 @@ class StudyParts:
         folder = self.store.folder / "runs" / name
         if not folder.exists():
             self.progress.message(f"calibrate {name}")
-            return calibrate(self.bench.checkpoint.folder, folder, recipe, **self._calibrate_options)
+            return calibrate(self.bench.checkpoint.folder, folder, recipe, resume=True, **self._calibrate_options)
         run = Run.open(folder)
         same_model = run.info["model"].get("shards") == self.store.settings["model"]["shards"]
         if not same_model or _without_path(run.recipe) != _without_path(recipe):
@@ -255,8 +243,11 @@ class StudyParts:
 
 
 def _first_candidates(run: Run) -> list[LayerBases]:
-    """The bases of each layer's first candidate: the only one, unless the recipe leaves the choice to the ranks."""
-    return [next(iter(layer.values())) for layer in run.bases()]
+    """The bases of each layer's first candidate: the only one, unless the recipe leaves the choice to the ranks.
+
+    Without the moments that serve the refit, which are far larger.
+    """
+    return [replace(next(iter(layer.values())), outputs=None) for layer in run.bases()]
 
 
 def compare_bases(bases: list[LayerBases], others: list[LayerBases]) -> dict[str, Any]:

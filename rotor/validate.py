@@ -15,12 +15,13 @@ from torch import Tensor
 from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
 from .compress import CompressibleModel, load_model, pick_device, pick_dtype
 from .errors import DataError, RotorError
-from .evaluation import Scores, Tally, batch_logits, batches, evaluation_data, ratios
+from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
 from .export import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from .families import FAMILIES, attention_shape
 from .formats import CheckpointInfo, read_file
 from .integration import RotorConfig
 from .kernel_config import kernel_config
+from .layerwise import LayerwiseModel
 from .layout import AttentionShape, LayerLayout, kv_bytes_per_token
 from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
 from .progress import Progress, StageTimes
@@ -249,7 +250,7 @@ def _against_source(
     """Everything that needs a forward pass."""
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    compressed = load_model(checkpoint.folder, target, compute_dtype)
+    compressed = LayerwiseModel.of(load_model(checkpoint.folder, target, compute_dtype))
     recipe = load_recipe(str(checkpoint.folder / RECIPE))
     data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
     _check_stored_bases(result, checkpoint, layouts)
@@ -261,7 +262,7 @@ def _against_source(
         why = f"source model not found ({source}); pass --model"
         for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
             result.skip(name, why)
-        _measure_cache(result, compressed, checkpoint, report, data.report[:1])
+        _measure_cache(result, compressed.model, checkpoint, report, data.report[:1])
         return
 
     recorded = report["source"]["shards"]
@@ -271,11 +272,11 @@ def _against_source(
         result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
     else:
         _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS])
-    base = load_model(source.folder, target, compute_dtype)
+    base = LayerwiseModel.of(load_model(source.folder, target, compute_dtype))
     _check_accuracy(result, base, compressed, report, data.report, recipe.evaluation, checkpoint, progress)
     same_data = data.sha256 == report["accuracy"]["data_sha256"]
     result.summary["same_data_as_export"] = same_data
-    _measure_cache(result, compressed, checkpoint, report, data.report[:1])
+    _measure_cache(result, compressed.model, checkpoint, report, data.report[:1])
 
 
 def _measure_cache(
@@ -344,20 +345,21 @@ def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Ten
     """A rewrite that keeps all columns must not change float32 logits."""
     bases = run.bases()
     network = CompressibleModel(source, torch.device("cpu"), torch.float32, rewrite_dtype=torch.float32)
-    expected = batch_logits(network.model, rows)
+    expected = batch_logits(network, rows)
     error = 0.0
     for key in bases[0]:
         chosen = [layer[key] for layer in bases]
         full = [[(b.qk.singular_values.shape[-1], b.vo.singular_values.shape[-1])] * len(b.qk.encode) for b in chosen]
-        got = batch_logits(network.compress(chosen, full), rows)
+        network.compress(chosen, full)
+        got = batch_logits(network, rows)
         error = max(error, float((got - expected).norm() / expected.norm()))
     result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, f"relative error of float32 logits {error:.1e}")
 
 
 def _check_accuracy(
     result: Validation,
-    base: Any,
-    compressed: Any,
+    base: LayerwiseModel,
+    compressed: LayerwiseModel,
     report: dict[str, Any],
     rows: Tensor,
     spec: Evaluation,
@@ -365,20 +367,15 @@ def _check_accuracy(
     progress: Progress,
 ) -> None:
     """Both models side by side over the report split: accuracy, KL divergence, agreement, recall, logit error."""
-    tallies, errors = (Tally(), Tally()), []
-    with progress.task("accuracy", rows.numel(), "tokens") as advance:
-        for batch in batches(base, rows):
-            reference, other = batch_logits(base, batch), batch_logits(compressed, batch)
-            tallies[0].add(reference, batch)
-            tallies[1].add(other, batch, reference)
-            errors.append(((other - reference).norm(dim=-1) / reference.norm(dim=-1)).flatten().cpu())
-            advance(batch.numel())
-    before, after = (tally.scores() for tally in tallies)
+    with progress.task("accuracy", 2 * rows.numel(), "tokens") as advance:
+        reference, states = base.final_states(rows, advance), compressed.final_states(rows, advance)
+        before = score(base, rows, states=reference)
+        after = score(compressed, rows, reference=reference, states=states)
     metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
     metric.measure_base(base, "report")
     found = metric.measure(compressed, "report", before, after)
     others: list[Metric] = [KLDivergence("kl_div"), Top1Agreement("top1_agreement")]
-    error = torch.cat(errors).numpy()
+    error = logit_errors(compressed, rows, reference, states).numpy()
     result.summary["accuracy"] = {
         "metric": metric.name,
         "value": found.value,
@@ -409,7 +406,12 @@ def _check_accuracy(
 
 
 def _recall(
-    base: Any, compressed: Any, spec: Evaluation, checkpoint: Checkpoint, before: Scores, after: Scores
+    base: LayerwiseModel,
+    compressed: LayerwiseModel,
+    spec: Evaluation,
+    checkpoint: Checkpoint,
+    before: Scores,
+    after: Scores,
 ) -> dict[str, Any]:
     """Look-up accuracy on the report split as a ratio, and of each model; why not, if the base model cannot do it."""
     recall = Recall("recall", spec, checkpoint.tokenizer, checkpoint.config)

@@ -21,7 +21,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .families import Family
+from .families import FAMILIES, Family
 
 Unit = int | Literal["embedding", "head"]
 
@@ -65,7 +65,9 @@ class StreamedWeights:
     def __init__(self, checkpoint: Checkpoint, family: Family, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
         self.model = empty_model(checkpoint.config, dtype)
+        keep_softcap(self.model)
         self._layers = f"{family.decoder}.{family.layers}."
+        self._base = family.decoder.partition(".")[0]
         self._aliases = _aliases(self.model)
         self._mapping = get_model_conversion_mapping(self.model)
         self._dtype_plan = self.model._get_dtype_plan(dtype)
@@ -93,6 +95,11 @@ class StreamedWeights:
             self._drop(unit)
 
     def _unit_of(self, name: str) -> Unit | None:
+        """The unit of a parameter, or of a tensor of the checkpoint; the names of a bare model lack the first part."""
+        unit = self._unit_of_full(name)
+        return self._unit_of_full(f"{self._base}.{name}") if unit is None else unit
+
+    def _unit_of_full(self, name: str) -> Unit | None:
         if name.startswith(self._layers):
             index = name[len(self._layers) :].partition(".")[0]
             return int(index) if index.isdigit() else None
@@ -108,7 +115,7 @@ class StreamedWeights:
         names = self._names.get(unit, [])
         report, _ = convert_and_load_state_dict_in_model(
             self.model,
-            {name: self.checkpoint.tensor(name) for name in names},
+            {name: self.checkpoint.unchecked_tensor(name) for name in names},
             LoadStateDictConfig(
                 dtype=self.dtype,
                 dtype_plan=self._dtype_plan,
@@ -142,6 +149,13 @@ class StreamedWeights:
             empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
             for alias in next((group for group in self._aliases if name in group), [name]):
                 _set(self.model, alias, empty)
+
+
+def keep_softcap(model: Any) -> None:
+    """Older versions of transformers choose sdpa for models with a soft cap, which leaves the cap out."""
+    family = FAMILIES.get(model.config.model_type)
+    if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
 
 
 class _EmptyOnMeta(TorchFunctionMode):

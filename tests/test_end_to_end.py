@@ -20,6 +20,7 @@ from rotor.calibrate import calibrate
 from rotor.errors import AccuracyError, CheckpointError
 from rotor.export import export
 from rotor.run import Run, read_statistics
+from rotor.statistics import LayerStatistics
 from rotor.validate import validate
 
 
@@ -141,11 +142,10 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
         "layer-0000.safetensors",
         "layer-0001.safetensors",
     ]
-    from rotor.calibrate import collect
     from rotor.checkpoint import Checkpoint
+    from rotor.collect import layer_statistics
     from rotor.compress import load_model
-    from rotor.families import FAMILIES
-    from rotor.progress import Progress
+    from rotor.layerwise import LayerwiseModel
     from rotor.tokens import calibration_tokens
 
     checkpoint = Checkpoint(run.model_folder)
@@ -153,11 +153,14 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
     assert tokens.shape == (16, 64)
     model = load_model(checkpoint.folder, torch.device("cpu"), torch.float32)
     wanted = frozenset({"query", "key_pre", "key_post", "value"})
-    whole = collect(model, FAMILIES["qwen3"], run.shape, 2, wanted, tokens, 10**9, Progress())
-    halves = [
-        collect(model, FAMILIES["qwen3"], run.shape, 2, wanted, part, 64, Progress())
-        for part in tokens.flip(0).split(8)
-    ]
+
+    def collect(rows: torch.Tensor, batch_tokens: int) -> list[LayerStatistics]:
+        network = LayerwiseModel.of(model, batch_tokens)
+        states = network.embed(rows)
+        return [layer_statistics(network, layer, states, states, 2, wanted) for layer in range(2)]
+
+    whole = collect(tokens, 10**9)
+    halves = [collect(part, 64) for part in tokens.flip(0).split(8)]
     stored = read_statistics(run.folder, 1, run.shape)
     merged = halves[0][1].merge(halves[1][1])
     assert stored.tokens == merged.tokens == 1024

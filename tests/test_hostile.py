@@ -424,7 +424,7 @@ def test_run_files(places_for) -> None:
 
     (run / "recipe.yaml").write_text("{name: x, summary: y, bases: {qk: kq, vo: kq}, groups: {domain: pre, size: 2}}")
     (run / "rank_table.json").unlink()
-    (run / "bases.safetensors").unlink()
+    shutil.rmtree(run / "bases")
     both("run", json.loads((run / "run.json").read_text()), check)
 
 
@@ -478,7 +478,7 @@ def test_kernel_configs(places_for) -> None:
 def test_bases_and_statistics(places_for) -> None:
     _, folder, _ = places_for
     run = Run.open(folder)
-    files = [folder / "bases.safetensors", folder / "statistics" / "layer-0000.safetensors"]
+    files = [folder / "bases" / "layer-0000.safetensors", folder / "statistics" / "layer-0000.safetensors"]
     originals = {path: path.read_bytes() for path in files}
 
     @mutations("bases")
@@ -493,6 +493,7 @@ def test_bases_and_statistics(places_for) -> None:
             head = struct.pack("<Q", len(text)) + text
         path.write_bytes(head + data[8 + length :])
         clean(lambda: rank_path(run.bases(), run, run.recipe).full())
+        clean(lambda: run.bases()[0])
         clean(lambda: read_statistics(folder, 0, run.shape).moment("value", 1))
         path.write_bytes(data)
 

@@ -17,8 +17,9 @@ from rotor import evaluation
 from rotor.checkpoint import Checkpoint
 from rotor.compress import load_model
 from rotor.errors import DataError, RecipeError, UsageError
-from rotor.evaluation import Tally, batch_logits, bootstrap, row_kl_div, score
+from rotor.evaluation import Tally, batch_logits, bootstrap, position_kl_div, score
 from rotor.export import export
+from rotor.layerwise import LayerwiseModel
 from rotor.metrics import KLDivergence, Recall, Top1Agreement, accuracy_field, describe, make_metric
 from rotor.metrics.recall import key_words, lookup_text, recall_hits, recall_prompts
 from rotor.recipe import METRICS, Evaluation, load_recipe
@@ -37,7 +38,7 @@ ROWS = torch.tensor([[0, 0, 1], [0, 2, 1]])
 def demo():
     """The bundled model's checkpoint and the model itself, in float32."""
     checkpoint = Checkpoint(DEMO_MODEL)
-    return checkpoint, load_model(DEMO_MODEL, torch.device("cpu"), torch.float32)
+    return checkpoint, LayerwiseModel.of(load_model(DEMO_MODEL, torch.device("cpu"), torch.float32))
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ def run_copy(demo_run, tmp_path: Path) -> Run:
 def tally(logits: torch.Tensor, reference: torch.Tensor | None = None):
     result = Tally()
     for i in range(len(logits)):
-        result.add(logits[i : i + 1], ROWS[i : i + 1], None if reference is None else reference[i : i + 1])
-    return result.scores()
+        result.add(logits[i], ROWS[i, 1:], None if reference is None else reference[i])
+    return result.scores(len(logits))
 
 
 def test_scores_by_hand() -> None:
@@ -82,13 +83,13 @@ def test_top1_agreement_and_kl_div_by_hand() -> None:
 
 def test_kl_in_pieces_is_kl_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    p, q = (3 * torch.randn(3, 7, 50, generator=generator) for _ in range(2))
-    whole = row_kl_div(p, q)
+    p, q = (3 * torch.randn(21, 50, generator=generator) for _ in range(2))
+    whole = position_kl_div(p, q).double()
     monkeypatch.setattr(evaluation, "KL_POSITIONS_BYTES", 4 * 50 * 4)
-    torch.testing.assert_close(row_kl_div(p, q), whole, rtol=0, atol=0)
+    torch.testing.assert_close(position_kl_div(p, q).double(), whole, rtol=0, atol=0)
     log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
-    torch.testing.assert_close(whole, (log_p.exp() * (log_p - log_q)).sum((-1, -2)), rtol=1e-5, atol=0)
-    assert row_kl_div(p, p).tolist() == [0, 0, 0]
+    torch.testing.assert_close(whole, (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-4, atol=1e-6)
+    assert position_kl_div(p, p).count_nonzero() == 0
 
 
 def test_bootstrap_draws_the_same_rows_for_all_columns() -> None:
@@ -109,7 +110,7 @@ def test_the_uncompressed_model_has_accuracy_one(name: str, demo) -> None:
     rows = text_rows(["def add(a, b):\n    return a + b\n" * 20], checkpoint.tokenizer, 32)[:3]
     metric.measure_base(model, "search")
     base = score(model, rows)
-    same = score(model, rows, reference=lambda batch: batch_logits(model, batch))
+    same = score(model, rows, reference=model.final_states(rows))
     found = metric.measure(model, "search", base, same)
     assert found.value == 1
     assert found.interval == (1, 1)
@@ -122,15 +123,16 @@ def test_swapping_the_attention_leaves_both_models_as_they_were(demo_run) -> Non
     run = demo_run("fdc")
     network = in_memory(run)
     rows = torch.randint(4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    before = batch_logits(network.restore(), rows)
+    before = batch_logits(network, rows)
     bases = run.bases()
     plan = rank_path(bases, run, run.recipe).at_compression(0.6)
-    compressed = batch_logits(network.compress(plan.select(bases), plan.rounded), rows)
+    network.compress(plan.select(bases), plan.rounded)
+    compressed = batch_logits(network, rows)
     assert not torch.equal(before, compressed)
     modules = [network.family.attention_module(network.model, i) for i in range(network.shape.num_layers)]
-    with network.uncompressed() as model:
-        assert torch.equal(batch_logits(model, rows), before)
-    assert torch.equal(batch_logits(network.model, rows), compressed)
+    with network.uncompressed():
+        assert torch.equal(batch_logits(network, rows), before)
+    assert torch.equal(batch_logits(network, rows), compressed)
     assert modules == [network.family.attention_module(network.model, i) for i in range(network.shape.num_layers)]
 
 
@@ -183,7 +185,7 @@ def test_padding_and_batches_do_not_change_the_hits(demo, monkeypatch: pytest.Mo
     assert recall_hits(model, prompts).tolist() == together.tolist()
     for i, (ids, answers) in enumerate(zip(prompts.rows, prompts.answers, strict=True)):
         end = int(answers.nonzero().max()) + 1
-        hits = model(ids[None, :end]).logits[0, :-1].argmax(-1) == ids[1:end]
+        hits = model.model(ids[None, :end]).logits[0, :-1].argmax(-1) == ids[1:end]
         assert int(hits[answers[1:end]].sum()) == together[i]
 
 
@@ -193,7 +195,7 @@ def test_the_bundled_model_looks_up_and_a_random_one_cannot(demo, tiny) -> None:
     base = Recall("recall", spec, checkpoint.tokenizer, checkpoint.config).measure_base(model, "report")
     assert base["recall"] > 0.98  # measured: 0.999 over 32 prompts
     other = Checkpoint(tiny("llama"))
-    random = load_model(other.folder, torch.device("cpu"), torch.float32)
+    random = LayerwiseModel.of(load_model(other.folder, torch.device("cpu"), torch.float32))
     recall = Recall("recall", spec, other.tokenizer, other.config)
     with pytest.raises(DataError, match=r"looks up 0\.0\d\d of the keys \(search split\), expected at least 0\.2"):
         recall.measure_base(random, "search")

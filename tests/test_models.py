@@ -236,10 +236,12 @@ def test_cutting_stored_columns_equals_rewriting_at_these_ranks(case, compressed
         candidate = plan.select(bases)[layer]
         norm = network.family.has_key_norm
         full, order = layer_layout(candidate, path.full().rounded[layer], norm)
-        stored = rewrite_layer(network.weights[layer], candidate, full, order, run.shape)
+        stored = rewrite_layer(network.attention_weights(layer), candidate, full, order, run.shape)
         layout, cut = truncate_layer(stored, full, ranks, run.shape)
         expected_layout, expected_order = layer_layout(candidate, ranks, norm)
-        expected = rewrite_layer(network.weights[layer], candidate, expected_layout, expected_order, run.shape)
+        expected = rewrite_layer(
+            network.attention_weights(layer), candidate, expected_layout, expected_order, run.shape
+        )
         assert layout == expected_layout
         assert cut.keys() == expected.keys()
         for name, tensor in cut.items():

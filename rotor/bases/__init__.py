@@ -49,22 +49,24 @@ class LayerBases:
         """
         groups, width = shape.num_kv_heads // self.group_size, self.group_size * shape.head_dim
         for side, pair in (("qk", self.qk), ("vo", self.vo)):
-            for name, expected in (
-                ("encode", (groups, width, width)),
-                ("decode", (groups, width, width)),
-                ("singular_values", (groups, width)),
-            ):
-                tensor: Tensor = getattr(pair, name)
-                if tuple(tensor.shape) != expected or tensor.dtype != torch.float64:
-                    raise CheckpointError(
-                        f"{where}: {side}.{name} is {tensor.dtype} of shape {list(tensor.shape)}, expected float64 of "
-                        f"{list(expected)}.",
-                        "Run `rotor calibrate` again.",
-                    )
-                if not torch.isfinite(tensor).all():
-                    raise NumericsError(
-                        f"{where}: {side}.{name} has elements that are NaN or Inf.", "Run `rotor calibrate` again."
-                    )
+            for name in ("encode", "decode"):
+                check_stored(getattr(pair, name), (groups, width, width), f"{where}: {side}.{name}")
+            check_stored(pair.singular_values, (groups, width), f"{where}: {side}.singular_values")
+
+
+def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
+    """Check a tensor of a run folder.
+
+    Raises:
+        CheckpointError: not float64 of the expected shape. NumericsError: a NaN or Inf. Both name `where`.
+    """
+    if tuple(tensor.shape) != expected or tensor.dtype != torch.float64:
+        raise CheckpointError(
+            f"{where} is {tensor.dtype} of shape {list(tensor.shape)}, expected float64 of {list(expected)}.",
+            "Run `rotor calibrate` again.",
+        )
+    if not torch.isfinite(tensor).all():
+        raise NumericsError(f"{where} has elements that are NaN or Inf.", "Run `rotor calibrate` again.")
 
 
 @dataclass(frozen=True)

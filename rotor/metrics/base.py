@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..evaluation import Scores
+from ..layerwise import LayerwiseModel
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Metric(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def measure_base(self, model: Any, split: str) -> dict[str, Any]:
+    def measure_base(self, model: LayerwiseModel, split: str) -> dict[str, Any]:
         """Run the uncompressed model on a split, once, before any `measure`; returns what is to be recorded of it.
 
         Raises:
@@ -45,7 +46,7 @@ class Metric(ABC):
         return {}
 
     @abstractmethod
-    def measure(self, model: Any, split: str, base: Scores, scores: Scores) -> Measurement:
+    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
         """The accuracy of a compressed model.
 
         Args:

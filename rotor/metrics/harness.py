@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import DataError, RotorError, UsageError
 from ..evaluation import Scores
+from ..layerwise import LayerwiseModel
 from ..recipe import LM_EVAL, Evaluation
 from .base import Measurement, Metric
 
@@ -29,6 +30,8 @@ class LMEval(Metric):
         name: `lm-eval:` and the name of a task, of a group with a score of its own, or the path of a task's YAML file.
     Raises:
         UsageError: lm-eval is not installed.
+
+    It generates, so the whole model must be in memory.
     """
 
     def __init__(self, name: str, spec: Evaluation, tokenizer: Any) -> None:
@@ -55,14 +58,14 @@ class LMEval(Metric):
             ) from error
         self._base: dict[str, tuple[float, float | None]] = {}
 
-    def measure_base(self, model: Any, split: str) -> dict[str, Any]:
+    def measure_base(self, model: LayerwiseModel, split: str) -> dict[str, Any]:
         """Raises DataError if the score is not positive."""
         score, stderr = self._base[split] = self._score(model, split)
         if score <= 0:
             raise DataError(f"{self.name}: the uncompressed model scores {score:g}, expected more than 0.")
         return {"score": score, "score_stderr": stderr}
 
-    def measure(self, model: Any, split: str, base: Scores, scores: Scores) -> Measurement:
+    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
         (before, before_error), (after, after_error) = self._base[split], self._score(model, split)
         value = round(after / before, 6)
         bounds = None
@@ -82,13 +85,13 @@ class LMEval(Metric):
             chosen[name] = indices
         return chosen
 
-    def _score(self, model: Any, split: str) -> tuple[float, float | None]:
+    def _score(self, model: LayerwiseModel, split: str) -> tuple[float, float | None]:
         """The task's first metric, turned so that more is better, and its standard error."""
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
         # A copy, because the wrapper sets a padding token.
-        wrapped = HFLM(pretrained=model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
+        wrapped = HFLM(pretrained=model.model, tokenizer=copy.deepcopy(self._tokenizer), batch_size=BATCH_SIZE)
         try:
             output = lm_eval.simple_evaluate(
                 wrapped,

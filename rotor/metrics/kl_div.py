@@ -1,16 +1,15 @@
 """`kl_div`: how far the compressed model's next-token distribution is from the base model's.
 
-The base model's logits are computed again for each batch instead of being kept: for a vocabulary of 128 K they would
-take half a megabyte a token. So a point costs two forward passes instead of one, and only where this metric is chosen.
+The base model's logits are not kept: for a vocabulary of 128 K they would take half a megabyte a token. What enters its
+head is, so that a point costs one pass through the layers and two through the head, and only where this is chosen.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ..evaluation import Scores, bootstrap
+from ..layerwise import LayerwiseModel
 from .base import Measurement, Metric
 
 
@@ -22,7 +21,7 @@ class KLDivergence(Metric):
 
     needs_reference = True
 
-    def measure(self, model: Any, split: str, base: Scores, scores: Scores) -> Measurement:
+    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
         assert scores.kl_div is not None
         total = scores.tokens * len(scores.kl_div)
         kl_div = float(scores.kl_div.sum() / total)

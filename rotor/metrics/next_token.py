@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..evaluation import Scores, interval, ratios
+from ..layerwise import LayerwiseModel
 from .base import Measurement, Metric
 
 
 class NextToken(Metric):
     """Next-token accuracy ratio, perplexity ratio (base over compressed), or the smaller of both."""
 
-    def measure(self, model: Any, split: str, base: Scores, scores: Scores) -> Measurement:
+    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
         value = ratios(base, scores)[self.name]
         return Measurement(value, interval(base, scores, self.name))

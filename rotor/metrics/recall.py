@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..evaluation import Scores, batch_logits, batches, bootstrap
+from ..evaluation import Scores, bootstrap, score
+from ..layerwise import LayerwiseModel
 from ..recipe import Evaluation
 from .base import Measurement, Metric
 
@@ -44,7 +45,7 @@ class Recall(Metric):
         self._prompts: dict[str, RecallPrompts] = {}
         self._base_hits: dict[str, np.ndarray] = {}
 
-    def measure_base(self, model: Any, split: str) -> dict[str, Any]:
+    def measure_base(self, model: LayerwiseModel, split: str) -> dict[str, Any]:
         """Raises DataError if the model's recall is below LEAST_BASE_RECALL."""
         self._prompts[split] = recall_prompts(self._spec, split, self._tokenizer, self._config)
         self._base_hits[split] = recall_hits(model, self._prompts[split])
@@ -57,15 +58,15 @@ class Recall(Metric):
             )
         return {"recall": round(recall, 6)}
 
-    def measure(self, model: Any, split: str, base: Scores, scores: Scores) -> Measurement:
+    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
         before, after = self._base_hits[split], recall_hits(model, self._prompts[split])
         value = round(float(after.sum() / before.sum()), 6)
         bounds = bootstrap(lambda base, other: other / np.maximum(base, 1), before, after)
         fields = {"recall": value, "compressed_recall": round(self._share(split, after), 6)}
         return Measurement(value, bounds, fields)
 
-    def ratio(self, model: Any, split: str) -> float:
-        """Recall of `model` over that of the base model, which `measure_base` has seen."""
+    def ratio(self, model: LayerwiseModel, split: str) -> float:
+        """Recall of the model over that of the base model, which `measure_base` has seen."""
         return round(float(recall_hits(model, self._prompts[split]).sum() / self._base_hits[split].sum()), 6)
 
     def _share(self, split: str, hits: np.ndarray) -> float:
@@ -139,11 +140,9 @@ def key_words(tokenizer: Any, count: int) -> list[str]:
     return words
 
 
-def recall_hits(model: Any, prompts: RecallPrompts) -> np.ndarray:
+def recall_hits(network: LayerwiseModel, prompts: RecallPrompts) -> np.ndarray:
     """Answer tokens predicted right in each prompt, [prompts] int64."""
-    parts = []
-    sizes = [len(batch) for batch in batches(model, prompts.rows)]
-    for rows, answers in zip(prompts.rows.split(sizes), prompts.answers.split(sizes), strict=True):
-        hits = batch_logits(model, rows).argmax(-1).cpu() == rows[:, 1:]
-        parts.append((hits & answers[:, 1:]).sum(-1))
-    return torch.cat(parts).numpy()
+    predicted = score(network, prompts.rows).top1
+    assert predicted is not None
+    right = (predicted == prompts.rows[:, 1:].numpy()) & prompts.answers[:, 1:].numpy()
+    return right.sum(-1)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..evaluation import Scores, bootstrap
+from ..layerwise import LayerwiseModel
 from .base import Measurement, Metric
 
 
 class Top1Agreement(Metric):
     """Share of positions of held-out text where both models have the same argmax, whether it is right or not."""
 
-    def measure(self, model: Any, split: str, base: Scores, scores: Scores) -> Measurement:
+    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
         assert base.top1 is not None
         positions, agreed = base.top1.size, (base.top1 == scores.top1).sum(-1)
         value = round(float(agreed.sum() / positions), 6)

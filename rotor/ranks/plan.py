@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,10 +14,17 @@ from ..layout import AttentionShape, compression
 LayerRanks = list[tuple[int, int]]
 """(qk_rank, v_rank) of each group of a layer, in the order of the bases."""
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 
 SLACK = 1e-9
 """Slack in comparing compressions, so that rounding errors do not decide."""
+
+
+class Candidates(Protocol[T]):
+    """Something of every layer and candidate."""
+
+    def select(self, choice: Sequence[str]) -> Sequence[T]:
+        """That of one candidate of each layer."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,9 @@ class RankPlan:
     stored: float
     saving: float
 
-    def select(self, candidates: Sequence[dict[str, T]]) -> list[T]:
+    def select(self, candidates: Candidates[T]) -> Sequence[T]:
         """What belongs to the chosen candidate of each layer."""
-        return [layer[key] for layer, key in zip(candidates, self.choice, strict=True)]
+        return candidates.select(self.choice)
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:
