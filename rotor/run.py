@@ -8,6 +8,7 @@ Files of a layer are written when it is done and read when it is needed, so that
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,8 @@ def bases_path(folder: Path, layer: int) -> Path:
 
 def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
     """One layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
-    metadata = {"tokens": str(statistics.tokens), "group_size": str(statistics.group_size)}
+    # One key, since safetensors writes several in any order, and equal runs are to have equal files.
+    metadata = {"rotor": json.dumps({"tokens": statistics.tokens, "group_size": statistics.group_size})}
     tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
     _write(statistics_path(folder, layer), tensors, metadata)
 
@@ -57,9 +59,9 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     path = statistics_path(folder, layer)
     try:
         with safe_open(path, framework="pt") as handle:
-            metadata = handle.metadata()
+            metadata = json.loads(handle.metadata()["rotor"])
         sums = {n: unpack_symmetric(t) if n == "output" else t for n, t in load_file(path).items()}
-        return LayerStatistics(shape, int(metadata["group_size"]), sums, int(metadata["tokens"]))
+        return LayerStatistics(shape, metadata["group_size"], sums, metadata["tokens"])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
