@@ -8,6 +8,7 @@ Files of a layer are written when it is done and read when it is needed, so that
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ def bases_path(folder: Path, layer: int) -> Path:
 
 def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
     """One layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
-    metadata = {"tokens": str(statistics.tokens), "group_size": str(statistics.group_size)}
+    # One key, since safetensors writes several in any order, and equal runs are to have equal files.
+    metadata = {"rotor": json.dumps({"tokens": statistics.tokens, "group_size": statistics.group_size})}
     tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
     _write(statistics_path(folder, layer), tensors, metadata)
 
@@ -63,8 +65,9 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     path = statistics_path(folder, layer)
     tensors, metadata = _load(path)
     try:
-        tokens, group_size = int(metadata["tokens"][:20]), int(metadata["group_size"][:20])
-    except (KeyError, ValueError) as error:
+        counts = json.loads(metadata["rotor"][:1000])
+        tokens, group_size = int(counts["tokens"]), int(counts["group_size"])
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable ({error!r}).", CALIBRATE_AGAIN) from error
     sums = {name: unpack_symmetric(tensor) if name == "output" else tensor for name, tensor in tensors.items()}
     statistics = LayerStatistics(shape, group_size, sums, tokens)

@@ -1,0 +1,285 @@
+"""Layer by layer, with all weights in memory or one layer of them: the same numbers as a whole forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS, DEMO_MODEL, FAST_EVALUATION, build_tiny, relative_error
+
+from rotor import layerwise, memory
+from rotor.bases import layer_bases
+from rotor.calibrate import calibrate
+from rotor.checkpoint import Checkpoint
+from rotor.collect import layer_statistics
+from rotor.compress import CompressibleModel, load_model
+from rotor.errors import CheckpointError, UsageError
+from rotor.estimate import Estimate, weight_sizes
+from rotor.evaluation import batch_logits, score
+from rotor.export import export
+from rotor.families import FAMILIES, attention_shape, read_attention
+from rotor.layerwise import LayerwiseModel, new_states
+from rotor.memory import available_host_bytes, stream_weights
+from rotor.rewrite import layer_layout, rewrite_layer
+from rotor.statistics import pack_symmetric, unpack_symmetric
+from rotor.weights import StreamedWeights
+
+CPU = torch.device("cpu")
+SMALL = [
+    "tokens.source=random",
+    "tokens.count=512",
+    "tokens.seq_len=64",
+    "ranks.multiple_of=4",
+    "ranks.probe_tokens=256",
+]
+
+
+@pytest.fixture(scope="module")
+def rows() -> torch.Tensor:
+    return torch.randint(1, 4096, (5, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory):
+    """sharded(family) -> a bfloat16 model whose layers are spread over several shards."""
+    built: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in built:
+            folder = tmp_path_factory.mktemp("sharded") / family
+            built[family] = build_tiny(family, folder, torch.bfloat16, max_shard_size="100KB")
+        return built[family]
+
+    return get
+
+
+def streamed(folder: Path, dtype: torch.dtype = torch.float32, batch_tokens: int = 80) -> LayerwiseModel:
+    checkpoint = Checkpoint(folder)
+    family = FAMILIES[checkpoint.config.model_type]
+    return LayerwiseModel(StreamedWeights(checkpoint, family, CPU, dtype), batch_tokens)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_logits_as_a_whole_forward_pass(family: str, dtype: torch.dtype, sharded, rows: torch.Tensor) -> None:
+    """Bit by bit: the same operations on the same batches, in another order."""
+    folder = sharded(family)
+    assert len(Checkpoint(folder).files) > 2
+    model = load_model(folder, CPU, dtype)
+    with torch.inference_mode():
+        expected = torch.cat([model(part, use_cache=False).logits for part in rows.split(2)])
+    for network in (LayerwiseModel.of(model, 80), streamed(folder, dtype)):
+        states = network.final_states(rows)
+        with network.head() as head:
+            assert torch.equal(torch.cat([head(part) for part in states.split(2)]), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_only_the_unit_in_use_is_in_memory(family: str, sharded, rows: torch.Tensor) -> None:
+    network = streamed(sharded(family))
+
+    def loaded() -> set[str]:
+        return {name for name, parameter in network.model.named_parameters() if not parameter.is_meta}
+
+    rest = loaded()
+    assert rest < {name for name, _ in network.model.named_parameters()}
+    assert sum(network.model.get_parameter(name).numel() for name in rest) < 20000  # norms, learned positions
+    with network.layer(1) as layer:
+        assert len(loaded() - rest) == len(list(layer.parameters()))
+    with network.head():
+        assert len(loaded() - rest) == 1
+    network.final_states(rows)
+    assert loaded() == rest
+    for name, buffer in network.model.named_buffers():
+        assert not buffer.is_meta, name
+
+
+def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, tmp_path: Path) -> None:
+    folder = sharded("qwen3")
+    settings = [*SMALL, *FAST_EVALUATION, "evaluation.metric=kl_div"]
+    runs = {
+        offload: calibrate(folder, tmp_path / offload, "rotor", settings, offload=offload)
+        for offload in ("never", "always")
+    }
+    for part in ("statistics", "bases"):
+        for path in sorted((runs["never"].folder / part).iterdir()):
+            assert path.read_bytes() == (runs["always"].folder / part / path.name).read_bytes()
+    reports = [
+        export(run.folder, tmp_path / f"out-{offload}", compression=0.4, offload=offload).report
+        for offload, run in runs.items()
+    ]
+    assert reports[0] == reports[1] | {"run": reports[0]["run"]}
+    tables = [run.read_rank_table() for run in runs.values()]
+    assert tables[0] == tables[1]
+
+
+def test_compressed_models_score_the_same(tiny, tmp_path: Path, rows: torch.Tensor) -> None:
+    run = calibrate(tiny("gpt2"), tmp_path / "run", "rotor", SMALL)
+    bases = run.bases()
+    checkpoint = Checkpoint(run.model_folder)
+    found = []
+    for stream in (False, True):
+        network = CompressibleModel(checkpoint, CPU, torch.float32, streamed=stream)
+        reference = network.final_states(rows)
+        ranks = [[(20, 24)] * len(layer["none-4"].qk.encode) for layer in bases]
+        network.compress(bases.select(["none-4"] * 2), ranks)
+        scores = score(network, rows, reference=reference)
+        assert scores.kl_div is not None
+        assert scores.kl_div.min() > 0
+        found.append((scores.nll.tolist(), scores.kl_div.tolist()))
+        network.restore()
+        assert torch.equal(network.final_states(rows), reference)
+    assert found[0] == found[1]
+
+
+def test_parts_of_a_row_score_like_the_whole(tiny, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large vocabulary leaves room for the logits of a few positions only."""
+    from rotor import evaluation
+
+    network = LayerwiseModel.of(load_model(tiny("llama"), CPU, torch.float32))
+    whole = score(network, rows)
+    monkeypatch.setitem(evaluation.LOGIT_BYTES, "cpu", 4 * 4096 * 7)
+    monkeypatch.setattr(evaluation, "HEAD_POSITIONS", 1)
+    assert max(p.stop - p.start for _, p in evaluation.logit_batches(network, rows)) == 7
+    parts = score(network, rows)
+    assert parts.top1.tolist() == whole.top1.tolist()
+    torch.testing.assert_close(torch.tensor(parts.nll), torch.tensor(whole.nll), rtol=1e-6, atol=0)
+
+
+def test_large_hidden_states_go_to_a_file_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerwise, "STATES_IN_MEMORY_BYTES", 100)
+    states = new_states((3, 4, 5), torch.float32, folder=tmp_path)
+    states.copy_(torch.arange(60.0).reshape(3, 4, 5))
+    assert list(tmp_path.iterdir()) == []
+    assert states.sum() == 59 * 30
+    kept = new_states((2, 3), torch.bfloat16, tmp_path / "kept")
+    kept.fill_(2)
+    del kept
+    assert new_states((2, 3), torch.bfloat16, tmp_path / "kept").tolist() == [[2, 2, 2], [2, 2, 2]]
+
+
+def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    network = streamed(folder)
+    with pytest.raises(CheckpointError, match=r"unit 1: missing on loading: model\.layers\.1\.mlp\.up_proj\.weight"):
+        network.final_states(torch.ones(1, 4, dtype=torch.int64))
+    tensors["model.layers.1.mlp.up_proj.weight"] = lost[:-1]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unit 1: mismatched keys on loading: model\.layers\.1\.mlp\.up_proj"):
+        streamed(folder).final_states(torch.ones(1, 4, dtype=torch.int64))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == 2
+
+
+def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: Path) -> None:
+    model, out = tiny("llama"), tmp_path / "run"
+    with pytest.raises(UsageError, match=r"tokens\.source synthetic .* needs the whole model") as caught:
+        calibrate(model, out, "rotor", offload="always")
+    assert "--set tokens.source=text --set tokens.path=FILE" in caught.value.hint
+    with pytest.raises(UsageError, match=r"ranks\.method fisher .*--offload always was given"):
+        calibrate(model, out, "palu", ["tokens.source=random"], offload="always")
+    with pytest.raises(UsageError, match="--offload sometimes: expected one of auto, never, always"):
+        calibrate(model, out, "fdc", offload="sometimes")
+    assert list(tmp_path.iterdir()) == []
+    run = calibrate(model, out, "fdc", SMALL)
+    with pytest.raises(UsageError, match="lm-eval:x needs the whole model"):
+        export(run.folder, tmp_path / "o", compression=0.5, overrides=["evaluation.metric=lm-eval:x"], offload="always")
+
+
+def test_weights_are_read_layer_by_layer_when_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 10_000_000_000)
+    small, large = (Estimate({"weights": size}, {}, {}) for size in (2_000_000_000, 9_000_000_000))
+    assert stream_weights("auto", small, small, CPU, 1, None, "")[0] is False
+    stream, line = stream_weights("auto", large, small, CPU, 1, None, "")
+    assert stream
+    assert line == ("memory: about 2.0 GB, one layer of weights at a time (weights 2.0); 10.0 GB available")
+    assert stream_weights("auto", small, small, CPU, 5, None, "")[0] is True  # five processes on one machine
+    assert "this may not be enough" in stream_weights("never", large, small, CPU, 1, None, "")[1]
+    with pytest.raises(
+        UsageError, match=r"x needs the whole model in memory, but it takes 9\.0 GB \(10\.0 GB available\)"
+    ):
+        stream_weights("auto", large, small, CPU, 1, "x", "y")
+
+
+def test_available_memory_is_that_of_the_tightest_limit() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    free = available_host_bytes()
+    assert free > 0
+    try:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 1000, before[1]))
+        assert available_host_bytes() <= 1000
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_sizes_count_every_tensor_once(family: str, tiny) -> None:
+    checkpoint = Checkpoint(tiny(family))
+    shapes = {name: checkpoint.shape_of(name) for name in checkpoint.names}
+    config = checkpoint.config
+    sizes = weight_sizes(shapes, 0, FAMILIES[config.model_type], attention_shape(config), config.vocab_size)
+    assert sizes.total == sum(checkpoint.tensor(name).numel() for name in checkpoint.names)
+    assert len(set(sizes.layers)) == 1
+    assert len(sizes.vocabulary) == 1  # tied
+    assert sizes.rest < 20000
+
+
+def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
+    """Stored as one float32 triangle, they give the same W_o as in float64, within what bfloat16 rounds away."""
+    checkpoint = Checkpoint(DEMO_MODEL)
+    network = LayerwiseModel.of(load_model(DEMO_MODEL, CPU, torch.float32))
+    tokens = torch.randint(1, 4096, (8, 256), generator=torch.Generator().manual_seed(0))
+    states = network.embed(tokens)
+    wanted = frozenset({"query", "key_pre", "output"})
+    moments = layer_statistics(network, 0, states, states, 2, wanted)
+    weights = read_attention(network.family, 0, checkpoint.names, checkpoint.tensor, network.shape)
+    weights.v_weight = weights.v_weight.float()  # what is rewritten has its dtype
+    bases = layer_bases(moments, weights, network.shape, "pre", 2, "kq", "kq-output")
+    exact = moments.moment("output", 2)
+    packed = pack_symmetric(exact)
+    assert packed.dtype == torch.float32
+    assert packed.numel() == 6 * 128 * 129 / 2
+    assert torch.equal(unpack_symmetric(packed), unpack_symmetric(packed).mT)
+    layout, order = layer_layout(bases, [(64, 40)], False)
+    written = [
+        rewrite_layer(weights, replace(bases, outputs=outputs), layout, order, network.shape)["o_proj.weight"]
+        for outputs in (exact, unpack_symmetric(packed), None)
+    ]
+    assert relative_error(written[1], written[0]) < 1e-5
+    assert relative_error(written[2], written[0]) > 1e-2  # without the refit
+
+
+def test_device_map(tiny, tmp_path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rotor import compress
+
+    folder = tiny("mistral")
+    plain = LayerwiseModel.of(load_model(folder, CPU, torch.float32))
+    expected = batch_logits(plain, rows)
+    monkeypatch.setattr(compress, "is_accelerate_available", lambda: False)
+    with pytest.raises(UsageError, match="--device-map auto: the package accelerate is not installed"):
+        load_model(folder, CPU, torch.float32, device_map="auto")
+    monkeypatch.undo()
+    pytest.importorskip("accelerate")
+    mapped = CompressibleModel(Checkpoint(folder), CPU, torch.float32, device_map="cpu")
+    assert torch.equal(batch_logits(mapped, rows), expected)
+    a, b = (
+        calibrate(folder, tmp_path / str(device_map), "fdc", SMALL, device_map=device_map)
+        for device_map in ("auto", None)
+    )
+    path = "statistics/layer-0001.safetensors"
+    assert (a.folder / path).read_bytes() == (b.folder / path).read_bytes()
+    with pytest.raises(UsageError, match=r"--device-map auto needs the whole model in memory, but --offload always"):
+        calibrate(folder, tmp_path / "x", "fdc", SMALL, device_map="auto", offload="always")
