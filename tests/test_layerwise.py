@@ -232,9 +232,9 @@ def test_sizes_count_every_tensor_once(family: str, tiny) -> None:
     config = checkpoint.config
     sizes = weight_sizes(shapes, 0, FAMILIES[config.model_type], attention_shape(config), config.vocab_size)
     assert sizes.total == sum(checkpoint.tensor(name).numel() for name in checkpoint.names)
-    assert len(set(sizes.layers)) == 1
-    assert len(sizes.vocabulary) == 1  # tied
-    assert sizes.rest < 20000
+    assert min(sizes.layers) > 0
+    assert len(sizes.vocabulary) == (1 if config.tie_word_embeddings else 2)
+    assert sizes.rest < sizes.vocabulary[0]
 
 
 def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
