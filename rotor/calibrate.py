@@ -107,12 +107,12 @@ def calibrate(
     with times.stage("bases"), progress.task("bases", shape.num_layers, "layers") as advance:
         bases: list[dict[str, LayerBases]] = []
         for layer, moments in enumerate(statistics):
-            moments.check_finite(layer)
+            moments.check_finite(f"layer {layer}")
             weights = read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)
             methods = spec.bases.qk, spec.bases.vo
             bases.append(
                 {
-                    key: layer_bases(moments, weights, shape, domain, size, *methods)
+                    key: layer_bases(moments, weights, shape, domain, size, *methods, where=f"layer {layer}, {key}")
                     for key, (domain, size) in candidates.items()
                 }
             )

@@ -17,6 +17,7 @@ from .families import AttentionWeights, Family, attention_shape, find_family, re
 from .fit import check_fit
 from .integration import replace_attention
 from .layout import LayerLayout
+from .numerics import check_parameters
 from .ranks import LayerRanks
 from .rewrite import layer_layout, rewrite_layer
 
@@ -69,6 +70,7 @@ def load_model(
                 f"{folder}: {kind.replace('_', ' ')} on loading: {', '.join(map(str, sorted(report[kind])))[:300]}.",
                 "Check that config.json belongs to these weights.",
             )
+    check_parameters(model, str(folder))
     return model.eval().to(device)
 
 
@@ -135,9 +137,10 @@ class CompressibleModel:
             rewritten.append(rewrite_layer(weights, layer_basis, layout, order, self.shape))
         with torch.device("meta"):
             modules = replace_attention(self.model, self.family, self.shape, layouts, bias_names(self.weights[0]))
-        for module, tensors in zip(modules, rewritten, strict=True):
+        for index, (module, tensors) in enumerate(zip(modules, rewritten, strict=True)):
             on_device = {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}
             module.load_state_dict(on_device, strict=False, assign=True)
+            check_parameters(module, "the rewritten weights", self.family.attention_prefix(index))
             module.eval()
         return self.model
 

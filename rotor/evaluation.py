@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import DataError, NumericsError
+from .numerics import first_not_finite
 from .progress import Advance
 from .recipe import Evaluation
 from .tokens import longest_row, read_documents, spread_rows, stdlib_documents, text_rows
@@ -119,7 +120,8 @@ def batch_logits(model: Any, rows: Tensor) -> Tensor:
     """float32 logits of all positions but the last, [batch_size, seq_len - 1, vocab_size]."""
     logits = model(rows.to(model.device), use_cache=False).logits[:, :-1].float()
     if not torch.isfinite(logits).all():
-        raise NumericsError("the model's logits are not finite on the evaluation text.", "Evaluate in float32.")
+        place = first_not_finite(model, lambda: model(rows.to(model.device), use_cache=False))
+        raise NumericsError(f"the model's logits are not finite on the evaluation text{place}.", "Evaluate in float32.")
     return logits
 
 

@@ -24,7 +24,7 @@ class AttentionWeights:
     """The projections of one attention layer in nn.Linear's orientation, [out_features, in_features]; biases or None.
 
     q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
-    o_weight: [hidden_size, num_heads * head_dim].
+    o_weight: [hidden_size, num_heads * head_dim]. prefix: of their names in the checkpoint, for errors.
     """
 
     q_weight: Tensor
@@ -35,6 +35,7 @@ class AttentionWeights:
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     o_bias: Tensor | None = None
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Family:
 def _read_split(get: GetTensor, names: frozenset[str], shape: AttentionShape) -> AttentionWeights:
     """Four nn.Linear projections with or without biases."""
     del shape
-    parts = {f"{p}_weight": get(f"{p}_proj.weight") for p in "qkvo"}
-    biases = {f"{p}_bias": get(f"{p}_proj.bias") for p in "qkvo" if f"{p}_proj.bias" in names}
+    parts: dict[str, Any] = {f"{p}_weight": get(f"{p}_proj.weight") for p in "qkvo"}
+    biases: dict[str, Any] = {f"{p}_bias": get(f"{p}_proj.bias") for p in "qkvo" if f"{p}_proj.bias" in names}
     return AttentionWeights(**parts, **biases)
 
 
@@ -184,6 +185,7 @@ def read_attention(
     prefix = family.attention_prefix(layer)
     local = frozenset(name[len(prefix) :] for name in names if name.startswith(prefix))
     weights = family.read(lambda name: get(prefix + name), local, shape)
+    weights.prefix = prefix
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     expected = {
         "q_weight": (query, shape.hidden_size),

@@ -39,6 +39,8 @@ def write_statistics(
     path = statistics_path(folder, layer)
     path.parent.mkdir(exist_ok=True)
     metadata = {"tokens": str(statistics.tokens), "group_size": str(statistics.group_size)}
+    if fisher is not None:
+        _check_fisher(fisher, f"layer {layer}")
     extra = {} if fisher is None else {"fisher_key": fisher[0], "fisher_value": fisher[1]}
     save_file(dict(sorted({**statistics.sums, **extra}.items())), path, metadata=metadata)
 
@@ -54,7 +56,7 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     sums = {name: tensor for name, tensor in tensors.items() if not name.startswith("fisher_")}
     statistics = LayerStatistics(shape, group_size, sums, tokens)
     statistics.check_shapes(str(path))
-    statistics.check_finite(layer)
+    statistics.check_finite(f"{path}: layer {layer}", CALIBRATE_AGAIN)
     return statistics
 
 
@@ -76,10 +78,14 @@ def read_fisher(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
     found = tensors["fisher_key"], tensors["fisher_value"]
+    _check_fisher(found, f"{path}: layer {layer}")
+    return found
+
+
+def _check_fisher(found: tuple[Tensor, Tensor], where: str) -> None:
     for side, values in zip(("keys", "values"), found, strict=True):
         if not torch.isfinite(values).all():
-            raise NumericsError(f"{path}: layer {layer}: Fisher information of {side} is not finite.", CALIBRATE_AGAIN)
-    return found
+            raise NumericsError(f"{where}: Fisher information of {side} is not finite.", CALIBRATE_AGAIN)
 
 
 def write_bases(folder: Path, bases: list[dict[str, LayerBases]]) -> None:
