@@ -241,11 +241,11 @@ class Calibration:
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
         job = self.job
-        moments.check_finite(layer)
+        moments.check_finite(f"layer {layer}")
         weights = read_attention(job.family, layer, job.checkpoint.names, job.checkpoint.unchecked_tensor, job.shape)
         methods = self.recipe.bases.qk, self.recipe.bases.vo
         bases: dict[str, LayerBases] = {
-            key: layer_bases(moments, weights, job.shape, domain, size, *methods)
+            key: layer_bases(moments, weights, job.shape, domain, size, *methods, where=f"layer {layer}, {key}")
             for key, (domain, size) in job.chosen.items()
         }
         write_statistics(self.partial.folder, layer, moments)

@@ -113,6 +113,10 @@ class Checkpoint:
     def shape_of(self, name: str) -> list[int]:
         return list(self._open(self.file_of[name]).get_slice(name).get_shape())
 
+    def stored_names(self, file: str) -> list[str]:
+        """Names of all tensors in a shard, also those that the index does not know."""
+        return sorted(self._open(file).keys())
+
     def names_in(self, file: str) -> list[str]:
         return sorted(name for name, where in self.file_of.items() if where == file)
 
@@ -160,7 +164,7 @@ class Checkpoint:
             for name, file in weight_map.items():
                 if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                     raise CheckpointError(
-                        f"{index}: {name} is in {shorten(file)}, expected the name of a .safetensors file beside it."
+                        f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
                     )
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")

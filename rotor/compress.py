@@ -19,6 +19,7 @@ from .families import AttentionWeights, find_family, read_attention
 from .fit import check_fit
 from .integration import replace_attention
 from .layerwise import LayerwiseModel
+from .numerics import check_parameters
 from .ranks import LayerRanks
 from .rewrite import layer_layout, rewrite_layer
 from .weights import ResidentWeights, StreamedWeights, Weights, keep_softcap
@@ -93,6 +94,7 @@ def load_model(
                 f"{folder}: {kind.replace('_', ' ')} on loading: {', '.join(map(str, sorted(report[kind])))[:300]}.",
                 "Check that config.json belongs to these weights.",
             )
+    check_parameters(model, str(folder))
     keep_softcap(model)
     if device_map is None:
         return model.eval().to(device)
@@ -215,6 +217,7 @@ class CompressibleModel(LayerwiseModel):
             (module,) = replace_attention(self.model, self.family, self.shape, layouts, bias_names(weights))
         on_device = {name: tensor.to(device, self.dtype) for name, tensor in rewritten.items()}
         module.load_state_dict(on_device, strict=False, assign=True)
+        check_parameters(module, "the rewritten weights", self.family.attention_prefix(index))
         module.eval()
 
 

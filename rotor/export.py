@@ -240,6 +240,7 @@ def _write(
     report = _report(run, recipe, checkpoint, layouts, point, table, accuracy, tensors, first.v_weight.element_size())
     if profiles:
         report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
+    report["files"] = {file: file_sha256(staging / file) for file in checkpoint.files}
     report["run"] = _relative(run.folder, out)
     report["source"]["path"] = _relative(checkpoint.folder, out)
     write_json(staging / ROTOR_JSON, report)

@@ -24,7 +24,7 @@ class AttentionWeights:
     """The projections of one attention layer in nn.Linear's orientation, [out_features, in_features]; biases or None.
 
     q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
-    o_weight: [hidden_size, num_heads * head_dim].
+    o_weight: [hidden_size, num_heads * head_dim]. prefix: of their names in the checkpoint, for errors.
     """
 
     q_weight: Tensor
@@ -35,6 +35,7 @@ class AttentionWeights:
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     o_bias: Tensor | None = None
+    prefix: str = ""
 
 
 Split = Callable[[Tensor, AttentionShape], tuple[Tensor, Tensor, Tensor]]
@@ -161,7 +162,7 @@ class Family:
             get: reads a tensor by its name under the attention module.
             names: those that there are.
         """
-        parts: dict[str, Tensor] = {}
+        parts: dict[str, Any] = {}
         for kind in ("weight", "bias"):
             if self.fused is None:
                 found = {p: f"{p}_proj.{kind}" for p in "qkv" if kind == "weight" or f"{p}_proj.{kind}" in names}
@@ -316,6 +317,7 @@ def read_attention(
     prefix = family.stored_prefix(layer, names)
     local = frozenset(name[len(prefix) :] for name in names if name.startswith(prefix))
     weights = family.read(lambda name: get(prefix + name), local, shape)
+    weights.prefix = prefix
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     expected = {
         "q_weight": (query, shape.hidden_size),

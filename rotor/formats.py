@@ -191,6 +191,7 @@ class _CheckpointInfo(TypedDict):
     accuracy: AccuracyInfo
     ranks: PointRanks
     layouts: list[LayoutDict]
+    files: dict[str, str]
     tensors: dict[str, TensorInfo]
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import check_space
-from .errors import CheckpointError
+from .checkpoint import check_space, is_finite
+from .errors import CheckpointError, NumericsError
 from .families import FAMILIES, Family, attention_shape
+from .numerics import first_not_finite
 from .progress import Advance
 from .weights import ResidentWeights, Weights
 
@@ -103,7 +104,11 @@ class LayerwiseModel:
             hidden = states[part].to(self.device)
             args, kwargs = self._call(index, *hidden.shape[:2])
             result = layer(hidden, *args, **kwargs)
-            out[part] = (result[0] if isinstance(result, tuple) else result).to(out.device)
+            result = result[0] if isinstance(result, tuple) else result
+            if not is_finite(result):
+                place = first_not_finite(layer, lambda: layer(hidden, *args, **kwargs))  # noqa: B023 (called at once)
+                raise NumericsError(f"layer {index}: its output is not finite{place}.", "Compute in float32.")
+            out[part] = result.to(out.device)
             advance(hidden.shape[0] * hidden.shape[1])
 
     def final_states(self, rows: Tensor, advance: Advance = lambda done: None) -> Tensor:

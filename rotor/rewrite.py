@@ -87,7 +87,7 @@ def rewrite_layer(
     if layout.domain != "none":
         tensors["query_basis"] = torch.cat(qk_decode, dim=-1)
     dtype = weights.v_weight.dtype
-    return {name: _cast(tensor, dtype, name) for name, tensor in tensors.items() if tensor is not None}
+    return {name: _cast(tensor, dtype, weights.prefix + name) for name, tensor in tensors.items() if tensor is not None}
 
 
 def truncate_layer(

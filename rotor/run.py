@@ -72,7 +72,7 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     sums = {name: unpack_symmetric(tensor) if name == "output" else tensor for name, tensor in tensors.items()}
     statistics = LayerStatistics(shape, group_size, sums, tokens)
     statistics.check_shapes(str(path))
-    statistics.check_finite(layer)
+    statistics.check_finite(f"{path}: layer {layer}", CALIBRATE_AGAIN)
     return statistics
 
 
@@ -87,7 +87,9 @@ def _load(path: Path, names: list[str] | None = None) -> tuple[dict[str, Tensor]
 
 
 def write_fisher(folder: Path, information: list[tuple[Tensor, Tensor]]) -> None:
-    """Fisher information of keys and of values in each layer."""
+    """Fisher information of keys and of values in each layer; raises NumericsError if it is not finite."""
+    for index, pair in enumerate(information):
+        _check_fisher(pair, f"layer {index}")
     tensors = {
         f"layers.{i}.{side}": t for i, pair in enumerate(information) for side, t in zip("kv", pair, strict=True)
     }
@@ -101,17 +103,17 @@ def read_fisher(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
     tensors, _ = _load(folder / FISHER)
-    found = []
-    for side, name in (("k", "keys"), ("v", "values")):
-        values = tensors.get(f"layers.{layer}.{side}")
-        if values is None:
-            raise CheckpointError(f"{folder / FISHER}: nothing of {name} in layer {layer}.", CALIBRATE_AGAIN)
-        if not torch.isfinite(values).all():
-            raise NumericsError(
-                f"{folder / FISHER}: layer {layer}: Fisher information of {name} is not finite.", CALIBRATE_AGAIN
-            )
-        found.append(values)
+    found = tensors.get(f"layers.{layer}.k"), tensors.get(f"layers.{layer}.v")
+    if found[0] is None or found[1] is None:
+        raise CheckpointError(f"{folder / FISHER}: nothing of layer {layer}.", CALIBRATE_AGAIN)
+    _check_fisher((found[0], found[1]), f"{folder / FISHER}: layer {layer}")
     return found[0], found[1]
+
+
+def _check_fisher(found: tuple[Tensor, Tensor], where: str) -> None:
+    for side, values in zip(("keys", "values"), found, strict=True):
+        if not torch.isfinite(values).all():
+            raise NumericsError(f"{where}: Fisher information of {side} is not finite.", CALIBRATE_AGAIN)
 
 
 def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
@@ -238,7 +240,7 @@ class RunBases(Sequence[dict[str, LayerBases]]):
         def read(key: str, side: str) -> Tensor:
             values = tensors[f"{key}.{side}.singular_values"]
             expected = shape.num_kv_heads // sizes[key], sizes[key] * shape.head_dim
-            check_stored(values, expected, f"{path}: {key}.{side}.singular_values")
+            check_stored(values, expected, f"{path}: {key}: {side}.singular_values")
             return values
 
         return {key: (read(key, "qk"), read(key, "vo")) for key in sizes}

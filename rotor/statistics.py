@@ -124,13 +124,14 @@ class LayerStatistics:
                     "Run `rotor calibrate` again.",
                 )
 
-    def check_finite(self, layer: int) -> None:
-        """Raises NumericsError that names the layer and the first moment with a NaN or Inf."""
+    def check_finite(
+        self, where: str, hint: str = "The model overflows on the calibration tokens; calibrate with --dtype float32."
+    ) -> None:
+        """Raises NumericsError that names `where` (a layer, a file) and the first moment with a NaN or Inf."""
         for name, total in self.sums.items():
             if not torch.isfinite(total).all():
                 raise NumericsError(
-                    f"layer {layer}: the second moment of {name} is not finite after {self.tokens} tokens.",
-                    "The model overflows on the calibration tokens; calibrate with --dtype float32.",
+                    f"{where}: the second moment of {name} is not finite after {self.tokens} tokens.", hint
                 )
 
 

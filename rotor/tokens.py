@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from .errors import DataError, NumericsError
+from .numerics import first_not_finite
 from .progress import Advance, Progress
 from .recipe import Tokens
 
@@ -156,8 +157,10 @@ def synthetic_tokens(
         for _ in range(seq_len - 1):
             logits = model(last, past_key_values=cache, use_cache=True).logits[:, -1, allowed_there].float()
             if not torch.isfinite(logits).all():
+                place = first_not_finite(model, lambda: model(torch.cat(steps, dim=1), use_cache=False))  # noqa: B023
                 raise NumericsError(
-                    f"the model's logits are not finite while it writes token {len(steps)} of its calibration text.",
+                    f"the model's logits are not finite while it writes token {len(steps)} of its calibration text"
+                    f"{place}.",
                     "Calibrate with --dtype float32, or on other tokens with --set tokens.source=random.",
                 )
             last = allowed_there[torch.multinomial(logits.softmax(-1), 1, generator=generator)]

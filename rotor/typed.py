@@ -69,15 +69,12 @@ class Reader:
         if origin is Literal:
             return isinstance(value, str) and value in args, value
         if origin in (tuple, list) and isinstance(value, (list, tuple)):
-            if origin is tuple and args[-1] is not ...:
-                if len(value) != len(args):
-                    return False, None
-                kinds: Iterable[Any] = args
-            else:
-                kinds = (args[0] for _ in value)
-            return True, origin(
-                self.read(k, v, f"{name}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True))
-            )
+            fixed = origin is tuple and args[-1] is not ...
+            if fixed and len(value) != len(args):
+                return False, None
+            kinds = args if fixed else (args[0] for _ in value)
+            items = [self.read(k, v, f"{name}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True))]
+            return True, tuple(items) if origin is tuple and not fixed else items  # a pair in JSON stays a list
         if origin is dict and isinstance(value, Mapping):
             return True, {self.read(str, k, name): self.read(args[1], v, join(name, k)) for k, v in value.items()}
         if option is float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
+from .checkpoint import Checkpoint, file_sha256
 from .compress import CompressibleModel, load_model, pick_device, pick_dtype
 from .errors import DataError, RotorError
 from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
-from .export import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
-from .families import FAMILIES, attention_shape
-from .formats import CheckpointInfo, read_file
-from .integration import RotorConfig
-from .kernel_config import kernel_config
+from .export import RECIPE
+from .families import FAMILIES
+from .integrity import Validation, check_integrity
 from .layerwise import LayerwiseModel
-from .layout import AttentionShape, LayerLayout, kv_bytes_per_token
+from .layout import LayerLayout
 from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
 from .progress import Progress, StageTimes
-from .ranks import LayerRanks
 from .recipe import Evaluation, load_recipe
-from .rewrite import truncate_layer
 from .run import Run
 
 FULL_RANK_TOLERANCE = 1e-5
@@ -38,52 +33,6 @@ IDENTITY_TOLERANCE = 1e-6
 
 NUMERICS_ROWS = 2
 """Rows of the report split on which the full-rank rewrite is compared."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One promise: `status` is `pass`, `fail` or `skipped`."""
-
-    name: str
-    status: str
-    detail: str
-
-
-@dataclass
-class Validation:
-    """The result of validating one folder.
-
-    summary: what the table shows: compression, bytes, accuracy, its interval and target.
-    """
-
-    folder: Path
-    checks: list[Check] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def damaged(self) -> bool:
-        """A check other than the accuracy target failed."""
-        return any(c.status == "fail" and c.name != "accuracy target" for c in self.checks)
-
-    @property
-    def target_met(self) -> bool:
-        return not any(c.status == "fail" and c.name == "accuracy target" for c in self.checks)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "folder": str(self.folder),
-            "ok": not self.damaged and self.target_met,
-            "checks": [asdict(c) for c in self.checks],
-            "summary": self.summary,
-            "seconds": self.seconds,
-        }
-
-    def add(self, name: str, ok: bool, detail: str) -> None:
-        self.checks.append(Check(name, "pass" if ok else "fail", detail))
-
-    def skip(self, name: str, why: str) -> None:
-        self.checks.append(Check(name, "skipped", why))
 
 
 def validate(
@@ -124,18 +73,6 @@ def validate(
     return result
 
 
-def check_integrity(result: Validation, progress: Progress) -> tuple[Checkpoint, dict[str, Any], list[LayerLayout]]:
-    """The checks that need no forward pass, added to `result`; what they read of the folder.
-
-    Raises:
-        CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
-    """
-    report = read_file(result.folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
-    checkpoint = Checkpoint(result.folder)
-    with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
-        return checkpoint, report, _integrity(result, checkpoint, report, advance)
-
-
 def _find(
     given: str | Path | None, report: dict[str, Any], section: str | None, key: str, folder: Path, opener: Callable
 ) -> Any:
@@ -148,92 +85,6 @@ def _find(
         if given is not None:
             raise
         return error.message
-
-
-def _integrity(
-    result: Validation, checkpoint: Checkpoint, report: dict[str, Any], advance: Callable[[float], None]
-) -> list[LayerLayout]:
-    """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
-    recorded = report.get("tensors", {})
-    missing, extra = sorted(set(recorded) - checkpoint.names), sorted(checkpoint.names - set(recorded))
-    result.add(
-        "tensor names",
-        not missing and not extra and bool(recorded),
-        f"{len(recorded)} tensors" if not missing and not extra else f"missing {missing[:3]}, unexpected {extra[:3]}",
-    )
-    wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
-    for file in checkpoint.files:
-        for name in checkpoint.names_in(file):
-            entry = recorded.get(name)
-            if entry is None:
-                continue
-            try:
-                tensor = checkpoint.tensor(name)
-            except RotorError as error:
-                wrong["tensors finite"].append(error.message)
-                continue
-            kind = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), checkpoint.file_of[name])
-            if kind != (entry["shape"], entry["dtype"], entry["file"]):
-                wrong["tensor shapes and dtypes"].append(f"{name} is {kind}, expected {entry}")
-            elif tensor_sha256(tensor) != entry["sha256"]:
-                wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
-        advance((checkpoint.folder / file).stat().st_size)
-    for name, problems in wrong.items():
-        result.add(name, not problems, problems[0] if problems else f"{len(recorded)} tensors")
-
-    quantization = checkpoint.config_dict.get("quantization_config")
-    layouts: list[LayerLayout] = []
-    try:
-        shape = attention_shape(checkpoint.config)
-        read = RotorConfig(**quantization if isinstance(quantization, dict) else {})
-        layouts = read.layouts(shape)
-        ranks = read.profile_ranks(checkpoint.config_dict.get("rank_profile"))
-        problem = _layout_problem(layouts, ranks, checkpoint, report, shape)
-    except RotorError as error:
-        problem = error.message
-    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
-    absent = [name for name in (KERNEL_CONFIG, RECIPE, CARD) if not (checkpoint.folder / name).is_file()]
-    result.add("files", not absent, f"missing {absent}" if absent else "all there")
-    return layouts
-
-
-def _layout_problem(
-    layouts: list[LayerLayout],
-    ranks: list[LayerRanks] | None,
-    checkpoint: Checkpoint,
-    report: dict[str, Any],
-    shape: AttentionShape,
-) -> str:
-    """What does not agree between the JSON files and the tensors, or nothing.
-
-    Args:
-        layouts: what the tensors are in. ranks: of the default profile, if the checkpoint is elastic.
-    """
-    used = layouts
-    if ranks is not None:
-        elastic = report.get("elastic", {})
-        if [layout.to_dict() for layout in layouts] != elastic.get("stored_layouts"):
-            return "config.json and rotor.json give different stored layouts"
-        if checkpoint.config_dict["quantization_config"]["profiles"] != elastic.get("profiles"):
-            return "config.json and rotor.json give different profiles"
-        used = [truncate_layer({}, layout, r, shape)[0] for layout, r in zip(layouts, ranks, strict=True)]
-    if [layout.to_dict() for layout in used] != report.get("layouts"):
-        return "config.json and rotor.json give different layouts"
-    if read_json(checkpoint.folder / KERNEL_CONFIG) != kernel_config(used, shape):
-        return "kernel_config.json does not follow from config.json's layouts"
-    family = FAMILIES[checkpoint.config.model_type]
-    for index, layout in enumerate(layouts):
-        if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
-            return (
-                f"layer {index}: KV heads {layout.kv_head_order}, expected each of 0 to {shape.num_kv_heads - 1} once"
-            )
-        got = checkpoint.shape_of(family.stored_prefix(index, checkpoint.names) + "v_proj.weight")
-        if got[0] != layout.v_width:
-            return f"layer {index}: v_proj.weight has {got[0]} rows, its layout {layout.v_width}"
-    size = report.get("kv_bytes_per_token", {})
-    if size.get("after") != kv_bytes_per_token(used, size.get("element_bytes", 0)):
-        return "kv_bytes_per_token in rotor.json does not follow from the layouts"
-    return ""
 
 
 def _against_source(

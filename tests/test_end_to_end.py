@@ -251,39 +251,6 @@ def test_shards_are_kept_and_a_layer_may_be_spread_over_them(tmp_path: Path, tin
     assert not result.damaged
 
 
-def test_a_flipped_bit_and_edited_json_are_found(run_copy, tmp_path: Path) -> None:
-    run = run_copy("fdc")
-    out = tmp_path / "out"
-    export(run.folder, out, compression=0.5)
-
-    def failed() -> set[str]:
-        return {c.name for c in validate(out).checks if c.status == "fail"}
-
-    assert failed() == set()
-    weights = out / "model.safetensors"
-    good = weights.read_bytes()
-    flipped = bytearray(good)
-    flipped[-1000] ^= 1
-    weights.write_bytes(flipped)
-    assert failed() == {"tensor hashes"}
-    weights.write_bytes(good)
-    for file, old, new in (
-        ("config.json", '"qk_rank": 48', '"qk_rank": 32'),
-        ("kernel_config.json", '"qk_offset": 0', '"qk_offset": 16'),
-    ):
-        text = (out / file).read_text()
-        assert old in text
-        (out / file).write_text(text.replace(old, new, 1))
-        assert failed() == {"layouts agree"}
-        (out / file).write_text(text)
-    tensors = load_file(weights)
-    removed = tensors.pop("model.norm.weight")
-    save_file(tensors, weights, metadata={"format": "pt"})
-    assert "tensor names" in failed()
-    save_file({**tensors, "model.norm.weight": removed * float("nan")}, weights, metadata={"format": "pt"})
-    assert "tensors finite" in failed()
-
-
 @pytest.mark.parametrize(("recipe", "goal"), [("fdc", {"removal_rate": 0.0}), ("rotor", {"compression": 0.2})])
 def test_stock_transformers_refuses_to_load_it_as_uncompressed(recipe: str, goal, run_copy, tmp_path: Path) -> None:
     """Even where every shape fits, as with a removal rate that removes nothing."""

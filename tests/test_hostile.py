@@ -33,12 +33,12 @@ from rotor.export import export
 from rotor.families import attention_shape, find_family, read_attention
 from rotor.fit import check_fit
 from rotor.integration import RotorConfig
+from rotor.integrity import Validation, check_integrity
 from rotor.progress import Progress
 from rotor.recipe import load_recipe, override, parse_recipe
 from rotor.report_data import collect
 from rotor.run import Run, read_statistics
 from rotor.search import RankTable, choose, rank_path
-from rotor.validate import Validation, check_integrity
 
 CASES = {
     "header": 2000,
@@ -290,7 +290,7 @@ def test_index_entries_cannot_leave_the_folder(entry: str, tmp_path: Path) -> No
         save_file({"a": torch.ones(2)}, place / "model.safetensors")
     (tmp_path / "in" / "config.json").write_text("{}")
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": entry}}))
-    with pytest.raises(CheckpointError, match=r"a is in .*expected the name of a \.safetensors file"):
+    with pytest.raises(CheckpointError, match=r"a is in .*expected a file name in this folder"):
         Checkpoint(tmp_path / "in")
 
 

@@ -40,7 +40,7 @@ class LayerBases:
     outputs: Tensor | None = None
 
     def check(self, shape: AttentionShape, where: str) -> None:
-        """Check bases that were read from a file.
+        """Check bases that were computed, or read from a file.
 
         Args:
             where: names the file, layer and candidate in errors.
@@ -175,14 +175,28 @@ def layer_bases(
     group_size: int,
     qk_method: str,
     vo_method: str,
+    where: str = "a layer",
 ) -> LayerBases:
     """Compute both bases of one layer by the methods that a recipe names.
 
+    Args:
+        where: names the layer in errors.
+    Raises:
+        NumericsError: a factorisation fails or its result is not finite.
     Source: FDC section 5.1 (svd), ZACK section 5.1, Palu (palu), KQ-SVD, arXiv 2512.05916 (kq).
     """
     inputs = Inputs(statistics, weights, shape, domain, group_size)
-    qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
-    return LayerBases(domain, group_size, qk, vo)
+    try:
+        qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
+    except torch.linalg.LinAlgError as error:
+        raise NumericsError(
+            f"{where}: the bases {qk_method} and {vo_method} cannot be computed from what was measured: "
+            f"{' '.join(str(error).split())}",
+            "Calibrate with --dtype float32, or with other bases.",
+        ) from error
+    bases = LayerBases(domain, group_size, qk, vo)
+    bases.check(shape, where)
+    return bases
 
 
 def block_diagonal(moments: Tensor, group_size: int) -> Tensor:

@@ -1,0 +1,225 @@
+"""Checks of a compressed checkpoint that need no forward pass: its files against rotor.json and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
+from .errors import RotorError
+from .export import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
+from .families import FAMILIES, attention_shape
+from .formats import CheckpointInfo, read_file
+from .integration import RotorConfig
+from .kernel_config import kernel_config
+from .layout import AttentionShape, LayerLayout, compression, kv_bytes_per_token
+from .progress import Progress
+from .ranks import LayerRanks
+from .rewrite import truncate_layer
+from .typed import shorten
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: `status` is `pass`, `fail` or `skipped`."""
+
+    name: str
+    status: str
+    detail: str
+
+
+@dataclass
+class Validation:
+    """The result of validating one folder.
+
+    summary: what the table shows: compression, bytes, accuracy, its interval and target.
+    """
+
+    folder: Path
+    checks: list[Check] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def damaged(self) -> bool:
+        """A check other than the accuracy target failed."""
+        return any(c.status == "fail" and c.name != "accuracy target" for c in self.checks)
+
+    @property
+    def target_met(self) -> bool:
+        return not any(c.status == "fail" and c.name == "accuracy target" for c in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "ok": not self.damaged and self.target_met,
+            "checks": [asdict(c) for c in self.checks],
+            "summary": self.summary,
+            "seconds": self.seconds,
+        }
+
+    def add(self, name: str, ok: bool, detail: str) -> None:
+        self.checks.append(Check(name, "pass" if ok else "fail", detail))
+
+    def judge(self, name: str, problems: list[str], fine: str) -> None:
+        """A check that passes without problems; shows the first three."""
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        self.add(name, not problems, "; ".join(problems[:3]) + more if problems else fine)
+
+    def skip(self, name: str, why: str) -> None:
+        self.checks.append(Check(name, "skipped", why))
+
+
+def check_integrity(result: Validation, progress: Progress) -> tuple[Checkpoint, dict[str, Any], list[LayerLayout]]:
+    """The checks that need no forward pass, added to `result`; what they read of the folder.
+
+    Raises:
+        CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
+    """
+    report = read_file(result.folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
+    checkpoint = Checkpoint(result.folder)
+    with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
+        return checkpoint, report, _integrity(result, checkpoint, report, advance)
+
+
+def _integrity(
+    result: Validation, checkpoint: Checkpoint, report: dict[str, Any], advance: Callable[[float], None]
+) -> list[LayerLayout]:
+    """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
+    recorded = report["tensors"]
+    stored = {name for file in checkpoint.files for name in checkpoint.stored_names(file)}
+    problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
+    problems += [f"{name} in {_holder(checkpoint, name)} is unexpected" for name in sorted(stored - set(recorded))]
+    problems += [f"{name} is not in the index" for name in sorted(stored & set(recorded) - checkpoint.names)]
+    result.judge("tensor names", problems, f"{len(recorded)} tensors")
+    result.judge("shards", _shard_problems(checkpoint, report["files"]), f"{len(report['files'])} file(s)")
+    wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
+    for file in checkpoint.files:
+        for name in checkpoint.names_in(file):
+            entry = recorded.get(name)
+            if entry is None:
+                continue
+            try:
+                tensor = checkpoint.tensor(name)
+            except RotorError as error:
+                wrong["tensors finite"].append(error.message)
+                continue
+            expected = (entry["shape"], entry["dtype"], entry["file"])
+            got = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), checkpoint.file_of[name])
+            if got != expected:
+                wrong["tensor shapes and dtypes"].append(f"{name} is {_kind(*got)}, expected {_kind(*expected)}")
+            elif tensor_sha256(tensor) != entry["sha256"]:
+                wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
+        advance((checkpoint.folder / file).stat().st_size)
+    for check, found in wrong.items():
+        result.judge(check, found, f"{len(recorded)} tensors")
+
+    quantization = checkpoint.config_dict.get("quantization_config")
+    layouts: list[LayerLayout] = []
+    try:
+        shape = attention_shape(checkpoint.config)
+        read = RotorConfig(**quantization if isinstance(quantization, dict) else {})
+        layouts = read.layouts(shape)
+        ranks = read.profile_ranks(checkpoint.config_dict.get("rank_profile"))
+        problem = _layout_problem(layouts, ranks, checkpoint, report, shape)
+    except RotorError as error:
+        problem = error.message
+    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
+    absent = [
+        f"{name} is missing" for name in (KERNEL_CONFIG, RECIPE, CARD) if not (checkpoint.folder / name).is_file()
+    ]
+    result.judge("files", absent, "all there")
+    return layouts
+
+
+def _holder(checkpoint: Checkpoint, name: str) -> str:
+    return next(file for file in checkpoint.files if name in checkpoint.stored_names(file))
+
+
+def _kind(shape: list[int], dtype: str, file: str) -> str:
+    return f"{dtype} {shape} in {file}"
+
+
+def _shard_problems(checkpoint: Checkpoint, recorded: dict[str, str]) -> list[str]:
+    """Weight files that are missing, differ from their SHA-256, or that a loader might take for part of the model."""
+    present = {path.name for path in checkpoint.folder.glob("*.safetensors")}
+    problems = [f"{file} is missing" for file in sorted(set(recorded) - present)]
+    problems += [f"{file} is unexpected" for file in sorted(present - set(recorded))]
+    for file in sorted(present & set(recorded)):
+        if file_sha256(checkpoint.folder / file) != recorded[file]:
+            problems.append(f"{file} differs from its SHA-256")
+    return problems
+
+
+def _layout_problem(
+    layouts: list[LayerLayout],
+    ranks: list[LayerRanks] | None,
+    checkpoint: Checkpoint,
+    report: dict[str, Any],
+    shape: AttentionShape,
+) -> str:
+    """What does not agree between the JSON files and the tensors, or nothing.
+
+    Args:
+        layouts: what the tensors are in. ranks: of the default profile, if the checkpoint is elastic.
+    """
+    used, in_config = layouts, [layout.to_dict() for layout in layouts]
+    if ranks is not None:
+        elastic = report.get("elastic")
+        if elastic is None:
+            return "config.json has rank profiles, rotor.json none"
+        profiles = checkpoint.config_dict["quantization_config"]["profiles"]
+        problem = difference(elastic["stored_layouts"], in_config, "rotor.json, stored_layouts", "config.json")
+        problem = problem or difference(elastic["profiles"], profiles, "rotor.json, profiles", "config.json")
+        if problem:
+            return problem
+        used = [truncate_layer({}, layout, r, shape)[0] for layout, r in zip(layouts, ranks, strict=True)]
+        in_config = [layout.to_dict() for layout in used]
+    kernels = read_json(checkpoint.folder / KERNEL_CONFIG)
+    by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
+    stored = [[[group.qk_rank, group.v_rank] for group in groups] for groups in by_head]
+    size = report["kv_bytes_per_token"]
+    share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
+    problem = (
+        difference(report["layouts"], in_config, "rotor.json, layouts", "config.json")
+        or difference(kernels, kernel_config(used, shape), KERNEL_CONFIG, "config.json")
+        or difference(report["ranks"]["stored"], stored, "rotor.json, ranks.stored", "config.json")
+        or difference(
+            size["after"],
+            kv_bytes_per_token(used, size["element_bytes"]),
+            "rotor.json, kv_bytes_per_token",
+            "config.json",
+        )
+    )
+    if not problem and abs(report["compression"]["stored"] - share) > 1e-6:
+        problem = f"rotor.json, compression.stored: {report['compression']['stored']}, config.json implies {share:.6f}"
+    return problem or _tensor_problem(layouts, checkpoint)
+
+
+def _tensor_problem(layouts: list[LayerLayout], checkpoint: Checkpoint) -> str:
+    """Where the value projection of a layer is not as wide as its layout says."""
+    family = FAMILIES[checkpoint.config.model_type]
+    for index, layout in enumerate(layouts):
+        name = family.attention_prefix(index) + "v_proj.weight"
+        if name not in checkpoint.names or checkpoint.shape_of(name)[:1] != [layout.v_width]:
+            return f"config.json, layer {index}: v_proj.weight has not the {layout.v_width} rows of its layout"
+    return ""
+
+
+def difference(got: Any, expected: Any, where: str, source: str) -> str:
+    """The first place where two JSON values differ, or nothing.
+
+    Args:
+        where: names the file and section of `got`. source: names where `expected` comes from.
+    """
+    got, expected = (list(v) if isinstance(v, tuple) else v for v in (got, expected))
+    if type(got) is type(expected) and isinstance(got, dict) and got.keys() == expected.keys():
+        pairs = [(f"{where}.{key}", got[key], expected[key]) for key in expected]
+    elif type(got) is type(expected) and isinstance(got, list) and len(got) == len(expected):
+        pairs = [(f"{where}[{i}]", *values) for i, values in enumerate(zip(got, expected, strict=True))]
+    else:
+        same = type(got) is type(expected) and got == expected
+        return "" if same else f"{where}: {shorten(got)}, {source} implies {shorten(expected)}"
+    return next((found for name, a, b in pairs if (found := difference(a, b, name, source))), "")

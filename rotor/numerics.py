@@ -1,0 +1,55 @@
+"""Where a NaN or Inf comes from: the first tensor or module, named, so that a user can look there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import NumericsError
+
+
+def check_parameters(module: nn.Module, where: str, prefix: str = "") -> None:
+    """Check weights after a cast.
+
+    Args:
+        where: names what was cast, in errors. prefix: put before the names of the parameters.
+    Raises:
+        NumericsError: a parameter has a NaN or Inf; names it, with its dtype.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not torch.isfinite(parameter).all():
+            bad = int((~torch.isfinite(parameter)).sum())
+            raise NumericsError(
+                f"{where}: tensor {prefix}{name} has {bad} elements that are NaN or Inf in {parameter.dtype}.",
+                "Give --dtype bfloat16 or float32, whose numbers reach further.",
+            )
+
+
+def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str:
+    """The first module whose output is not finite when `run` is called, as the end of an error's sentence.
+
+    Modules inside it come first, as they end before it: the name is of the innermost one.
+
+    Returns:
+        `; the first is the output of model.layers.3.mlp.down_proj`, or nothing if all outputs of modules are finite.
+    """
+    found: list[str] = []
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if not found and isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
+                found.append(name)
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_for(name)) for name, module in model.named_modules() if name]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"; the first is the output of {found[0]}" if found else ""

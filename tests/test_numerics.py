@@ -1,0 +1,225 @@
+"""Finite in, finite out: a NaN, an Inf or an overflow at any stage is named with its layer and tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build_tiny, calibrated
+from safetensors.torch import load_file, save_file
+
+from rotor.bases import kq
+from rotor.calibrate import calibrate
+from rotor.checkpoint import Checkpoint
+from rotor.compress import CompressibleModel, load_model
+from rotor.errors import NumericsError, RotorError
+from rotor.evaluation import batch_logits
+from rotor.export import export
+from rotor.families import AttentionWeights
+from rotor.layerwise import LayerwiseModel
+from rotor.layout import AttentionShape
+from rotor.numerics import check_parameters, first_not_finite
+from rotor.run import Run, read_fisher, read_statistics, write_fisher
+from rotor.statistics import LayerStatistics
+from rotor.tokens import synthetic_tokens
+
+CPU = torch.device("cpu")
+VALUE = "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.fixture
+def model(tiny, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny("llama"), tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a tiny model; do not write to it."""
+    return calibrated(tiny("llama"), tmp_path_factory.mktemp("numerics") / "run", "pre", 2).folder
+
+
+@pytest.fixture
+def run_copy(run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run, tmp_path / "run")
+
+
+def edit(path: Path, name: str, value: float, every: bool = False) -> None:
+    """Put a value into one element (or all) of a tensor of a safetensors file, keeping its metadata."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(path)
+    tensors[name].view(-1)[slice(None) if every else 5] = value
+    save_file(tensors, path, metadata=metadata)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", [VALUE, "model.embed_tokens.weight", "model.norm.weight"])
+def test_in_the_weights(name: str, value: float, model: Path, tmp_path: Path) -> None:
+    edit(model / "model.safetensors", name, value)
+    with pytest.raises(NumericsError, match=rf"model\.safetensors: tensor {name} has 1 elements that are NaN or Inf"):
+        calibrate(model, tmp_path / "run", "fdc")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("settings", [[], ["prune.kmeans=16"]])
+def test_in_activations_during_capture(settings: list[str], model: Path, tmp_path: Path) -> None:
+    """Finite weights with which layer 0 overflows."""
+    edit(model / "model.safetensors", "model.layers.0.mlp.down_proj.weight", 3e38, every=True)
+    tokens = ["tokens.count=512", "tokens.seq_len=64", *settings]
+    with pytest.raises(NumericsError, match=r"layer 0: its output is not finite; the first is .* of mlp\.down_proj"):
+        calibrate(model, tmp_path / "run", "fdc", tokens)
+    assert not (tmp_path / "run").exists()
+
+
+def test_in_text_that_the_model_writes(model: Path) -> None:
+    edit(model / "model.safetensors", "model.layers.1.mlp.down_proj.weight", 3e38, every=True)
+    network = load_model(model, CPU, torch.float32)
+    tokenizer = Checkpoint(model).tokenizer
+    with pytest.raises(
+        NumericsError, match=r"token 1 of .*; the first is the output of model\.layers\.1\.mlp\.down_proj"
+    ):
+        synthetic_tokens(network, 2, 16, network.config, tokenizer, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("moment", ["query", "key_pre", "value"])
+def test_in_statistics_on_disk(moment: str, value: float, run_copy: Path) -> None:
+    edit(run_copy / "statistics" / "layer-0001.safetensors", moment, value)
+    opened = Run.open(run_copy)
+    read_statistics(run_copy, 0, opened.shape)
+    text = rf"layer-0001\.safetensors: layer 1: the second moment of {moment} is not finite"
+    with pytest.raises(NumericsError, match=text):
+        read_statistics(run_copy, 1, opened.shape)
+
+
+def test_in_fisher_information(run_copy: Path) -> None:
+    opened = Run.open(run_copy)
+    heads = torch.ones(opened.shape.num_kv_heads, dtype=torch.float64)
+    with pytest.raises(NumericsError, match="layer 1: Fisher information of values is not finite"):
+        write_fisher(run_copy, [(heads, heads.clone()), (heads, heads * float("nan"))])
+    write_fisher(run_copy, [(heads.clone(), heads.clone()), (heads.clone(), heads.clone())])
+    edit(run_copy / "fisher.safetensors", "layers.1.k", float("inf"), every=True)
+    with pytest.raises(NumericsError, match=r"fisher\.safetensors: layer 1: Fisher information of keys"):
+        read_fisher(run_copy, 1)
+
+
+def damage_bases(folder: Path, layer: int, side: str, part: str, value: float) -> None:
+    """Through the files, whatever their layout: every tensor whose name ends so."""
+    found = 0
+    for path in sorted(folder.rglob("*.safetensors")):
+        tensors = load_file(path)
+        for name in tensors:
+            in_layer = f"layers.{layer}." in name or f"-{layer:04d}" in path.name
+            if in_layer and name.endswith(f"{side}.{part}"):
+                edit(path, name, value)
+                found += 1
+    assert found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("side", "part"), [("qk", "encode"), ("qk", "decode"), ("vo", "singular_values")])
+def test_in_bases_on_disk(side: str, part: str, value: float, run_copy: Path, tmp_path: Path) -> None:
+    damage_bases(run_copy, 1, side, part, value)
+    with pytest.raises(
+        NumericsError, match=rf"layer-0001\.safetensors: pre-2: {side}\.{part} has elements that are NaN or Inf"
+    ):
+        export(run_copy, tmp_path / "out", compression=0.4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_in_a_factorisation() -> None:
+    """Finite moments whose product overflows."""
+    from rotor.bases import layer_bases
+
+    shape = AttentionShape(1, 2, 2, 4, 8)
+    huge = torch.full((2, 4, 4), 1e308, dtype=torch.float64)
+    statistics = LayerStatistics(shape, 1, {"query": huge, "key_post": huge, "value": huge}, 8)
+    weights = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
+    with pytest.raises(NumericsError, match="layer 3, post-1: "):
+        layer_bases(statistics, weights, shape, "post", 1, "kq", "kq", where="layer 3, post-1")
+    assert torch.isfinite(kq.closed_form(torch.eye(4).double()[None], torch.eye(4).double()[None]).encode).all()
+
+
+def test_on_the_cast_of_rewritten_weights(tmp_path: Path) -> None:
+    """A float16 model whose rotated output projection leaves float16's range; the error names layer and tensor."""
+    model = build_tiny("llama", tmp_path / "model", torch.float16)
+    run = calibrated(model, tmp_path / "run", "post", 1)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    tensors[name] = torch.full_like(tensors[name], 65504.0)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    accept_changed_source(run.folder, model)
+    text = r"model\.layers\.1\.self_attn\.o_proj\.weight: not finite after the cast to torch\.float16"
+    with pytest.raises(NumericsError, match=text):
+        export(run.folder, tmp_path / "out", compression=0.4)
+    assert not (tmp_path / "out").exists()
+
+
+def accept_changed_source(run: Path, model: Path) -> None:
+    """Put the hashes of changed weights into run.json."""
+    from rotor.checkpoint import file_sha256
+
+    info = json.loads((run / "run.json").read_text())
+    info["model"]["shards"] = {"model.safetensors": file_sha256(model / "model.safetensors")}
+    (run / "run.json").write_text(json.dumps(info))
+
+
+def test_on_the_cast_of_a_model_to_the_dtype_of_the_forward_passes(model: Path, tmp_path: Path) -> None:
+    edit(model / "model.safetensors", "model.layers.0.mlp.up_proj.weight", 1e6)
+    load_model(model, CPU, torch.bfloat16)
+    text = r"tensor model\.layers\.0\.mlp\.up_proj\.weight has 1 elements that are NaN or Inf in torch\.float16"
+    with pytest.raises(NumericsError, match=text):
+        calibrate(model, tmp_path / "run", "fdc", dtype="float16")
+
+
+def test_on_the_cast_of_compressed_modules_to_the_dtype_of_the_forward_passes(run: Path, tiny, monkeypatch) -> None:
+    """Rewritten in float32, computed with in float16."""
+    opened = Run.open(run)
+    network = CompressibleModel(Checkpoint(tiny("llama")), CPU, torch.float16)
+    read = network.attention_weights
+    monkeypatch.setattr(
+        network, "attention_weights", lambda i: dataclasses.replace(w := read(i), v_weight=w.v_weight * 10.0 ** (7 * i))
+    )
+    bases = [layer["pre-2"] for layer in opened.bases()]
+    ranks = [[(8, 8)] * 2] * 2
+    text = r"tensor model\.layers\.1\.self_attn\.v_proj\.weight has \d+ elements that are NaN or Inf in torch\.float16"
+    with pytest.raises(NumericsError, match=text):
+        network.compress(bases, ranks)
+
+
+def test_in_logits(model: Path) -> None:
+    edit(model / "model.safetensors", "model.layers.1.mlp.down_proj.weight", 3e38, every=True)
+    network = LayerwiseModel.of(load_model(model, CPU, torch.float32))
+    rows = torch.arange(32).reshape(2, 16)
+    text = r"layer 1: its output is not finite; the first is the output of mlp\.down_proj\."
+    with pytest.raises(NumericsError, match=text):
+        batch_logits(network, rows)
+    edit(model / "model.safetensors", "model.layers.1.mlp.down_proj.weight", 0.0, every=True)
+    edit(model / "model.safetensors", "model.norm.weight", 3e38, every=True)
+    with pytest.raises(NumericsError, match="logits are not finite"):
+        batch_logits(LayerwiseModel.of(load_model(model, CPU, torch.float32)), rows)
+
+
+def test_in_logits_during_the_search(model: Path, tmp_path: Path) -> None:
+    """A layer that overflows only when accuracy is measured."""
+    run = calibrated(model, tmp_path / "run", "post", 1)
+    edit(model / "model.safetensors", "model.layers.1.mlp.down_proj.weight", 3e38, every=True)
+    accept_changed_source(run.folder, model)
+    with pytest.raises(NumericsError, match=r"layer 1: its output is not finite; the first is .* of mlp\.down_proj"):
+        export(run.folder, tmp_path / "out", compression=0.4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_all_is_finite_nothing_is_named(model: Path) -> None:
+    network = load_model(model, CPU, torch.float32)
+    rows = torch.arange(8)[None]
+    assert first_not_finite(network, lambda: network(rows)) == ""
+    assert not any(module._forward_hooks for module in network.modules())
+    check_parameters(network, "model")
+    assert issubclass(NumericsError, RotorError)

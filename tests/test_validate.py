@@ -1,0 +1,286 @@
+"""What validate catches: each kind of damage to the weights and to the JSON files, named with what and where."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import calibrated
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rotor.errors import RotorError
+from rotor.export import export
+from rotor.integrity import Validation, check_integrity, difference
+from rotor.progress import Progress
+from rotor.validate import validate
+
+LAYER = "model.layers.1.self_attn."
+
+
+@pytest.fixture(scope="module")
+def good(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compressed checkpoint of three shards, keys after RoPE, so that all kinds of tensors are in it."""
+    folder = tmp_path_factory.mktemp("validate")
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    model.save_pretrained(folder / "model", max_shard_size="400KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny("llama") / name, folder / "model" / name)
+    run = calibrated(folder / "model", folder / "run", "post", 1)
+    export(run.folder, folder / "out", compression=0.4)
+    assert len(list((folder / "out").glob("*.safetensors"))) >= 2
+    return folder / "out"
+
+
+@pytest.fixture
+def out(good: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(good, tmp_path / "out")
+
+
+def problems(folder: Path) -> dict[str, str]:
+    """Failed checks with their details; an error that ends the validation is one, too."""
+    result = Validation(folder)
+    try:
+        check_integrity(result, Progress())
+    except RotorError as error:
+        return {"error": error.message}
+    return {check.name: check.detail for check in result.checks if check.status == "fail"}
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def holder(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+
+
+def test_nothing_is_wrong_with_a_good_one(out: Path) -> None:
+    assert problems(out) == {}
+
+
+def test_a_bit_flipped_in_the_data_of_any_tensor_names_it_and_its_file(out: Path) -> None:
+    tried = 0
+    for path in shards(out):
+        data = path.read_bytes()
+        start = 8 + struct.unpack("<Q", data[:8])[0]
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                at = start + (entry["data_offsets"][0] + entry["data_offsets"][1]) // 2
+                path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+                found = problems(out)
+                assert found["tensor hashes"] == f"{name} in {path.name} differs from its SHA-256"
+                assert found["shards"] == f"{path.name} differs from its SHA-256"
+                tried += 1
+        path.write_bytes(data)
+    assert tried == len(json.loads((out / "rotor.json").read_text())["tensors"])
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_bit_flipped_in_the_header_of_any_shard_is_found(step: int, out: Path) -> None:
+    """Also where it changes no tensor, as in the file's metadata or in a space."""
+    for path in shards(out):
+        data = path.read_bytes()
+        end = 8 + struct.unpack("<Q", data[:8])[0]
+        for at in range(step, end, 151):
+            path.write_bytes(data[:at] + bytes([data[at] ^ (1 << step)]) + data[at + 1 :])
+            found = problems(out)
+            assert path.name in found.get("shards", "") + found.get("error", ""), (at, found)
+        path.write_bytes(data)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def in_index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def dropped(folder: Path) -> None:
+    rewrite(holder(folder, LAYER + "o_proj.weight"), lambda t: t.pop(LAYER + "o_proj.weight"))
+
+
+def dropped_from_the_index_too(folder: Path) -> None:
+    dropped(folder)
+    in_index(folder, lambda m: m.pop(LAYER + "o_proj.weight"))
+
+
+def dropped_from_the_index_alone(folder: Path) -> None:
+    in_index(folder, lambda m: m.pop(LAYER + "o_proj.weight"))
+
+
+def added(folder: Path) -> None:
+    rewrite(holder(folder, LAYER + "o_proj.weight"), lambda t: t.update({"extra.weight": torch.ones(2)}))
+
+
+def added_to_the_index_too(folder: Path) -> None:
+    added(folder)
+    in_index(folder, lambda m: m.update({"extra.weight": m[LAYER + "o_proj.weight"]}))
+
+
+def renamed(folder: Path) -> None:
+    rewrite(
+        holder(folder, LAYER + "o_proj.weight"), lambda t: t.update({"other.weight": t.pop(LAYER + "o_proj.weight")})
+    )
+    in_index(folder, lambda m: m.update({"other.weight": m.pop(LAYER + "o_proj.weight")}))
+
+
+def reshaped(folder: Path) -> None:
+    name = LAYER + "o_proj.weight"
+    rewrite(holder(folder, name), lambda t: t.update({name: t[name].T.contiguous()}))
+
+
+def flattened(folder: Path) -> None:
+    name = LAYER + "o_proj.weight"
+    rewrite(holder(folder, name), lambda t: t.update({name: t[name].reshape(-1)}))
+
+
+def other_dtype(folder: Path) -> None:
+    name = LAYER + "o_proj.weight"
+    rewrite(holder(folder, name), lambda t: t.update({name: t[name].to(torch.bfloat16)}))
+
+
+def swapped(folder: Path) -> None:
+    a, b = (f"model.layers.{i}.input_layernorm.weight" for i in (0, 1))
+    values = load_file(holder(folder, a))[a], load_file(holder(folder, b))[b]
+    rewrite(holder(folder, a), lambda t: t.update({a: values[1]}))
+    rewrite(holder(folder, b), lambda t: t.update({b: values[0]}))
+
+
+def swapped_bases(folder: Path) -> None:
+    a, b = LAYER + "key_basis", LAYER + "query_basis"
+    values = load_file(holder(folder, a))[a], load_file(holder(folder, b))[b]
+    rewrite(holder(folder, a), lambda t: t.update({a: values[1]}))
+    rewrite(holder(folder, b), lambda t: t.update({b: values[0]}))
+
+
+def not_finite(folder: Path) -> None:
+    name = LAYER + "o_proj.weight"
+    rewrite(holder(folder, name), lambda t: t[name].view(-1)[3:5].fill_(float("nan")))
+
+
+def stray_shard(folder: Path) -> None:
+    save_file({"x": torch.ones(1)}, folder / "model-00009-of-00009.safetensors")
+
+
+def lost_shard(folder: Path) -> None:
+    shards(folder)[0].unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "check", "text"),
+    [
+        (dropped, "error", LAYER + "o_proj.weight is missing"),
+        (dropped_from_the_index_too, "tensor names", LAYER + "o_proj.weight is missing"),
+        (dropped_from_the_index_alone, "tensor names", LAYER + "o_proj.weight is not in the index"),
+        (added, "tensor names", "extra.weight in model-0000"),
+        (added_to_the_index_too, "tensor names", "extra.weight in model-0000"),
+        (renamed, "tensor names", LAYER + "o_proj.weight is missing; other.weight in model-0000"),
+        (reshaped, "tensor shapes and dtypes", LAYER + "o_proj.weight is float32 ["),
+        (flattened, "tensor shapes and dtypes", LAYER + "o_proj.weight is float32 ["),
+        (other_dtype, "tensor shapes and dtypes", LAYER + "o_proj.weight is bfloat16 ["),
+        (swapped, "tensor hashes", "model.layers.0.input_layernorm.weight in model-0000"),
+        (swapped, "tensor hashes", "model.layers.1.input_layernorm.weight in model-0000"),
+        (swapped_bases, "tensor hashes", LAYER + "key_basis in model-0000"),
+        (swapped_bases, "tensor hashes", LAYER + "query_basis in model-0000"),
+        (not_finite, "tensors finite", LAYER + "o_proj.weight has 2 elements that are NaN or Inf"),
+        (stray_shard, "shards", "model-00009-of-00009.safetensors is unexpected"),
+        (lost_shard, "error", "missing shard"),
+    ],
+)
+def test_damaged_weights(damage: Callable[[Path], None], check: str, text: str, out: Path) -> None:
+    damage(out)
+    assert text in problems(out)[check]
+
+
+@pytest.mark.parametrize("name", ["kernel_config.json", "recipe.yaml", "README.md"])
+def test_a_missing_file(name: str, out: Path) -> None:
+    (out / name).unlink()
+    assert name in " ".join(problems(out).values())
+
+
+Edit = tuple[str, tuple[str | int, ...], str]
+
+
+def edits(folder: Path) -> list[tuple[str, list[str | int]]]:
+    """Every number and name of a layout in the JSON files: the file, and the keys that lead to it."""
+    found: list[tuple[str, list[str | int]]] = []
+
+    def walk(file: str, value: object, path: list[str | int]) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(file, item, [*path, key])
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                walk(file, item, [*path, index])
+        else:
+            found.append((file, path))
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    walk("config.json", config["layers"], ["quantization_config", "layers"])
+    walk("kernel_config.json", json.loads((folder / "kernel_config.json").read_text()), [])
+    report = json.loads((folder / "rotor.json").read_text())
+    for keys in (["layouts"], ["ranks", "stored"], ["kv_bytes_per_token", "after"], ["compression", "stored"]):
+        value = report
+        for key in keys:
+            value = value[key]
+        walk("rotor.json", value, list(keys))
+    return found
+
+
+def test_every_edited_rank_offset_and_head_in_the_json_files_is_found_and_named(out: Path) -> None:
+    tried = edits(out)
+    assert len({file for file, _ in tried}) == 3
+    for file, keys in tried:
+        original = (out / file).read_text()
+        data = json.loads(original)
+        node = data
+        for key in keys[:-1]:
+            node = node[key]
+        value = node[keys[-1]]
+        if isinstance(value, bool):
+            node[keys[-1]] = not value
+        elif isinstance(value, str):
+            node[keys[-1]] = "pre" if value != "pre" else "post"
+        else:
+            node[keys[-1]] = value + (16 if isinstance(value, int) else 0.01)
+        (out / file).write_text(json.dumps(data))
+        found = problems(out)
+        assert found, (file, keys)
+        assert file in found["layouts agree"], (file, keys, found)
+        (out / file).write_text(original)
+    assert len(tried) > 100
+    assert problems(out) == {}
+
+
+def test_the_first_difference_is_named() -> None:
+    expected = {"a": [{"b": 1}, {"b": 2}]}
+    assert difference(expected, expected, "x.json", "y") == ""
+    assert difference({"a": [{"b": 1}, {"b": 3}]}, expected, "x.json", "y") == "x.json.a[1].b: 3, y implies 2"
+    assert difference({"a": [{"b": 1}]}, expected, "x.json", "y").startswith("x.json.a: [{")
+    assert difference(1.0, 1, "x", "y") == "x: 1.0, y implies 1"
+    assert difference([(1, 2)], [[1, 2]], "x", "y") == ""
+
+
+def test_the_command_finds_a_flipped_bit(out: Path, good: Path) -> None:
+    """All of validate, on a copy that lies where the source and the run are."""
+    moved = shutil.copytree(out, good.parent / "flipped", dirs_exist_ok=True)
+    path = shards(moved)[-1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 128
+    path.write_bytes(data)
+    result = validate(moved)
+    assert result.damaged
+    assert {check.name for check in result.checks if check.status == "fail"} >= {"shards"}
+    assert "numerics and accuracy" not in result.seconds
