@@ -133,7 +133,7 @@ class Calibration:
                 self.partial.agree(fingerprint)
         self._fisher(rows)
         self._layers(rows)
-        with self.times.stage("write"), self.processes.together():
+        with self.processes.together():
             if self.processes.is_first:
                 self._finish(shards, about_tokens)
 
@@ -164,6 +164,9 @@ class Calibration:
     def _tokens(self) -> tuple[Tensor, dict[str, Any]]:
         """Rows of calibration tokens, and what run.json says of them."""
         found: tuple[Tensor, dict[str, Any]] | None = None
+        if self.recipe.tokens.source == "synthetic":
+            with self.processes.together():
+                self.weights()
         with self.times.stage("tokens"), self.processes.together():
             if self.processes.is_first:
                 found = self._sample()
@@ -234,23 +237,25 @@ class Calibration:
                         )
                         partial.sync_states(layer + 1, processes.rank)
                     processes.add_up(moments)
-                with self.times.stage("bases"), processes.together():
+                with processes.together():
                     if processes.is_first:
                         self._commit(layer, moments)
                 states = out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
-        job = self.job
-        moments.check_finite(f"layer {layer}")
-        weights = read_attention(job.family, layer, job.checkpoint.names, job.checkpoint.unchecked_tensor, job.shape)
-        methods = self.recipe.bases.qk, self.recipe.bases.vo
-        bases: dict[str, LayerBases] = {
-            key: layer_bases(moments, weights, job.shape, domain, size, *methods, where=f"layer {layer}, {key}")
-            for key, (domain, size) in job.chosen.items()
-        }
-        write_statistics(self.partial.folder, layer, moments)
-        write_bases(self.partial.folder, layer, bases)
-        self.partial.commit(layer + 1)
+        job, read = self.job, self.job.checkpoint.unchecked_tensor
+        with self.times.stage("bases"):
+            moments.check_finite(f"layer {layer}")
+            weights = read_attention(job.family, layer, job.checkpoint.names, read, job.shape)
+            methods = self.recipe.bases.qk, self.recipe.bases.vo
+            bases: dict[str, LayerBases] = {
+                key: layer_bases(moments, weights, job.shape, domain, size, *methods, where=f"layer {layer}, {key}")
+                for key, (domain, size) in job.chosen.items()
+            }
+        with self.times.stage("write"):
+            write_statistics(self.partial.folder, layer, moments)
+            write_bases(self.partial.folder, layer, bases)
+            self.partial.commit(layer + 1)
 
     def _finish(self, shards: dict[str, str], about_tokens: dict[str, Any]) -> None:
         """Describe the run, and give the folder its name."""

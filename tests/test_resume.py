@@ -1,0 +1,329 @@
+"""Interrupted calibrations go on where they were, and several processes give what one gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS, FAST_EVALUATION, ROOT, SIZES, build_tiny
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from rotor.calibrate import calibrate
+from rotor.compress import CompressibleModel
+from rotor.errors import CheckpointError, UsageError
+from rotor.export import export
+from rotor.layerwise import LayerwiseModel
+from rotor.run import Run
+
+LAYERS = 3
+SETTINGS = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
+"""Seven rows: a number that neither two nor three divide."""
+
+DRIVER = """
+import os, signal, sys
+from rotor import calibrate as module
+from rotor.partial import PartialRun
+from rotor.processes import Processes
+
+model, out, settings = sys.argv[1], sys.argv[2], sys.argv[4:]
+
+def run(**options):
+    module.calibrate(model, out + options.pop("name"), "rotor", settings, batch_tokens=64, offload="always", **options)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def wait(children):
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+"""
+"""A process that forks before it computes anything, so that torch is imported once for many runs."""
+
+KILLED = """
+commit, write_bases = PartialRun.commit, module.write_bases
+
+def killing(layer, half):
+    def committing(self, finished):
+        if half and finished == layer + 1:
+            die()
+        commit(self, finished)
+        if not half and finished == layer:
+            die()
+    return committing
+
+for layer in (1, 2, 3):
+    for half in (False, True):
+        if layer == 3 and half:
+            continue
+        child = os.fork()
+        if not child:
+            PartialRun.commit = killing(layer, half)
+            run(name=f"-{layer}-{half}")
+            os._exit(1)
+        assert wait([child]) == [-signal.SIGKILL]
+"""
+
+RANKS = """
+import socket
+
+def ranks(count, name, fail=None, **options):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )
+        try:
+            if fail is not None:
+                fail(rank)
+            run(name=name, **options)
+        except Exception as error:
+            os.write(1, f"{rank} | {type(error).__name__} | {str(error).splitlines()[0]}\\n".encode())
+            os._exit(7)
+        os._exit(0)
+    return wait(children)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three layers in several shards."""
+    CONFIGS["three-layers"] = lambda: LlamaConfig(**{**SIZES, "num_hidden_layers": LAYERS})
+    try:
+        return build_tiny("three-layers", tmp_path_factory.mktemp("model") / "m", max_shard_size="200KB")
+    finally:
+        del CONFIGS["three-layers"]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, offload="always")
+
+
+def drive(program: str, model: Path, out: Path, *overrides: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER + program, str(model), str(out), "--", *SETTINGS, *overrides],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def tensors(run: Run) -> dict[str, bytes]:
+    """The files that must not depend on how a run came about: all but the times in run.json and the log."""
+    files = sorted(p for p in run.folder.rglob("*") if p.is_file() and p.name not in ("run.json", "log.txt"))
+    return {str(path.relative_to(run.folder)): path.read_bytes() for path in files}
+
+
+def test_killed_after_and_within_each_layer(model: Path, whole: Run, tmp_path: Path) -> None:
+    drive(KILLED, model, tmp_path / "run")
+    expected = tensors(whole)
+    assert len(expected) == 1 + 2 * LAYERS
+    for layer, half in ((1, False), (1, True), (2, False), (2, True), (3, False)):
+        out = tmp_path / f"run-{layer}-{half}"
+        assert not out.exists()
+        partial = out.with_name(f"{out.name}.partial")
+        assert json.loads((partial / "progress.json").read_text()) == {"finished_layers": layer}
+        with pytest.raises(CheckpointError):
+            Run.open(partial)
+        resumed = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, offload="always", resume=True)
+        assert tensors(resumed) == expected
+        assert not partial.exists()
+        described, plain = ({k: v for k, v in run.info.items() if k != "stages"} for run in (resumed, whole))
+        assert described == plain
+
+
+def test_finished_layers_are_not_run_again(
+    model: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And weights may be all in memory the second time."""
+    partial = interrupted(model, tmp_path / "run", monkeypatch, at=2)
+    seen = []
+    run = LayerwiseModel.run
+    monkeypatch.setattr(LayerwiseModel, "run", lambda self, index, *rest: (seen.append(index), run(self, index, *rest)))
+    resumed = calibrate(model, tmp_path / "run", "rotor", SETTINGS, batch_tokens=64, offload="never", resume=True)
+    assert seen == [2]
+    assert tensors(resumed) == tensors(whole)
+    assert not partial.exists()
+
+
+def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> Path:
+    """An unfinished run with `at` finished layers."""
+    run = LayerwiseModel.run
+
+    def failing(self: LayerwiseModel, index: int, *rest: object) -> None:
+        if index == at:
+            raise KeyboardInterrupt
+        run(self, index, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerwiseModel, "run", failing)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, offload="always")
+    return out.with_name(f"{out.name}.partial")
+
+
+def test_an_unfinished_run_is_not_taken_for_granted(
+    model: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    partial = interrupted(model, out, monkeypatch, at=1)
+    with pytest.raises(UsageError, match="an unfinished run is there") as caught:
+        calibrate(model, out, "rotor", SETTINGS, batch_tokens=64)
+    assert "--resume" in caught.value.hint
+    assert "--overwrite" in caught.value.hint
+    for changes, options, difference in (
+        (["tokens.seed=1"], {}, r"recipe\.tokens\.seed was 0, now is 1; tokens was "),
+        (["bases.refit=false"], {}, r"recipe\.bases\.refit was true, now is false\."),
+        ([], {"dtype": "bfloat16"}, r'dtype was "torch\.float32", now is "torch\.bfloat16"'),
+        ([], {"batch_tokens": 128}, r"batch_tokens was 64, now is 128\."),
+    ):
+        with pytest.raises(UsageError, match=difference):
+            calibrate(model, out, "rotor", [*SETTINGS, *changes], resume=True, **{"batch_tokens": 64, **options})
+    other = shutil.copytree(model, tmp_path / "other")
+    shard = next(iter(sorted(other.glob("*.safetensors"))))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"model\.{shard.name} was .*, now is "):
+        calibrate(other, out, "rotor", SETTINGS, batch_tokens=64, resume=True)
+    again = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, overwrite=True)
+    assert tensors(again) == tensors(whole)
+    assert not partial.exists()
+
+
+def test_a_run_that_fails_before_its_first_layer_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(model, tmp_path / "run", monkeypatch, at=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_at_a_time_are_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    partial = interrupted(model, tmp_path / "run", monkeypatch, at=1)
+    with (partial / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another process is writing to it"):
+            calibrate(model, tmp_path / "run", "rotor", SETTINGS, batch_tokens=64, resume=True)
+
+
+def test_probes_go_on_after_the_last_layer_that_was_saved(
+    model: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rotor.search import RankTable
+
+    overrides = ["ranks.probe_tokens=256", *FAST_EVALUATION]
+    folders = [shutil.copytree(whole.folder, tmp_path / name) for name in ("a", "b")]
+    expected = export(folders[0], tmp_path / "out-a", compression=0.4, overrides=overrides).report
+    save, begun = RankTable.save, []
+
+    def stop_after_two(self: RankTable) -> None:
+        save(self)
+        if len(self.probed) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankTable, "save", stop_after_two)
+        with pytest.raises(KeyboardInterrupt):
+            export(folders[1], tmp_path / "out-b", compression=0.4, overrides=overrides)
+    put = CompressibleModel.compressed_layer
+    monkeypatch.setattr(
+        CompressibleModel,
+        "compressed_layer",
+        lambda self, index, *rest: (begun.append(index), put(self, index, *rest))[1],
+    )
+    got = export(folders[1], tmp_path / "out-b", compression=0.4, overrides=overrides).report
+    assert begun == [2, 2]  # keys and values of the last layer
+    assert got["ranks"] == expected["ranks"]
+    assert Run.open(folders[0]).read_rank_table() == Run.open(folders[1]).read_rank_table()
+
+
+def test_processes_share_the_tokens(model: Path, whole: Run, tmp_path: Path) -> None:
+    """Two and three processes, one of them resumed; equal to one process within the rounding of float64 sums."""
+    program = """
+assert ranks(2, "-2") == [0, 0]
+commit = PartialRun.commit
+def stop(rank):
+    def committing(self, finished):
+        commit(self, finished)
+        if finished == 2:
+            raise RuntimeError("pulled the plug")
+    PartialRun.commit = committing
+assert ranks(3, "-3", fail=stop) == [7, 7, 7]
+assert ranks(3, "-3", resume=True) == [0, 0, 0]
+assert ranks(2, "-3", overwrite=False) == [7, 7]
+"""
+    said = drive(RANKS + program, model, tmp_path / "run")
+    assert "0 | RuntimeError | pulled the plug" in said
+    assert "2 | RotorError | process 0 of 3: RuntimeError('pulled the plug')" in said
+    assert "1 | UsageError" in said
+    assert "exists and is not empty" in said
+    for name in ("run-2", "run-3"):
+        run = Run.open(tmp_path / name)
+        assert run.info["tokens"] == whole.info["tokens"]
+        for layer in range(LAYERS):
+            path = f"statistics/layer-{layer:04d}.safetensors"
+            got, expected = load_file(run.folder / path), load_file(whole.folder / path)
+            assert got.keys() == expected.keys()
+            for key, total in expected.items():
+                close = 1e-10 if total.dtype == torch.float64 else 1e-6  # output moments are stored in float32
+                scale = float(total.abs().max())
+                torch.testing.assert_close(got[key], total, rtol=close, atol=close * scale)
+
+
+def test_processes_that_cannot_work_together_say_why(model: Path, tmp_path: Path) -> None:
+    """And none of them waits for the others for ever."""
+    program = """
+assert ranks(2, "-kmeans", fail=lambda rank: settings.append("prune.kmeans=16")) == [7, 7]
+assert ranks(8, "-8") == [7] * 8
+def broken(rank):
+    if rank == 1:
+        from rotor.layerwise import LayerwiseModel
+        def fail(self, *rest):
+            raise MemoryError("no room")
+        LayerwiseModel.embed = fail
+assert ranks(2, "-broken", fail=broken) == [7, 7]
+"""
+    said = drive(RANKS + program, model, tmp_path / "run")
+    assert "0 | UsageError | prune.kmeans with 2 processes: centroids of parts are not those of the whole." in said
+    assert "7 rows of tokens make 7 batches of 1, for 8 processes." in said
+    assert "0 | RotorError | process 1 of 2: MemoryError('no room')" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchrun(model: Path, whole: Run, tmp_path: Path) -> None:
+    """Only the first process prints."""
+    overrides = [item for setting in SETTINGS for item in ("--set", setting)]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rotor"),
+            *("calibrate", str(model), "-o", str(tmp_path / "run"), "--batch-tokens", "64", "--json", *overrides),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown = json.loads(done.stdout)
+    assert shown["tokens"] == whole.info["tokens"]
+    assert done.stderr.count("memory: about") == 1
