@@ -14,7 +14,8 @@ from typing import Any, Literal
 from .errors import CheckpointError
 
 Domain = Literal["post", "pre", "none"]
-"""Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or in a model without RoPE."""
+"""Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or neither: in a model without
+RoPE, or in whole rotary planes, with which RoPE commutes."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,20 @@ def folds_keys(domain: Domain, has_key_norm: bool) -> bool:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """KV heads that share one key latent and one value latent, and the ranks of these (numbers stored per token)."""
+    """KV heads that share one key latent and one value latent, and the ranks of these (numbers stored per token).
+
+    planes: where the key latent is whole rotary planes (domain `none` in a model with RoPE), the rotary frequency of
+        each pair of its columns.
+    """
 
     kv_heads: tuple[int, ...]
     qk_rank: int
     v_rank: int
+    planes: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {"kv_heads": list(self.kv_heads), "qk_rank": self.qk_rank, "v_rank": self.v_rank}
+        return {**fields, "planes": list(self.planes)} if self.planes else fields
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,11 @@ class LayerLayout:
         return sum(group.v_rank for group in self.groups)
 
     @property
+    def planes(self) -> tuple[tuple[int, ...], ...]:
+        """The rotary planes that each group's key latent consists of; empty ones where it is no such latent."""
+        return tuple(group.planes for group in self.groups)
+
+    @property
     def kv_head_order(self) -> tuple[int, ...]:
         """Original indices of the KV heads in the order of the packed rows; the compressed projections use it too."""
         return tuple(head for group in self.groups for head in group.kv_heads)
@@ -105,7 +120,7 @@ class LayerLayout:
         return {
             "domain": self.domain,
             "folded_keys": self.folded_keys,
-            "groups": [{"kv_heads": list(g.kv_heads), "qk_rank": g.qk_rank, "v_rank": g.v_rank} for g in self.groups],
+            "groups": [group.to_dict() for group in self.groups],
         }
 
     @classmethod
@@ -117,7 +132,12 @@ class LayerLayout:
         """
         try:
             groups = tuple(
-                GroupLayout(tuple(int(h) for h in g["kv_heads"]), int(g["qk_rank"]), int(g["v_rank"]))
+                GroupLayout(
+                    tuple(int(h) for h in g["kv_heads"]),
+                    int(g["qk_rank"]),
+                    int(g["v_rank"]),
+                    tuple(int(p) for p in g.get("planes", ())),
+                )
                 for g in data["groups"]
             )
             layout = cls(data["domain"], bool(data["folded_keys"]), groups)
@@ -132,6 +152,11 @@ class LayerLayout:
             raise CheckpointError(
                 f"{where}: got domain {layout.domain!r} and group sizes {sorted(sizes)}; expected domain post, pre or "
                 "none, equal group sizes and positive ranks.",
+                "The folder was edited or is from another version of rotor; export it again.",
+            )
+        if any(layout.planes) and not all(2 * len(g.planes) == g.qk_rank for g in groups):
+            raise CheckpointError(
+                f"{where}: a key latent of whole rotary planes has not two columns for each of its planes.",
                 "The folder was edited or is from another version of rotor; export it again.",
             )
         return layout

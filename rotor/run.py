@@ -133,7 +133,8 @@ class Run:
         outputs = None
         if self.recipe.bases.refit:
             outputs = read_statistics(self.folder, index, self.shape).moment("output", group_size)
-        return LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs)
+        whole_planes = self.recipe.bases.qk == "rope-pairs"
+        return LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes)
 
     def read_rank_table(self) -> dict[str, Any] | None:
         path = self.folder / RANK_TABLE

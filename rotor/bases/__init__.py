@@ -30,6 +30,7 @@ class LayerBases:
     vo: encode is folded into W_v, decode into W_o.
     outputs: [num_heads, n, n], second moments of each query head's attention output over its group's stacked values
         (n = group_size * head_dim), to refit each head's slice of W_o at the rank it gets; None keeps decode as it is.
+    whole_planes: the columns of qk are unit vectors that take whole rotary planes, by method `rope-pairs`.
     """
 
     domain: Domain
@@ -37,6 +38,14 @@ class LayerBases:
     qk: BasisPair
     vo: BasisPair
     outputs: Tensor | None = None
+    whole_planes: bool = False
+
+    @property
+    def planes(self) -> Tensor | None:
+        """The rotary planes that the key latents consist of, [num_groups, columns / 2], or None if they do not."""
+        if not self.whole_planes:
+            return None
+        return rope_pairs.planes(self.qk.encode, self.qk.encode.shape[-2] // self.group_size)
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ def layer_bases(
     """
     inputs = Inputs(statistics, weights, shape, domain, group_size)
     qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
-    return LayerBases(domain, group_size, qk, vo)
+    return LayerBases(domain, group_size, qk, vo, whole_planes=qk_method == "rope-pairs")
 
 
 def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
