@@ -15,19 +15,24 @@ from .errors import CheckpointError
 from .typed import Reader
 
 Domain = Literal["post", "pre", "none"]
-"""Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or in a model without RoPE."""
+"""Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or neither: in a model without
+RoPE, or in whole rotary planes, with which RoPE commutes."""
 
 
 MAX_SIZE = 1 << 24
 """No size of any model's attention is near it; larger ones come from damaged files."""
 
 
-class GroupDict(TypedDict):
-    """A GroupLayout in JSON."""
-
+class _GroupDict(TypedDict):
     kv_heads: list[int]
     qk_rank: int
     v_rank: int
+
+
+class GroupDict(_GroupDict, total=False):
+    """A GroupLayout in JSON."""
+
+    planes: list[int]
 
 
 class LayoutDict(TypedDict):
@@ -83,11 +88,20 @@ def folds_keys(domain: Domain, has_key_norm: bool) -> bool:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """KV heads that share one key latent and one value latent, and the ranks of these (numbers stored per token)."""
+    """KV heads that share one key latent and one value latent, and the ranks of these (numbers stored per token).
+
+    planes: where the key latent is whole rotary planes (domain `none` in a model with RoPE), the rotary frequency of
+        each pair of its columns.
+    """
 
     kv_heads: tuple[int, ...]
     qk_rank: int
     v_rank: int
+    planes: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {"kv_heads": list(self.kv_heads), "qk_rank": self.qk_rank, "v_rank": self.v_rank}
+        return {**fields, "planes": list(self.planes)} if self.planes else fields
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,11 @@ class LayerLayout:
         return sum(group.v_rank for group in self.groups)
 
     @property
+    def planes(self) -> tuple[tuple[int, ...], ...]:
+        """The rotary planes that each group's key latent consists of; empty ones where it is no such latent."""
+        return tuple(group.planes for group in self.groups)
+
+    @property
     def kv_head_order(self) -> tuple[int, ...]:
         """Original indices of the KV heads in the order of the packed rows; the compressed projections use it too."""
         return tuple(head for group in self.groups for head in group.kv_heads)
@@ -149,7 +168,7 @@ class LayerLayout:
         return {
             "domain": self.domain,
             "folded_keys": self.folded_keys,
-            "groups": [{"kv_heads": list(g.kv_heads), "qk_rank": g.qk_rank, "v_rank": g.v_rank} for g in self.groups],
+            "groups": [group.to_dict() for group in self.groups],
         }
 
     @classmethod
@@ -161,7 +180,10 @@ class LayerLayout:
         """
         reader = Reader(where, CheckpointError, "The folder was edited or is from another version of rotor.")
         fields: LayoutDict = reader.read(LayoutDict, data)
-        groups = tuple(GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in fields["groups"])
+        groups = tuple(
+            GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"], tuple(g.get("planes", ())))
+            for g in fields["groups"]
+        )
         layout = cls(fields["domain"], fields["folded_keys"], groups)
         sizes = {len(group.kv_heads) for group in groups}
         if len(sizes) != 1 or 0 in sizes:
@@ -169,6 +191,11 @@ class LayerLayout:
         ranks = [rank for group in groups for rank in (group.qk_rank, group.v_rank)]
         if not all(0 < rank <= MAX_SIZE for rank in ranks):
             raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")
+        planes = [plane for group in groups for plane in group.planes]
+        if not all(0 <= plane < MAX_SIZE for plane in planes):
+            raise reader.fail("groups", planes, f"rotary planes from 0 to {MAX_SIZE}")
+        if planes and not all(2 * len(group.planes) == group.qk_rank for group in groups):
+            raise reader.fail("groups", planes, "two columns of each key latent for each of its rotary planes")
         return layout
 
 

@@ -82,6 +82,7 @@ class RotorAttention(nn.Module):
         self.is_causal = True
         self.layout = layout
         self._rotary = rotary
+        self._planes: tuple[Tensor, Tensor] | None = None
         q_width = shape.num_heads * shape.head_dim
         if layout.domain == "none":
             q_width = layout.group_size * shape.heads_per_kv * layout.qk_width
@@ -122,6 +123,9 @@ class RotorAttention(nn.Module):
         key_rotation = None
         if layout.domain != "none":
             query = self._heads(query, "q_norm")
+        if any(layout.planes):
+            assert position_embeddings is not None
+            query, key = self._turn_planes(query, key, *position_embeddings)
         if not layout.folded_keys:
             key = self._heads(key, "k_norm")
         if layout.domain == "post":
@@ -142,6 +146,25 @@ class RotorAttention(nn.Module):
             self, query, key, value, attention_mask, scaling=self.scaling, key_rotation=key_rotation, **kwargs
         )[0]
         return self.o_proj(output), None
+
+    def _turn_planes(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE on latents that are whole rotary planes: two neighbouring columns of each, of its own frequency.
+
+        Args:
+            query, key: [batch_size, seq_len, width], packed as the projections put them out.
+            cos, sin: [batch_size, seq_len, head_dim].
+        """
+        if self._planes is None or self._planes[0].device != query.device:
+            heads = self.layout.group_size * self.heads_per_kv
+            frequencies = [torch.tensor(planes).repeat_interleave(2) for planes in self.layout.planes]
+            both = torch.cat([c.repeat(heads) for c in frequencies]), torch.cat(frequencies)
+            self._planes = both[0].to(query.device), both[1].to(query.device)
+        turned = []
+        for latents, columns in ((query, self._planes[0]), (key, self._planes[1])):
+            first, second = latents.unflatten(-1, (-1, 2)).unbind(-1)
+            partners = torch.stack([-second, first], dim=-1).flatten(-2)
+            turned.append(latents * cos[..., columns] + partners * sin[..., columns])
+        return turned[0], turned[1]
 
     def _heads(self, x: Tensor, norm: str) -> Tensor:
         """[batch_size, seq_len, n * head_dim] -> [batch_size, n, seq_len, head_dim], normed where the family does."""

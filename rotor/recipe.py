@@ -300,6 +300,12 @@ def _check(recipe: Recipe, where: str) -> None:
             ranks.probe_shares,
             "shares between 0 and 1",
         ),
+        (
+            recipe.bases.qk != "rope-pairs" or ranks.multiple_of % 2 == 0,
+            "ranks.multiple_of",
+            ranks.multiple_of,
+            "an even number, as rope-pairs keeps whole planes",
+        ),
         (ranks.probe_tokens > 0, "ranks.probe_tokens", ranks.probe_tokens, "a positive number of tokens"),
         (ranks.fisher_tokens > 0, "ranks.fisher_tokens", ranks.fisher_tokens, "a positive number of tokens"),
         (

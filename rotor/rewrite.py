@@ -27,12 +27,15 @@ def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tu
     Returns:
         The layout (groups ordered by class), and for each position the index of its group in `bases`.
     """
-    size = bases.group_size
+    size, domain = bases.group_size, bases.domain
+    planes: list[list[int]] = [[] for _ in ranks]
+    if bases.planes is not None and not has_key_norm:
+        planes, domain = bases.planes.tolist(), "none"  # RoPE commutes with them: all is folded
     groups = [
-        GroupLayout(tuple(range(i * size, (i + 1) * size)), qk_rank, v_rank)
+        GroupLayout(tuple(range(i * size, (i + 1) * size)), qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]))
         for i, (qk_rank, v_rank) in enumerate(ranks)
     ]
-    return ordered_by_class(bases.domain, folds_keys(bases.domain, has_key_norm), groups)
+    return ordered_by_class(domain, folds_keys(domain, has_key_norm), groups)
 
 
 def rewrite_layer(
@@ -102,7 +105,7 @@ def truncate_layer(
         ranks: (qk_rank, v_rank) of each group in the order of `layout`; none above what is stored.
     """
     groups = [
-        GroupLayout(group.kv_heads, qk_rank, v_rank)
+        GroupLayout(group.kv_heads, qk_rank, v_rank, group.planes[: qk_rank // 2])
         for group, (qk_rank, v_rank) in zip(layout.groups, ranks, strict=True)
     ]
     smaller, order = ordered_by_class(layout.domain, layout.folded_keys, groups)

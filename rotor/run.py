@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .bases import BasisPair, LayerBases, check_stored
+from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
 from .checkpoint import read_json, sync, write_json
 from .errors import CheckpointError, NumericsError, UsageError
 from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
@@ -187,7 +187,8 @@ class Run:
             decode = tensors.get(f"{key}.{side}.decode", encode)
             pairs[side] = BasisPair(encode, decode, tensors[f"{key}.{side}.singular_values"])
         outputs = None if statistics is None else statistics.moment("output", group_size)
-        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs)
+        whole_planes = takes_whole_planes(self.recipe.bases.qk, self.shape)
+        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes)
         bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
         return bases
 

@@ -31,6 +31,7 @@ class LayerBases:
     vo: encode is folded into W_v, decode into W_o.
     outputs: [num_heads, n, n], second moments of each query head's attention output over its group's stacked values
         (n = group_size * head_dim), to refit each head's slice of W_o at the rank it gets; None keeps decode as it is.
+    whole_planes: the columns of qk are unit vectors that take whole rotary planes, by method `rope-pairs`.
     """
 
     domain: Domain
@@ -38,6 +39,14 @@ class LayerBases:
     qk: BasisPair
     vo: BasisPair
     outputs: Tensor | None = None
+    whole_planes: bool = False
+
+    @property
+    def planes(self) -> Tensor | None:
+        """The rotary planes that the key latents consist of, [num_groups, columns / 2], or None if they do not."""
+        if not self.whole_planes:
+            return None
+        return rope_pairs.planes(self.qk.encode, self.qk.encode.shape[-2] // self.group_size)
 
     def check(self, shape: AttentionShape, where: str) -> None:
         """Check bases that were computed, or read from a file.
@@ -194,9 +203,14 @@ def layer_bases(
             f"{' '.join(str(error).split())}",
             "Calibrate with --dtype float32, or with other bases.",
         ) from error
-    bases = LayerBases(domain, group_size, qk, vo)
+    bases = LayerBases(domain, group_size, qk, vo, whole_planes=takes_whole_planes(qk_method, shape))
     bases.check(shape, where)
     return bases
+
+
+def takes_whole_planes(qk_method: str, shape: AttentionShape) -> bool:
+    """Whether a method's key latents are whole rotary planes; with partial rotary some dimensions are in none."""
+    return qk_method == "rope-pairs" and shape.rotary_dim is None
 
 
 def block_diagonal(moments: Tensor, group_size: int) -> Tensor:

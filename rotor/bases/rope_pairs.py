@@ -13,7 +13,8 @@ def from_moments(queries: Tensor, keys: Tensor, head_dim: int, rotary_dim: int |
 
     A plane pairs dimension i with i + rotary_dim/2; dimensions that RoPE does not turn are paired likewise. Its
     singular value is sqrt(sum |q|^2 sum |k|^2) over the plane, each of its two columns getting half of it; the columns
-    are unit vectors, so the basis could be folded into W_q and W_k.
+    are unit vectors, so where RoPE turns all dimensions the basis is folded into W_q and W_k (unless keys are normed
+    behind it), and RoPE turns the latents by the columns of its table that belong to their planes.
 
     Args:
         queries, keys: [num_groups, n, n], second moments after RoPE; n = group_size * head_dim.
@@ -31,3 +32,14 @@ def from_moments(queries: Tensor, keys: Tensor, head_dim: int, rotary_dim: int |
     columns = pairs[order].flatten(-2)
     basis = torch.eye(width, dtype=keys.dtype)[columns].mT
     return BasisPair(basis, basis, (values / 2).repeat_interleave(2, dim=-1))
+
+
+def planes(basis: Tensor, head_dim: int) -> Tensor:
+    """The rotary frequency of each pair of columns of such a basis.
+
+    Args:
+        basis: [num_groups, group_size * head_dim, columns], as `from_moments` gives it.
+    Returns:
+        [num_groups, columns / 2].
+    """
+    return basis[..., ::2].argmax(-2) % head_dim % (head_dim // 2)
