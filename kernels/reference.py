@@ -1,4 +1,4 @@
-"""Attention over ragged groups of KV heads in plain PyTorch: the path on a CPU, and the truth for the kernels.
+"""Attention over ragged groups of KV heads in plain PyTorch: the path on a CPU and wherever a kernel does not fit.
 
 Packed rows hold the latents of all groups of a layer side by side. Groups of equal ranks (a class) are batched into one
 scaled-dot-product attention.
@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from rotor.layout import GroupClass, LayerLayout
+
+REBUILT_ELEMENTS_CPU = 1 << 18
+REBUILT_ELEMENTS_GPU = 1 << 26
+"""Elements of rebuilt keys at a time while decoding: what a core's cache holds, and few launches on a GPU."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -55,6 +59,7 @@ def grouped_attention(
     key_rotation: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     dropout: float = 0.0,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attention of all query heads over the packed rows of a layer.
 
@@ -71,6 +76,7 @@ def grouped_attention(
         query_basis: [group_size * head_dim, qk_width], except in domain `none`.
         key_rotation: cos and sin [kv_len, head_dim], in domain `pre`.
         attention_mask: [batch_size, 1, seq_len, kv_len], bool (True: attend) or added to the logits; None is causal.
+        soft_cap: logits become soft_cap * tanh(logits / soft_cap).
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank], groups in the order of the layout.
     Source: DESIGN sections 1 and 4; FDC section 4.1 for `post`, Palu for `pre`.
@@ -99,10 +105,14 @@ def grouped_attention(
                 keys = latents
             else:
                 assert key_rotation is not None
+                if queries.shape[2] == 1 and dropout == 0.0:
+                    logits = _rebuilt_logits(queries, latents, basis, key_rotation)
+                    outputs.append(_softmax_attention(logits, values, scaling, attention_mask, soft_cap))
+                    continue
                 rebuilt = torch.einsum("bnlr,ngdr->bngld", latents, basis)
                 keys = rotate(rebuilt, *key_rotation).flatten(1, 2)
                 values = values.unsqueeze(2).expand(-1, -1, size, -1, -1).reshape(batch_size, -1, kv_len, cls.v_rank)
-        outputs.append(_attend(queries, keys, values, scaling, attention_mask, dropout))
+        outputs.append(_attend(queries, keys, values, scaling, attention_mask, dropout, soft_cap))
     return torch.cat(outputs, dim=-1)
 
 
@@ -118,13 +128,28 @@ def _class_basis(basis: Tensor, cls: GroupClass) -> Tensor:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, attention_mask: Tensor | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    attention_mask: Tensor | None,
+    dropout: float,
+    soft_cap: float | None,
 ) -> Tensor:
-    """Scaled-dot-product attention of [batch_size, heads, ...] queries over fewer key and value heads.
+    """Attention of [batch_size, heads, ...] queries over fewer key and value heads.
 
     Returns [batch_size, seq_len, heads * value width].
     """
     seq_len, kv_len = query.shape[2], key.shape[2]
+    is_causal = attention_mask is None and seq_len > 1
+    if is_causal and kv_len > seq_len:
+        # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
+        key, value = key[:, :, :seq_len], value[:, :, :seq_len]
+    if soft_cap is not None:
+        logits = query.unflatten(1, (key.shape[1], -1)).float() @ key.unsqueeze(2).mT.float()
+        if is_causal:
+            attention_mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=query.device).tril()[None, None]
+        return _softmax_attention(logits, value, scaling, attention_mask, soft_cap)
     if seq_len == 1 and (attention_mask is None or attention_mask.shape[1] == 1):
         # Decoding: the query heads that share keys become the rows of one matrix product.
         packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
@@ -132,10 +157,11 @@ def _attend(
             packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
         )
         return output.reshape(output.shape[0], 1, -1)
-    is_causal = attention_mask is None and seq_len > 1
-    if is_causal and kv_len > seq_len:
-        # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
-        key, value = key[:, :, :seq_len], value[:, :, :seq_len]
+    v_width = value.shape[-1]
+    width = max(query.shape[-1], v_width)
+    if seq_len > 1 and query.shape[-1] != v_width:
+        # PyTorch's fused kernels want equal widths; without them it stores all logits, and takes three times as long.
+        query, key, value = (functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     output = functional.scaled_dot_product_attention(
         query,
         key,
@@ -146,4 +172,51 @@ def _attend(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.transpose(1, 2).flatten(2)
+    return output[..., :v_width].transpose(1, 2).flatten(2)
+
+
+def _rebuilt_logits(query: Tensor, latents: Tensor, basis: Tensor, key_rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Unscaled logits of one query position against keys rebuilt block by block, so that a block stays in the cache.
+
+    Args:
+        query: [batch_size, heads, 1, head_dim].
+        latents: [batch_size, count, kv_len, qk_rank].
+        basis: [count, size, head_dim, qk_rank].
+        key_rotation: cos and sin [kv_len, head_dim].
+    Returns:
+        [batch_size, count, heads of a group, 1, kv_len], float32 or wider.
+    """
+    count, size, head_dim, _ = basis.shape
+    batch_size, _, kv_len, _ = latents.shape
+    queries = query.reshape(batch_size, count, size, -1, head_dim)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    queries = queries.to(dtype)
+    elements = REBUILT_ELEMENTS_CPU if query.device.type == "cpu" else REBUILT_ELEMENTS_GPU
+    block = max(16, elements // (batch_size * count * size * head_dim))
+    blocks = []
+    for start in range(0, kv_len, block):
+        end = min(start + block, kv_len)
+        keys = latents[:, :, None, start:end] @ basis.mT
+        keys = rotate(keys, *(table[start:end] for table in key_rotation)).to(dtype)
+        blocks.append(queries @ keys.mT)
+    return torch.cat(blocks, dim=-1).flatten(2, 3).unsqueeze(3)
+
+
+def _softmax_attention(
+    logits: Tensor, value: Tensor, scaling: float, attention_mask: Tensor | None, soft_cap: float | None
+) -> Tensor:
+    """Softmax and value product for logits [batch_size, count, heads of a group, seq_len, kv_len], unscaled.
+
+    `value` is [batch_size, count, kv_len, v_rank]. Returns [batch_size, seq_len, heads * v_rank].
+    """
+    logits = logits * scaling
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    if attention_mask is not None:
+        mask = attention_mask.unsqueeze(2)
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
+    probabilities = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)
+    heads, seq_len = logits.shape[2], logits.shape[3]
+    output = (probabilities.flatten(2, 3) @ value).unflatten(2, (heads, seq_len))
+    return output.permute(0, 3, 1, 2, 4).flatten(2)
