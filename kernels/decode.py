@@ -324,9 +324,7 @@ def decode_attention(
     device = query.device
     config = decode_config(parts, heads_per_kv, query.element_size(), 0 if query_basis is None else query.shape[-1])
     units = len(parts.table) * batch_size
-    page = 0 if block_table is None else key.shape[1]
-    if page & (page - 1):
-        raise UsageError(f"pages of {page} keys: expected a power of two.", "Choose another page size.")
+    page = check_page(key, block_table)
     programs = programs or default_programs(device)
     width = parts.rows * sum(row[Column.V_RANK] for row in parts.table)
     output = torch.empty(batch_size, width, dtype=query.dtype, device=device)
@@ -355,7 +353,7 @@ def decode_attention(
     strides += [0, 0, output.stride(0)]
     if parts.domain == "pre":
         strides[1], strides[6], strides[7] = query.stride(1), cos.stride(0), basis.stride(0)
-    align = alignment(parts, query.element_size(), strides)
+    align = alignment(parts, strides)
     query_stride, head_stride, key_block, key_row, value_block, value_row, *rest = (s // align for s in strides)
     rotation_stride, basis_stride, output_stride = rest
     decode_kernel[(grid,)](
@@ -434,10 +432,22 @@ def tile_shape(widest: tuple[int, int], tile_rows: int, element_bytes: int, head
     return tile, 4 if tile_rows * widest[1] <= 4096 else 8, 3
 
 
-def alignment(parts: LayerParts, element_bytes: int, strides: list[int]) -> int:
-    """Elements by which every offset, width and stride is divisible: 16 at most, and 16 bytes suffice."""
+def alignment_of(*numbers: int) -> int:
+    """What divides all offsets, widths and strides, in elements: 16 at most, and 16 bytes suffice."""
+    return math.gcd(16, *numbers)
+
+
+def alignment(parts: LayerParts, strides: list[int]) -> int:
     columns = (Column.QK_RANK, Column.V_RANK, Column.QK_OFFSET, Column.V_OFFSET)
-    return math.gcd(16, *strides, *(row[column] for row in parts.table for column in columns))
+    return alignment_of(*strides, *(row[column] for row in parts.table for column in columns))
+
+
+def check_page(key: Tensor, block_table: Tensor | None) -> int:
+    """Keys of a page, 0 for a contiguous cache."""
+    page = 0 if block_table is None else key.shape[1]
+    if page & (page - 1):
+        raise UsageError(f"pages of {page} keys: expected a power of two.", "Choose another page size.")
+    return page
 
 
 @lru_cache(maxsize=16)
@@ -478,7 +488,7 @@ def decode_variant(
         "MASK": mask,
         "SOFT_CAP": soft_cap,
         "SCHEDULE": schedule,
-        "ALIGN": alignment(parts, dtype.itemsize, []),
+        "ALIGN": alignment(parts, []),
         "BATCH_PADDED": triton.next_power_of_2(batch_size),
     }
     bodies = " ".join(f"{qk}+{v}" for qk, v in parts.bodies)

@@ -46,6 +46,17 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
+def chunks(width: int) -> tuple[int, int]:
+    """A width as at most two powers of two of at least 16, the second 0 where one is enough: 80 is (64, 16), 112 is
+    (128, 0) with 16 columns masked. For kernels limited by arithmetic.
+    """
+    whole = max(16, 1 << (width.bit_length() - 1))
+    if whole >= width:
+        return whole, 0
+    rest = padded(width - whole)
+    return (2 * whole, 0) if rest == whole else (whole, rest)
+
+
 @dataclass(frozen=True)
 class LayerParts:
     """The groups of a layer cut into parts of equal size, each the work of one program at a time.

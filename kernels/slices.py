@@ -1,4 +1,4 @@
-"""Which keys a decoding step attends to, as the kernels want it: computed on the device, with no synchronisation."""
+"""Which keys queries attend to, as the kernels want it: computed on the device, with no synchronisation."""
 
 from __future__ import annotations
 
@@ -51,3 +51,46 @@ class DecodeKeys:
             torch.cumsum(tiles, 0, out=prefix[1:])
             self._prefixes[tile] = prefix
         return self._prefixes[tile]
+
+
+@dataclass(frozen=True)
+class PrefillKeys:
+    """The keys `first ... end - 1` of each query, without those that `mask` leaves out.
+
+    first, end: [batch_size, seq_len], int32; queries behind a shorter sequence are empty ranges.
+    mask, holes: [batch_size, seq_len, kv_len], uint8 (1: attend), and [batch_size, seq_len], int32: whether a query's
+        range has keys that are not attended. The mask is only read where it has.
+    """
+
+    first: Tensor
+    end: Tensor
+    mask: Tensor | None = None
+    holes: Tensor | None = None
+
+    @classmethod
+    def causal(
+        cls, query_len: Tensor, kv_start: Tensor, kv_end: Tensor, seq_len: int, window: int | None = None
+    ) -> PrefillKeys:
+        """The last `query_len` of the keys kv_start ... kv_end - 1 of each sequence are the queries' own.
+
+        Args:
+            query_len, kv_start, kv_end: [batch_size].
+            seq_len: of the padded queries.
+            window: a query attends to itself and the window - 1 keys before it.
+        """
+        index = torch.arange(seq_len, device=kv_end.device)
+        end = index + (kv_end - query_len)[:, None] + 1
+        first = kv_start[:, None].expand_as(end)
+        if window is not None:
+            first = torch.maximum(first, end - window)
+        end = torch.where(index < query_len[:, None], end, 0)
+        return cls(first.int().contiguous(), end.int())
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> PrefillKeys:
+        """From a bool mask [batch_size, seq_len, kv_len] (True: attend)."""
+        flat = DecodeKeys.from_mask(mask.flatten(0, 1))
+        assert flat.mask is not None
+        assert flat.holes is not None
+        shape = mask.shape[:2]
+        return cls(flat.first.view(shape), flat.end.view(shape), flat.mask.view(mask.shape), flat.holes.view(shape))

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from rotor.kernels.decode import decode_attention
 from rotor.kernels.layer_table import layer_parts
+from rotor.kernels.prefill import prefill_attention
 from rotor.kernels.reference import grouped_attention
-from rotor.kernels.slices import DecodeKeys
+from rotor.kernels.slices import DecodeKeys, PrefillKeys
 from rotor.kernels.truth import Sequence, ragged_attention
 
 FLOAT32_ERROR = 4e-6
@@ -112,3 +113,69 @@ def check_decode(
         limit = allowed_error(case, expected, full_mask[:, None, None]) if soft_cap is None else 0.02
     assert relative_error(got, expected[:, 0]) <= limit
     assert_lse(lse, expected_lse[:, :, 0], 20 * limit)
+
+
+def check_prefill(
+    case: RaggedCase,
+    sequences: list[Sequence],
+    *,
+    page_size: int = 0,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    mask: Tensor | None = None,
+) -> None:
+    """Prefill the queries of each sequence; keys outside of a sequence's range are poisoned with NaN.
+
+    `mask` [batch_size, seq_len, kv_len] takes keys away from what is causal, and goes to the kernel as a mask.
+    """
+    layout, device = case.layout, case.key.device
+    kv_len = case.key.shape[1]
+    seq_len = case.query.shape[1] if layout.domain == "none" else case.query.shape[2]
+    expected, expected_lse = ragged_attention(
+        case.query,
+        case.key,
+        case.value,
+        layout,
+        case.heads_per_kv,
+        case.scaling,
+        sequences,
+        case.query_basis,
+        case.key_rotation,
+        window=window,
+        soft_cap=soft_cap,
+        mask=mask,
+    )
+    fields = [[s.query_len for s in sequences], [s.kv_start for s in sequences], [s.kv_end for s in sequences]]
+    keys = PrefillKeys.causal(*torch.tensor(fields, device=device), seq_len, window)
+    index = torch.arange(kv_len, device=device)
+    full_mask = (index >= keys.first[..., None]) & (index < keys.end[..., None])
+    if mask is not None:
+        full_mask &= mask.to(device)
+        keys = PrefillKeys.from_mask(full_mask)
+    rows = torch.cat([case.key, case.value], -1)
+    inside = (index >= torch.tensor(fields[1], device=device)[:, None]) & (
+        index < torch.tensor(fields[2], device=device)[:, None]
+    )
+    rows = rows.masked_fill(~inside.unsqueeze(-1), torch.nan)
+    table = None
+    if page_size:
+        rows, table = paged(rows, page_size, torch.Generator().manual_seed(3))
+    key, value = rows.split([layout.qk_width, layout.v_width], dim=-1)
+    got, lse = prefill_attention(
+        case.query,
+        key,
+        value,
+        layout,
+        keys,
+        case.heads_per_kv,
+        case.scaling,
+        query_basis=case.query_basis,
+        key_rotation=case.key_rotation,
+        block_table=table,
+        soft_cap=soft_cap,
+    )
+    limit = FLOAT32_ERROR
+    if case.key.dtype != torch.float32:
+        limit = allowed_error(case, expected, full_mask[:, None]) if soft_cap is None else 0.02
+    assert relative_error(got, expected) <= limit
+    assert_lse(lse, expected_lse, 20 * limit)
