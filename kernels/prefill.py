@@ -23,7 +23,7 @@ from rotor.layout import GroupClass, LayerLayout
 
 from .ahead import Variant
 from .decode import alignment_of, check_page
-from .layer_table import chunks
+from .layer_table import chunks, padded
 from .schedule import balanced_row_blocks
 from .slices import PrefillKeys
 from .tiles import key_rows, load_basis, load_latents, load_rotation, rotate_tile, scaled_logits
@@ -251,7 +251,9 @@ def prefill_constants(
         classes, balanced_row_blocks([(c.qk_rank, c.v_rank) for c in classes]), strict=True
     ):
         widths = chunks(cls.qk_rank), chunks(cls.v_rank)
-        rows, tile, warps = prefill_shape(sum(widths[0]), sum(widths[1]), row_block, column_block, element_bytes, pre)
+        if pre and cls.qk_rank > 128:
+            widths = (padded(cls.qk_rank), 0), widths[1]
+        rows, tile, warps = prefill_shape(sum(widths[1]), row_block, column_block, element_bytes, pre)
         constants = {
             "QK": cls.qk_rank,
             "V": cls.v_rank,
@@ -272,15 +274,18 @@ def prefill_constants(
 
 
 def prefill_shape(
-    qk_width: int, v_width: int, row_block: int, column_block: int, element_bytes: int, pre: bool
+    v_width: int, row_block: int, column_block: int, element_bytes: int, pre: bool
 ) -> tuple[int, int, int]:
     """Rows and keys of a tile, and warps: the balanced block sizes as powers of two that the registers can hold."""
     rows = min(128, 1 << (row_block.bit_length() - 1))
     tile = column_block
     while rows > 16 and rows * (v_width + tile) > 32768:
         rows //= 2
-    if element_bytes == 4 or (pre and qk_width > 128):
+    if element_bytes == 4 or pre:
+        # Rebuilt keys and their rotation take as many registers again as the scores.
         rows, tile = min(rows, 64), min(tile, 32)
+    elif v_width > 256:
+        tile = min(tile, 32)
     return rows, tile, 8 if rows * (v_width + tile) > 8192 or pre else 4
 
 
