@@ -1,4 +1,4 @@
-"""Attention over ragged groups of KV heads in plain PyTorch: the path on a CPU, and the truth for the kernels.
+"""Attention over ragged groups of KV heads in plain PyTorch: the path on a CPU and wherever a kernel does not fit.
 
 Packed rows hold the latents of all groups of a layer side by side. Groups of equal ranks (a class) are batched into one
 scaled-dot-product attention.
@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from rotor.layout import GroupClass, LayerLayout
+
+REBUILT_ELEMENTS_CPU = 1 << 18
+REBUILT_ELEMENTS_GPU = 1 << 26
+"""Elements of rebuilt keys at a time while decoding: what a core's cache holds, and few launches on a GPU."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -104,6 +108,10 @@ def grouped_attention(
                 keys = latents
             else:
                 assert key_rotation is not None
+                if queries.shape[2] == 1 and dropout == 0.0:
+                    logits = _rebuilt_logits(queries, latents, basis, key_rotation)
+                    outputs.append(_softmax_attention(logits, values, scaling, attention_mask, softcap))
+                    continue
                 rebuilt = torch.einsum("bnlr,ngdr->bngld", latents, basis)
                 keys = rotate(rebuilt, *key_rotation).flatten(1, 2)
                 values = values.unsqueeze(2).expand(-1, -1, size, -1, -1).reshape(batch_size, -1, kv_len, cls.v_rank)
@@ -135,9 +143,17 @@ def attend(
 
     Returns [batch_size, seq_len, heads * value width].
     """
-    if softcap is not None:
-        return _attend_softcapped(query, key, value, scaling, attention_mask, dropout, softcap)
     seq_len, kv_len = query.shape[2], key.shape[2]
+    is_causal = attention_mask is None and seq_len > 1
+    if is_causal and kv_len > seq_len:
+        # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
+        key, value = key[:, :, :seq_len], value[:, :, :seq_len]
+    if softcap is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        logits = query.unflatten(1, (key.shape[1], -1)).float() @ key.unsqueeze(2).mT.float()
+        if is_causal:
+            attention_mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=query.device).tril()[None, None]
+        return _softmax_attention(logits, value, scaling, attention_mask, softcap, dropout)
     if seq_len == 1 and (attention_mask is None or attention_mask.shape[1] == 1):
         # Decoding: the query heads that share keys become the rows of one matrix product.
         packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
@@ -145,10 +161,11 @@ def attend(
             packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
         )
         return output.reshape(output.shape[0], 1, -1)
-    is_causal = attention_mask is None and seq_len > 1
-    if is_causal and kv_len > seq_len:
-        # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
-        key, value = key[:, :, :seq_len], value[:, :, :seq_len]
+    v_width = value.shape[-1]
+    width = max(query.shape[-1], v_width)
+    if seq_len > 1 and query.shape[-1] != v_width:
+        # PyTorch's fused kernels want equal widths; without them it stores all logits, and takes three times as long.
+        query, key, value = (functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     output = functional.scaled_dot_product_attention(
         query,
         key,
@@ -159,34 +176,57 @@ def attend(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.transpose(1, 2).flatten(2)
+    return output[..., :v_width].transpose(1, 2).flatten(2)
 
 
-def _attend_softcapped(
-    query: Tensor,
-    key: Tensor,
+def _rebuilt_logits(query: Tensor, latents: Tensor, basis: Tensor, key_rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Unscaled logits of one query position against keys rebuilt block by block, so that a block stays in the cache.
+
+    Args:
+        query: [batch_size, heads, 1, head_dim].
+        latents: [batch_size, count, kv_len, qk_rank].
+        basis: [count, size, head_dim, qk_rank].
+        key_rotation: cos and sin [kv_len, head_dim].
+    Returns:
+        [batch_size, count, heads of a group, 1, kv_len], float32 or wider.
+    """
+    count, size, head_dim, _ = basis.shape
+    batch_size, _, kv_len, _ = latents.shape
+    queries = query.reshape(batch_size, count, size, -1, head_dim)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    queries = queries.to(dtype)
+    elements = REBUILT_ELEMENTS_CPU if query.device.type == "cpu" else REBUILT_ELEMENTS_GPU
+    block = max(16, elements // (batch_size * count * size * head_dim))
+    blocks = []
+    for start in range(0, kv_len, block):
+        end = min(start + block, kv_len)
+        keys = latents[:, :, None, start:end] @ basis.mT
+        keys = rotate(keys, *(table[start:end] for table in key_rotation)).to(dtype)
+        blocks.append(queries @ keys.mT)
+    return torch.cat(blocks, dim=-1).flatten(2, 3).unsqueeze(3)
+
+
+def _softmax_attention(
+    logits: Tensor,
     value: Tensor,
-    scaling: float | None,
+    scaling: float,
     attention_mask: Tensor | None,
-    dropout: float,
-    softcap: float,
+    softcap: float | None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """`attend` with logits pressed into (-softcap, softcap) before the mask, which torch's own function cannot do."""
-    seq_len, kv_len = query.shape[2], key.shape[2]
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    packed = query.unflatten(1, (key.shape[1], -1))  # [batch_size, kv heads, heads per kv, seq_len, width]
-    logits = packed @ key.unsqueeze(2).mT * scaling
-    logits = (logits / softcap).tanh() * softcap
-    if attention_mask is None:
-        attention_mask = torch.ones(seq_len, kv_len, dtype=torch.bool, device=query.device)
-        if seq_len > 1:
-            attention_mask = attention_mask.tril()
-    elif attention_mask.dim() == 4:
-        attention_mask = attention_mask.unsqueeze(2)
-    if attention_mask.dtype == torch.bool:
-        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
-    else:
-        logits = logits + attention_mask
-    weights = logits.float().softmax(-1).to(value.dtype)
-    output = functional.dropout(weights, dropout) @ value.unsqueeze(2)
-    return output.flatten(1, 2).transpose(1, 2).flatten(2)
+    """Softmax and value product for logits [batch_size, count, heads of a group, seq_len, kv_len], unscaled.
+
+    `value` is [batch_size, count, kv_len, v_rank]. Returns [batch_size, seq_len, heads * v_rank].
+    """
+    logits = logits * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if attention_mask is not None:
+        mask = attention_mask.unsqueeze(2)
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
+    probabilities = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)
+    probabilities = functional.dropout(probabilities, dropout)
+    heads, seq_len = logits.shape[2], logits.shape[3]
+    output = (probabilities.flatten(2, 3) @ value).unflatten(2, (heads, seq_len))
+    return output.permute(0, 3, 1, 2, 4).flatten(2)

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 from .errors import UsageError
 from .families import Family
+from .kernels.dispatch import kernels_serve
 from .kernels.reference import grouped_attention, project_keys, rotate
 from .layout import AttentionShape, LayerLayout
+
+TABLE_ROWS = 1024
+"""Rows by which a table of cosines and sines grows."""
 
 
 class RotaryTable:
@@ -24,6 +28,9 @@ class RotaryTable:
 
     Args:
         layer_type: passed to the embedding, where it takes one.
+
+    depends_on_length: whether frequencies do, so that a table holds only for the positions it was made for. Otherwise
+        positions may count from the first key that the cache still holds, since only differences matter.
     """
 
     def __init__(self, rotary: nn.Module, layer_type: str | None = None) -> None:
@@ -31,25 +38,30 @@ class RotaryTable:
         self._arguments = () if layer_type is None else (layer_type,)
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
-        self._depends_on_length = kind == "longrope" or "dynamic" in kind
+        self.depends_on_length = kind == "longrope" or "dynamic" in kind
         self._key: tuple[Any, ...] | None = None
         self._table: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, offset: int, length: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [length, rotary_dim], of positions offset ... offset + length - 1, in dtype of `like`.
+    def __call__(
+        self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [length, rotary_dim], of positions offset ... offset + length - 1, or 0 ... length - 1.
 
         From position `end` on nothing is stored yet (a static cache); the table may hold anything there.
         """
-        # Frequencies that depend on the length so far must not see a static cache's empty rest.
-        limit = int(end) - 1 if self._depends_on_length else None
-        key = (int(offset), int(length), limit, like.device, like.dtype)
-        if key != self._key or self._table is None:
-            positions = torch.arange(length, device=like.device) + offset
-            if limit is not None:
-                positions = positions.clamp(max=limit)
+        key: tuple[Any, ...] = (device, dtype)
+        rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each time
+        if self.depends_on_length:
+            # The empty rest of a static cache must not be seen.
+            key, rows = (int(offset), int(length), int(end), device, dtype), int(length)
+        if key != self._key or self._table is None or len(self._table[0]) < length:
+            positions = torch.arange(rows, device=device)
+            if self.depends_on_length:
+                positions = (positions + offset).clamp(max=int(end) - 1)
+            like = torch.empty(0, device=device, dtype=dtype)
             cos, sin = self._rotary(like, positions[None], *self._arguments)
-            self._key, self._table = key, (cos[0].to(like.device), sin[0].to(like.device))
-        return self._table
+            self._key, self._table = key, (cos[0].to(device), sin[0].to(device))
+        return self._table[0][:length], self._table[1][:length]
 
 
 class RotorAttention(nn.Module):
@@ -120,6 +132,13 @@ class RotorAttention(nn.Module):
             kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
 
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        use_kernels = kernels_serve(
+            hidden_states,
+            layout,
+            attention_mask,
+            kwargs.get("dropout", 0.0),
+            self._rotation_fits_kernels(position_embeddings),
+        )
         key_rotation = None
         if layout.domain != "none":
             query = self._heads(query, "q_norm")
@@ -130,20 +149,40 @@ class RotorAttention(nn.Module):
             key = self._heads(key, "k_norm")
         if layout.domain == "post":
             assert position_embeddings is not None
-            cos, sin = (table.unsqueeze(1) for table in position_embeddings)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            if use_kernels:
+                from .kernels.rotation import rotate_and_project
+
+                query, key = rotate_and_project(
+                    query, key, *position_embeddings, layout, self.heads_per_kv, self.query_basis, self.key_basis
+                )
+            else:
+                cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+                query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
         elif layout.domain == "pre":
             assert self._rotary is not None
-            key_rotation = self._rotary(kv_offset, kv_len, query_offset + seq_len, query)
+            # The kernels compose rotations, and so want them exact.
+            dtype = torch.float32 if use_kernels else query.dtype
+            key_rotation = self._rotary(kv_offset, kv_len, query_offset + seq_len, query.device, dtype)
             index = torch.arange(seq_len, device=query.device) + query_offset - kv_offset
-            query = rotate(query, *(table[index] for table in key_rotation))
-        key = key.unsqueeze(1) if layout.folded_keys else project_keys(key, self.key_basis, layout)
+            query = rotate(query.transpose(1, 2), *(table[index].to(query.dtype) for table in key_rotation))
+        if layout.folded_keys or key.dim() == 3:
+            key = key.unsqueeze(1)
+        else:
+            key = project_keys(key if layout.domain == "post" else key.transpose(1, 2), self.key_basis, layout)
 
         value = value.unsqueeze(1)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output = rotor_attention_forward(
-            self, query, key, value, attention_mask, scaling=self.scaling, key_rotation=key_rotation, **kwargs
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            key_rotation=key_rotation,
+            use_kernels=use_kernels,
+            **kwargs,
         )[0]
         return self.o_proj(output), None
 
@@ -166,12 +205,16 @@ class RotorAttention(nn.Module):
             turned.append(latents * cos[..., columns] + partners * sin[..., columns])
         return turned[0], turned[1]
 
+    def _rotation_fits_kernels(self, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
+        if self.layout.domain == "none" or position_embeddings is None:
+            return self.layout.domain == "none"
+        changes = self.layout.domain == "pre" and self._rotary is not None and self._rotary.depends_on_length
+        return position_embeddings[0].shape[-1] == self.head_dim and not changes
+
     def _heads(self, x: Tensor, norm: str) -> Tensor:
-        """[batch_size, seq_len, n * head_dim] -> [batch_size, n, seq_len, head_dim], normed where the family does."""
+        """[batch_size, seq_len, n * head_dim] -> [batch_size, seq_len, n, head_dim], normed where the family does."""
         heads = x.unflatten(-1, (-1, self.head_dim))
-        if norm in self._modules:
-            heads = self.get_submodule(norm)(heads)
-        return heads.transpose(1, 2)
+        return self.get_submodule(norm)(heads) if norm in self._modules else heads
 
     def extra_repr(self) -> str:
         ranks = ", ".join(f"{g.qk_rank}+{g.v_rank}" for g in self.layout.groups)
@@ -187,9 +230,13 @@ def rotor_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     key_rotation: tuple[Tensor, Tensor] | None = None,
+    use_kernels: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers knows as `rotor`; serves packed rows of RotorAttention only."""
+    """The attention function that transformers knows as `rotor`; serves packed rows of RotorAttention only.
+
+    With use_kernels the Triton kernels run, and queries of domain `post` come projected.
+    """
     if not isinstance(module, RotorAttention):
         raise UsageError(
             f"attn_implementation='rotor' was requested for {type(module).__name__}, which is not compressed.",
@@ -206,6 +253,23 @@ def rotor_attention_forward(
         )
     if scaling is None:
         scaling = module.scaling
+    if use_kernels:
+        from .kernels.attention import packed_attention  # imports Triton
+
+        output = packed_attention(
+            query,
+            key,
+            value,
+            module.layout,
+            module.heads_per_kv,
+            module.head_dim,
+            scaling,
+            query_basis=module.query_basis,
+            key_rotation=key_rotation,
+            attention_mask=attention_mask,
+            soft_cap=module.softcap,
+        )
+        return output, None
     output = grouped_attention(
         query,
         key,

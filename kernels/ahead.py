@@ -1,0 +1,99 @@
+"""Compiling kernels without a GPU, and what the compiler says of them: registers, spills, copies."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with constants: what Triton compiles.
+
+    pointers: argument -> dtype of the tensor; reals: float32 arguments; all other arguments that are no constants are
+    32-bit integers. Pointers are taken to be aligned to 16 bytes, as PyTorch's own are.
+    """
+
+    name: str
+    kernel: Any
+    pointers: dict[str, torch.dtype]
+    constants: dict[str, Any]
+    reals: tuple[str, ...] = ()
+    options: dict[str, int] = field(default_factory=dict)
+
+    def source(self) -> ASTSource:
+        """What the launcher would compile for such arguments."""
+        signature = {}
+        for name in self.kernel.arg_names:
+            if name in self.constants:
+                signature[name] = "constexpr"
+            elif name in self.pointers:
+                signature[name] = "*" + TYPES[self.pointers[name]]
+            else:
+                signature[name] = "fp32" if name in self.reals else "i32"
+        attributes = {
+            (i,): [["tt.divisibility", 16]] for i, name in enumerate(self.kernel.arg_names) if name in self.pointers
+        }
+        return ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=attributes)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled variant takes and how it loads.
+
+    registers: per thread. spill_bytes: of local memory per thread. shared_bytes: per program.
+    async_copies, scalar_loads: instructions in the PTX; scalar ones load 16 bits.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    async_copies: int
+    scalar_loads: int
+    matrix_products: int
+
+
+def compile_variant(variant: Variant, capability: int) -> Resources:
+    """Compile for an NVIDIA GPU of compute capability 80, 90, ...; no GPU is needed."""
+    compiled = triton.compile(variant.source(), target=GPUTarget("cuda", capability, 32), options=variant.options)
+    registers, spill_bytes = _usage(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    return Resources(
+        registers,
+        spill_bytes,
+        int(compiled.metadata.shared),
+        len(re.findall(r"cp\.async\.c[ag]|cp\.async\.bulk", ptx)),
+        len(re.findall(r"ld\.global[.\w:]*\.[bu]16\s", ptx)),
+        len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma\.", ptx)),
+    )
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack per thread, as the disassembler that comes with Triton reports them."""
+    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found is not None, report
+    return int(found[1]), int(found[2])

@@ -1,0 +1,112 @@
+"""Attention over the packed rows of a layer by the Triton kernels, for what transformers passes to a layer."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rotor.layout import LayerLayout
+
+from .decode import decode_attention
+from .layer_table import layer_parts
+from .prefill import prefill_attention
+from .slices import DecodeKeys, PrefillKeys
+
+_ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Mask -> its version and its ranges: all layers of a step share one mask."""
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    scaling: float,
+    query_basis: Tensor | None = None,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """As `reference.grouped_attention`, but queries of domain `post` come projected.
+
+    Args:
+        query: domain `pre`: [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, sum over
+            query heads of qk_rank].
+        key, value: [batch_size, 1, kv_len, qk_width] and [batch_size, 1, kv_len, v_width].
+        query_basis, key_rotation: domain `pre`.
+        attention_mask: [batch_size, 1, seq_len, kv_len], bool; None is causal.
+    Returns:
+        [batch_size, seq_len, sum over query heads of v_rank].
+    """
+    key, value = key[:, 0], value[:, 0]
+    pre = layout.domain == "pre"
+    batch_size, kv_len = key.shape[:2]
+    seq_len = query.shape[2] if pre else query.shape[1]
+    if not pre:
+        query_basis = key_rotation = None
+    if seq_len == 1:
+        keys = _ranges_of(attention_mask) if attention_mask is not None else _all_keys(batch_size, kv_len, key.device)
+        assert isinstance(keys, DecodeKeys)
+        output, _ = decode_attention(
+            query[:, :, 0] if pre else query[:, 0],
+            key,
+            value,
+            layer_parts(layout, heads_per_kv, head_dim),
+            keys,
+            heads_per_kv,
+            scaling,
+            query_basis=query_basis,
+            key_rotation=key_rotation,
+            soft_cap=soft_cap,
+        )
+        return output.unsqueeze(1)
+    chunk = _ranges_of(attention_mask) if attention_mask is not None else _causal(batch_size, seq_len, key.device)
+    assert isinstance(chunk, PrefillKeys)
+    return prefill_attention(
+        query,
+        key,
+        value,
+        layout,
+        chunk,
+        heads_per_kv,
+        scaling,
+        query_basis=query_basis,
+        key_rotation=key_rotation,
+        soft_cap=soft_cap,
+    )[0]
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _ranges_of(mask: Tensor) -> DecodeKeys | PrefillKeys:
+    """The ranges of a mask, computed once a step; anew inside of a CUDA graph, whose replays see other masks."""
+    rows = mask[:, 0]
+    if mask.is_inference() or _capturing():  # no version to know a changed mask by
+        return DecodeKeys.from_mask(rows[:, 0]) if mask.shape[2] == 1 else PrefillKeys.from_mask(rows)
+    version, ranges = _ranges.get(mask, (None, None))
+    if version != mask._version:
+        ranges = DecodeKeys.from_mask(rows[:, 0]) if mask.shape[2] == 1 else PrefillKeys.from_mask(rows)
+        _ranges[mask] = mask._version, ranges
+    return ranges
+
+
+def _all_keys(batch_size: int, kv_len: int, device: torch.device) -> DecodeKeys:
+    if _capturing():
+        return DecodeKeys.all_of(batch_size, kv_len, device)
+    return _all_keys_cached(batch_size, kv_len, device)
+
+
+_all_keys_cached = lru_cache(maxsize=8)(DecodeKeys.all_of)
+
+
+def _causal(batch_size: int, seq_len: int, device: torch.device) -> PrefillKeys:
+    """Without a mask nothing lies before the new keys: a static cache holds only its empty rest behind them."""
+    lengths = torch.full((batch_size,), seq_len, device=device)
+    return PrefillKeys.causal(lengths, torch.zeros_like(lengths), lengths, seq_len)

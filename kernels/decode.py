@@ -1,0 +1,496 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Decoding: one query position a sequence, against the packed rows of a layer.
+
+Floor: bytes of the compressed keys and values that are attended / memory bandwidth. All query rows of a group are one
+tile, so its latents are read once. In domain `pre` the keys of each KV head are rebuilt from them by a matrix product
+and rotated in registers: queries are rotated back to the start of the tile, so that keys only turn by their place in
+it, by a table of `TILE` rows that stays in the L1 cache.
+
+A program works through tiles of keys of one unit (a part of a layer, see `layer_table`, and a sequence) after another;
+which ones is the schedule's matter:
+
+- `stream`: a fixed number of programs with slices of equal bytes over all parts, sequences and tiles; a slice may
+  begin and end inside a unit, and `combine` joins the results by their log-sum-exp.
+- `lpt`: whole units, the longest first, each to the program with the least work (FDC section 5.3).
+- `none`: one program a unit.
+
+Logits are held transposed, [keys, query rows]: keys are the long side, and rebuilt ones go into the next product
+without leaving registers.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rotor.errors import UsageError
+
+from .ahead import Variant
+from .columns import (
+    BASIS_ROW,
+    BODY,
+    FIELDS,
+    FIRST_HEAD,
+    OUTPUT_OFFSET,
+    QK_OFFSET,
+    QK_RANK,
+    QUERY_OFFSET,
+    V_OFFSET,
+    V_RANK,
+    WORK_BEFORE,
+)
+from .combine import combine_kernel, tiles_before, unit_on_the_line
+from .layer_table import Column, LayerParts, table_on
+from .longest_first import longest_first
+from .slices import DecodeKeys
+from .tiles import (
+    key_rows,
+    load_basis,
+    load_latents,
+    load_rotation,
+    rotate_back,
+    rotate_tile,
+    scaled_logits,
+)
+
+
+@triton.jit
+def _rebuilt_scores(
+    scores, latent, step, start, head_base, basis_base, basis_row, basis_stride, qk_rank, cos, sin,
+    rotation_len, rotation_stride, K: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """scores [keys, query rows] plus what one KV head contributes at FREQUENCIES of its rotary frequencies."""
+    head = step // (HALF_PADDED // FREQUENCIES)
+    first = (step % (HALF_PADDED // FREQUENCIES)) * FREQUENCIES
+    dtype = latent.dtype
+    rows = basis_row + head * (2 * HALF) + first
+    basis_0 = load_basis(basis_base, basis_stride, rows, HALF - first, qk_rank, 0, K, FREQUENCIES)
+    basis_1 = load_basis(basis_base, basis_stride, rows + HALF, HALF - first, qk_rank, 0, K, FREQUENCIES)
+    key_0 = tl.dot(latent, basis_0, input_precision=PRECISION)
+    key_1 = tl.dot(latent, basis_1, input_precision=PRECISION)
+    place = tl.arange(0, TILE)
+    tile_cos, tile_sin = load_rotation(cos, sin, place, place < rotation_len, rotation_stride, first, HALF, FREQUENCIES)
+    key_0, key_1 = rotate_tile(key_0, key_1, tile_cos, tile_sin)
+
+    query_row = tl.arange(0, TILE_ROWS)[:, None]
+    column = first + tl.arange(0, FREQUENCIES)[None, :]
+    # Rows of other heads are zeros: each row gets the logits of its own head.
+    own = (query_row // HEADS_PER_KV == head) & (query_row < ROWS) & (column < HALF)
+    query_0 = tl.load(head_base + column, mask=own, other=0.0).to(tl.float32)
+    query_1 = tl.load(head_base + HALF + column, mask=own, other=0.0).to(tl.float32)
+    row_of_start = start + tl.zeros((1,), tl.int32)
+    start_cos, start_sin = load_rotation(
+        cos, sin, row_of_start, row_of_start < rotation_len, rotation_stride, first, HALF, FREQUENCIES
+    )
+    query_0, query_1 = rotate_back(query_0, query_1, start_cos, start_sin)
+    query_0 = tl.trans(query_0.to(dtype))
+    query_1 = tl.trans(query_1.to(dtype))
+    scores = tl.dot(key_0.to(dtype), query_0, scores, input_precision=PRECISION)
+    return tl.dot(key_1.to(dtype), query_1, scores, input_precision=PRECISION)
+
+
+@triton.jit
+def _segment(
+    query, key, value, partial, partial_lse, output, lse, row, slot, first_tile, last_tile, first, end, holes, sequence,
+    block_table, mask, cos, sin, basis, query_stride, head_stride, key_block, key_row, value_block, value_row,
+    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale, soft_cap,
+    K: tl.constexpr, V: tl.constexpr, PRE: tl.constexpr, HEADS: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr,
+    ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
+    qk_rank = tl.multiple_of(tl.load(row + QK_RANK), ALIGN)
+    v_rank = tl.multiple_of(tl.load(row + V_RANK), ALIGN)
+    key_base = key + tl.multiple_of(tl.load(row + QK_OFFSET), ALIGN)
+    value_base = value + tl.multiple_of(tl.load(row + V_OFFSET), ALIGN)
+    query_row = tl.arange(0, TILE_ROWS)
+    query_base = query + sequence.to(tl.int64) * query_stride
+    if PRE:
+        head_base = query_base + (tl.load(row + FIRST_HEAD) + query_row[:, None]) * head_stride
+        basis_base = basis + tl.multiple_of(tl.load(row + QK_OFFSET), ALIGN)
+        basis_row = tl.load(row + BASIS_ROW)
+    else:
+        query_base += tl.multiple_of(tl.load(row + QUERY_OFFSET), ALIGN)
+        column = tl.arange(0, K)
+        row_base = query_base + query_row[:, None] * qk_rank
+        query_mask = query_row[:, None] < ROWS
+        query_rows = tl.trans(
+            tl.load(row_base + column[None, :], mask=query_mask & (column[None, :] < qk_rank), other=0.0)
+        )
+    largest = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_ROWS,), tl.float32)
+    weighted = tl.zeros((TILE_ROWS, V), tl.float32)
+
+    for tile in range(first_tile, last_tile):
+        start = tile * TILE
+        index = start + tl.arange(0, TILE)
+        valid = (index >= first) & (index < end)
+        block, place_in_block = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
+        latent = load_latents(key_base, block, place_in_block, key_block, key_row, qk_rank, valid, 0, K)
+        if PRE:
+            scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
+            # A loop at run time: unrolled, all of the bases would be hoisted into registers.
+            for step in range(HEADS * (HALF_PADDED // FREQUENCIES)):
+                scores = _rebuilt_scores(
+                    scores, latent, step, start, head_base, basis_base, basis_row, basis_stride, qk_rank,
+                    cos, sin, rotation_len, rotation_stride, K, HEADS_PER_KV, HALF, HALF_PADDED, FREQUENCIES,
+                    ROWS, TILE_ROWS, TILE, PRECISION,
+                )  # fmt: skip
+        else:
+            scores = tl.dot(latent, query_rows, input_precision=PRECISION)
+        scores = scaled_logits(scores, scale, soft_cap, SOFT_CAP)
+        attended = valid
+        if MASK:
+            place_in_mask = mask + sequence.to(tl.int64) * mask_stride + index
+            read = valid & (index < tl.where(holes > 0, end, 0))
+            attended = valid & (tl.load(place_in_mask, mask=read, other=1) > 0)
+        scores = tl.where(attended[:, None], scores, float("-inf"))
+
+        new_largest = tl.maximum(largest, tl.max(scores, 0))
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(scores - reference[None, :])
+        shrink = tl.exp2(largest - reference)
+        total = total * shrink + tl.sum(weight, 0)
+        largest = new_largest
+        value_rows = load_latents(value_base, block, place_in_block, value_block, value_row, v_rank, valid, 0, V)
+        weight = tl.trans(weight).to(value_rows.dtype)
+        weighted = tl.dot(weight, value_rows, weighted * shrink[:, None], input_precision=PRECISION)
+
+    safe_total = tl.where(total == 0.0, 1.0, total)
+    base_2_lse = largest + tl.log2(safe_total)
+    in_tile = query_row < ROWS
+    if SPLIT:
+        tl.store(partial_lse + slot * TILE_ROWS + query_row, base_2_lse, mask=in_tile)
+        out = partial + (slot * TILE_ROWS + query_row[:, None]) * PARTIAL_WIDTH
+    else:
+        natural = base_2_lse * 0.6931471805599453
+        tl.store(lse + sequence * lse_stride + tl.load(row + FIRST_HEAD) + query_row, natural, mask=in_tile)
+        out = output + sequence.to(tl.int64) * output_stride + query_row[:, None] * v_rank
+        out += tl.multiple_of(tl.load(row + OUTPUT_OFFSET), ALIGN)
+    column = tl.arange(0, V)
+    store_mask = in_tile[:, None] & (column[None, :] < v_rank)
+    tl.store(out + column[None, :], (weighted / safe_total[:, None]).to(out.dtype.element_ty), mask=store_mask)
+
+
+INTEGERS = [
+    "batch_size", "query_stride", "head_stride", "key_block", "key_row", "value_block", "value_row", "table_stride",
+    "mask_stride", "rotation_len", "rotation_stride", "basis_stride", "output_stride", "lse_stride", "parts",
+    "total_work",
+]  # fmt: skip
+"""Not specialised on their values: what divides them is said by ALIGN, so that one compiled kernel serves them all."""
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def decode_kernel(
+    query, key, value, partial, partial_lse, output, lse, table, first_key, end_key, holes, tile_prefix, order, bounds,
+    block_table, mask, cos, sin, basis, batch_size, query_stride, head_stride, key_block, key_row, value_block,
+    value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, parts,
+    total_work, scale, soft_cap,
+    BODIES: tl.constexpr, PRE: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SCHEDULE: tl.constexpr, ALIGN: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr,
+):  # fmt: skip
+    """See `decode_attention`. BODIES: padded (qk_rank, v_rank) of each body; the table says which one serves a part.
+
+    Strides come in units of ALIGN elements, so that the compiler knows what divides them (or it would load latents two
+    bytes at a time); of offsets and widths it knows by `multiple_of`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
+    key_block = key_block * ALIGN
+    key_row = key_row * ALIGN
+    value_block = value_block * ALIGN
+    value_row = value_row * ALIGN
+    query_stride = query_stride * ALIGN
+    head_stride = head_stride * ALIGN
+    basis_stride = basis_stride * ALIGN
+    output_stride = output_stride * ALIGN
+    rotation_stride = rotation_stride * ALIGN
+    if SCHEDULE == "stream":
+        total_tiles = tl.load(tile_prefix + batch_size)
+        begin = program * (total_tiles * total_work) // programs
+        finish = (program + 1) * (total_tiles * total_work) // programs
+        first_unit = _unit_at(begin, table, tile_prefix, parts, batch_size, PARTS_PADDED, BATCH_PADDED)
+        last_unit = _unit_at(finish - 1, table, tile_prefix, parts, batch_size, PARTS_PADDED, BATCH_PADDED)
+        if begin >= finish:
+            last_unit = first_unit - 1
+        places_begin = first_unit
+        places_end = last_unit + 1
+    elif SCHEDULE == "lpt":
+        places_begin = tl.load(bounds + program)
+        places_end = tl.load(bounds + program + 1)
+    else:
+        places_begin = program.to(tl.int32)
+        places_end = places_begin + 1
+    for i in range(places_begin, places_end):
+        if SCHEDULE == "lpt":
+            unit = tl.load(order + i)
+        else:
+            unit = i
+        part = unit // batch_size
+        sequence = unit % batch_size
+        first = tl.load(first_key + sequence)
+        end = tl.load(end_key + sequence)
+        first_tile = 0
+        last_tile = tl.load(tile_prefix + sequence + 1) - tl.load(tile_prefix + sequence)
+        if SCHEDULE == "stream":
+            start, work, tiles = unit_on_the_line(table, tile_prefix, part, sequence, batch_size)
+            first_tile = tiles_before(begin, start, work, tiles).to(tl.int32)
+            last_tile = tiles_before(finish, start, work, tiles)
+        first_tile += first // TILE
+        last_tile = last_tile.to(tl.int32) + first // TILE
+        row = table + part * FIELDS
+        body = tl.load(row + BODY)
+        if (SCHEDULE != "stream") | (first_tile < last_tile):
+            for choice in tl.static_range(len(BODIES)):
+                if body == choice:
+                    _segment(
+                        query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
+                        last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
+                        query_stride, head_stride, key_block, key_row, value_block, value_row, table_stride,
+                        mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale,
+                        soft_cap, BODIES[choice][0], BODIES[choice][1], PRE,
+                        HEADS, HEADS_PER_KV, HALF, HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
+                        MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, PARTIAL_WIDTH, PRECISION,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _unit_at(place, table, tile_prefix, parts, batch_size, PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr):
+    """The unit that a place on the line of all work lies in: counts of what begins before it, no search."""
+    total_tiles = tl.load(tile_prefix + batch_size)
+    column = tl.arange(0, PARTS_PADDED)
+    before = tl.load(table + column * FIELDS + WORK_BEFORE, mask=column < parts, other=0).to(tl.int64) * total_tiles
+    part = tl.sum(((before <= place) & (column < parts)).to(tl.int32), 0) - 1
+    part = tl.maximum(part, 0)
+    row = table + part * FIELDS
+    work = (tl.load(row + QK_RANK) + tl.load(row + V_RANK)).to(tl.int64)
+    rest = place - tl.load(row + WORK_BEFORE).to(tl.int64) * total_tiles
+    column = tl.arange(0, BATCH_PADDED)
+    before = tl.load(tile_prefix + column, mask=column < batch_size, other=0) * work
+    sequence = tl.sum(((before <= rest) & (column < batch_size)).to(tl.int32), 0) - 1
+    return part * batch_size + tl.maximum(sequence, 0)
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: LayerParts,
+    keys: DecodeKeys,
+    heads_per_kv: int,
+    scaling: float,
+    *,
+    query_basis: Tensor | None = None,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    block_table: Tensor | None = None,
+    soft_cap: float | None = None,
+    schedule: str = "stream",
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query position of each sequence over a layer's packed rows; nothing waits for the host.
+
+    Args:
+        query: domain `pre`: [batch_size, num_heads, head_dim], rotated; else [batch_size, width] with the rows of each
+            group beside each other, projected: [groups][query rows of a group][qk_rank].
+        key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width]; with a block table
+            [num_pages, page_size, .]. The innermost stride is 1.
+        parts: of `layer_parts`.
+        keys: which keys of each sequence are attended.
+        heads_per_kv, scaling: as in the uncompressed model.
+        query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
+            cache, [at least kv_len, head_dim], both halves alike.
+        block_table: [batch_size, pages of a sequence], int32; a page holds a power of two of keys.
+        soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+        schedule: `stream`, `lpt` or `none`.
+        programs: how many share the work, for `stream` and `lpt`; default by the device.
+    Returns:
+        [batch_size, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the logits
+        [batch_size, num_heads], float32. Sequences with no keys give zeros and minus infinity.
+    """
+    batch_size = query.shape[0]
+    device = query.device
+    config = decode_config(parts, heads_per_kv, query.element_size(), 0 if query_basis is None else query.shape[-1])
+    units = len(parts.table) * batch_size
+    page = check_page(key, block_table)
+    programs = programs or default_programs(device)
+    width = parts.rows * sum(row[Column.V_RANK] for row in parts.table)
+    output = torch.empty(batch_size, width, dtype=query.dtype, device=device)
+    lse = torch.empty(batch_size, parts.rows * len(parts.table), dtype=torch.float32, device=device)
+    table = table_on(parts, device)
+    prefix = keys.tile_prefix(config["TILE"])
+    partial = partial_lse = lse
+    order = bounds = keys.first
+    grid = units
+    if schedule == "stream":
+        grid = programs
+        partial = torch.empty(
+            programs + units, config["TILE_ROWS"], config["PARTIAL_WIDTH"], dtype=torch.float32, device=device
+        )
+        partial_lse = torch.empty(programs + units, config["TILE_ROWS"], dtype=torch.float32, device=device)
+    elif schedule == "lpt":
+        grid = min(programs, units)
+        length = (keys.end - keys.first).clamp(min=0).long()
+        d_sum = table[:, Column.QK_RANK] + table[:, Column.V_RANK] + 1
+        order, bounds = longest_first((d_sum[:, None] * length).flatten(), grid)
+    elif schedule != "none":
+        raise UsageError(f"schedule {schedule!r}: expected stream, lpt or none.", "Choose one of them.")
+    cos, sin = key_rotation if key_rotation is not None else (query, query)
+    basis = query if query_basis is None else query_basis
+    strides = [query.stride(0), 0, key.stride(0), key.stride(1), value.stride(0), value.stride(1)]
+    strides += [0, 0, output.stride(0)]
+    if parts.domain == "pre":
+        strides[1], strides[6], strides[7] = query.stride(1), cos.stride(0), basis.stride(0)
+    align = alignment(parts, strides)
+    query_stride, head_stride, key_block, key_row, value_block, value_row, *rest = (s // align for s in strides)
+    rotation_stride, basis_stride, output_stride = rest
+    decode_kernel[(grid,)](
+        query, key, value, partial, partial_lse, output, lse, table, keys.first, keys.end,
+        keys.first if keys.holes is None else keys.holes, prefix, order, bounds,
+        keys.first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
+        batch_size, query_stride, head_stride, key_block, key_row, value_block, value_row,
+        0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
+        cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),
+        parts.total_work, scaling, 1.0 if soft_cap is None else soft_cap,
+        **config,
+        PAGE=page,
+        MASK=keys.mask is not None,
+        SOFT_CAP=soft_cap is not None,
+        SCHEDULE=schedule,
+        ALIGN=align,
+        BATCH_PADDED=triton.next_power_of_2(batch_size),
+    )  # fmt: skip
+    if schedule == "stream":
+        combine_kernel[(units, parts.rows)](
+            partial, partial_lse, output, lse, table, prefix, batch_size, output.stride(0), lse.stride(0), programs,
+            parts.total_work,
+            PARTIAL_WIDTH=config["PARTIAL_WIDTH"],
+            TILE_ROWS=config["TILE_ROWS"],
+            WIDTH=triton.next_power_of_2(config["PARTIAL_WIDTH"]),
+            BLOCK=16,
+            num_warps=2,
+        )  # fmt: skip
+    return output, lse
+
+
+def decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int) -> dict[str, Any]:
+    """Constants of the decode kernel that follow from the layer alone, with num_warps and num_stages.
+
+    head_dim is 0 except in domain `pre`.
+    """
+    widest = max(qk for qk, _ in parts.bodies), max(v for _, v in parts.bodies)
+    tile_rows = max(16, triton.next_power_of_2(parts.rows))
+    wide_pre = parts.domain == "pre" and max(widest) > 128
+    if wide_pre:
+        tile_rows = max(32, tile_rows)
+    tile, warps, stages = tile_shape(widest, tile_rows, element_bytes, head_dim)
+    half = head_dim // 2
+    return {
+        "BODIES": parts.bodies,
+        "PRE": parts.domain == "pre",
+        "HEADS": parts.heads,
+        "HEADS_PER_KV": heads_per_kv,
+        "HALF": half,
+        "HALF_PADDED": max(16, triton.next_power_of_2(half)),
+        "FREQUENCIES": 16 if wide_pre else min(32, max(16, triton.next_power_of_2(half))),
+        "ROWS": parts.rows,
+        "TILE_ROWS": tile_rows,
+        "TILE": tile,
+        "PARTIAL_WIDTH": widest[1],
+        "PRECISION": "ieee" if element_bytes == 4 else "tf32",
+        "PARTS_PADDED": triton.next_power_of_2(len(parts.table)),
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+def tile_shape(widest: tuple[int, int], tile_rows: int, element_bytes: int, head_dim: int) -> tuple[int, int, int]:
+    """Keys of a tile, warps, and stages of the pipeline of loads; head_dim is 0 except in domain `pre`.
+
+    A tile of latents is about 16 KB, so that three of them in flight on each of two or more programs an SM cover the
+    memory's latency. In `pre` the latents of a tile stay in registers while all heads are rebuilt from them, and these
+    are the sizes at which the compiler does not spill.
+    """
+    row_bytes = sum(widest) * element_bytes
+    if head_dim:
+        return (64 if max(widest) <= 128 else 16), (4 if sum(widest) <= 64 else 8), 2
+    tile = 128
+    while tile > 16 and tile * row_bytes > (16 << 10):
+        tile //= 2
+    return tile, 4 if tile_rows * widest[1] <= 4096 else 8, 3
+
+
+def alignment_of(*numbers: int) -> int:
+    """What divides all offsets, widths and strides, in elements: 16 at most, and 16 bytes suffice."""
+    return math.gcd(16, *numbers)
+
+
+def alignment(parts: LayerParts, strides: list[int]) -> int:
+    columns = (Column.QK_RANK, Column.V_RANK, Column.QK_OFFSET, Column.V_OFFSET)
+    return alignment_of(*strides, *(row[column] for row in parts.table for column in columns))
+
+
+def check_page(key: Tensor, block_table: Tensor | None) -> int:
+    """Keys of a page, 0 for a contiguous cache."""
+    page = 0 if block_table is None else key.shape[1]
+    if page & (page - 1):
+        raise UsageError(f"pages of {page} keys: expected a power of two.", "Choose another page size.")
+    return page
+
+
+@lru_cache(maxsize=16)
+def default_programs(device: torch.device) -> int:
+    """Two programs for each SM; four in all where there is no GPU (in Triton's interpreter)."""
+    if device.type != "cuda":
+        return 4
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def decode_variant(
+    parts: LayerParts,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    batch_size: int = 1,
+    schedule: str = "stream",
+    page: int = 0,
+    mask: bool = False,
+    soft_cap: bool = False,
+) -> Variant:
+    """What `decode_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
+    config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0)
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
+    single, integer = torch.float32, torch.int32
+    pointers = {
+        **dict.fromkeys(("query", "key", "value", "output", "basis"), dtype),
+        **dict.fromkeys(("partial", "partial_lse", "lse"), single),
+        **dict.fromkeys(("cos", "sin"), single if parts.domain == "pre" else dtype),
+        **dict.fromkeys(("table", "first_key", "end_key", "holes", "order", "bounds", "block_table"), integer),
+        "mask": torch.uint8 if mask else single,
+        "tile_prefix": torch.int64,
+    }
+    constants = {
+        **config,
+        "PAGE": page,
+        "MASK": mask,
+        "SOFT_CAP": soft_cap,
+        "SCHEDULE": schedule,
+        "ALIGN": alignment(parts, []),
+        "BATCH_PADDED": triton.next_power_of_2(batch_size),
+    }
+    bodies = " ".join(f"{qk}+{v}" for qk, v in parts.bodies)
+    name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
+    return Variant(name, decode_kernel, pointers, constants, ("scale", "soft_cap"), options)

@@ -1,0 +1,77 @@
+"""Whether the Triton kernels serve a call of attention, or plain PyTorch does. Imports neither Triton nor CUDA.
+
+The environment variable ROTOR_ATTENTION chooses: `auto` (the default: kernels on a CUDA device where Triton is
+installed), `reference` (never), `triton` (always, an error where they cannot run at all; on a CPU they need Triton's
+interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch serves what the kernels do not express:
+
+- masks that are added to the logits, or that differ between heads; bool masks of any pattern are served;
+- dropout, gradients, and code that torch.compile is tracing;
+- widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`), whose tiles exceed an SM;
+- keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from rotor.errors import UsageError
+from rotor.layout import LayerLayout
+
+VARIABLE = "ROTOR_ATTENTION"
+CHOICES = ("auto", "triton", "reference")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_WIDTH = 512
+MAX_REBUILT_WIDTH = 256
+
+
+@lru_cache(maxsize=1)
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def kernels_wanted(device: torch.device) -> bool:
+    """Whether kernels run on a device, by what is installed and what the user chose.
+
+    Raises:
+        UsageError: ROTOR_ATTENTION has no such choice, or asks for Triton where it is not installed.
+    """
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice not in CHOICES:
+        raise UsageError(f"{VARIABLE}={choice}: expected one of {', '.join(CHOICES)}.", f"Unset {VARIABLE}.")
+    if choice == "triton" and not triton_installed():
+        raise UsageError(f"{VARIABLE}=triton, but Triton is not installed.", "pip install 'rotor-kv[kernels]'")
+    return choice == "triton" or (choice == "auto" and device.type == "cuda" and triton_installed())
+
+
+def kernels_serve(
+    hidden_states: Tensor, layout: LayerLayout, attention_mask: Tensor | None, dropout: float, rotation_fits: bool
+) -> bool:
+    """Whether the kernels serve a layer's attention for these inputs; else plain PyTorch does.
+
+    Args:
+        hidden_states: the layer's input: device, dtype, and whether gradients are wanted.
+        attention_mask: as transformers gives it, 4-dimensional.
+        rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
+    """
+    if not kernels_wanted(hidden_states.device):
+        return False
+    widest_key, widest_value = max(g.qk_rank for g in layout.groups), max(g.v_rank for g in layout.groups)
+    key_limit, value_limit = MAX_WIDTH, MAX_WIDTH
+    if layout.domain == "pre":
+        key_limit = value_limit = MAX_REBUILT_WIDTH
+    mask_fits = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
+    return (
+        mask_fits
+        and rotation_fits
+        and dropout == 0.0
+        and hidden_states.dtype in DTYPES
+        and widest_key <= key_limit
+        and widest_value <= value_limit
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )

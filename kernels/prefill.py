@@ -1,0 +1,318 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Prefill: many query positions a sequence, against the packed rows of a layer that hold the new keys already.
+
+Floor: FLOPs of the attended pairs of queries and keys, 2 (d_qk + d_v) each (and 2 qk_rank head_dim a key, KV head and
+row block for keys rebuilt in domain `pre`) / the matrix rate. One launch a class of groups, compiled for its widths as
+sums of two powers of two (80 = 64 + 16).
+
+Rows of a tile are (position, query head) pairs of the heads that share keys, positions slowest, so that a chunk of few
+positions still fills a tile. Rows know the range of keys that they attend to: causal, windows, padding, chunks
+against an existing cache and sequences of different lengths are all ranges. The longest row blocks are launched first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rotor.layout import GroupClass, LayerLayout
+
+from .ahead import Variant
+from .decode import alignment_of, check_page
+from .layer_table import chunks, padded
+from .schedule import balanced_row_blocks
+from .slices import PrefillKeys
+from .tiles import key_rows, load_basis, load_latents, load_rotation, rotate_tile, scaled_logits
+
+INTEGERS = [
+    "batch_size", "units", "blocks", "seq_len", "query_offset", "query_batch", "query_head", "query_position",
+    "key_offset", "key_block", "key_row", "value_offset", "value_block", "value_row", "output_offset", "output_batch",
+    "output_position", "lse_offset", "lse_batch", "lse_head", "table_stride", "mask_batch", "mask_query",
+    "rotation_stride", "basis_stride",
+]  # fmt: skip
+"""Not specialised on their values, as in the decode kernel."""
+
+
+@triton.jit
+def _load_queries(base, rows, head_stride, position_stride, valid, WIDTH: tl.constexpr, PACK: tl.constexpr,
+                  FIRST: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """[rows, SIZE] of the queries, columns from FIRST on of WIDTH; zeros where there is none."""
+    column = FIRST + tl.arange(0, SIZE)
+    offset = (rows // PACK).to(tl.int64) * position_stride + (rows % PACK) * head_stride
+    return tl.load(base + offset[:, None] + column[None, :], mask=valid[:, None] & (column[None, :] < WIDTH), other=0.0)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def prefill_kernel(
+    query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, batch_size, units,
+    blocks, seq_len, query_offset, query_batch, query_head, query_position, key_offset, key_block, key_row,
+    value_offset, value_block, value_row, output_offset, output_batch, output_position, lse_offset, lse_batch,
+    lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, scale, soft_cap,
+    QK: tl.constexpr, V: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    PRE: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One row block of one unit of one sequence; see `prefill_attention`. Offsets and strides in units of ALIGN.
+
+    A unit is a group, or in domain `pre` one of the HEADS KV heads of a group; PACK query heads share its keys.
+    """
+    program = tl.program_id(0)
+    row_block = blocks - 1 - program // (units * batch_size)
+    unit = program // batch_size % units
+    sequence = program % batch_size
+    group = unit // HEADS
+    rows = row_block * ROWS + tl.arange(0, ROWS)
+    in_range = rows < seq_len * PACK
+    place = sequence * seq_len + rows // PACK
+    first = tl.load(first_key + place, mask=in_range, other=0)
+    end = tl.load(end_key + place, mask=in_range, other=0)
+    attends = first < end
+    tile_begin = tl.min(tl.where(attends, first, 2147483647), 0) // TILE
+    tile_end = (tl.max(tl.where(attends, end, 0), 0) + TILE - 1) // TILE
+
+    query_base = query + (sequence.to(tl.int64) * query_batch + unit * PACK * query_head + query_offset) * ALIGN
+    key_base = key + (key_offset * ALIGN + group * QK)
+    value_base = value + (value_offset * ALIGN + group * V)
+    head_stride = query_head * ALIGN
+    position_stride = query_position * ALIGN
+    if PRE:
+        width: tl.constexpr = 2 * HALF
+        # A pad of the first half would be the second: load each by itself.
+        query_0 = _load_queries(query_base, rows, head_stride, position_stride, in_range, HALF, PACK, 0, HALF_PADDED)
+        query_1 = _load_queries(
+            query_base + HALF, rows, head_stride, position_stride, in_range, HALF, PACK, 0, HALF_PADDED
+        )
+        basis_base = basis + key_offset * ALIGN + group * QK
+        basis_row = (unit % HEADS) * width
+    else:
+        query_0 = _load_queries(query_base, rows, head_stride, position_stride, in_range, QK, PACK, 0, K0)
+        if K1 > 0:
+            query_1 = _load_queries(query_base, rows, head_stride, position_stride, in_range, QK, PACK, K0, K1)
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sum_0 = tl.zeros((ROWS, V0), tl.float32)
+    if V1 > 0:
+        sum_1 = tl.zeros((ROWS, V1), tl.float32)
+
+    for tile in range(tile_begin, tile_end):
+        start = tile * TILE
+        index = start + tl.arange(0, TILE)
+        # Rows behind the last key of the tile's rows may hold anything, pages behind it may not exist.
+        valid = (index < tl.max(end, 0)) & (index >= tl.min(tl.where(attends, first, 2147483647), 0))
+        block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
+        latent_0 = load_latents(key_base, block, row, key_block * ALIGN, key_row * ALIGN, QK, valid, 0, K0)
+        if K1 > 0:
+            latent_1 = load_latents(key_base, block, row, key_block * ALIGN, key_row * ALIGN, QK, valid, K0, K1)
+        if PRE:
+            stride = basis_stride * ALIGN
+            basis_0 = load_basis(basis_base, stride, basis_row, HALF, QK, 0, K0, HALF_PADDED)
+            basis_1 = load_basis(basis_base, stride, basis_row + HALF, HALF, QK, 0, K0, HALF_PADDED)
+            key_0 = tl.dot(latent_0, basis_0, input_precision=PRECISION)
+            key_1 = tl.dot(latent_0, basis_1, input_precision=PRECISION)
+            if K1 > 0:
+                basis_0 = load_basis(basis_base, stride, basis_row, HALF, QK, K0, K1, HALF_PADDED)
+                basis_1 = load_basis(basis_base, stride, basis_row + HALF, HALF, QK, K0, K1, HALF_PADDED)
+                key_0 = tl.dot(latent_1, basis_0, key_0, input_precision=PRECISION)
+                key_1 = tl.dot(latent_1, basis_1, key_1, input_precision=PRECISION)
+            tile_cos, tile_sin = load_rotation(cos, sin, index, valid, rotation_stride * ALIGN, 0, HALF, HALF_PADDED)
+            key_0, key_1 = rotate_tile(key_0, key_1, tile_cos, tile_sin)
+            scores = tl.dot(query_0, tl.trans(key_0.to(query_0.dtype)), input_precision=PRECISION)
+            scores = tl.dot(query_1, tl.trans(key_1.to(query_0.dtype)), scores, input_precision=PRECISION)
+        else:
+            scores = tl.dot(query_0, tl.trans(latent_0), input_precision=PRECISION)
+            if K1 > 0:
+                scores = tl.dot(query_1, tl.trans(latent_1), scores, input_precision=PRECISION)
+        scores = scaled_logits(scores, scale, soft_cap, SOFT_CAP)
+        attended = (index[None, :] >= first[:, None]) & (index[None, :] < end[:, None])
+        if MASK:
+            has_holes = tl.load(holes + place, mask=in_range, other=0)
+            mask_offset = sequence.to(tl.int64) * mask_batch + (rows // PACK).to(tl.int64) * mask_query
+            read = (index[None, :] < tl.where(has_holes > 0, end, 0)[:, None]) & (index[None, :] >= first[:, None])
+            marks = tl.load(mask + mask_offset[:, None] + index[None, :], mask=read, other=1)
+            attended = attended & (marks > 0)
+        scores = tl.where(attended, scores, float("-inf"))
+
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(scores - reference[:, None])
+        shrink = tl.exp2(largest - reference)
+        total = total * shrink + tl.sum(weight, 1)
+        largest = new_largest
+        value_0 = load_latents(value_base, block, row, value_block * ALIGN, value_row * ALIGN, V, valid, 0, V0)
+        weight = weight.to(value_0.dtype)
+        sum_0 = tl.dot(weight, value_0, sum_0 * shrink[:, None], input_precision=PRECISION)
+        if V1 > 0:
+            value_1 = load_latents(value_base, block, row, value_block * ALIGN, value_row * ALIGN, V, valid, V0, V1)
+            sum_1 = tl.dot(weight, value_1, sum_1 * shrink[:, None], input_precision=PRECISION)
+
+    safe_total = tl.where(total == 0.0, 1.0, total)
+    head = unit * PACK + rows % PACK
+    natural = (largest + tl.log2(safe_total)) * 0.6931471805599453
+    lse_place = lse + sequence * lse_batch + (lse_offset + head) * lse_head + rows // PACK
+    tl.store(lse_place, natural, mask=in_range)
+    offset = sequence.to(tl.int64) * (output_batch * ALIGN) + (rows // PACK).to(tl.int64) * (output_position * ALIGN)
+    out = output + (offset + output_offset * ALIGN + head * V)[:, None]
+    column = tl.arange(0, V0)
+    out_mask = in_range[:, None] & (column[None, :] < V)
+    tl.store(out + column[None, :], (sum_0 / safe_total[:, None]).to(output.dtype.element_ty), mask=out_mask)
+    if V1 > 0:
+        column = V0 + tl.arange(0, V1)
+        out_mask = in_range[:, None] & (column[None, :] < V)
+        tl.store(out + column[None, :], (sum_1 / safe_total[:, None]).to(output.dtype.element_ty), mask=out_mask)
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayerLayout,
+    keys: PrefillKeys,
+    heads_per_kv: int,
+    scaling: float,
+    *,
+    query_basis: Tensor | None = None,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    block_table: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of several query positions of each sequence over a layer's packed rows.
+
+    Args:
+        query: domain `pre`: [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, width],
+            projected, the rows of a group beside each other. The innermost stride is 1.
+        key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width]; with a block table
+            [num_pages, page_size, .]. They hold the new keys.
+        keys: which keys each query attends to.
+        query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
+            cache, [at least kv_len, head_dim].
+        block_table, soft_cap: as in `decode_attention`.
+    Returns:
+        [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
+        logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity.
+    """
+    pre = layout.domain == "pre"
+    batch_size, seq_len = keys.first.shape
+    page = check_page(key, block_table)
+    group_rows = layout.group_size * heads_per_kv
+    num_heads = group_rows * len(layout.groups)
+    output = torch.empty(batch_size, seq_len, group_rows * layout.v_width, dtype=query.dtype, device=query.device)
+    lse = torch.empty(batch_size, num_heads, seq_len, dtype=torch.float32, device=query.device)
+    cos, sin = key_rotation if key_rotation is not None else (query, query)
+    basis = query if query_basis is None else query_basis
+    empty = keys.first
+    for cls, constants in prefill_constants(layout, heads_per_kv, query.element_size(), query.shape[-1]):
+        units = cls.count * constants["HEADS"]
+        if pre:
+            query_strides = [cls.start * group_rows * query.stride(1), query.stride(0), query.stride(1)]
+            query_strides += [query.stride(2)]
+        else:
+            query_strides = [group_rows * cls.qk_offset, query.stride(0), cls.qk_rank, query.stride(1)]
+        strides = [
+            *query_strides, cls.qk_offset, key.stride(0), key.stride(1), cls.v_offset, value.stride(0), value.stride(1),
+            group_rows * cls.v_offset, output.stride(0), output.stride(1),
+        ]  # fmt: skip
+        rotation = [cos.stride(0), basis.stride(0)] if pre else [0, 0]
+        align = alignment_of(cls.qk_rank, cls.v_rank, *strides, *rotation)
+        blocks = triton.cdiv(seq_len * constants["PACK"], constants["ROWS"])
+        prefill_kernel[(blocks * units * batch_size,)](
+            query, key, value, output, lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
+            empty if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
+            batch_size, units, blocks, seq_len, *(stride // align for stride in strides),
+            cls.start * group_rows, lse.stride(0), lse.stride(1),
+            0 if block_table is None else block_table.stride(0),
+            *((0, 0) if keys.mask is None else (keys.mask.stride(0), keys.mask.stride(1))),
+            *(stride // align for stride in rotation), scaling, 1.0 if soft_cap is None else soft_cap,
+            **constants,
+            PAGE=page,
+            MASK=keys.mask is not None,
+            SOFT_CAP=soft_cap is not None,
+            ALIGN=align,
+        )  # fmt: skip
+    return output, lse
+
+
+def prefill_constants(
+    layout: LayerLayout, heads_per_kv: int, element_bytes: int, head_dim: int
+) -> list[tuple[GroupClass, dict[str, Any]]]:
+    """Each class of a layer, widest first, with the constants that its kernel is compiled for.
+
+    Row blocks balance the classes by d_sum (FDC section 5.3), in powers of two.
+    """
+    classes = list(layout.classes())
+    pre = layout.domain == "pre"
+    half = head_dim // 2 if pre else 0
+    result = []
+    for cls, (row_block, column_block) in zip(
+        classes, balanced_row_blocks([(c.qk_rank, c.v_rank) for c in classes]), strict=True
+    ):
+        widths = chunks(cls.qk_rank), chunks(cls.v_rank)
+        if pre and cls.qk_rank > 128:
+            widths = (padded(cls.qk_rank), 0), widths[1]
+        rows, tile, warps = prefill_shape(sum(widths[1]), row_block, column_block, element_bytes, pre)
+        constants = {
+            "QK": cls.qk_rank,
+            "V": cls.v_rank,
+            **dict(zip(("K0", "K1", "V0", "V1"), (*widths[0], *widths[1]), strict=True)),
+            "PRE": pre,
+            "HEADS": layout.group_size if pre else 1,
+            "PACK": heads_per_kv if pre else heads_per_kv * layout.group_size,
+            "HALF": half,
+            "HALF_PADDED": max(16, triton.next_power_of_2(half)),
+            "ROWS": rows,
+            "TILE": tile,
+            "PRECISION": "ieee" if element_bytes == 4 else "tf32",
+            "num_warps": warps,
+            "num_stages": 2,
+        }
+        result.append((cls, constants))
+    return result
+
+
+def prefill_shape(
+    v_width: int, row_block: int, column_block: int, element_bytes: int, pre: bool
+) -> tuple[int, int, int]:
+    """Rows and keys of a tile, and warps: the balanced block sizes as powers of two that the registers can hold."""
+    rows = min(128, 1 << (row_block.bit_length() - 1))
+    tile = column_block
+    while rows > 16 and rows * (v_width + tile) > 32768:
+        rows //= 2
+    if element_bytes == 4 or pre:
+        # Rebuilt keys and their rotation take as many registers again as the scores.
+        rows, tile = min(rows, 64), min(tile, 32)
+    elif v_width > 256:
+        tile = min(tile, 32)
+    return rows, tile, 8 if rows * (v_width + tile) > 8192 or pre else 4
+
+
+def prefill_variants(
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    page: int = 0,
+    mask: bool = False,
+    soft_cap: bool = False,
+) -> list[Variant]:
+    """What `prefill_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
+    variants = []
+    pre = layout.domain == "pre"
+    pointers = {
+        **dict.fromkeys(("query", "key", "value", "output", "basis"), dtype),
+        **dict.fromkeys(("cos", "sin"), torch.float32 if pre else dtype),
+        **dict.fromkeys(("first_key", "end_key", "holes", "block_table"), torch.int32),
+        "lse": torch.float32,
+        "mask": torch.uint8 if mask else torch.float32,
+    }
+    for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim):
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        align = alignment_of(cls.qk_rank, cls.v_rank, cls.qk_offset, cls.v_offset, layout.qk_width, layout.v_width)
+        flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": soft_cap, "ALIGN": align}
+        name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {cls.qk_rank}+{cls.v_rank}"
+        variants.append(Variant(name, prefill_kernel, pointers, constants | flags, ("scale", "soft_cap"), options))
+    return variants

@@ -1,0 +1,96 @@
+"""Which keys queries attend to, as the kernels want it: computed on the device, with no synchronisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DecodeKeys:
+    """The keys `first ... end - 1` of each sequence, without those that `mask` leaves out.
+
+    first, end: [batch_size], int32. Left padding and sliding windows are ranges; a sequence with nothing is empty.
+    mask, holes: [batch_size, kv_len], uint8 (1: attend), and [batch_size], int32: whether a range has keys
+        that are not attended. The mask is only read where it has.
+    """
+
+    first: Tensor
+    end: Tensor
+    mask: Tensor | None = None
+    holes: Tensor | None = None
+    _prefixes: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def all_of(cls, batch_size: int, kv_len: int, device: torch.device, window: int | None = None) -> DecodeKeys:
+        """The last `window` of kv_len keys, or all, for every sequence."""
+        first = 0 if window is None else max(0, kv_len - window)
+        return cls(
+            torch.full((batch_size,), first, dtype=torch.int32, device=device),
+            torch.full((batch_size,), kv_len, dtype=torch.int32, device=device),
+        )
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> DecodeKeys:
+        """From a bool mask [batch_size, kv_len] (True: attend)."""
+        some = mask.any(-1)
+        marks = mask.to(torch.uint8)
+        first = torch.where(some, marks.argmax(-1), 0)
+        end = torch.where(some, mask.shape[-1] - marks.flip(-1).argmax(-1), 0)
+        holes = mask.sum(-1) != end - first
+        return cls(first.int(), end.int(), mask.contiguous().view(torch.uint8), holes.int())
+
+    def tile_prefix(self, tile: int) -> Tensor:
+        """[batch_size + 1], int64: tiles of keys in the sequences before each; tiles begin at multiples of `tile`."""
+        if tile not in self._prefixes:
+            tiles = (self.end + tile - 1) // tile - self.first // tile
+            tiles = torch.where(self.end > self.first, tiles, 0)
+            prefix = torch.zeros(len(tiles) + 1, dtype=torch.int64, device=tiles.device)
+            torch.cumsum(tiles, 0, out=prefix[1:])
+            self._prefixes[tile] = prefix
+        return self._prefixes[tile]
+
+
+@dataclass(frozen=True)
+class PrefillKeys:
+    """The keys `first ... end - 1` of each query, without those that `mask` leaves out.
+
+    first, end: [batch_size, seq_len], int32; queries behind a shorter sequence are empty ranges.
+    mask, holes: [batch_size, seq_len, kv_len], uint8 (1: attend), and [batch_size, seq_len], int32: whether a query's
+        range has keys that are not attended. The mask is only read where it has.
+    """
+
+    first: Tensor
+    end: Tensor
+    mask: Tensor | None = None
+    holes: Tensor | None = None
+
+    @classmethod
+    def causal(
+        cls, query_len: Tensor, kv_start: Tensor, kv_end: Tensor, seq_len: int, window: int | None = None
+    ) -> PrefillKeys:
+        """The last `query_len` of the keys kv_start ... kv_end - 1 of each sequence are the queries' own.
+
+        Args:
+            query_len, kv_start, kv_end: [batch_size].
+            seq_len: of the padded queries.
+            window: a query attends to itself and the window - 1 keys before it.
+        """
+        index = torch.arange(seq_len, device=kv_end.device)
+        end = index + (kv_end - query_len)[:, None] + 1
+        first = kv_start[:, None].expand_as(end)
+        if window is not None:
+            first = torch.maximum(first, end - window)
+        end = torch.where(index < query_len[:, None], end, 0)
+        return cls(first.int().contiguous(), end.int())
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> PrefillKeys:
+        """From a bool mask [batch_size, seq_len, kv_len] (True: attend)."""
+        flat = DecodeKeys.from_mask(mask.flatten(0, 1))
+        assert flat.mask is not None
+        assert flat.holes is not None
+        shape = mask.shape[:2]
+        return cls(flat.first.view(shape), flat.end.view(shape), flat.mask.view(mask.shape), flat.holes.view(shape))

@@ -1,0 +1,80 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Pieces of the attention kernels that work on one tile of keys: loading latents, rebuilding keys, soft cap.
+
+Widths are powers of two, and the true one comes at run time: columns behind it are masked and cost no memory traffic.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def key_rows(index, start, valid, sequence, block_table, table_stride, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Batch row (or page) of the keys `index`, a tile from `start` on, and their rows in it.
+
+    PAGE is 0 for a contiguous cache. Where a tile lies within one page, one entry of the block table serves it all.
+    """
+    if PAGE == 0:
+        return sequence + 0 * index, index
+    elif PAGE % TILE == 0:
+        return tl.load(block_table + sequence * table_stride + start // PAGE) + 0 * index, index % PAGE
+    else:
+        return tl.load(block_table + sequence * table_stride + index // PAGE, mask=valid, other=0), index % PAGE
+
+
+@triton.jit
+def load_latents(base, block, row, block_stride, row_stride, width, valid, FIRST: tl.constexpr, SIZE: tl.constexpr):
+    """[keys, SIZE] of a packed row, columns FIRST ... FIRST + SIZE - 1 of a group; zeros where not valid."""
+    column = FIRST + tl.arange(0, SIZE)
+    offset = block.to(tl.int64) * block_stride + row.to(tl.int64) * row_stride
+    return tl.load(base + offset[:, None] + column[None, :], mask=valid[:, None] & (column[None, :] < width), other=0.0)
+
+
+@triton.jit
+def load_basis(base, row_stride, first_row, row_count, width, FIRST: tl.constexpr, SIZE: tl.constexpr,
+               ROWS: tl.constexpr):  # fmt: skip
+    """[SIZE, ROWS], the transpose of ROWS rows of a basis and its columns from FIRST on; zeros behind both ends."""
+    column = FIRST + tl.arange(0, SIZE)
+    row = tl.arange(0, ROWS)
+    mask = (row[:, None] < row_count) & (column[None, :] < width)
+    block = tl.load(base + (first_row + row[:, None]) * row_stride + column[None, :], mask=mask, other=0.0)
+    return tl.trans(block)
+
+
+@triton.jit
+def rotate_tile(first, second, cos, sin):
+    """Both halves of keys [keys, half], rotated."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def load_rotation(cos, sin, row, valid, stride, first, HALF: tl.constexpr, FREQUENCIES: tl.constexpr):
+    """cos and sin [rows, FREQUENCIES] from frequency `first` on, in float32; the identity where there is none."""
+    column = first + tl.arange(0, FREQUENCIES)
+    offset = row[:, None] * stride + column[None, :]
+    mask = valid[:, None] & (column[None, :] < HALF)
+    return (
+        tl.load(cos + offset, mask=mask, other=1.0).to(tl.float32),
+        tl.load(sin + offset, mask=mask, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def rotate_back(first, second, cos, sin):
+    """Both halves of queries [rows, half], rotated by minus the position of cos, sin [1, half].
+
+    A table with an attention factor carries it in both; the factor is divided out, since the keys bring it.
+    """
+    norm = tl.rsqrt(cos * cos + sin * sin)
+    return (first * cos + second * sin) * norm, (second * cos - first * sin) * norm
+
+
+@triton.jit
+def scaled_logits(scores, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """Logits in base 2: times log2(e), after the soft cap."""
+    log2_e = 1.4426950408889634
+    if SOFT_CAP:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = soft_cap * (2.0 / (1.0 + tl.exp2(-2.0 * log2_e * (scores * (scale / soft_cap)))) - 1.0)
+        return scores * log2_e
+    return scores * (scale * log2_e)

@@ -1,0 +1,60 @@
+"""The prefill kernel in Triton's interpreter, in float32 (it computes bfloat16 wrongly)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_checks import check_prefill
+from ragged import layer, random_case
+
+from rotor.kernels.slices import PrefillKeys
+from rotor.kernels.truth import Sequence
+
+HEAD_DIM = 16
+
+
+@pytest.mark.parametrize("widths", [((80, 48),), ((24, 40), (24, 40), (16, 8))], ids=str)
+@pytest.mark.parametrize("group", [("none", 1, 3), ("none", 2, 2), ("pre", 1, 3), ("pre", 2, 1)], ids=str)
+def test_widths_domains_group_sizes_and_query_rows(widths, group) -> None:
+    domain, size, heads_per_kv = group
+    case = random_case(layer(domain, size, *widths), heads_per_kv, HEAD_DIM, 1, 35, 35)
+    check_prefill(case, [Sequence(35, 0, 35)])
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+@pytest.mark.parametrize("domain", ["none", "pre"])
+def test_lengths_around_a_tile(domain, length) -> None:
+    case = random_case(layer(domain, 1, (16, 8)), 1, HEAD_DIM, 1, length, length)
+    check_prefill(case, [Sequence(length, 0, length)])
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+@pytest.mark.parametrize("domain", ["none", "pre"])
+def test_chunks_against_an_existing_cache_of_different_lengths(domain, page_size) -> None:
+    case = random_case(layer(domain, 1, (16, 24), (16, 8)), 2, HEAD_DIM, 3, 18, 90)
+    check_prefill(case, [Sequence(18, 0, 90), Sequence(5, 7, 67), Sequence(0, 0, 0)], page_size=page_size)
+
+
+@pytest.mark.parametrize("window", [7, 40])
+def test_sliding_windows_and_left_padding(window) -> None:
+    case = random_case(layer("pre", 1, (16, 24)), 2, HEAD_DIM, 2, 50, 60)
+    check_prefill(case, [Sequence(50, 0, 60), Sequence(50, 23, 60)], window=window)
+
+
+@pytest.mark.parametrize("domain", ["none", "pre"])
+def test_a_mask_with_holes(domain) -> None:
+    case = random_case(layer(domain, 1, (16, 24)), 2, HEAD_DIM, 2, 20, 60)
+    mask = torch.rand(2, 20, 60, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[1, :10] = True
+    mask[1, 15] = False
+    check_prefill(case, [Sequence(20, 0, 60), Sequence(20, 3, 60)], mask=mask)
+
+
+def test_soft_cap() -> None:
+    check_prefill(random_case(layer("none", 1, (16, 24)), 2, HEAD_DIM, 1, 20, 40), [Sequence(20, 0, 40)], soft_cap=2.0)
+
+
+def test_ranges_of_causal_queries() -> None:
+    keys = PrefillKeys.causal(torch.tensor([3, 1]), torch.tensor([0, 2]), torch.tensor([5, 4]), 3, window=2)
+    assert keys.first.tolist() == [[1, 2, 3], [2, 3, 4]]
+    assert keys.end.tolist() == [[3, 4, 5], [4, 0, 0]]

@@ -1,0 +1,181 @@
+"""Checks of the kernels against the float64 attention, shared by the interpreter's tests and those on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from ragged import RaggedCase, paged
+from torch import Tensor
+
+from rotor.kernels.decode import decode_attention
+from rotor.kernels.layer_table import layer_parts
+from rotor.kernels.prefill import prefill_attention
+from rotor.kernels.reference import grouped_attention
+from rotor.kernels.slices import DecodeKeys, PrefillKeys
+from rotor.kernels.truth import Sequence, ragged_attention
+
+FLOAT32_ERROR = 4e-6
+"""Relative error allowed in float32, where PyTorch's own is around 5e-7 and the order of sums differs."""
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    assert not got.isnan().any()
+    return float((got.cpu().double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def assert_lse(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Log-sum-exp by absolute error; minus infinity where nothing is attended."""
+    empty = torch.isinf(expected)
+    assert torch.equal(torch.isinf(got.cpu()), empty)
+    difference = (got.cpu().double() - expected).masked_fill(empty, 0.0)
+    assert float(difference.abs().max()) <= tolerance
+
+
+def allowed_error(case: RaggedCase, exact: Tensor, mask: Tensor) -> float:
+    """Twice the error of PyTorch in the case's dtype; `mask` is [batch_size, 1, seq_len, kv_len]."""
+    rotation = None if case.key_rotation is None else tuple(t.to(case.key.dtype) for t in case.key_rotation)
+    plain = grouped_attention(
+        case.query,
+        case.key.unsqueeze(1),
+        case.value.unsqueeze(1),
+        case.layout,
+        case.heads_per_kv,
+        case.scaling,
+        case.query_basis,
+        rotation,  # type: ignore[arg-type]
+        mask.to(case.key.device),
+    )
+    return max(2.0 * relative_error(plain, exact), FLOAT32_ERROR)
+
+
+def check_decode(
+    case: RaggedCase,
+    sequences: list[Sequence],
+    *,
+    schedule: str = "stream",
+    programs: int | None = None,
+    page_size: int = 0,
+    soft_cap: float | None = None,
+    mask: Tensor | None = None,
+) -> None:
+    """Decode one query of each sequence; keys outside of a sequence's range are poisoned with NaN.
+
+    `mask` [batch_size, kv_len] goes to the kernel in place of the sequences' ranges, which it must lie in.
+    """
+    layout, device = case.layout, case.key.device
+    kv_len = case.key.shape[1]
+    parts = layer_parts(layout, case.heads_per_kv, case.head_dim)
+    full_mask = torch.zeros(len(sequences), kv_len, dtype=torch.bool)
+    for b, sequence in enumerate(sequences):
+        full_mask[b, sequence.kv_start : sequence.kv_end] = True
+    if mask is not None:
+        full_mask &= mask
+    expected, expected_lse = ragged_attention(
+        case.query,
+        case.key,
+        case.value,
+        layout,
+        case.heads_per_kv,
+        case.scaling,
+        sequences,
+        case.query_basis,
+        case.key_rotation,
+        soft_cap=soft_cap,
+        mask=None if mask is None else mask.unsqueeze(1),
+    )
+    rows = torch.cat([case.key, case.value], -1)
+    if mask is None:
+        rows = rows.masked_fill(~full_mask.unsqueeze(-1).to(device), torch.nan)
+        ranges = [[s.kv_start for s in sequences], [s.kv_end for s in sequences]]
+        keys = DecodeKeys(*torch.tensor(ranges, dtype=torch.int32, device=device))
+    else:
+        keys = DecodeKeys.from_mask(full_mask.to(device))
+    table = None
+    if page_size:
+        rows, table = paged(rows, page_size, torch.Generator().manual_seed(3))
+    key, value = rows.split([layout.qk_width, layout.v_width], dim=-1)
+    got, lse = decode_attention(
+        case.query[:, 0] if layout.domain == "none" else case.query[:, :, 0],
+        key,
+        value,
+        parts,
+        keys,
+        case.heads_per_kv,
+        case.scaling,
+        query_basis=case.query_basis,
+        key_rotation=case.key_rotation,
+        block_table=table,
+        soft_cap=soft_cap,
+        schedule=schedule,
+        programs=programs,
+    )
+    limit = FLOAT32_ERROR
+    if case.key.dtype != torch.float32:
+        limit = allowed_error(case, expected, full_mask[:, None, None]) if soft_cap is None else 0.02
+    assert relative_error(got, expected[:, 0]) <= limit
+    assert_lse(lse, expected_lse[:, :, 0], 20 * limit)
+
+
+def check_prefill(
+    case: RaggedCase,
+    sequences: list[Sequence],
+    *,
+    page_size: int = 0,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    mask: Tensor | None = None,
+) -> None:
+    """Prefill the queries of each sequence; keys outside of a sequence's range are poisoned with NaN.
+
+    `mask` [batch_size, seq_len, kv_len] takes keys away from what is causal, and goes to the kernel as a mask.
+    """
+    layout, device = case.layout, case.key.device
+    kv_len = case.key.shape[1]
+    seq_len = case.query.shape[1] if layout.domain == "none" else case.query.shape[2]
+    expected, expected_lse = ragged_attention(
+        case.query,
+        case.key,
+        case.value,
+        layout,
+        case.heads_per_kv,
+        case.scaling,
+        sequences,
+        case.query_basis,
+        case.key_rotation,
+        window=window,
+        soft_cap=soft_cap,
+        mask=mask,
+    )
+    fields = [[s.query_len for s in sequences], [s.kv_start for s in sequences], [s.kv_end for s in sequences]]
+    keys = PrefillKeys.causal(*torch.tensor(fields, device=device), seq_len, window)
+    index = torch.arange(kv_len, device=device)
+    full_mask = (index >= keys.first[..., None]) & (index < keys.end[..., None])
+    if mask is not None:
+        full_mask &= mask.to(device)
+        keys = PrefillKeys.from_mask(full_mask)
+    rows = torch.cat([case.key, case.value], -1)
+    inside = (index >= torch.tensor(fields[1], device=device)[:, None]) & (
+        index < torch.tensor(fields[2], device=device)[:, None]
+    )
+    rows = rows.masked_fill(~inside.unsqueeze(-1), torch.nan)
+    table = None
+    if page_size:
+        rows, table = paged(rows, page_size, torch.Generator().manual_seed(3))
+    key, value = rows.split([layout.qk_width, layout.v_width], dim=-1)
+    got, lse = prefill_attention(
+        case.query,
+        key,
+        value,
+        layout,
+        keys,
+        case.heads_per_kv,
+        case.scaling,
+        query_basis=case.query_basis,
+        key_rotation=case.key_rotation,
+        block_table=table,
+        soft_cap=soft_cap,
+    )
+    limit = FLOAT32_ERROR
+    if case.key.dtype != torch.float32:
+        limit = allowed_error(case, expected, full_mask[:, None]) if soft_cap is None else 0.02
+    assert relative_error(got, expected) <= limit
+    assert_lse(lse, expected_lse, 20 * limit)
