@@ -235,7 +235,7 @@ def test_a_changed_source_is_refused_on_export(model: Path, tmp_path: Path, caps
 def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, capsys, monkeypatch) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("rotor.export.CompressibleModel", None)  # nothing is measured before the disk is checked
+    monkeypatch.setattr("rotor.export.Placement", None)  # nothing is measured before the disk is checked
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     expect_error(capsys, 1, "GB needed", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
     assert not (tmp_path / "out").exists()
@@ -353,7 +353,7 @@ def dying(function):
 export.write_shard = dying(export.write_shard)
 export.write_json = dying(export.write_json)
 export.shutil.copyfile = dying(export.shutil.copyfile)
-checkpoint._fsync = dying(checkpoint._fsync)
+checkpoint.sync = dying(checkpoint.sync)
 checkpoint.os.rename = dying(checkpoint.os.rename)
 export.export(sys.argv[2], sys.argv[3], compression=0.5, overwrite=True)
 print("finished", count)
