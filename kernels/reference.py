@@ -144,12 +144,12 @@ def attend(
     Returns [batch_size, seq_len, heads * value width].
     """
     seq_len, kv_len = query.shape[2], key.shape[2]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the width before it is padded below
     is_causal = attention_mask is None and seq_len > 1
     if is_causal and kv_len > seq_len:
         # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]
     if softcap is not None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         logits = query.unflatten(1, (key.shape[1], -1)).float() @ key.unsqueeze(2).mT.float()
         if is_causal:
             attention_mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=query.device).tril()[None, None]

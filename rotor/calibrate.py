@@ -156,6 +156,7 @@ class Calibration:
                         shards[file] = file_sha256(checkpoint.folder / file)
                         for name in checkpoint.names_in(file):
                             checkpoint.tensor(name)  # raises on NaN or Inf
+                        checkpoint.release()
                         advance((checkpoint.folder / file).stat().st_size)
                 for layer in range(job.shape.num_layers):  # raises on other shapes
                     read_attention(job.family, layer, checkpoint.names, checkpoint.unchecked_tensor, job.shape)

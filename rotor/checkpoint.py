@@ -110,6 +110,10 @@ class Checkpoint:
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / file}: tensor {name}: {_one_line(error)}") from error
 
+    def release(self) -> None:
+        """Close the shards, so that what was read of them no longer counts as this process's memory."""
+        self._handles.clear()
+
     def shape_of(self, name: str) -> list[int]:
         return list(self._open(self.file_of[name]).get_slice(name).get_shape())
 

@@ -78,7 +78,7 @@ class ConsoleProgress(Progress):
             yield lambda done: bars.advance(task, done)
 
     def message(self, text: str) -> None:
-        stderr.print(text, highlight=False, markup=False)
+        stderr.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _is_first_process() -> bool:

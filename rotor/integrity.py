@@ -202,7 +202,7 @@ def _tensor_problem(layouts: list[LayerLayout], checkpoint: Checkpoint) -> str:
     """Where the value projection of a layer is not as wide as its layout says."""
     family = FAMILIES[checkpoint.config.model_type]
     for index, layout in enumerate(layouts):
-        name = family.attention_prefix(index) + "v_proj.weight"
+        name = family.stored_prefix(index, checkpoint.names) + "v_proj.weight"
         if name not in checkpoint.names or checkpoint.shape_of(name)[:1] != [layout.v_width]:
             return f"config.json, layer {index}: v_proj.weight has not the {layout.v_width} rows of its layout"
     return ""

@@ -149,6 +149,7 @@ class StreamedWeights:
             empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
             for alias in next((group for group in self._aliases if name in group), [name]):
                 _set(self.model, alias, empty)
+        self.checkpoint.release()
 
 
 def keep_softcap(model: Any) -> None:

@@ -236,8 +236,8 @@ def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, cap
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
-        sys.modules["rotor.export"], "CompressibleModel", None
-    )  # nothing is measured before the disk is checked
+        sys.modules["rotor.export"], "Placement", None
+    )  # the disk is checked before the model is loaded
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     expect_error(capsys, 1, "GB needed", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
     assert not (tmp_path / "out").exists()
@@ -356,7 +356,7 @@ def dying(function):
 export.write_shard = dying(export.write_shard)
 export.write_json = dying(export.write_json)
 export.shutil.copyfile = dying(export.shutil.copyfile)
-checkpoint._fsync = dying(checkpoint._fsync)
+checkpoint.sync = dying(checkpoint.sync)
 checkpoint.os.rename = dying(checkpoint.os.rename)
 export.export(sys.argv[2], sys.argv[3], compression=0.5, overwrite=True)
 print("finished", count)

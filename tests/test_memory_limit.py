@@ -1,4 +1,4 @@
-"""A checkpoint of 8 GB is calibrated within 3 GB of memory: with ROTOR_SLOW=1, in minutes and 9 GB of disk."""
+"""A checkpoint of 8 GB is calibrated within 3 GB of memory (ROTOR_SLOW=1; it takes minutes and 9 GB of disk)."""
 
 from __future__ import annotations
 
