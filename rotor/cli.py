@@ -240,6 +240,7 @@ def validate(
     run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    offload: Offload = "auto",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -251,7 +252,8 @@ def validate(
 
     progress = _progress(quiet)
     results = [
-        run_validate(folder, model=model, run=run, device=device, dtype=dtype, progress=progress) for folder in folders
+        run_validate(folder, model=model, run=run, device=device, dtype=dtype, offload=offload, progress=progress)
+        for folder in folders
     ]
     if as_json:
         objects = [result.to_dict() for result in results]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, file_sha256
-from .compress import CompressibleModel, load_model, pick_device, pick_dtype
+from .compress import CompressibleModel, compressed_weights, pick_device, pick_dtype, weights_of
 from .errors import DataError, RotorError
 from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
 from .export import RECIPE
@@ -21,8 +22,10 @@ from .integrity import Validation, check_integrity
 from .layerwise import LayerwiseModel
 from .layout import LayerLayout
 from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
+from .placement import Placement
+from .probe import columns
 from .progress import Progress, StageTimes
-from .recipe import Evaluation, load_recipe
+from .recipe import Evaluation, Recipe, load_recipe
 from .run import Run
 
 FULL_RANK_TOLERANCE = 1e-5
@@ -42,6 +45,7 @@ def validate(
     run: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    offload: str = "auto",
     progress: Progress | None = None,
 ) -> Validation:
     """Check a compressed checkpoint.
@@ -49,7 +53,7 @@ def validate(
     Args:
         folder: what `rotor export` wrote.
         model: the source model; by default where rotor.json says. run: likewise the run folder.
-        device, dtype: as for calibrate.
+        device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
@@ -62,7 +66,7 @@ def validate(
         source = _find(model, report, "source", "path", Path(folder), Checkpoint)
         opened = _find(run, report, None, "run", Path(folder), Run.open)
         with times.stage("numerics and accuracy"):
-            _against_source(result, checkpoint, report, layouts, source, opened, device, dtype, progress)
+            _against_source(result, checkpoint, report, layouts, source, opened, (device, dtype, offload), progress)
     result.summary = {
         "recipe": report.get("recipe"),
         "compression": report.get("compression"),
@@ -94,50 +98,97 @@ def _against_source(
     layouts: list[LayerLayout],
     source: Checkpoint | str,
     run: Run | str,
-    device: str,
-    dtype: str,
+    where: tuple[str, str, str],
     progress: Progress,
 ) -> None:
-    """Everything that needs a forward pass."""
-    target = pick_device(device)
-    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    compressed = LayerwiseModel.of(load_model(checkpoint.folder, target, compute_dtype))
+    """Everything that needs a forward pass.
+
+    Args:
+        where: device, dtype and offload, as the user gave them.
+    """
     recipe = load_recipe(str(checkpoint.folder / RECIPE))
     data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+    place = _placement(source, checkpoint, recipe, where, progress)
     _check_stored_bases(result, checkpoint, layouts)
     if isinstance(run, str):
         result.skip("bases at full rank", f"run folder not found ({run}); pass --run")
     else:
         _check_bases(result, run)
+    reference = None
     if isinstance(source, str):
         why = f"source model not found ({source}); pass --model"
         for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
             result.skip(name, why)
-        _measure_cache(result, compressed.model, checkpoint, report, data.report[:1])
-        return
-
-    recorded = report["source"]["shards"]
-    changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
-    result.add("source unchanged", not changed, f"differs: {changed}" if changed else f"{len(source.files)} shard(s)")
-    if isinstance(run, str):
-        result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
     else:
-        _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS])
-    base = LayerwiseModel.of(load_model(source.folder, target, compute_dtype))
-    _check_accuracy(result, base, compressed, report, data.report, recipe.evaluation, checkpoint, progress)
-    same_data = data.sha256 == report["accuracy"]["data_sha256"]
-    result.summary["same_data_as_export"] = same_data
-    _measure_cache(result, compressed.model, checkpoint, report, data.report[:1])
+        recorded = report["source"]["shards"]
+        changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
+        files = f"differs: {changed}" if changed else f"{len(source.files)} shard(s)"
+        result.add("source unchanged", not changed, files)
+        if isinstance(run, str):
+            result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
+        else:
+            _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS], place.streamed)
+        reference = _reference(source, place, data.report, recipe.evaluation, checkpoint, progress)
+    weights = compressed_weights(checkpoint, layouts, place.device, place.dtype, place.streamed)
+    compressed = LayerwiseModel(weights)
+    if reference is not None:
+        _check_accuracy(result, reference, compressed, report, data.report, progress)
+        result.summary["same_data_as_export"] = data.sha256 == report["accuracy"]["data_sha256"]
+    _measure_cache(result, compressed, checkpoint, report, data.report[:1])
+
+
+def _placement(
+    source: Checkpoint | str, checkpoint: Checkpoint, recipe: Recipe, where: tuple[str, str, str], progress: Progress
+) -> Placement:
+    """By what the source takes, the larger of the two, which are loaded one after the other."""
+    device, dtype, offload = where
+    if isinstance(source, Checkpoint):
+        return Placement.choose(source, recipe, device, dtype, offload, None, progress)
+    target = pick_device(device)
+    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+    return Placement(target, compute_dtype, offload == "always", None)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the source model makes of the report split. The model itself is dropped before the compressed one is loaded.
+
+    states: its final hidden states. recall: the look-up metric with its own answers, or why it has none.
+    """
+
+    states: Tensor
+    scores: Scores
+    metric: Metric
+    recall: tuple[Recall, float] | str
+
+
+def _reference(
+    source: Checkpoint, place: Placement, rows: Tensor, spec: Evaluation, checkpoint: Checkpoint, progress: Progress
+) -> _Reference:
+    base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
+    with progress.task("source model", rows.numel(), "tokens") as advance:
+        states = base.final_states(rows, advance)
+    scores = score(base, rows, states=states)
+    metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
+    metric.measure_base(base, "report")
+    recall = Recall("recall", spec, checkpoint.tokenizer, checkpoint.config)
+    try:
+        return _Reference(states, scores, metric, (recall, recall.measure_base(base, "report")["recall"]))
+    except DataError as error:
+        return _Reference(states, scores, metric, error.message)
 
 
 def _measure_cache(
-    result: Validation, model: Any, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
+    result: Validation, network: LayerwiseModel, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
 ) -> None:
     """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan.
 
     Per token that a layer keeps: one with a sliding window drops the older ones.
     """
-    model = model.to(checkpoint.config.dtype or torch.float32)
+    if network.source.streamed:
+        result.skip("KV bytes per token", "measured only with all weights in memory (--offload never)")
+        return
+    model = network.model.to(checkpoint.config.dtype or torch.float32)
     with torch.inference_mode():
         cache = model(rows.to(model.device), use_cache=True).past_key_values
     measured = sum(
@@ -180,8 +231,7 @@ def _check_stored_bases(result: Validation, checkpoint: Checkpoint, layouts: lis
 def _check_bases(result: Validation, run: Run) -> None:
     """encode decode^T = I at full rank, in float64 (for an orthonormal pair: its columns are orthonormal)."""
     worst, where = 0.0, ""
-    candidates = [(i, key, c) for i, layer in enumerate(run.bases()) for key, c in layer.items()]
-    for index, key, candidate in candidates:
+    for index, key, candidate in ((i, key, c) for i, layer in enumerate(run.bases()) for key, c in layer.items()):
         for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
             identity = torch.eye(pair.encode.shape[-2], dtype=torch.float64)
             deviation = float((pair.encode @ pair.decode.mT - identity).abs().max())
@@ -192,16 +242,16 @@ def _check_bases(result: Validation, run: Run) -> None:
     )
 
 
-def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Tensor) -> None:
+def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Tensor, streamed: bool) -> None:
     """A rewrite that keeps all columns must not change float32 logits."""
     bases = run.bases()
-    network = CompressibleModel(source, torch.device("cpu"), torch.float32, rewrite_dtype=torch.float32)
+    cpu = torch.device("cpu")
+    network = CompressibleModel(source, cpu, torch.float32, rewrite_dtype=torch.float32, streamed=streamed)
     expected = batch_logits(network, rows)
     error = 0.0
     for key in bases[0]:
-        chosen = [layer[key] for layer in bases]
-        full = [[(b.qk.singular_values.shape[-1], b.vo.singular_values.shape[-1])] * len(b.qk.encode) for b in chosen]
-        network.compress(chosen, full)
+        chosen = bases.select([key] * len(bases))
+        network.compress(chosen, [[columns(b)] * len(b.qk.encode) for b in chosen])
         got = batch_logits(network, rows)
         error = max(error, float((got - expected).norm() / expected.norm()))
     result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, f"relative error of float32 logits {error:.1e}")
@@ -209,24 +259,20 @@ def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Ten
 
 def _check_accuracy(
     result: Validation,
-    base: LayerwiseModel,
+    reference: _Reference,
     compressed: LayerwiseModel,
     report: dict[str, Any],
     rows: Tensor,
-    spec: Evaluation,
-    checkpoint: Checkpoint,
     progress: Progress,
 ) -> None:
-    """Both models side by side over the report split: accuracy, KL divergence, agreement, recall, logit error."""
-    with progress.task("accuracy", 2 * rows.numel(), "tokens") as advance:
-        reference, states = base.final_states(rows, advance), compressed.final_states(rows, advance)
-        before = score(base, rows, states=reference)
-        after = score(compressed, rows, reference=reference, states=states)
-    metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
-    metric.measure_base(base, "report")
+    """The compressed model against the source over the report split: accuracy, KL, agreement, recall, logit error."""
+    with progress.task("compressed model", rows.numel(), "tokens") as advance:
+        states = compressed.final_states(rows, advance)
+    before, metric = reference.scores, reference.metric
+    after = score(compressed, rows, reference=reference.states, states=states)
     found = metric.measure(compressed, "report", before, after)
     others: list[Metric] = [KLDivergence("kl_div"), Top1Agreement("top1_agreement")]
-    error = logit_errors(compressed, rows, reference, states).numpy()
+    error = logit_errors(compressed, rows, reference.states, states).numpy()
     result.summary["accuracy"] = {
         "metric": metric.name,
         "value": found.value,
@@ -234,7 +280,7 @@ def _check_accuracy(
         "target": report["accuracy"]["target"],
         **{name: value for name, value in ratios(before, after).items() if name != "default"},
         **{k: v for other in others for k, v in other.measure(compressed, "report", before, after).fields.items()},
-        **_recall(base, compressed, spec, checkpoint, before, after),
+        **_recall(reference, compressed, after),
         **found.fields,
         "logit_error": {
             "mean": round(float(error.mean()), 6),
@@ -256,18 +302,9 @@ def _check_accuracy(
         result.add("accuracy target", found.value >= target, f"{text}, target {target}")
 
 
-def _recall(
-    base: LayerwiseModel,
-    compressed: LayerwiseModel,
-    spec: Evaluation,
-    checkpoint: Checkpoint,
-    before: Scores,
-    after: Scores,
-) -> dict[str, Any]:
-    """Look-up accuracy on the report split as a ratio, and of each model; why not, if the base model cannot do it."""
-    recall = Recall("recall", spec, checkpoint.tokenizer, checkpoint.config)
-    try:
-        absolute = recall.measure_base(base, "report")["recall"]
-    except DataError as error:
-        return {"recall": None, "recall_not_measured": error.message}
-    return {**recall.measure(compressed, "report", before, after).fields, "base_recall": absolute}
+def _recall(reference: _Reference, compressed: LayerwiseModel, after: Scores) -> dict[str, Any]:
+    """Look-up accuracy on the report split as a ratio, and the source's; why not, if the source cannot do it."""
+    if isinstance(reference.recall, str):
+        return {"recall": None, "recall_not_measured": reference.recall}
+    recall, absolute = reference.recall
+    return {**recall.measure(compressed, "report", reference.scores, after).fields, "base_recall": absolute}

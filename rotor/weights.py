@@ -7,7 +7,7 @@ another form than the checkpoint (fused experts) need no knowledge here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -56,15 +56,25 @@ class StreamedWeights:
     Args:
         checkpoint: where the weights are read from.
         device, dtype: what they are turned into when they are read.
+        prepare: changes the model before anything is read, e.g. its attention modules; all parameters stay on meta.
     Raises:
         CheckpointError: the tensors of a unit do not fit the config (when it is loaded).
     """
 
     streamed = True
 
-    def __init__(self, checkpoint: Checkpoint, family: Family, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        family: Family,
+        device: torch.device,
+        dtype: torch.dtype,
+        prepare: Callable[[Any], None] = lambda model: None,
+    ) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
         self.model = empty_model(checkpoint.config, dtype)
+        with torch.device("meta"):
+            prepare(self.model)
         keep_softcap(self.model)
         self._layers = f"{family.decoder}.{family.layers}."
         self._base = family.decoder.partition(".")[0]

@@ -14,7 +14,9 @@ from conftest import calibrated
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rotor.errors import RotorError
+from rotor.checkpoint import Checkpoint
+from rotor.compress import compressed_weights
+from rotor.errors import RotorError, UsageError
 from rotor.export import export
 from rotor.integrity import Validation, check_integrity, difference
 from rotor.progress import Progress
@@ -284,3 +286,24 @@ def test_the_command_finds_a_flipped_bit(out: Path, good: Path) -> None:
     assert result.damaged
     assert {check.name for check in result.checks if check.status == "fail"} >= {"shards"}
     assert "numerics and accuracy" not in result.seconds
+
+
+@pytest.mark.parametrize(
+    ("family", "domain"), [("llama", "pre"), ("gpt2", "none"), ("qwen3", "pre"), ("falcon", "post")]
+)
+def test_one_layer_of_weights_at_a_time_finds_the_same(family: str, domain: str, tiny, tmp_path: Path) -> None:
+    run = calibrated(tiny(family), tmp_path / "run", "post" if domain == "none" else domain, 1)
+    export(run.folder, tmp_path / "out", compression=0.3)
+    whole, streamed = (validate(tmp_path / "out", offload=offload) for offload in ("never", "always"))
+    assert not streamed.damaged
+    assert streamed.summary["accuracy"] == whole.summary["accuracy"]
+    found = {check.name: check for check in streamed.checks}
+    assert found.pop("KV bytes per token").status == "skipped"
+    assert found == {check.name: check for check in whole.checks if check.name != "KV bytes per token"}
+
+
+def test_an_elastic_checkpoint_is_loaded_as_a_whole(good: Path) -> None:
+    checkpoint = Checkpoint(good)
+    checkpoint.config_dict["quantization_config"]["profiles"] = {"0.9": []}
+    with pytest.raises(UsageError, match="an elastic checkpoint is loaded as a whole"):
+        compressed_weights(checkpoint, [], torch.device("cpu"), torch.float32, True)
