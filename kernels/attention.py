@@ -30,7 +30,7 @@ def packed_attention(
     query_basis: Tensor | None = None,
     key_rotation: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """As `reference.grouped_attention`, but queries of domain `post` come projected.
 
@@ -62,7 +62,7 @@ def packed_attention(
             scaling,
             query_basis=query_basis,
             key_rotation=key_rotation,
-            soft_cap=soft_cap,
+            softcap=softcap,
         )
         return output.unsqueeze(1)
     chunk = _ranges_of(attention_mask) if attention_mask is not None else _causal(batch_size, seq_len, key.device)
@@ -77,7 +77,7 @@ def packed_attention(
         scaling,
         query_basis=query_basis,
         key_rotation=key_rotation,
-        soft_cap=soft_cap,
+        softcap=softcap,
     )[0]
 
 

@@ -45,7 +45,7 @@ from .columns import (
     V_RANK,
     WORK_BEFORE,
 )
-from .combine import combine_kernel, tiles_before, unit_on_the_line
+from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
 from .layer_table import Column, LayerParts, table_on
 from .longest_first import longest_first
 from .slices import DecodeKeys
@@ -101,7 +101,7 @@ def _rebuilt_scores(
 def _segment(
     query, key, value, partial, partial_lse, output, lse, row, slot, first_tile, last_tile, first, end, holes, sequence,
     block_table, mask, cos, sin, basis, query_stride, head_stride, key_block, key_row, value_block, value_row,
-    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale, soft_cap,
+    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale, softcap,
     K: tl.constexpr, V: tl.constexpr, PRE: tl.constexpr, HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr,
     ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
@@ -148,7 +148,7 @@ def _segment(
                 )  # fmt: skip
         else:
             scores = tl.dot(latent, query_rows, input_precision=PRECISION)
-        scores = scaled_logits(scores, scale, soft_cap, SOFT_CAP)
+        scores = scaled_logits(scores, scale, softcap, SOFT_CAP)
         attended = valid
         if MASK:
             place_in_mask = mask + sequence.to(tl.int64) * mask_stride + index
@@ -182,6 +182,9 @@ def _segment(
     tl.store(out + column[None, :], (weighted / safe_total[:, None]).to(out.dtype.element_ty), mask=store_mask)
 
 
+THREE_PROGRAMS = 168
+"""Registers of a thread at which three programs of four warps fit an SM; none of these kernels needs more."""
+
 INTEGERS = [
     "batch_size", "query_stride", "head_stride", "key_block", "key_row", "value_block", "value_row", "table_stride",
     "mask_stride", "rotation_len", "rotation_stride", "basis_stride", "output_stride", "lse_stride", "parts",
@@ -195,7 +198,7 @@ def decode_kernel(
     query, key, value, partial, partial_lse, output, lse, table, first_key, end_key, holes, tile_prefix, order, bounds,
     block_table, mask, cos, sin, basis, batch_size, query_stride, head_stride, key_block, key_row, value_block,
     value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, parts,
-    total_work, scale, soft_cap,
+    total_work, scale, softcap,
     BODIES: tl.constexpr, PRE: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
@@ -261,7 +264,7 @@ def decode_kernel(
                         last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
                         query_stride, head_stride, key_block, key_row, value_block, value_row, table_stride,
                         mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale,
-                        soft_cap, BODIES[choice][0], BODIES[choice][1], PRE,
+                        softcap, BODIES[choice][0], BODIES[choice][1], PRE,
                         HEADS, HEADS_PER_KV, HALF, HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
                         MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, PARTIAL_WIDTH, PRECISION,
                     )  # fmt: skip
@@ -296,7 +299,7 @@ def decode_attention(
     query_basis: Tensor | None = None,
     key_rotation: tuple[Tensor, Tensor] | None = None,
     block_table: Tensor | None = None,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
     schedule: str = "stream",
     programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -313,7 +316,7 @@ def decode_attention(
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
             cache, [at least kv_len, head_dim], both halves alike.
         block_table: [batch_size, pages of a sequence], int32; a page holds a power of two of keys.
-        soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+        softcap: logits become softcap * tanh(logits / softcap).
         schedule: `stream`, `lpt` or `none`.
         programs: how many share the work, for `stream` and `lpt`; default by the device.
     Returns:
@@ -363,11 +366,11 @@ def decode_attention(
         batch_size, query_stride, head_stride, key_block, key_row, value_block, value_row,
         0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
         cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),
-        parts.total_work, scaling, 1.0 if soft_cap is None else soft_cap,
+        parts.total_work, scaling, 1.0 if softcap is None else softcap,
         **config,
         PAGE=page,
         MASK=keys.mask is not None,
-        SOFT_CAP=soft_cap is not None,
+        SOFT_CAP=softcap is not None,
         SCHEDULE=schedule,
         ALIGN=align,
         BATCH_PADDED=triton.next_power_of_2(batch_size),
@@ -376,11 +379,7 @@ def decode_attention(
         combine_kernel[(units, parts.rows)](
             partial, partial_lse, output, lse, table, prefix, batch_size, output.stride(0), lse.stride(0), programs,
             parts.total_work,
-            PARTIAL_WIDTH=config["PARTIAL_WIDTH"],
-            TILE_ROWS=config["TILE_ROWS"],
-            WIDTH=triton.next_power_of_2(config["PARTIAL_WIDTH"]),
-            BLOCK=16,
-            num_warps=2,
+            **combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
         )  # fmt: skip
     return output, lse
 
@@ -413,6 +412,7 @@ def decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head
         "PARTS_PADDED": triton.next_power_of_2(len(parts.table)),
         "num_warps": warps,
         "num_stages": stages,
+        "maxnreg": THREE_PROGRAMS if warps == 4 and len(parts.bodies) > 1 else None,
     }
 
 
@@ -458,7 +458,7 @@ def default_programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def decode_variant(
+def decode_variants(
     parts: LayerParts,
     heads_per_kv: int,
     head_dim: int,
@@ -468,11 +468,11 @@ def decode_variant(
     schedule: str = "stream",
     page: int = 0,
     mask: bool = False,
-    soft_cap: bool = False,
-) -> Variant:
+    softcap: bool = False,
+) -> list[Variant]:
     """What `decode_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
     config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0)
-    options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
     single, integer = torch.float32, torch.int32
     pointers = {
         **dict.fromkeys(("query", "key", "value", "output", "basis"), dtype),
@@ -486,11 +486,14 @@ def decode_variant(
         **config,
         "PAGE": page,
         "MASK": mask,
-        "SOFT_CAP": soft_cap,
+        "SOFT_CAP": softcap,
         "SCHEDULE": schedule,
         "ALIGN": alignment(parts, []),
         "BATCH_PADDED": triton.next_power_of_2(batch_size),
     }
     bodies = " ".join(f"{qk}+{v}" for qk, v in parts.bodies)
     name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
-    return Variant(name, decode_kernel, pointers, constants, ("scale", "soft_cap"), options)
+    variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
+    if schedule == "stream":
+        variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
+    return variants

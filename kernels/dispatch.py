@@ -5,7 +5,8 @@ installed), `reference` (never), `triton` (always, an error where they cannot ru
 interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch serves what the kernels do not express:
 
 - masks that are added to the logits, or that differ between heads; bool masks of any pattern are served;
-- dropout, gradients, and code that torch.compile is tracing;
+- dropout, calls outside of torch.no_grad() or inference_mode(), and code that torch.compile is tracing (which
+  `generate` does for static caches on CUDA, unless disable_compile=True);
 - widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`), whose tiles exceed an SM;
 - keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
 """

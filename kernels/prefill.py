@@ -51,7 +51,7 @@ def prefill_kernel(
     query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, batch_size, units,
     blocks, seq_len, query_offset, query_batch, query_head, query_position, key_offset, key_block, key_row,
     value_offset, value_block, value_row, output_offset, output_batch, output_position, lse_offset, lse_batch,
-    lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, scale, soft_cap,
+    lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, scale, softcap,
     QK: tl.constexpr, V: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PRE: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -127,7 +127,7 @@ def prefill_kernel(
             scores = tl.dot(query_0, tl.trans(latent_0), input_precision=PRECISION)
             if K1 > 0:
                 scores = tl.dot(query_1, tl.trans(latent_1), scores, input_precision=PRECISION)
-        scores = scaled_logits(scores, scale, soft_cap, SOFT_CAP)
+        scores = scaled_logits(scores, scale, softcap, SOFT_CAP)
         attended = (index[None, :] >= first[:, None]) & (index[None, :] < end[:, None])
         if MASK:
             has_holes = tl.load(holes + place, mask=in_range, other=0)
@@ -178,7 +178,7 @@ def prefill_attention(
     query_basis: Tensor | None = None,
     key_rotation: tuple[Tensor, Tensor] | None = None,
     block_table: Tensor | None = None,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of several query positions of each sequence over a layer's packed rows.
 
@@ -190,7 +190,7 @@ def prefill_attention(
         keys: which keys each query attends to.
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
             cache, [at least kv_len, head_dim].
-        block_table, soft_cap: as in `decode_attention`.
+        block_table, softcap: as in `decode_attention`.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
         logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity.
@@ -226,11 +226,11 @@ def prefill_attention(
             cls.start * group_rows, lse.stride(0), lse.stride(1),
             0 if block_table is None else block_table.stride(0),
             *((0, 0) if keys.mask is None else (keys.mask.stride(0), keys.mask.stride(1))),
-            *(stride // align for stride in rotation), scaling, 1.0 if soft_cap is None else soft_cap,
+            *(stride // align for stride in rotation), scaling, 1.0 if softcap is None else softcap,
             **constants,
             PAGE=page,
             MASK=keys.mask is not None,
-            SOFT_CAP=soft_cap is not None,
+            SOFT_CAP=softcap is not None,
             ALIGN=align,
         )  # fmt: skip
     return output, lse
@@ -297,7 +297,7 @@ def prefill_variants(
     *,
     page: int = 0,
     mask: bool = False,
-    soft_cap: bool = False,
+    softcap: bool = False,
 ) -> list[Variant]:
     """What `prefill_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
     variants = []
@@ -312,7 +312,7 @@ def prefill_variants(
     for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim):
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         align = alignment_of(cls.qk_rank, cls.v_rank, cls.qk_offset, cls.v_offset, layout.qk_width, layout.v_width)
-        flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": soft_cap, "ALIGN": align}
+        flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
         name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {cls.qk_rank}+{cls.v_rank}"
-        variants.append(Variant(name, prefill_kernel, pointers, constants | flags, ("scale", "soft_cap"), options))
+        variants.append(Variant(name, prefill_kernel, pointers, constants | flags, ("scale", "softcap"), options))
     return variants

@@ -70,11 +70,11 @@ def rotate_back(first, second, cos, sin):
 
 
 @triton.jit
-def scaled_logits(scores, scale, soft_cap, SOFT_CAP: tl.constexpr):
+def scaled_logits(scores, scale, softcap, SOFT_CAP: tl.constexpr):
     """Logits in base 2: times log2(e), after the soft cap."""
     log2_e = 1.4426950408889634
     if SOFT_CAP:
         # tanh(x) = 2 sigmoid(2 x) - 1
-        scores = soft_cap * (2.0 / (1.0 + tl.exp2(-2.0 * log2_e * (scores * (scale / soft_cap)))) - 1.0)
+        scores = softcap * (2.0 / (1.0 + tl.exp2(-2.0 * log2_e * (scores * (scale / softcap)))) - 1.0)
         return scores * log2_e
     return scores * (scale * log2_e)

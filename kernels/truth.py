@@ -39,7 +39,7 @@ def ragged_attention(
     key_rotation: tuple[Tensor, Tensor] | None = None,
     block_table: Tensor | None = None,
     window: int | None = None,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of all query heads of a layer, and its log-sum-exp, in float64.
@@ -56,7 +56,7 @@ def ragged_attention(
         key_rotation: cos and sin [at least the longest kv_end, head_dim] by index in the cache, in domain `pre`.
         block_table: [batch_size, pages of a sequence], the page of each run of page_size keys.
         window: a query attends to itself and the window - 1 keys before it.
-        soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+        softcap: logits become softcap * tanh(logits / softcap).
         mask: [batch_size, seq_len, kv_len], bool; where False, nothing is attended, on top of what is causal.
     Returns:
         The output [batch_size, seq_len, sum over query heads of v_rank], and the natural log-sum-exp of the logits
@@ -88,8 +88,8 @@ def ragged_attention(
                     query, latent, layout, b, head, row, heads_per_kv, qk_offset, query_basis, key_rotation
                 )
                 logits = queries[: sequence.query_len] @ keys.T * scaling
-                if soft_cap is not None:
-                    logits = soft_cap * torch.tanh(logits / soft_cap)
+                if softcap is not None:
+                    logits = softcap * torch.tanh(logits / softcap)
                 logits = logits.masked_fill(~allowed, -torch.inf)
                 probabilities = torch.softmax(logits, dim=-1).nan_to_num()  # a row of minus infinities has no softmax
                 column = group_rows * v_offset + row * group.v_rank

@@ -267,7 +267,7 @@ def rotor_attention_forward(
             query_basis=module.query_basis,
             key_rotation=key_rotation,
             attention_mask=attention_mask,
-            soft_cap=module.softcap,
+            softcap=module.softcap,
         )
         return output, None
     output = grouped_attention(

@@ -44,7 +44,8 @@ def allowed_error(case: RaggedCase, exact: Tensor, mask: Tensor) -> float:
         rotation,  # type: ignore[arg-type]
         mask.to(case.key.device),
     )
-    return max(2.0 * relative_error(plain, exact), FLOAT32_ERROR)
+    # PyTorch gives NaN for queries that attend to nothing in some of its kernels, zeros in others.
+    return max(2.0 * relative_error(plain.nan_to_num(), exact.view_as(plain)), FLOAT32_ERROR)
 
 
 def check_decode(
@@ -54,7 +55,7 @@ def check_decode(
     schedule: str = "stream",
     programs: int | None = None,
     page_size: int = 0,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
     mask: Tensor | None = None,
 ) -> None:
     """Decode one query of each sequence; keys outside of a sequence's range are poisoned with NaN.
@@ -79,7 +80,7 @@ def check_decode(
         sequences,
         case.query_basis,
         case.key_rotation,
-        soft_cap=soft_cap,
+        softcap=softcap,
         mask=None if mask is None else mask.unsqueeze(1),
     )
     rows = torch.cat([case.key, case.value], -1)
@@ -104,13 +105,13 @@ def check_decode(
         query_basis=case.query_basis,
         key_rotation=case.key_rotation,
         block_table=table,
-        soft_cap=soft_cap,
+        softcap=softcap,
         schedule=schedule,
         programs=programs,
     )
     limit = FLOAT32_ERROR
     if case.key.dtype != torch.float32:
-        limit = allowed_error(case, expected, full_mask[:, None, None]) if soft_cap is None else 0.02
+        limit = allowed_error(case, expected, full_mask[:, None, None]) if softcap is None else 0.02
     assert relative_error(got, expected[:, 0]) <= limit
     assert_lse(lse, expected_lse[:, :, 0], 20 * limit)
 
@@ -121,7 +122,7 @@ def check_prefill(
     *,
     page_size: int = 0,
     window: int | None = None,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
     mask: Tensor | None = None,
 ) -> None:
     """Prefill the queries of each sequence; keys outside of a sequence's range are poisoned with NaN.
@@ -142,7 +143,7 @@ def check_prefill(
         case.query_basis,
         case.key_rotation,
         window=window,
-        soft_cap=soft_cap,
+        softcap=softcap,
         mask=mask,
     )
     fields = [[s.query_len for s in sequences], [s.kv_start for s in sequences], [s.kv_end for s in sequences]]
@@ -172,10 +173,10 @@ def check_prefill(
         query_basis=case.query_basis,
         key_rotation=case.key_rotation,
         block_table=table,
-        soft_cap=soft_cap,
+        softcap=softcap,
     )
     limit = FLOAT32_ERROR
     if case.key.dtype != torch.float32:
-        limit = allowed_error(case, expected, full_mask[:, None]) if soft_cap is None else 0.02
+        limit = allowed_error(case, expected, full_mask[:, None]) if softcap is None else 0.02
     assert relative_error(got, expected) <= limit
     assert_lse(lse, expected_lse, 20 * limit)

@@ -50,10 +50,10 @@ def drop_padding(case: RaggedCase, output: Tensor) -> Tensor:
     return torch.cat([output[:, h, :, : case.layout.groups[h // rows].v_rank] for h in range(output.shape[1])], -1)
 
 
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.domain}-{x.group_size}")
-def test_equals_plain_softmax_attention_on_the_uncompressed_equivalent(layout, window, soft_cap) -> None:
+def test_equals_plain_softmax_attention_on_the_uncompressed_equivalent(layout, window, softcap) -> None:
     case = random_case(layout, HEADS_PER_KV, HEAD_DIM, BATCH_SIZE, seq_len=7, kv_len=23)
     sequences = [Sequence(7, 0, 23), Sequence(4, 6, 19)]
     got, lse = ragged_attention(
@@ -67,7 +67,7 @@ def test_equals_plain_softmax_attention_on_the_uncompressed_equivalent(layout, w
         case.query_basis,
         case.key_rotation,
         window=window,
-        soft_cap=soft_cap,
+        softcap=softcap,
     )
     query, key, value = uncompressed(case)
     mask = torch.zeros(BATCH_SIZE, 1, 7, 23, dtype=torch.bool)
@@ -77,8 +77,8 @@ def test_equals_plain_softmax_attention_on_the_uncompressed_equivalent(layout, w
             first = s.kv_start if window is None else max(s.kv_start, last - window + 1)
             mask[b, 0, i, first : last + 1] = True
     logits = query @ key.mT * case.scaling
-    if soft_cap is not None:
-        logits = soft_cap * (logits / soft_cap).tanh()
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
     logits = logits.masked_fill(~mask, -torch.inf)
     expected = drop_padding(case, logits.softmax(-1).nan_to_num() @ value)
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
@@ -100,11 +100,11 @@ def test_pages_permuted_and_poisoned_change_nothing(layout) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "left padding"])
 @pytest.mark.parametrize("seq_len", [1, 9, 23])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.domain}-{x.group_size}")
-def test_the_cpu_path_equals_the_float64_attention(layout, seq_len, masked, soft_cap, monkeypatch) -> None:
+def test_the_cpu_path_equals_the_float64_attention(layout, seq_len, masked, softcap, monkeypatch) -> None:
     monkeypatch.setattr("rotor.kernels.reference.REBUILT_ELEMENTS_CPU", 2048)  # several blocks
     kv_len = 23
     case = random_case(layout, HEADS_PER_KV, HEAD_DIM, BATCH_SIZE, seq_len, kv_len)
@@ -124,7 +124,7 @@ def test_the_cpu_path_equals_the_float64_attention(layout, seq_len, masked, soft
         [Sequence(seq_len, start, kv_len) for start in starts],
         case.query_basis,
         case.key_rotation,
-        soft_cap=soft_cap,
+        softcap=softcap,
     )
     got = grouped_attention(
         case.query,
@@ -136,6 +136,6 @@ def test_the_cpu_path_equals_the_float64_attention(layout, seq_len, masked, soft
         case.query_basis,
         case.key_rotation,
         mask,
-        soft_cap=soft_cap,
+        softcap=softcap,
     )
     torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
