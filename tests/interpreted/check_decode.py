@@ -75,8 +75,8 @@ def test_a_mask_with_holes(domain) -> None:
 
 
 @pytest.mark.parametrize("domain", ["none", "pre"])
-def test_soft_cap(domain) -> None:
-    check_decode(random_case(layer(domain, 1, (24, 24)), 2, HEAD_DIM, 1, 1, 90), whole(90), soft_cap=2.0)
+def test_softcap(domain) -> None:
+    check_decode(random_case(layer(domain, 1, (24, 24)), 2, HEAD_DIM, 1, 1, 90), whole(90), softcap=2.0)
 
 
 def test_a_rotation_with_an_attention_factor() -> None:

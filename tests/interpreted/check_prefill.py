@@ -50,8 +50,8 @@ def test_a_mask_with_holes(domain) -> None:
     check_prefill(case, [Sequence(20, 0, 60), Sequence(20, 3, 60)], mask=mask)
 
 
-def test_soft_cap() -> None:
-    check_prefill(random_case(layer("none", 1, (16, 24)), 2, HEAD_DIM, 1, 20, 40), [Sequence(20, 0, 40)], soft_cap=2.0)
+def test_softcap() -> None:
+    check_prefill(random_case(layer("none", 1, (16, 24)), 2, HEAD_DIM, 1, 20, 40), [Sequence(20, 0, 40)], softcap=2.0)
 
 
 def test_ranges_of_causal_queries() -> None:
