@@ -141,7 +141,9 @@ def _attend(
     Returns [batch_size, seq_len, heads * value width].
     """
     seq_len, kv_len = query.shape[2], key.shape[2]
-    is_causal = attention_mask is None and seq_len > 1
+    is_causal = False
+    if attention_mask is None and seq_len > 1:  # a branch, since torch.compile would make the condition symbolic
+        is_causal = True
     if is_causal and kv_len > seq_len:
         # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]
