@@ -139,14 +139,3 @@ def test_the_cpu_path_equals_the_float64_attention(layout, seq_len, masked, soft
         soft_cap=soft_cap,
     )
     torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3]], ids=lambda x: f"{x.domain}-{x.group_size}")
-def test_the_cpu_path_is_traced_with_symbolic_sizes(layout) -> None:
-    """torch.compile must find a plain bool for `is_causal` when sizes change from call to call."""
-    traced = torch.compile(grouped_attention, backend="eager", fullgraph=True, dynamic=True)
-    for seq_len in (6, 9):
-        case = random_case(layout, HEADS_PER_KV, HEAD_DIM, 1, seq_len, seq_len)
-        inputs = (case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), layout, HEADS_PER_KV, case.scaling)
-        extra = (case.query_basis, case.key_rotation)
-        torch.testing.assert_close(traced(*inputs, *extra), grouped_attention(*inputs, *extra))
