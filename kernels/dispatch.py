@@ -59,7 +59,7 @@ def kernels_serve(
         attention_mask: as transformers gives it, 4-dimensional.
         rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
     """
-    if not kernels_wanted(hidden_states.device):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not kernels_wanted(hidden_states.device):
         return False
     widest_key, widest_value = max(g.qk_rank for g in layout.groups), max(g.v_rank for g in layout.groups)
     key_limit, value_limit = MAX_WIDTH, MAX_WIDTH
@@ -73,6 +73,4 @@ def kernels_serve(
         and hidden_states.dtype in DTYPES
         and widest_key <= key_limit
         and widest_value <= value_limit
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
     )
