@@ -261,9 +261,16 @@ class Calibration:
     def _finish(self, shards: dict[str, str], about_tokens: dict[str, Any]) -> None:
         """Describe the run, and give the folder its name."""
         job, folder = self.job, self.partial.folder
-        source, config = job.checkpoint.folder.resolve(), job.checkpoint.config
+        source, config = job.source, job.checkpoint.config
         info = {
-            "model": {"path": str(source), "name": source.name, "model_type": config.model_type, "shards": shards},
+            "model": {
+                "path": str(source.folder.resolve()),
+                "name": source.name,
+                "hub_id": source.hub_id,
+                "revision": source.revision,
+                "model_type": config.model_type,
+                "shards": shards,
+            },
             "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.chosen.items()},
             "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.chosen.items()},
             "element_bytes": (config.dtype or torch.float32).itemsize,

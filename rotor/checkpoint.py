@@ -89,8 +89,8 @@ class Checkpoint:
             NumericsError: it has a NaN or Inf.
         """
         tensor = self.unchecked_tensor(name)
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
+        if not is_finite(tensor):
+            bad = int((~torch.isfinite(tensor.float())).sum())
             raise NumericsError(
                 f"{self.folder / self.file_of[name]}: tensor {name} has {bad} elements that are NaN or Inf.",
                 "The source checkpoint is damaged; download it again.",

@@ -365,8 +365,8 @@ def test_killed_at_every_boundary_of_an_export(demo_run, tmp_path: Path, capsys)
     """SIGKILL before each write, flush and rename: OUT is absent or validates, and the next export cleans up."""
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     out = tmp_path / "out"
-    assert rotor(capsys, "export", run, "-o", tmp_path / "warm", "--compression", "0.5", "-q")[0] == 0
-    expected = contents(tmp_path / "warm")
+    assert rotor(capsys, "export", run, "-o", out, "--compression", "0.5", "-q")[0] == 0
+    expected = contents(out)
     states = []
     for boundary in range(1, 100):
         shutil.rmtree(out, ignore_errors=True)
