@@ -6,13 +6,16 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
@@ -20,14 +23,28 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
-from .errors import RotorError
+from .errors import Interrupted, RotorError
+from .logs import log
+from .partial import PartialRun
 from .progress import Advance, Progress
 
+
+class Commands(typer.core.TyperGroup):
+    """The commands; one that is interrupted says so, with its exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _resumable(lambda: "Nothing was written half; give the same command again."):
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
+    epilog="Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 the accuracy cannot be "
+    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM).",
     rich_markup_mode=None,
 )
 stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
@@ -54,6 +71,7 @@ DeviceMap = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
 
 
 class RateColumn(ProgressColumn):
@@ -65,7 +83,7 @@ class RateColumn(ProgressColumn):
 
 
 class ConsoleProgress(Progress):
-    """Bars and messages on stderr; bars only on a terminal."""
+    """Bars on stderr, if that is a terminal."""
 
     @contextmanager
     def task(self, name: str, total: float, unit: str) -> Iterator[Advance]:
@@ -77,8 +95,12 @@ class ConsoleProgress(Progress):
             task = bars.add_task(name, total=total, unit=unit)
             yield lambda done: bars.advance(task, done)
 
-    def message(self, text: str) -> None:
-        stderr.print(text, highlight=False, markup=False, soft_wrap=True)
+
+class ConsoleHandler(logging.Handler):
+    """What the logger is told, on stderr; above the bars, if there are any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stderr.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
 
 
 def _is_first_process() -> bool:
@@ -86,11 +108,26 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _progress(quiet: bool) -> Progress:
+def _progress(quiet: bool, verbose: bool = False) -> Progress:
+    """What shows progress, having sent messages to stderr."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    return Progress() if quiet or not _is_first_process() else ConsoleProgress()
+    silent = quiet or not _is_first_process()
+    for old in [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]:
+        log.removeHandler(old)
+    log.addHandler(ConsoleHandler(logging.CRITICAL if silent else logging.DEBUG if verbose else logging.INFO))
+    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    return Progress() if silent else ConsoleProgress()
+
+
+@contextmanager
+def _resumable(how: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C becomes an error that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted.", how()) from None
 
 
 def _version(value: bool) -> None:
@@ -133,25 +170,27 @@ def calibrate(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder."""
     from .calibrate import calibrate as run_calibrate
 
-    run = run_calibrate(
-        model,
-        out,
-        recipe,
-        overrides or [],
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        batch_tokens=batch_tokens,
-        offload=offload,
-        device_map=device_map,
-        overwrite=overwrite,
-        resume=resume,
-        progress=_progress(quiet),
-    )
+    with _resumable(lambda: _how_to_resume(out)):
+        run = run_calibrate(
+            model,
+            out,
+            recipe,
+            overrides or [],
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            batch_tokens=batch_tokens,
+            offload=offload,
+            device_map=device_map,
+            overwrite=overwrite,
+            resume=resume,
+            progress=_progress(quiet, verbose),
+        )
     if not _is_first_process():
         return
     if as_json:
@@ -194,6 +233,7 @@ def export(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
@@ -202,22 +242,25 @@ def export(
     """
     from .export import export as run_export
 
-    result = run_export(
-        run,
-        out,
-        accuracy=accuracy,
-        compression=compression,
-        removal_rate=removal_rate,
-        overrides=[*(overrides or []), *_device_overrides(target_device, device_file)],
-        objective=objective,
-        elastic=elastic,
-        device=device,
-        dtype=dtype,
-        offload=offload,
-        device_map=device_map,
-        overwrite=overwrite,
-        progress=_progress(quiet),
-    )
+    with _resumable(
+        lambda: f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
+    ):
+        result = run_export(
+            run,
+            out,
+            accuracy=accuracy,
+            compression=compression,
+            removal_rate=removal_rate,
+            overrides=[*(overrides or []), *_device_overrides(target_device, device_file)],
+            objective=objective,
+            elastic=elastic,
+            device=device,
+            dtype=dtype,
+            offload=offload,
+            device_map=device_map,
+            overwrite=overwrite,
+            progress=_progress(quiet, verbose),
+        )
     report = result.report
     if as_json:
         shown = {k: v for k, v in report.items() if k not in ("tensors", "layouts")}
@@ -242,6 +285,7 @@ def validate(
     dtype: Dtype = "auto",
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
@@ -249,7 +293,7 @@ def validate(
     """
     from .validate import validate as run_validate
 
-    progress = _progress(quiet)
+    progress = _progress(quiet, verbose)
     results = [
         run_validate(folder, model=model, run=run, device=device, dtype=dtype, progress=progress) for folder in folders
     ]
@@ -330,6 +374,7 @@ def study(
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Compare recipes on the same model, tokens and held-out data; writes JSON, CSV, Markdown and plots.
 
@@ -340,25 +385,26 @@ def study(
     from .study import PARTS, parse_ablations, parse_counts
     from .study import study as run_study
 
-    result = run_study(
-        model,
-        out,
-        _split(recipes),
-        overrides or [],
-        parts=PARTS if parts is None else _split(parts),
-        focus=None if focus is None else _split(focus),
-        ablations=parse_ablations(ablation or [], ablations),
-        ablation_base=ablation_base,
-        at=at,
-        counts=parse_counts(_split(counts)),
-        device=device,
-        dtype=dtype,
-        batch_tokens=batch_tokens,
-        offload=offload,
-        device_map=device_map,
-        plots=plots,
-        progress=_progress(quiet),
-    )
+    with _resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
+        result = run_study(
+            model,
+            out,
+            _split(recipes),
+            overrides or [],
+            parts=PARTS if parts is None else _split(parts),
+            focus=None if focus is None else _split(focus),
+            ablations=parse_ablations(ablation or [], ablations),
+            ablation_base=ablation_base,
+            at=at,
+            counts=parse_counts(_split(counts)),
+            device=device,
+            dtype=dtype,
+            batch_tokens=batch_tokens,
+            offload=offload,
+            device_map=device_map,
+            plots=plots,
+            progress=_progress(quiet, verbose),
+        )
     if as_json:
         files = [str(path) for path in result.files]
         shown = {"study": str(out), "settings": result.settings, "records": result.records, "files": files}
@@ -470,6 +516,15 @@ def recipes(as_json: AsJson = False) -> None:
         return
     for name, recipe in found.items():
         print(f"{name:8} {recipe.summary}")
+
+
+def _how_to_resume(out: Path) -> str:
+    partial = PartialRun(out)
+    if not partial.exists:
+        return "No layer was finished and nothing was written; give the same command again."
+    return (
+        f"{partial.folder} holds {partial.finished_layers} finished layer(s): the same command with --resume goes on."
+    )
 
 
 def _device_overrides(name: str | None, file: Path | None) -> list[str]:
@@ -592,13 +647,25 @@ def main() -> None:
     """Entry point: an error of rotor's is two lines on stderr and its exit code; ROTOR_DEBUG=1 shows the traceback."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        app()
+        with _terminable():
+            app()
     except RotorError as error:
         if os.environ.get("ROTOR_DEBUG"):
             raise
-        print(f"error: {error.message}", file=sys.stderr)
-        print(f"  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}", file=sys.stderr)
+        if _is_first_process() or not isinstance(error, Interrupted):
+            print(f"error: {error.message}", file=sys.stderr)
+            print(f"  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written half.\n  Give the same command again.", file=sys.stderr)
-        sys.exit(130)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A request to end (SIGTERM) is like Ctrl-C: what is half done is removed, what is done is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
