@@ -144,7 +144,7 @@ class Calibration:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
         if self._weights is None:
             job = self.job
-            with self.times.stage("load model"):
+            with self.times.stage("load model"), self.progress.task("load model", None, ""):
                 self._weights = weights_of(job.checkpoint, job.device, job.dtype, self.streamed, job.device_map)
         return self._weights
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
@@ -71,6 +71,7 @@ DeviceMap = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
 
 
@@ -86,11 +87,16 @@ class ConsoleProgress(Progress):
     """Bars on stderr, if that is a terminal."""
 
     @contextmanager
-    def task(self, name: str, total: float, unit: str) -> Iterator[Advance]:
+    def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
         if not stderr.is_terminal:
             yield lambda done: None
             return
-        columns = (TextColumn("{task.description:18}"), BarColumn(), RateColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description:18}"),
+            BarColumn(),
+            RateColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True) if total is not None else TimeElapsedColumn(),
+        )
         with RichProgress(*columns, console=stderr, transient=True) as bars:
             task = bars.add_task(name, total=total, unit=unit)
             yield lambda done: bars.advance(task, done)
@@ -168,29 +174,36 @@ def calibrate(
         typer.Option("--resume", help="Go on with an unfinished run (RUN.partial), after its last finished layer."),
     ] = False,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder."""
     from .calibrate import calibrate as run_calibrate
+    from .dry_run import plan_calibration
 
+    progress = _progress(quiet or dry_run, verbose)
+    arguments: dict[str, Any] = {
+        "model": model,
+        "out": out,
+        "recipe": recipe,
+        "overrides": overrides or [],
+        "revision": revision,
+        "device": device,
+        "dtype": dtype,
+        "batch_tokens": batch_tokens,
+        "offload": offload,
+        "device_map": device_map,
+        "overwrite": overwrite,
+        "resume": resume,
+    }
+    if dry_run:
+        plan = plan_calibration(**arguments)
+        _print_json(plan.to_dict()) if as_json else _print_calibration_plan(plan)
+        return
     with _resumable(lambda: _how_to_resume(out)):
-        run = run_calibrate(
-            model,
-            out,
-            recipe,
-            overrides or [],
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            batch_tokens=batch_tokens,
-            offload=offload,
-            device_map=device_map,
-            overwrite=overwrite,
-            resume=resume,
-            progress=_progress(quiet, verbose),
-        )
+        run = run_calibrate(**arguments, progress=progress)
     if not _is_first_process():
         return
     if as_json:
@@ -231,6 +244,7 @@ def export(
     offload: Offload = "auto",
     device_map: DeviceMap = None,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -240,27 +254,33 @@ def export(
     The first --accuracy on a run measures a table from accuracy to ranks; later ones read it. Only the recipe's
     sections ranks, evaluation, search and objective can still be changed with --set.
     """
+    from .dry_run import plan_export
     from .export import export as run_export
 
+    progress = _progress(quiet or dry_run, verbose)
+    arguments: dict[str, Any] = {
+        "run": run,
+        "out": out,
+        "accuracy": accuracy,
+        "compression": compression,
+        "removal_rate": removal_rate,
+        "overrides": [*(overrides or []), *_device_overrides(target_device, device_file)],
+        "objective": objective,
+        "elastic": elastic,
+        "device": device,
+        "dtype": dtype,
+        "offload": offload,
+        "device_map": device_map,
+        "overwrite": overwrite,
+    }
+    if dry_run:
+        plan = plan_export(**arguments)
+        _print_json(plan.to_dict()) if as_json else _print_export_plan(plan)
+        return
     with _resumable(
         lambda: f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
     ):
-        result = run_export(
-            run,
-            out,
-            accuracy=accuracy,
-            compression=compression,
-            removal_rate=removal_rate,
-            overrides=[*(overrides or []), *_device_overrides(target_device, device_file)],
-            objective=objective,
-            elastic=elastic,
-            device=device,
-            dtype=dtype,
-            offload=offload,
-            device_map=device_map,
-            overwrite=overwrite,
-            progress=_progress(quiet, verbose),
-        )
+        result = run_export(**arguments, progress=progress)
     report = result.report
     if as_json:
         shown = {k: v for k, v in report.items() if k not in ("tensors", "layouts")}
@@ -546,8 +566,7 @@ def _print_inspection(found: Any) -> None:
     extras = ("RoPE" if found.rotary else "no RoPE") + (", norm on queries and keys" if found.key_norm else "")
     cache = ", ".join(f"{_bytes(size)} at {tokens // 1024} K" for tokens, size in found.kv_cache_bytes.items())
     device = "" if found.available_device_bytes is None else f", {_bytes(found.available_device_bytes)} on the GPU"
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in (
+    _print_pairs(
         ("model", found.name + (f" at {found.revision}" if found.revision else "")),
         ("family", f"{found.model_type}, {found.dtype}, {found.parameters / 1e6:,.1f} M parameters"),
         ("weights", _bytes(found.weight_bytes)),
@@ -562,8 +581,80 @@ def _print_inspection(found: Any) -> None:
         ("calibrate", _needs(found.calibrate) + f", run folder {_bytes(found.calibrate.kept_disk_bytes)}"),
         ("export", _needs(found.export) + f", checkpoint {_bytes(found.export_disk_bytes)}"),
         ("available", _bytes(found.available_host_bytes) + device),
-    ):
-        table.add_row(name, value)
+    )
+
+
+def _print_calibration_plan(plan: Any) -> None:
+    """Two columns: what, and its value."""
+    tokens, layers = plan.tokens, f"{plan.num_layers} layers"
+    if plan.finished_layers:
+        layers += f", {plan.finished_layers} of them done"
+    _print_pairs(
+        ("calibrate", f"{plan.model} -> {plan.run}; nothing is written in a dry run"),
+        ("recipe", f"{plan.recipe}, {tokens['count']} {tokens['source']} tokens in rows of {tokens['seq_len']}"),
+        ("work", f"{layers}, on {plan.device} in {plan.dtype}"),
+        ("candidates", ", ".join(f"{key} ({domain}, groups of {n})" for key, (domain, n) in plan.candidates.items())),
+        *_planned_needs(plan.needs),
+    )
+
+
+def _print_export_plan(plan: Any) -> None:
+    """What is known before anything is measured: ranks by layer and sizes by tensor, or how much to measure."""
+    goal = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in plan.goal.items())
+    measure = f"about {plan.points} point(s), {plan.known_points} are in the table"
+    if plan.probed_layers:
+        measure = f"probes of {plan.probed_layers} layer(s), then {measure}"
+    cache, size = plan.kv_bytes_per_token, plan.checkpoint_bytes
+    rows = [
+        ("export", f"{plan.run} -> {plan.out}; nothing is written in a dry run"),
+        ("recipe", f"{plan.recipe}, {goal}"),
+        ("measure", measure if plan.points or plan.probed_layers else "nothing; the table has the point"),
+    ]
+    if plan.ranks is None:
+        rows.append(("ranks", "depend on what is measured"))
+    else:
+        rows.append(
+            ("compression", f"{plan.compression:.3f}, {cache['before']} -> {cache['after']} KV bytes per token")
+        )
+        rows.append(("tensors", f"{_bytes(size['before'])} -> {_bytes(size['after'])}"))
+    _print_pairs(*rows, *_planned_needs(plan.needs))
+    if plan.ranks is None:
+        return
+    table = Table(title="Ranks (key, value) of each group", title_justify="left")
+    for column in ("layer", "basis", "ranks"):
+        table.add_column(column)
+    for index, (key, ranks) in enumerate(zip(plan.choice, plan.ranks, strict=True)):
+        table.add_row(str(index), key, " ".join(f"({qk}, {v})" for qk, v in ranks))
+    stdout.print(table)
+    table = Table(title="Bytes of each tensor that changes", title_justify="left")
+    for column in ("tensor", "before", "after"):
+        table.add_column(column, justify="left" if column == "tensor" else "right")
+    for name, sizes in plan.tensors.items():
+        table.add_row(name, f"{sizes['before']:,}", f"{sizes['after']:,}")
+    stdout.print(table)
+
+
+def _planned_needs(needs: Any) -> list[tuple[str, str]]:
+    """Memory, disk and time of a plan."""
+    rows = []
+    for where, parts in (("memory", needs.host_bytes), ("GPU memory", needs.device_bytes)):
+        if parts:
+            named = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
+            there = f"; {_bytes(needs.available_host_bytes)} available" if where == "memory" else ""
+            rows.append((where, f"about {_bytes(sum(parts.values()))} ({named}){there}"))
+    disk = f"up to {_bytes(needs.disk_bytes)}, of which {_bytes(needs.kept_disk_bytes)} stay"
+    rows.append(("disk", f"{disk}; {_bytes(needs.free_disk_bytes)} free"))
+    if needs.product_seconds:
+        named = ", ".join(f"{name} {seconds:g}" for name, seconds in needs.product_seconds.items())
+        total = sum(needs.product_seconds.values())
+        rows.append(("time", f"about {total:.1f} s for the matrix products alone ({named}), at the rate measured here"))
+    return rows
+
+
+def _print_pairs(*rows: tuple[str, str]) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
     stdout.print(table, highlight=False)
 
 

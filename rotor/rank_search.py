@@ -98,8 +98,10 @@ class RankSearch:
                         job.check_unchanged(file)
                         advance((checkpoint.folder / file).stat().st_size)
                 place = Placement.choose(checkpoint, job.recipe, *self._placement, self.progress)
-                data = evaluation_data(job.recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
-                network = place.model(checkpoint, job.run.folder)
+                with self.progress.task("load text", None, ""):
+                    data = evaluation_data(job.recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+                with self.progress.task("load model", None, ""):
+                    network = place.model(checkpoint, job.run.folder)
             self._measurer = Measurer(self.table, network, self.bases, data, self.progress)
         return self._measurer
 

@@ -101,14 +101,17 @@ def _against_source(
     """Everything that needs a forward pass."""
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    compressed = LayerwiseModel.of(load_model(checkpoint.folder, target, compute_dtype))
     recipe = load_recipe(str(checkpoint.folder / RECIPE))
-    data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+    with progress.task("load model", None, ""):
+        compressed = LayerwiseModel.of(load_model(checkpoint.folder, target, compute_dtype))
+    with progress.task("load text", None, ""):
+        data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
     _check_stored_bases(result, checkpoint, layouts)
     if isinstance(run, str):
         result.skip("bases at full rank", f"run folder not found ({run}); pass --run")
     else:
-        _check_bases(result, run)
+        with progress.task("bases", None, ""):
+            _check_bases(result, run)
     if isinstance(source, str):
         why = f"source model not found ({source}); pass --model"
         for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
@@ -117,13 +120,16 @@ def _against_source(
         return
 
     recorded = report["source"]["shards"]
-    changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
+    with progress.task("check model", None, ""):
+        changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
     result.add("source unchanged", not changed, f"differs: {changed}" if changed else f"{len(source.files)} shard(s)")
     if isinstance(run, str):
         result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
     else:
-        _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS])
-    base = LayerwiseModel.of(load_model(source.folder, target, compute_dtype))
+        with progress.task("full-rank rewrite", None, ""):
+            _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS])
+    with progress.task("load model", None, ""):
+        base = LayerwiseModel.of(load_model(source.folder, target, compute_dtype))
     _check_accuracy(result, base, compressed, report, data.report, recipe.evaluation, checkpoint, progress)
     same_data = data.sha256 == report["accuracy"]["data_sha256"]
     result.summary["same_data_as_export"] = same_data
