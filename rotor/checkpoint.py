@@ -337,8 +337,10 @@ def check_writable(out: Path, overwrite: bool, sources: list[Path]) -> None:
     for source in sources:
         if resolved == source.resolve() or source.resolve() in resolved.parents:
             raise UsageError(f"{out}: lies in {source}, which rotor reads from.", "Choose a folder outside of it.")
-        if resolved in source.resolve().parents:
-            raise UsageError(f"{out}: contains {source}, which rotor reads from.", "Choose another folder.")
+        linked = source.iterdir() if source.is_dir() else ()
+        for path in (source, *linked):  # files of a source may be links to where they really are
+            if resolved in path.resolve().parents:
+                raise UsageError(f"{out}: contains {path}, which rotor reads from.", "Choose another folder.")
     if out.is_file():
         raise UsageError(f"{out}: is a file.", "Choose another name.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:

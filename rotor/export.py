@@ -16,7 +16,7 @@ from .checkpoint import INDEX_FILE, Checkpoint, file_sha256, staged_folder, tens
 from .compress import bias_names
 from .export_job import ExportJob, Goal
 from .families import read_attention
-from .integration import FORMAT_VERSION, METHOD
+from .integration import ATTENTION, FORMAT_VERSION, METHOD
 from .kernel_config import kernel_config
 from .layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .locks import exclusive
@@ -122,7 +122,7 @@ def _write(
 
     config = dict(checkpoint.config_dict)
     first = read_attention(family, 0, checkpoint.names, checkpoint.tensor, run.shape)
-    config["attn_implementation"] = METHOD  # a stock transformers without rotor refuses to load it
+    config["attn_implementation"] = ATTENTION
     config["quantization_config"] = {
         "quant_method": METHOD,
         "format_version": FORMAT_VERSION,
