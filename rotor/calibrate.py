@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
-import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,18 @@ from .hub import find_model
 from .job import Job
 from .layerwise import LayerwiseModel
 from .layout import AttentionShape, folds_keys
+from .locks import exclusive
+from .logs import log_file
 from .memory import check_offload
 from .partial import PartialRun
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .pruning import check_clusters, prune_rows
 from .recipe import Recipe, load_recipe
-from .run import FISHER, INFO, LOG, RECIPE, Run, write_bases, write_fisher, write_statistics
+from .run import FISHER, INFO, RECIPE, Run, write_bases, write_fisher, write_statistics
 from .statistics import LayerStatistics
 from .tokens import CalibrationTokens, calibration_tokens
 from .weights import Weights
-
-log = logging.getLogger("rotor")
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -86,24 +85,28 @@ def calibrate(
         source = find_model(model, revision)
         check_writable(Path(out), overwrite, [source.folder])
         job = Job.check(source, spec, device, dtype, batch_tokens, device_map, processes)
-        partial.check(resume, overwrite)
         streamed, line = job.streams(check_offload(offload))
     streamed = processes.from_first(streamed)
-    progress.message(line)
-    with processes.together():
-        if processes.is_first:
-            check_space(partial.folder, 0 if partial.exists else job.estimate(streamed).disk_bytes)
-            partial.open(resume)
-    try:
-        Calibration(job, partial, streamed, times, progress).run()
-    except (NumericsError, DataError):
-        if processes.is_first:
-            partial.remove()
-        raise
-    except (Exception, KeyboardInterrupt):
-        if processes.is_first and not partial.finished_layers and not resume:
-            partial.remove()
-        raise
+    with ExitStack() as held:
+        with processes.together():
+            if processes.is_first:
+                held.enter_context(exclusive(Path(out), "calibrate"))
+                check_writable(Path(out), overwrite, [source.folder])  # again: who held it until now may have written
+                partial.check(resume, overwrite)
+                check_space(partial.folder, 0 if partial.exists else job.estimate(streamed).disk_bytes)
+                partial.open(resume)
+                held.enter_context(log_file(partial.folder, "calibrate"))
+                progress.message(line)
+        try:
+            Calibration(job, partial, streamed, times, progress).run()
+        except (NumericsError, DataError):
+            if processes.is_first:
+                partial.remove()
+            raise
+        except (Exception, KeyboardInterrupt):
+            if processes.is_first and not partial.finished_layers and not resume:
+                partial.remove()
+            raise
     return Run.open(out)
 
 
@@ -141,7 +144,7 @@ class Calibration:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
         if self._weights is None:
             job = self.job
-            with self.times.stage("load model"):
+            with self.times.stage("load model"), self.progress.task("load model", None, ""):
                 self._weights = weights_of(job.checkpoint, job.device, job.dtype, self.streamed, job.device_map)
         return self._weights
 
@@ -283,10 +286,6 @@ class Calibration:
         }
         (folder / RECIPE).write_text(self.recipe.to_yaml(), "utf-8")
         write_json(folder / INFO, info)
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        (folder / LOG).write_text(
-            "".join(f"{stamp} calibrate: {name}: {s:.2f} s\n" for name, s in self.times.seconds.items()), "utf-8"
-        )
         self.partial.publish()
 
 

@@ -110,6 +110,11 @@ class Checkpoint:
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / file}: tensor {name}: {_one_line(error)}") from error
 
+    def meta_tensor(self, name: str) -> Tensor:
+        """The shape and dtype of a tensor, on the meta device; only its header is read."""
+        stored = self._open(self.file_of[name]).get_slice(name)
+        return torch.empty(stored.get_shape(), dtype=stored[:0].dtype if stored.get_shape() else None, device="meta")
+
     def release(self) -> None:
         """Close the shards, so that what was read of them no longer counts as this process's memory."""
         self._handles.clear()
@@ -260,8 +265,16 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one safetensors file."""
-    save_file({name: t.contiguous() for name, t in sorted(tensors.items())}, path, metadata={"format": "pt"})
+    """Write one safetensors file of a checkpoint."""
+    write_tensors(path, {name: t.contiguous() for name, t in sorted(tensors.items())}, {"format": "pt"})
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone."""
+    with path.open("wb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
 
 
 def file_sha256(path: Path) -> str:
@@ -324,8 +337,10 @@ def check_writable(out: Path, overwrite: bool, sources: list[Path]) -> None:
     for source in sources:
         if resolved == source.resolve() or source.resolve() in resolved.parents:
             raise UsageError(f"{out}: lies in {source}, which rotor reads from.", "Choose a folder outside of it.")
-        if resolved in source.resolve().parents:
-            raise UsageError(f"{out}: contains {source}, which rotor reads from.", "Choose another folder.")
+        linked = source.iterdir() if source.is_dir() else ()
+        for path in (source, *linked):  # files of a source may be links to where they really are
+            if resolved in path.resolve().parents:
+                raise UsageError(f"{out}: contains {path}, which rotor reads from.", "Choose another folder.")
     if out.is_file():
         raise UsageError(f"{out}: is a file.", "Choose another name.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
@@ -352,11 +367,12 @@ def publish_folder(staging: Path, out: Path) -> None:
     sync(staging)
     if out.is_dir():
         old = out.with_name(f".{out.name}.rotor-{os.getpid()}-old")
-        os.rename(out, old)
         try:
+            os.rename(out, old)
             os.rename(staging, out)
-        except OSError:
-            os.rename(old, out)
+        except BaseException:  # also an interruption between the two
+            if old.exists() and not out.exists():
+                os.rename(old, out)
             raise
         shutil.rmtree(old, ignore_errors=True)
     else:

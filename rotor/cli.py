@@ -6,28 +6,45 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
 from . import __version__
-from .errors import RotorError
+from .errors import Interrupted, RotorError
+from .logs import log
+from .partial import PartialRun
 from .progress import Advance, Progress
 
+
+class Commands(typer.core.TyperGroup):
+    """The commands; one that is interrupted says so, with its exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _resumable(lambda: "Nothing was written half; give the same command again."):
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
+    epilog="Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 the accuracy cannot be "
+    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM).",
     rich_markup_mode=None,
 )
 stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
@@ -54,6 +71,8 @@ DeviceMap = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
 
 
 class RateColumn(ProgressColumn):
@@ -65,20 +84,29 @@ class RateColumn(ProgressColumn):
 
 
 class ConsoleProgress(Progress):
-    """Bars and messages on stderr; bars only on a terminal."""
+    """Bars on stderr, if that is a terminal."""
 
     @contextmanager
-    def task(self, name: str, total: float, unit: str) -> Iterator[Advance]:
+    def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
         if not stderr.is_terminal:
             yield lambda done: None
             return
-        columns = (TextColumn("{task.description:18}"), BarColumn(), RateColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description:18}"),
+            BarColumn(),
+            RateColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True) if total is not None else TimeElapsedColumn(),
+        )
         with RichProgress(*columns, console=stderr, transient=True) as bars:
             task = bars.add_task(name, total=total, unit=unit)
             yield lambda done: bars.advance(task, done)
 
-    def message(self, text: str) -> None:
-        stderr.print(text, highlight=False, markup=False, soft_wrap=True)
+
+class ConsoleHandler(logging.Handler):
+    """What the logger is told, on stderr; above the bars, if there are any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stderr.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
 
 
 def _is_first_process() -> bool:
@@ -86,11 +114,26 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _progress(quiet: bool) -> Progress:
+def _progress(quiet: bool, verbose: bool = False) -> Progress:
+    """What shows progress, having sent messages to stderr."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    return Progress() if quiet or not _is_first_process() else ConsoleProgress()
+    silent = quiet or not _is_first_process()
+    for old in [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]:
+        log.removeHandler(old)
+    log.addHandler(ConsoleHandler(logging.CRITICAL if silent else logging.DEBUG if verbose else logging.INFO))
+    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    return Progress() if silent else ConsoleProgress()
+
+
+@contextmanager
+def _resumable(how: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C becomes an error that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted.", how()) from None
 
 
 def _version(value: bool) -> None:
@@ -131,27 +174,36 @@ def calibrate(
         typer.Option("--resume", help="Go on with an unfinished run (RUN.partial), after its last finished layer."),
     ] = False,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder."""
     from .calibrate import calibrate as run_calibrate
+    from .dry_run import plan_calibration
 
-    run = run_calibrate(
-        model,
-        out,
-        recipe,
-        overrides or [],
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        batch_tokens=batch_tokens,
-        offload=offload,
-        device_map=device_map,
-        overwrite=overwrite,
-        resume=resume,
-        progress=_progress(quiet),
-    )
+    progress = _progress(quiet or dry_run, verbose)
+    arguments: dict[str, Any] = {
+        "model": model,
+        "out": out,
+        "recipe": recipe,
+        "overrides": overrides or [],
+        "revision": revision,
+        "device": device,
+        "dtype": dtype,
+        "batch_tokens": batch_tokens,
+        "offload": offload,
+        "device_map": device_map,
+        "overwrite": overwrite,
+        "resume": resume,
+    }
+    if dry_run:
+        plan = plan_calibration(**arguments)
+        _print_json(plan.to_dict()) if as_json else _print_calibration_plan(plan)
+        return
+    with _resumable(lambda: _how_to_resume(out)):
+        run = run_calibrate(**arguments, progress=progress)
     if not _is_first_process():
         return
     if as_json:
@@ -192,32 +244,43 @@ def export(
     offload: Offload = "auto",
     device_map: DeviceMap = None,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
     The first --accuracy on a run measures a table from accuracy to ranks; later ones read it. Only the recipe's
     sections ranks, evaluation, search and objective can still be changed with --set.
     """
+    from .dry_run import plan_export
     from .export import export as run_export
 
-    result = run_export(
-        run,
-        out,
-        accuracy=accuracy,
-        compression=compression,
-        removal_rate=removal_rate,
-        overrides=[*(overrides or []), *_device_overrides(target_device, device_file)],
-        objective=objective,
-        elastic=elastic,
-        device=device,
-        dtype=dtype,
-        offload=offload,
-        device_map=device_map,
-        overwrite=overwrite,
-        progress=_progress(quiet),
-    )
+    progress = _progress(quiet or dry_run, verbose)
+    arguments: dict[str, Any] = {
+        "run": run,
+        "out": out,
+        "accuracy": accuracy,
+        "compression": compression,
+        "removal_rate": removal_rate,
+        "overrides": [*(overrides or []), *_device_overrides(target_device, device_file)],
+        "objective": objective,
+        "elastic": elastic,
+        "device": device,
+        "dtype": dtype,
+        "offload": offload,
+        "device_map": device_map,
+        "overwrite": overwrite,
+    }
+    if dry_run:
+        plan = plan_export(**arguments)
+        _print_json(plan.to_dict()) if as_json else _print_export_plan(plan)
+        return
+    with _resumable(
+        lambda: f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
+    ):
+        result = run_export(**arguments, progress=progress)
     report = result.report
     if as_json:
         shown = {k: v for k, v in report.items() if k not in ("tensors", "layouts")}
@@ -243,6 +306,7 @@ def validate(
     offload: Offload = "auto",
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
@@ -250,7 +314,7 @@ def validate(
     """
     from .validate import validate as run_validate
 
-    progress = _progress(quiet)
+    progress = _progress(quiet, verbose)
     results = [
         run_validate(folder, model=model, run=run, device=device, dtype=dtype, offload=offload, progress=progress)
         for folder in folders
@@ -332,6 +396,7 @@ def study(
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Compare recipes on the same model, tokens and held-out data; writes JSON, CSV, Markdown and plots.
 
@@ -342,25 +407,26 @@ def study(
     from .study import PARTS, parse_ablations, parse_counts
     from .study import study as run_study
 
-    result = run_study(
-        model,
-        out,
-        _split(recipes),
-        overrides or [],
-        parts=PARTS if parts is None else _split(parts),
-        focus=None if focus is None else _split(focus),
-        ablations=parse_ablations(ablation or [], ablations),
-        ablation_base=ablation_base,
-        at=at,
-        counts=parse_counts(_split(counts)),
-        device=device,
-        dtype=dtype,
-        batch_tokens=batch_tokens,
-        offload=offload,
-        device_map=device_map,
-        plots=plots,
-        progress=_progress(quiet),
-    )
+    with _resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
+        result = run_study(
+            model,
+            out,
+            _split(recipes),
+            overrides or [],
+            parts=PARTS if parts is None else _split(parts),
+            focus=None if focus is None else _split(focus),
+            ablations=parse_ablations(ablation or [], ablations),
+            ablation_base=ablation_base,
+            at=at,
+            counts=parse_counts(_split(counts)),
+            device=device,
+            dtype=dtype,
+            batch_tokens=batch_tokens,
+            offload=offload,
+            device_map=device_map,
+            plots=plots,
+            progress=_progress(quiet, verbose),
+        )
     if as_json:
         files = [str(path) for path in result.files]
         shown = {"study": str(out), "settings": result.settings, "records": result.records, "files": files}
@@ -474,6 +540,15 @@ def recipes(as_json: AsJson = False) -> None:
         print(f"{name:8} {recipe.summary}")
 
 
+def _how_to_resume(out: Path) -> str:
+    partial = PartialRun(out)
+    if not partial.exists:
+        return "No layer was finished and nothing was written; give the same command again."
+    return (
+        f"{partial.folder} holds {partial.finished_layers} finished layer(s): the same command with --resume goes on."
+    )
+
+
 def _device_overrides(name: str | None, file: Path | None) -> list[str]:
     given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
     return [f"objective.{key}={value}" for key, value in given.items() if value is not None]
@@ -493,8 +568,7 @@ def _print_inspection(found: Any) -> None:
     extras = ("RoPE" if found.rotary else "no RoPE") + (", norm on queries and keys" if found.key_norm else "")
     cache = ", ".join(f"{_bytes(size)} at {tokens // 1024} K" for tokens, size in found.kv_cache_bytes.items())
     device = "" if found.available_device_bytes is None else f", {_bytes(found.available_device_bytes)} on the GPU"
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in (
+    _print_pairs(
         ("model", found.name + (f" at {found.revision}" if found.revision else "")),
         ("family", f"{found.model_type}, {found.dtype}, {found.parameters / 1e6:,.1f} M parameters"),
         ("weights", _bytes(found.weight_bytes)),
@@ -509,8 +583,80 @@ def _print_inspection(found: Any) -> None:
         ("calibrate", _needs(found.calibrate) + f", run folder {_bytes(found.calibrate.kept_disk_bytes)}"),
         ("export", _needs(found.export) + f", checkpoint {_bytes(found.export_disk_bytes)}"),
         ("available", _bytes(found.available_host_bytes) + device),
-    ):
-        table.add_row(name, value)
+    )
+
+
+def _print_calibration_plan(plan: Any) -> None:
+    """Two columns: what, and its value."""
+    tokens, layers = plan.tokens, f"{plan.num_layers} layers"
+    if plan.finished_layers:
+        layers += f", {plan.finished_layers} of them done"
+    _print_pairs(
+        ("calibrate", f"{plan.model} -> {plan.run}; nothing is written in a dry run"),
+        ("recipe", f"{plan.recipe}, {tokens['count']} {tokens['source']} tokens in rows of {tokens['seq_len']}"),
+        ("work", f"{layers}, on {plan.device} in {plan.dtype}"),
+        ("candidates", ", ".join(f"{key} ({domain}, groups of {n})" for key, (domain, n) in plan.candidates.items())),
+        *_planned_needs(plan.needs),
+    )
+
+
+def _print_export_plan(plan: Any) -> None:
+    """What is known before anything is measured: ranks by layer and sizes by tensor, or how much to measure."""
+    goal = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in plan.goal.items())
+    measure = f"about {plan.points} point(s), {plan.known_points} are in the table"
+    if plan.probed_layers:
+        measure = f"probes of {plan.probed_layers} layer(s), then {measure}"
+    cache, size = plan.kv_bytes_per_token, plan.checkpoint_bytes
+    rows = [
+        ("export", f"{plan.run} -> {plan.out}; nothing is written in a dry run"),
+        ("recipe", f"{plan.recipe}, {goal}"),
+        ("measure", measure if plan.points or plan.probed_layers else "nothing; the table has the point"),
+    ]
+    if plan.ranks is None:
+        rows.append(("ranks", "depend on what is measured"))
+    else:
+        rows.append(
+            ("compression", f"{plan.compression:.3f}, {cache['before']} -> {cache['after']} KV bytes per token")
+        )
+        rows.append(("tensors", f"{_bytes(size['before'])} -> {_bytes(size['after'])}"))
+    _print_pairs(*rows, *_planned_needs(plan.needs))
+    if plan.ranks is None:
+        return
+    table = Table(title="Ranks (key, value) of each group", title_justify="left")
+    for column in ("layer", "basis", "ranks"):
+        table.add_column(column)
+    for index, (key, ranks) in enumerate(zip(plan.choice, plan.ranks, strict=True)):
+        table.add_row(str(index), key, " ".join(f"({qk}, {v})" for qk, v in ranks))
+    stdout.print(table)
+    table = Table(title="Bytes of each tensor that changes", title_justify="left")
+    for column in ("tensor", "before", "after"):
+        table.add_column(column, justify="left" if column == "tensor" else "right")
+    for name, sizes in plan.tensors.items():
+        table.add_row(name, f"{sizes['before']:,}", f"{sizes['after']:,}")
+    stdout.print(table)
+
+
+def _planned_needs(needs: Any) -> list[tuple[str, str]]:
+    """Memory, disk and time of a plan."""
+    rows = []
+    for where, parts in (("memory", needs.host_bytes), ("GPU memory", needs.device_bytes)):
+        if parts:
+            named = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
+            there = f"; {_bytes(needs.available_host_bytes)} available" if where == "memory" else ""
+            rows.append((where, f"about {_bytes(sum(parts.values()))} ({named}){there}"))
+    disk = f"up to {_bytes(needs.disk_bytes)}, of which {_bytes(needs.kept_disk_bytes)} stay"
+    rows.append(("disk", f"{disk}; {_bytes(needs.free_disk_bytes)} free"))
+    if needs.product_seconds:
+        named = ", ".join(f"{name} {seconds:g}" for name, seconds in needs.product_seconds.items())
+        total = sum(needs.product_seconds.values())
+        rows.append(("time", f"about {total:.1f} s for the matrix products alone ({named}), at the rate measured here"))
+    return rows
+
+
+def _print_pairs(*rows: tuple[str, str]) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
     stdout.print(table, highlight=False)
 
 
@@ -594,13 +740,25 @@ def main() -> None:
     """Entry point: an error of rotor's is two lines on stderr and its exit code; ROTOR_DEBUG=1 shows the traceback."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        app()
+        with _terminable():
+            app()
     except RotorError as error:
         if os.environ.get("ROTOR_DEBUG"):
             raise
-        print(f"error: {error.message}", file=sys.stderr)
-        print(f"  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}", file=sys.stderr)
+        if _is_first_process() or not isinstance(error, Interrupted):
+            print(f"error: {error.message}", file=sys.stderr)
+            print(f"  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written half.\n  Give the same command again.", file=sys.stderr)
-        sys.exit(130)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A request to end (SIGTERM) is like Ctrl-C: what is half done is removed, what is done is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

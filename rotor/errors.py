@@ -56,6 +56,12 @@ class DataError(RotorError):
     """Calibration tokens or evaluation text are missing or too few."""
 
 
+class Interrupted(RotorError):
+    """Ctrl-C, or a request to end; says how to go on."""
+
+    exit_code = 130
+
+
 class AccuracyError(RotorError):
     """The accuracy that was asked for cannot be reached, or is not met."""
 

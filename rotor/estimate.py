@@ -200,6 +200,24 @@ def evaluation_estimate(
     return Estimate(host if on_gpu else {**host, **work}, work if on_gpu else {}, disk)
 
 
+def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:
+    """Of the products with weights in a forward pass; of a mixture of experts, as if all of them worked."""
+    weights = sum(sizes.layers) + (max(sizes.vocabulary, default=0) if head else 0)
+    return 2.0 * weights * tokens
+
+
+def calibration_flops(
+    sizes: WeightSizes, shape: AttentionShape, recipe: Recipe, group_size: int, moments: frozenset[str]
+) -> dict[str, float]:
+    """Of the large matrix products that `rotor calibrate` is known to do, by stage; the statistics in float64."""
+    tokens = recipe.tokens.count
+    elements = _moment_elements(shape, group_size, moments)
+    per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
+    flops = {} if recipe.tokens.source != "synthetic" else {"text": forward_flops(sizes, tokens, head=True)}
+    passes = forward_flops(sizes, tokens, head=False)
+    return {**flops, "passes": passes, "statistics": 2.0 * tokens * per_token * shape.num_layers}
+
+
 def _weight_bytes(sizes: WeightSizes, compute_bytes: int, streamed: bool) -> int:
     if not streamed:
         return sizes.total * compute_bytes

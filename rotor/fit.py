@@ -29,7 +29,10 @@ def check_fit(checkpoint: Checkpoint) -> None:
     where = checkpoint.folder / "config.json"
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=False)
+            # eager, since Falcon looks its attention class up by the implementation, which may be rotor's
+            model: Any = AutoModelForCausalLM.from_config(
+                checkpoint.config, trust_remote_code=False, attn_implementation="eager"
+            )
     except CheckpointError:
         raise
     except Exception as error:  # whatever a model's own code makes of sizes that it does not expect

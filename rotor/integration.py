@@ -25,6 +25,10 @@ from .rewrite import truncate_layer
 from .typed import Reader, shorten
 
 METHOD = "rotor"
+ATTENTION = "rotor (pip install rotor-kv, then import rotor)"
+"""What config.json asks for as attention implementation: a transformers without rotor ends with an error that repeats
+it, even where all shapes are those of the uncompressed model (only queries and keys compressed, after RoPE)."""
+
 FORMAT_VERSION = 1
 EDITED = "The folder was edited or is from another version of rotor; export it again."
 
@@ -117,7 +121,8 @@ class RotorQuantizer(HfQuantizer):
         """Let Falcon be built: it looks its attention class up by the name of the implementation."""
         from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention
 
-        FALCON_ATTENTION_CLASSES.setdefault(METHOD, FalconAttention)
+        for name in (METHOD, ATTENTION):
+            FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
 
     def update_attn_implementation(self, config: Any) -> Any:
         config._attn_implementation = METHOD
@@ -136,8 +141,11 @@ class RotorQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Cut an elastic checkpoint down to the profile that config.rank_profile names."""
+        """Cut an elastic checkpoint down to the profile that config.rank_profile names; mark the config."""
         config: Any = self.quantization_config
+        model.config.attn_implementation = (
+            ATTENTION  # transformers forgets it, and save_pretrained is to write it again
+        )
         ranks = config.profile_ranks(getattr(model.config, "rank_profile", None))
         if ranks is not None:
             shape, family = attention_shape(model.config), FAMILIES[model.config.model_type]
@@ -199,5 +207,6 @@ def register() -> None:
         return
     register_quantization_config(METHOD)(RotorConfig)
     register_quantizer(METHOD)(RotorQuantizer)
-    AttentionInterface.register(METHOD, rotor_attention_forward)
-    AttentionMaskInterface.register(METHOD, sdpa_mask)
+    for name in (METHOD, ATTENTION):
+        AttentionInterface.register(name, rotor_attention_forward)
+        AttentionMaskInterface.register(name, sdpa_mask)

@@ -49,8 +49,11 @@ def exclusive(folder: Path, command: str) -> Iterator[None]:
 
 
 def lock_path(folder: Path) -> Path:
-    """Beside the folder, which may be replaced as a whole; where its parent is read-only, in the temporary folder."""
-    folder = Path(os.path.abspath(folder))
+    """Beside the folder, which may be replaced as a whole; where its parent is read-only, in the temporary folder.
+
+    Links are followed, so that a folder has one lock by whatever name it is called.
+    """
+    folder = Path(os.path.realpath(folder))
     if folder.parent.is_dir() and not os.access(folder.parent, os.W_OK):
         return Path(tempfile.gettempdir()) / f"rotor-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.lock"
     return folder.parent / f".{folder.name}.rotor-lock"

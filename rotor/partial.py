@@ -6,7 +6,6 @@ are kept, so that a resumed run goes on exactly where the other ended.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -20,12 +19,12 @@ from .checkpoint import publish_folder, read_json, sync, write_json, write_shard
 from .errors import CheckpointError, UsageError
 from .layerwise import new_states
 
-FINGERPRINT, PROGRESS, LOCK, WORK = "fingerprint.json", "progress.json", "lock", "work"
+FINGERPRINT, PROGRESS, WORK = "fingerprint.json", "progress.json", "work"
 START_AGAIN = "Give --overwrite to start again."
 
 
 class PartialRun:
-    """The folder `OUT.partial`.
+    """The folder `OUT.partial`. Whoever writes to it holds the lock of OUT (see rotor.locks).
 
     Args:
         out: the run folder that it will become.
@@ -34,7 +33,6 @@ class PartialRun:
     def __init__(self, out: Path) -> None:
         self.out = Path(os.path.abspath(out))
         self.folder = self.out.with_name(f"{self.out.name}.partial")
-        self._lock: Any = None
 
     @property
     def exists(self) -> bool:
@@ -49,13 +47,8 @@ class PartialRun:
             )
 
     def open(self, resume: bool) -> None:
-        """Make the folder, or go on with the one that is there.
-
-        Raises:
-            UsageError: another process is writing to it. CheckpointError: it cannot be written.
-        """
+        """Make the folder, or go on with the one that is there; raises CheckpointError if it cannot be written."""
         if self.exists and not resume:
-            self._take()
             shutil.rmtree(self.folder)
         try:
             (self.folder / WORK).mkdir(parents=True, exist_ok=True)
@@ -63,15 +56,6 @@ class PartialRun:
             raise CheckpointError(
                 f"{self.folder}: cannot be written ({error.strerror}).", "Choose another place."
             ) from error
-        self._take()
-
-    def _take(self) -> None:
-        """Hold the folder's lock, which the system releases when the process ends in whatever way."""
-        self._lock = (self.folder / LOCK).open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UsageError(f"{self.folder}: another process is writing to it.", "Wait for it, or stop it.") from error
 
     def agree(self, fingerprint: dict[str, Any]) -> None:
         """Keep what the run depends on, or compare with what was kept.
@@ -127,9 +111,9 @@ class PartialRun:
     def publish(self) -> None:
         """The folder becomes the run."""
         shutil.rmtree(self.folder / WORK)
-        for name in (FINGERPRINT, PROGRESS, LOCK):
-            (self.folder / name).unlink()
+        (self.folder / FINGERPRINT).unlink()
         publish_folder(self.folder, self.out)
+        (self.out / PROGRESS).unlink()  # last, so that what is interrupted before is still a run whose layers are done
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

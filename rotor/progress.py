@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+log = logging.getLogger("rotor")
+
 Advance = Callable[[float], None]
 
 
 class Progress:
-    """Does nothing; subclasses show bars and messages."""
+    """Shows no bars; subclasses do. Messages go to the logger `rotor`."""
 
     @contextmanager
-    def task(self, name: str, total: float, unit: str) -> Iterator[Advance]:
-        """A piece of work of `total` units; yields a function to call with what was done since the last call."""
+    def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
+        """A piece of work of `total` units; yields a function to call with what was done since the last call.
+
+        None: it cannot be told how much of it is done. Tasks are one after the other, none inside another.
+        """
         del name, total, unit
         yield lambda done: None
 
     def message(self, text: str) -> None:
         """One line about what happens."""
+        log.info("%s", text)
 
 
 class StageTimes:
@@ -38,6 +45,7 @@ class StageTimes:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         previous = self.stages.get(name, {"seconds": 0.0})["seconds"]
         self.stages[name] = {"seconds": round(previous + seconds, 3), "peak_bytes": peak}
+        log.debug("%s: %.2f s, peak memory %.0f MB", name, seconds, peak / 1e6)
 
     @property
     def seconds(self) -> dict[str, float]:

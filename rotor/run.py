@@ -16,11 +16,10 @@ from typing import Any, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
-from .checkpoint import read_json, sync, write_json
+from .checkpoint import read_json, sync, write_json, write_tensors
 from .errors import CheckpointError, NumericsError, UsageError
 from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
 from .hub import find_model
@@ -29,7 +28,7 @@ from .recipe import Recipe, accuracy_field, load_recipe
 from .statistics import LayerStatistics, pack_symmetric, unpack_symmetric
 from .typed import Reader
 
-RECIPE, INFO, FISHER, RANK_TABLE, LOG = "recipe.yaml", "run.json", "fisher.safetensors", "rank_table.json", "log.txt"
+RECIPE, INFO, FISHER, RANK_TABLE = "recipe.yaml", "run.json", "fisher.safetensors", "rank_table.json"
 TABLE_VERSION = 2
 SIDES = ("qk", "vo")
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
@@ -55,7 +54,7 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | No
     """To a temporary name first, and to disk before it gets its own."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata=metadata)
+    write_tensors(temporary, tensors, metadata)
     sync(temporary)
     temporary.replace(path)
 

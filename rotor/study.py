@@ -9,6 +9,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,6 +17,8 @@ from typing import Any, get_type_hints
 from .checkpoint import Checkpoint, check_writable, file_sha256
 from .errors import RecipeError, UsageError
 from .hub import find_model
+from .locks import exclusive
+from .logs import log_file
 from .placement import Placement
 from .plots import require_matplotlib, write_plots
 from .progress import Progress
@@ -111,53 +114,56 @@ def study(
     progress = progress or Progress()
     source = find_model(model)
     check_writable(Path(out), True, [source.folder])
-    checkpoint = Checkpoint(source.folder)
-    first = next(iter(specs.values()))
-    placement = Placement.choose(checkpoint, first, device, dtype, offload, device_map, progress)
-    bench = Bench(checkpoint, first.evaluation, placement, Path(out), progress)
-    settings = {
-        "model": {
-            "name": source.name,
-            "shards": {file: file_sha256(checkpoint.folder / file) for file in checkpoint.files},
-        },
-        "dtype": str(placement.dtype).removeprefix("torch."),
-        "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
-        "evaluation": dataclasses.asdict(first.evaluation),
-        "search": dataclasses.asdict(first.search),
-        "recipes": {name: _own_settings(recipe) for name, recipe in measured.items()},
-        "ablations": {name: _own_settings(recipe) for name, recipe in variants.items()},
-    }
-    store = StudyStore.open(Path(out), settings)
-    options = {
-        "device": device,
-        "dtype": dtype,
-        "batch_tokens": batch_tokens,
-        "offload": offload,
-        "device_map": device_map,
-        "progress": progress,
-    }
-    driver = StudyParts(bench, store, progress, options, at)
-    for part in PARTS:
-        if part not in chosen:
-            continue
-        progress.message(f"study: {part}")
-        if part == "curves":
-            for name, recipe in specs.items():
-                driver.curve(part, name, recipe, name)
-        elif part == "ablation":
-            driver.curve("curves", base.name, base, base.name)
-            for name, recipe in variants.items():
-                driver.curve(part, name, recipe, f"ablations/{name}")
-        else:
-            for name in names if part != "front" else allocating:
-                if part == "tokens":
-                    driver.tokens(name, specs[name], counts)
-                else:
-                    getattr(driver, part)(name, specs[name])
-    store.save()
-    files = [write_csv(store), write_summary(store)]
-    if plots:
-        files += write_plots(store)
+    with ExitStack() as held:
+        held.enter_context(exclusive(Path(out), "study"))
+        checkpoint = Checkpoint(source.folder)
+        first = next(iter(specs.values()))
+        placement = Placement.choose(checkpoint, first, device, dtype, offload, device_map, progress)
+        bench = Bench(checkpoint, first.evaluation, placement, Path(out), progress)
+        settings = {
+            "model": {
+                "name": source.name,
+                "shards": {file: file_sha256(checkpoint.folder / file) for file in checkpoint.files},
+            },
+            "dtype": str(placement.dtype).removeprefix("torch."),
+            "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
+            "evaluation": dataclasses.asdict(first.evaluation),
+            "search": dataclasses.asdict(first.search),
+            "recipes": {name: _own_settings(recipe) for name, recipe in measured.items()},
+            "ablations": {name: _own_settings(recipe) for name, recipe in variants.items()},
+        }
+        store = StudyStore.open(Path(out), settings)
+        held.enter_context(log_file(Path(out), "study"))
+        options = {
+            "device": device,
+            "dtype": dtype,
+            "batch_tokens": batch_tokens,
+            "offload": offload,
+            "device_map": device_map,
+            "progress": progress,
+        }
+        driver = StudyParts(bench, store, progress, options, at)
+        for part in PARTS:
+            if part not in chosen:
+                continue
+            progress.message(f"study: {part}")
+            if part == "curves":
+                for name, recipe in specs.items():
+                    driver.curve(part, name, recipe, name)
+            elif part == "ablation":
+                driver.curve("curves", base.name, base, base.name)
+                for name, recipe in variants.items():
+                    driver.curve(part, name, recipe, f"ablations/{name}")
+            else:
+                for name in names if part != "front" else allocating:
+                    if part == "tokens":
+                        driver.tokens(name, specs[name], counts)
+                    else:
+                        getattr(driver, part)(name, specs[name])
+        store.save()
+        files = [write_csv(store), write_summary(store)]
+        if plots:
+            files += write_plots(store)
     seconds = round(time.perf_counter() - start, 3)
     return Study(Path(out), store.settings, store.records, store.added, tuple(files), seconds)
 

@@ -107,13 +107,15 @@ def _against_source(
         where: device, dtype and offload, as the user gave them.
     """
     recipe = load_recipe(str(checkpoint.folder / RECIPE))
-    data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+    with progress.task("load text", None, ""):
+        data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
     place = _placement(source, checkpoint, recipe, where, progress)
     _check_stored_bases(result, checkpoint, layouts)
     if isinstance(run, str):
         result.skip("bases at full rank", f"run folder not found ({run}); pass --run")
     else:
-        _check_bases(result, run)
+        with progress.task("bases", None, ""):
+            _check_bases(result, run)
     reference = None
     if isinstance(source, str):
         why = f"source model not found ({source}); pass --model"
@@ -121,15 +123,18 @@ def _against_source(
             result.skip(name, why)
     else:
         recorded = report["source"]["shards"]
-        changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
+        with progress.task("check model", None, ""):
+            changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
         files = f"differs: {changed}" if changed else f"{len(source.files)} shard(s)"
         result.add("source unchanged", not changed, files)
         if isinstance(run, str):
             result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
         else:
-            _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS], place.streamed)
+            with progress.task("full-rank rewrite", None, ""):
+                _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS], place.streamed)
         reference = _reference(source, place, data.report, recipe.evaluation, checkpoint, progress)
-    weights = compressed_weights(checkpoint, layouts, place.device, place.dtype, place.streamed)
+    with progress.task("load model", None, ""):
+        weights = compressed_weights(checkpoint, layouts, place.device, place.dtype, place.streamed)
     compressed = LayerwiseModel(weights)
     if reference is not None:
         _check_accuracy(result, reference, compressed, report, data.report, progress)
@@ -165,7 +170,8 @@ class _Reference:
 def _reference(
     source: Checkpoint, place: Placement, rows: Tensor, spec: Evaluation, checkpoint: Checkpoint, progress: Progress
 ) -> _Reference:
-    base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
+    with progress.task("load model", None, ""):
+        base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
     with progress.task("source model", rows.numel(), "tokens") as advance:
         states = base.final_states(rows, advance)
     scores = score(base, rows, states=states)

@@ -235,7 +235,7 @@ def test_a_changed_source_is_refused_on_export(model: Path, tmp_path: Path, caps
 def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, capsys, monkeypatch) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(sys.modules["rotor.export"], "Placement", None)  # the disk is checked first
+    monkeypatch.setattr(sys.modules["rotor.rank_search"], "Placement", None)  # the disk is checked first
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     expect_error(capsys, 1, "GB needed", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
     assert not (tmp_path / "out").exists()

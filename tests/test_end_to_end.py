@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -256,10 +257,58 @@ def test_stock_transformers_refuses_to_load_it_as_uncompressed(recipe: str, goal
     """Even where every shape fits, as with a removal rate that removes nothing."""
     run = run_copy(recipe)
     export(run.folder, tmp_path / "out", **goal)
-    program = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert '`attn_implementation="rotor"` is not supported' in done.stderr
+    refused_without_rotor(tmp_path / "out")
+
+
+def refused_without_rotor(*folders: Path) -> None:
+    """In a fresh process that does not import rotor, with an error that says what to install."""
+    program = """
+import sys
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(folder)
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program, *map(str, folders)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = '`attn_implementation="rotor (pip install rotor-kv, then import rotor)"` is not supported'
+    assert [said in line for line in done.stdout.splitlines()] == [True] * len(folders), done.stdout
+
+
+def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(tmp_path: Path, monkeypatch) -> None:
+    """Also one where only queries and keys are compressed, whose shapes all fit; and both, loaded and saved again."""
+    plan_for = sys.modules["rotor.rank_search"].plan_for
+
+    def keys_alone(*arguments):
+        plan = plan_for(*arguments)
+        ranks = [[(qk, 64) for qk, _ in layer] for layer in plan.rounded]
+        return dataclasses.replace(plan, rounded=ranks)
+
+    run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
+    export(run, tmp_path / "out", compression=0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["rotor.rank_search"], "plan_for", keys_alone)
+        export(run, tmp_path / "keys", compression=0.3)
+    before, after = (load_file(folder / "model.safetensors") for folder in (DEMO_MODEL, tmp_path / "keys"))
+    assert all(after[name].shape == tensor.shape for name, tensor in before.items())
+    assert {name.rpartition(".")[2] for name in after.keys() - before.keys()} == {"key_basis", "query_basis"}
+    program = """
+import sys, rotor
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    print(*(len(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")))
+    model.save_pretrained(folder + "-again")
+"""
+    folders = [str(tmp_path / "out"), str(tmp_path / "keys")]
+    again = [f"{folder}-again" for folder in folders]
+    for some in (folders, again):
+        done = subprocess.run([sys.executable, "-c", program, *some], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "0 0 0\n" * 2
+    refused_without_rotor(*map(Path, folders + again))
 
 
 def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Path) -> None:

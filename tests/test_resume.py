@@ -20,6 +20,7 @@ from rotor.compress import CompressibleModel
 from rotor.errors import CheckpointError, UsageError
 from rotor.export import export
 from rotor.layerwise import LayerwiseModel
+from rotor.locks import exclusive
 from rotor.run import Run
 
 LAYERS = 3
@@ -29,10 +30,10 @@ SETTINGS = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "gr
 DRIVER = """
 import os, signal, sys
 import rotor
-module = sys.modules["rotor.calibrate"]
 from rotor.partial import PartialRun
 from rotor.processes import Processes
 
+module = sys.modules["rotor.calibrate"]
 model, out, settings = sys.argv[1], sys.argv[2], sys.argv[4:]
 
 def run(**options):
@@ -219,13 +220,14 @@ def test_a_run_that_fails_before_its_first_layer_leaves_nothing(
 
 
 def test_two_at_a_time_are_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
     partial = interrupted(model, tmp_path / "run", monkeypatch, at=1)
-    with (partial / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match="another process is writing to it"):
-            calibrate(model, tmp_path / "run", "rotor", SETTINGS, batch_tokens=64, resume=True)
+    before = {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()}
+    with (
+        exclusive(tmp_path / "run", "calibrate"),
+        pytest.raises(UsageError, match=f"in use by process {os.getpid()} on .* .rotor calibrate, since"),
+    ):
+        calibrate(model, tmp_path / "run", "rotor", SETTINGS, batch_tokens=64, resume=True)
+    assert before == {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()}
 
 
 def test_probes_go_on_after_the_last_layer_that_was_saved(

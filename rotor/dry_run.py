@@ -1,0 +1,330 @@
+"""What calibrate and export would do and take, found out without writing anything or reading weights.
+
+Ranks and sizes come from the same code that writes them, on the meta device. Times are those of the matrix products
+that are known beforehand, at a rate that is measured for a fraction of a second; everything else comes on top.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bases import BasisPair, LayerBases
+from .checkpoint import check_space, check_writable
+from .errors import UsageError
+from .estimate import Estimate, calibration_flops, forward_flops
+from .export_job import ExportJob, Goal
+from .hub import find_model
+from .job import Job
+from .layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from .memory import available_host_bytes, check_offload
+from .partial import PartialRun
+from .placement import Placement, evaluation_estimates, model_sizes
+from .processes import Processes
+from .progress import Progress, StageTimes
+from .rank_search import RankSearch, stored_ranks
+from .ranks import LayerRanks, RankPlan
+from .recipe import Recipe, Search, load_recipe
+from .shards import ShardContents, planned_layouts
+
+RATE_SIZE, RATE_SECONDS = 512, 0.2
+"""Size of the matrices whose product is timed, and for how long."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory by what it is for, disk, and the time of the matrix products alone, by stage.
+
+    disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
+    """
+
+    streamed: bool
+    host_bytes: dict[str, int]
+    device_bytes: dict[str, int]
+    available_host_bytes: int
+    disk_bytes: int
+    kept_disk_bytes: int
+    free_disk_bytes: int
+    product_seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What a calibration would do.
+
+    candidates: domain and group size by key. finished_layers: of an unfinished run that would be continued.
+    """
+
+    model: str
+    run: str
+    recipe: str
+    candidates: dict[str, tuple[str, int]]
+    tokens: dict[str, Any]
+    num_layers: int
+    finished_layers: int
+    device: str
+    dtype: str
+    needs: Needs
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export would do.
+
+    choice, ranks, kv_bytes_per_token, compression, tensors: None where they depend on what has to be measured first.
+        ranks: [qk_rank, v_rank] by layer and group. tensors: bytes before and after, of each tensor that changes.
+    checkpoint_bytes: of all tensors, before and after.
+    probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
+    """
+
+    run: str
+    out: str
+    recipe: str
+    goal: dict[str, float]
+    choice: list[str] | None
+    ranks: list[list[list[int]]] | None
+    compression: float | None
+    kv_bytes_per_token: dict[str, int | None]
+    tensors: dict[str, dict[str, int]] | None
+    checkpoint_bytes: dict[str, int | None]
+    probed_layers: int
+    points: int
+    known_points: int
+    needs: Needs
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_calibration(
+    model: str | Path,
+    out: str | Path,
+    recipe: str | Recipe = "rotor",
+    overrides: Iterable[str] = (),
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_tokens: int = 2048,
+    offload: str = "auto",
+    device_map: str | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> CalibrationPlan:
+    """What `calibrate` would do with these arguments.
+
+    Raises:
+        RotorError: as calibrate would at its start. UsageError: the weights of a hub id are not in the hub's cache.
+    """
+    spec = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    source, partial = find_model(model, revision, weights=False), PartialRun(Path(out))
+    if source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
+        raise UsageError(
+            f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",
+            f"`rotor inspect {source.hub_id}` tells what it takes from the headers alone.",
+        )
+    check_writable(Path(out), overwrite, [source.folder])
+    job = Job.check(source, spec, device, dtype, batch_tokens, device_map, Processes())
+    partial.check(resume, overwrite)
+    streamed, _ = job.streams(check_offload(offload))
+    estimate = job.estimate(streamed)
+    check_space(partial.folder, 0 if partial.exists else estimate.disk_bytes)
+    finished = partial.finished_layers if resume else 0
+    flops = calibration_flops(model_sizes(job.checkpoint), job.shape, spec, job.group_size, job.wanted)
+    left = 1 - finished / job.shape.num_layers
+    rate, rate64 = matmul_rate(job.device, job.dtype), matmul_rate(torch.device("cpu"), torch.float64)
+    seconds = {
+        name: round(count / (rate64 if name == "statistics" else rate) * (1.0 if name == "text" else left), 1)
+        for name, count in flops.items()
+    }
+    return CalibrationPlan(
+        model=source.name,
+        run=str(out),
+        recipe=spec.name,
+        candidates={key: (domain, size) for key, (domain, size) in job.chosen.items()},
+        tokens={"source": spec.tokens.source, "count": spec.tokens.count, "seq_len": spec.tokens.seq_len},
+        num_layers=job.shape.num_layers,
+        finished_layers=finished,
+        device=str(job.device),
+        dtype=str(job.dtype).removeprefix("torch."),
+        needs=_needs(estimate, streamed, Path(out), estimate.disk_bytes, estimate.kept_disk_bytes, seconds),
+    )
+
+
+def plan_export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    accuracy: float | None = None,
+    compression: float | None = None,
+    removal_rate: float | None = None,
+    overrides: Iterable[str] = (),
+    objective: str | float | None = None,
+    elastic: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    offload: str = "auto",
+    device_map: str | None = None,
+    overwrite: bool = False,
+) -> ExportPlan:
+    """What `export` would do with these arguments: its ranks and sizes, or how much has to be measured for them.
+
+    Raises:
+        RotorError: as export would before it measures anything.
+    """
+    goal = Goal(accuracy, compression, removal_rate)
+    job = ExportJob.check(run, out, goal, list(overrides), objective, elastic, overwrite)
+    silent = Progress()
+    search = RankSearch(job, (device, dtype, offload, device_map), StageTimes(), silent)
+    shape, element_bytes = job.run.shape, int(job.run.info["element_bytes"])
+    found = search.known()
+    choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
+    if found is not None:
+        if isinstance(found, RankPlan):
+            choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
+        else:
+            choice, share = found["choice"], found["compression"]["stored"]
+            ranks = [[(qk, v) for qk, v in layer] for layer in found["ranks"]["stored"]]
+        tensors, after, cache = _sizes(job, search, choice, ranks, element_bytes)
+    points, probed = _to_measure(search, found)
+    place = Placement.choose(job.checkpoint, job.recipe, device, dtype, offload, device_map, silent)
+    estimate = evaluation_estimates(job.checkpoint, job.recipe, place.device, place.dtype)[place.streamed]
+    if not points and not probed:
+        estimate = Estimate({}, {}, {})  # nothing runs: the shards are rewritten one by one
+    return ExportPlan(
+        run=str(job.run.folder),
+        out=str(job.out),
+        recipe=job.recipe.name,
+        goal={name: value for name, value in asdict(goal).items() if value is not None},
+        choice=choice,
+        ranks=None if ranks is None else [[list(pair) for pair in layer] for layer in ranks],
+        compression=share,
+        kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
+        tensors=tensors,
+        checkpoint_bytes={"before": _stored_bytes(job), "after": after},
+        probed_layers=probed,
+        points=points,
+        known_points=len(search.table.points),
+        needs=_needs(
+            estimate,
+            place.streamed,
+            job.out,
+            job.needed_bytes,
+            job.needed_bytes if after is None else after,
+            _export_seconds(job, place, points, probed),
+        ),
+    )
+
+
+def _to_measure(search: RankSearch, found: RankPlan | dict[str, Any] | None) -> tuple[int, int]:
+    """About how many points, and how many layers, would be measured."""
+    table, layers = search.table, search.job.run.shape.num_layers
+    probed = layers - len(table.probed) if search.needs_probes else 0
+    if isinstance(found, dict) or (isinstance(found, RankPlan) and table.find(found) is not None):
+        return 0, probed
+    if search.job.goal.accuracy is None:
+        return 1, probed
+    about, path = points_of_a_walk(search.job.recipe.search), search.path()
+    if path is not None:
+        about = min(about, len(path.steps()))
+    return max(1, about - len(table.points)), probed
+
+
+def points_of_a_walk(settings: Search) -> int:
+    """About how many points `complete_table` measures on a path from nothing to all: one a `step`, and a bisection from
+    there to `resolution` at every target."""
+    halvings = max(0, math.ceil(math.log2(settings.step / settings.resolution)))
+    return math.ceil(1 / settings.step) + 1 + halvings * len(settings.targets)
+
+
+def _sizes(
+    job: ExportJob, search: RankSearch, choice: list[str], ranks: list[LayerRanks], element_bytes: int
+) -> tuple[dict[str, dict[str, int]], int, int]:
+    """Bytes of each tensor that changes, of all tensors together, and of the cache per token."""
+    checkpoint, family, shape = job.checkpoint, job.family, job.run.shape
+    chosen = search.bases.select(choice)
+    layouts = [layout for layout, _ in planned_layouts(chosen, ranks, family.has_key_norm)]
+    planned = planned_layouts(chosen, stored_ranks(chosen, ranks, job.elastic), family.has_key_norm)
+    on_meta = [_on_meta(layer) for layer in chosen]
+    contents = ShardContents(checkpoint, family, shape, on_meta, planned, checkpoint.meta_tensor)
+    after = {name: t for file in checkpoint.files for name, t in contents.tensors(file).items()}
+    before = {name: checkpoint.meta_tensor(name) for name in checkpoint.names}
+    changed = {
+        name: {"before": _bytes(before.get(name)), "after": _bytes(after.get(name))}
+        for name in sorted({*before, *after})
+        if name not in before or name not in after or before[name].shape != after[name].shape
+    }
+    return changed, sum(map(_bytes, after.values())), kv_bytes_per_token(layouts, element_bytes)
+
+
+def _on_meta(bases: LayerBases) -> LayerBases:
+    """Shapes alone; the refit of W_o, which the outputs are for, changes none."""
+
+    def pair(found: BasisPair) -> BasisPair:
+        return BasisPair(found.encode.to("meta"), found.decode.to("meta"), found.singular_values.to("meta"))
+
+    return replace(bases, qk=pair(bases.qk), vo=pair(bases.vo), outputs=None)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _stored_bytes(job: ExportJob) -> int:
+    return sum(_bytes(job.checkpoint.meta_tensor(name)) for name in job.checkpoint.names)
+
+
+def _export_seconds(job: ExportJob, place: Placement, points: int, probed: int) -> dict[str, float]:
+    """The forward passes of points (and of the uncompressed model), and of probes: each a layer of the rest of them."""
+    if not points and not probed:
+        return {}
+    sizes, recipe, layers = model_sizes(job.checkpoint), job.recipe, job.run.shape.num_layers
+    rate = matmul_rate(place.device, place.dtype)
+    rows = recipe.evaluation.search_tokens + recipe.evaluation.report_tokens
+    seconds = {"points": (points + 1) * forward_flops(sizes, rows, head=True) / rate}
+    if probed:
+        probes = 2 * len(recipe.ranks.probe_shares) * len(job.run.info["candidates"])
+        tokens = min(recipe.ranks.probe_tokens, recipe.evaluation.search_tokens)
+        share = probed * (probed + 1) / (2 * layers)  # a probe of layer i runs the layers from i on
+        seconds["probes"] = probes * share * forward_flops(sizes, tokens, head=False) / rate
+        seconds["probes"] += probes * probed * forward_flops(replace(sizes, layers=()), tokens, head=True) / rate
+    return {name: round(value, 1) for name, value in seconds.items()}
+
+
+def _needs(estimate: Estimate, streamed: bool, out: Path, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
+    place = Path(os.path.abspath(out))
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    return Needs(streamed, estimate.host, estimate.device, available_host_bytes(), disk, kept, free, seconds)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
+    right = left.clone()
+
+    def product() -> None:
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    product()  # the first one loads libraries
+    start, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < RATE_SECONDS:
+        product()
+        count += 1
+    return 2 * RATE_SIZE**3 * count / elapsed

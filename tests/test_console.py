@@ -1,0 +1,125 @@
+"""What the command line shows: logs, bars, exit codes, JSON, completion."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import DEMO_MODEL, ROOT, calibrated
+from rich.console import Console
+from test_cli import rotor
+from test_processes import SETTINGS
+
+from rotor import cli
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_verbose_tells_stages_quiet_nothing_and_the_log_keeps_all(tiny, tmp_path: Path, capsys) -> None:
+    said = {}
+    for option in ("-v", None, "-q"):
+        out = tmp_path / f"run{option}"
+        command = ["calibrate", tiny("llama"), "-o", out, *SETTINGS, "--json", *([option] if option else [])]
+        code, text, said[option] = rotor(capsys, *command)
+        assert code == 0
+        assert json.loads(text)["run"] == str(out)
+        log = (out / "log.txt").read_text()
+        for stage in ("check model", "tokens", "capture", "bases", "write"):
+            assert re.search(rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d DEBUG {stage}: \d+\.\d\d s", log, re.MULTILINE)
+        assert "INFO memory: about" in log
+        assert log.splitlines()[-1].endswith("calibrate has finished")
+    assert said["-q"] == ""
+    assert [line[:8] for line in said[None].splitlines()] == ["memory: "]
+    assert "capture: " in said["-v"]
+    assert "memory: " in said["-v"]
+
+
+def test_export_appends_to_the_log_how_it_ended(tmp_path: Path, capsys) -> None:
+    run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
+    assert rotor(capsys, "export", run, "-o", tmp_path / "out", "--accuracy", "0.5", "-q")[0] == 0
+    assert rotor(capsys, "export", run, "-o", tmp_path / "no", "--accuracy", "1.0", "-q")[0] in (0, 3)
+    log = (run / "log.txt").read_text()
+    assert log.index("calibrate has finished") < log.index("export begins") < log.index("export has finished")
+    assert re.search(r"DEBUG measure: \d", log)
+    code, _, error = rotor(capsys, "export", run, "-o", tmp_path / "out", "--compression", "0.9999", "--overwrite")
+    assert code == 2
+    assert "ERROR export ended by UsageError: --compression 0.9999" in (run / "log.txt").read_text()
+    assert error.count("--compression 0.9999") == 1
+
+
+def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
+    shown: list[str] = []
+
+    class Recorded(cli.RichProgress):
+        def add_task(self, name, **fields):
+            shown.append(name)
+            return super().add_task(name, **fields)
+
+    monkeypatch.setattr(cli, "RichProgress", Recorded)
+    commands = (
+        ["calibrate", DEMO_MODEL, "-o", tmp_path / "run", *SETTINGS],
+        ["export", tmp_path / "run", "-o", tmp_path / "out", "--compression", "0.5", "--set", "ranks.method=global"],
+        ["validate", tmp_path / "out"],
+    )
+    code, _, error = rotor(capsys, *commands[0])
+    assert code == 0
+    assert "\x1b" not in error
+    assert shown == []
+    terminal = io.StringIO()
+    monkeypatch.setattr(cli, "stderr", Console(file=terminal, force_terminal=True, width=100))
+    for command in commands:
+        assert rotor(capsys, *command, *(["--overwrite"] if command[0] != "validate" else []))[0] == 0
+    assert {"check model", "load model", "load text", "calibrate", "probe", "measure", "write", "integrity"} < {*shown}
+    assert {"bases", "full-rank rewrite", "accuracy"} < {*shown}
+    assert "0:00:0" in terminal.getvalue()  # time left
+
+
+def test_the_other_commands_print_one_json_object(tmp_path: Path, capsys) -> None:
+    run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
+    code, text, error = rotor(capsys, "export", run, "-o", tmp_path / "out", "--compression", "0.5", "--json")
+    assert (code, set(json.loads(text)) > {"folder", "ranks"}) == (0, True)
+    assert "memory: " in error
+    for command, key in (
+        (["inspect", DEMO_MODEL], "shape"),
+        (["schedule", tmp_path / "out"], "schedules"),
+        (["report", run], "figures"),
+        (["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc", "--parts", "sources", *STUDY], "records"),
+    ):
+        code, text, error = rotor(capsys, *command, "--json")
+        assert code == 0, error
+        assert key in json.loads(text)
+    assert "study has finished" in (tmp_path / "study" / "log.txt").read_text()
+
+
+STUDY = ["--no-plots", "--set", "tokens.seq_len=64", *SETTINGS]
+
+
+def test_exit_codes_are_documented(capsys) -> None:
+    """Each of them is tested: 0, 1, 2 and 3 in test_cli.py, 130 in test_processes.py."""
+    code, shown, _ = rotor(capsys, "--help")
+    assert code == 0
+    for text in (" ".join(shown.split()), " ".join(README.split())):
+        assert re.search(r"Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 .*130 ", text)
+
+
+def test_shell_completion() -> None:
+    words = "rotor export --ac"
+    program = "import sys; sys.argv = ['rotor']; from rotor.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "_ROTOR_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        },
+    )
+    assert done.stdout.split() == ["--accuracy"]
