@@ -38,7 +38,7 @@ class Variant:
     pointers: dict[str, torch.dtype]
     constants: dict[str, Any]
     reals: tuple[str, ...] = ()
-    options: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def source(self) -> ASTSource:
         """What the launcher would compile for such arguments."""

@@ -8,9 +8,13 @@ program p in unit u is p + u: along the line each further piece has a larger p o
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from .ahead import Variant
 from .columns import FIELDS, FIRST_HEAD, OUTPUT_OFFSET, QK_RANK, V_RANK, WORK_BEFORE
 
 
@@ -32,7 +36,11 @@ def tiles_before(place, start, work, tiles):
     return tl.minimum(reached, tiles)
 
 
-@triton.jit
+INTEGERS = ["batch_size", "output_stride", "lse_stride", "programs", "total_work"]
+"""Not specialised on their values, as in the decode kernel."""
+
+
+@triton.jit(do_not_specialize=INTEGERS)
 def combine_kernel(
     partial, partial_lse, output, lse, table, tile_prefix, batch_size, output_stride, lse_stride, programs, total_work,
     PARTIAL_WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -81,3 +89,26 @@ def combine_kernel(
     tl.store(place + column, (accumulator / safe_weight).to(output.dtype.element_ty), mask=column < width)
     natural = (largest + tl.log2(safe_weight)) * 0.6931471805599453
     tl.store(lse + sequence * lse_stride + tl.load(row + FIRST_HEAD) + query_row, natural)
+
+
+def combine_constants(partial_width: int, tile_rows: int) -> dict[str, Any]:
+    return {
+        "PARTIAL_WIDTH": partial_width,
+        "TILE_ROWS": tile_rows,
+        "WIDTH": triton.next_power_of_2(partial_width),
+        "BLOCK": 16,
+        "num_warps": 2,
+    }
+
+
+def combine_variant(partial_width: int, tile_rows: int, dtype: torch.dtype) -> Variant:
+    """What joins the results of a decode kernel whose partial results have these sizes."""
+    constants = combine_constants(partial_width, tile_rows)
+    options = {"num_warps": constants.pop("num_warps")}
+    pointers = {
+        **dict.fromkeys(("partial", "partial_lse", "lse"), torch.float32),
+        "output": dtype,
+        "table": torch.int32,
+        "tile_prefix": torch.int64,
+    }
+    return Variant(f"combine {tile_rows} rows {partial_width}", combine_kernel, pointers, constants, (), options)

@@ -45,7 +45,7 @@ from .columns import (
     V_RANK,
     WORK_BEFORE,
 )
-from .combine import combine_kernel, tiles_before, unit_on_the_line
+from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
 from .layer_table import Column, LayerParts, table_on
 from .longest_first import longest_first
 from .slices import DecodeKeys
@@ -181,6 +181,9 @@ def _segment(
     store_mask = in_tile[:, None] & (column[None, :] < v_rank)
     tl.store(out + column[None, :], (weighted / safe_total[:, None]).to(out.dtype.element_ty), mask=store_mask)
 
+
+THREE_PROGRAMS = 168
+"""Registers of a thread at which three programs of four warps fit an SM; none of these kernels needs more."""
 
 INTEGERS = [
     "batch_size", "query_stride", "head_stride", "key_block", "key_row", "value_block", "value_row", "table_stride",
@@ -376,11 +379,7 @@ def decode_attention(
         combine_kernel[(units, parts.rows)](
             partial, partial_lse, output, lse, table, prefix, batch_size, output.stride(0), lse.stride(0), programs,
             parts.total_work,
-            PARTIAL_WIDTH=config["PARTIAL_WIDTH"],
-            TILE_ROWS=config["TILE_ROWS"],
-            WIDTH=triton.next_power_of_2(config["PARTIAL_WIDTH"]),
-            BLOCK=16,
-            num_warps=2,
+            **combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
         )  # fmt: skip
     return output, lse
 
@@ -413,6 +412,7 @@ def decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head
         "PARTS_PADDED": triton.next_power_of_2(len(parts.table)),
         "num_warps": warps,
         "num_stages": stages,
+        "maxnreg": THREE_PROGRAMS if warps == 4 else None,
     }
 
 
@@ -458,7 +458,7 @@ def default_programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def decode_variant(
+def decode_variants(
     parts: LayerParts,
     heads_per_kv: int,
     head_dim: int,
@@ -469,10 +469,10 @@ def decode_variant(
     page: int = 0,
     mask: bool = False,
     soft_cap: bool = False,
-) -> Variant:
+) -> list[Variant]:
     """What `decode_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
     config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0)
-    options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
     single, integer = torch.float32, torch.int32
     pointers = {
         **dict.fromkeys(("query", "key", "value", "output", "basis"), dtype),
@@ -493,4 +493,7 @@ def decode_variant(
     }
     bodies = " ".join(f"{qk}+{v}" for qk, v in parts.bodies)
     name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
-    return Variant(name, decode_kernel, pointers, constants, ("scale", "soft_cap"), options)
+    variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "soft_cap"), options)]
+    if schedule == "stream":
+        variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
+    return variants

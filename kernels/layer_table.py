@@ -32,8 +32,9 @@ class Column(IntEnum):
     BODY = 9
 
 
-MAX_BODIES = 3
-"""Distinct widths that one decode kernel is compiled for; a narrower part runs in a wider body, its columns masked."""
+MAX_BODIES = {"post": 3, "none": 3, "pre": 2}
+"""Distinct widths that one decode kernel is compiled for; a narrower part runs in a wider body, its columns masked.
+More would cost registers, since those of all bodies are kept."""
 
 MAX_TILE_ELEMENTS = 1 << 14
 """Query rows times padded v_rank of a tile: the float32 accumulator, a quarter of an SM's registers."""
@@ -95,7 +96,7 @@ def layer_parts(layout: LayerLayout, heads_per_kv: int, head_dim: int) -> LayerP
         while padded(rows) * widest_value > MAX_TILE_ELEMENTS and heads % 2 == 0:
             heads, rows = heads // 2, rows // 2
     group_rows = layout.group_size * heads_per_kv
-    bodies = _bodies(sorted({(g.qk_rank, g.v_rank) for g in layout.groups}, reverse=True))
+    bodies = _bodies(sorted({(g.qk_rank, g.v_rank) for g in layout.groups}, reverse=True), MAX_BODIES[layout.domain])
     table = []
     work = 0
     for index, (group, (qk_offset, v_offset)) in enumerate(zip(layout.groups, layout.offsets(), strict=True)):
@@ -119,13 +120,13 @@ def layer_parts(layout: LayerLayout, heads_per_kv: int, head_dim: int) -> LayerP
     return LayerParts(layout.domain, heads, rows, bodies, tuple(table))
 
 
-def _bodies(widths: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """At most MAX_BODIES widths, each pair of `widths` being served by one that is no narrower; fewest padded columns.
+def _bodies(widths: list[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
+    """At most `count` widths, each pair of `widths` being served by one that is no narrower; fewest padded columns.
 
     Pairs are merged into the larger of both, cheapest first.
     """
     bodies = sorted({(padded(qk), padded(v)) for qk, v in widths}, reverse=True)
-    while len(bodies) > MAX_BODIES:
+    while len(bodies) > count:
 
         def waste(pair: tuple[int, int], among: list[tuple[int, int]] = bodies) -> int:
             (qk, v), (other_qk, other_v) = among[pair[0]], among[pair[1]]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "programs"])
 def assign_kernel(work, owner, count, programs, PROGRAMS_PADDED: tl.constexpr):
     """owner[i] = the program with the least work so far; `work` [count], int64, in descending order. One program."""
     column = tl.arange(0, PROGRAMS_PADDED)

@@ -20,7 +20,7 @@ from .ahead import Variant
 from .decode import alignment_of
 from .tiles import load_rotation, rotate_tile
 
-COLUMNS = 32
+COLUMNS = 64
 """Columns of a packed row that one program makes."""
 
 INTEGERS = [

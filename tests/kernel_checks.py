@@ -44,7 +44,8 @@ def allowed_error(case: RaggedCase, exact: Tensor, mask: Tensor) -> float:
         rotation,  # type: ignore[arg-type]
         mask.to(case.key.device),
     )
-    return max(2.0 * relative_error(plain, exact), FLOAT32_ERROR)
+    # PyTorch gives NaN for queries that attend to nothing in some of its kernels, zeros in others.
+    return max(2.0 * relative_error(plain.nan_to_num(), exact.view_as(plain)), FLOAT32_ERROR)
 
 
 def check_decode(

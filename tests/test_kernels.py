@@ -6,14 +6,26 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+
+def missing() -> str:
+    """Why the interpreter cannot run here, or nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    versions = [tuple(int(n) for n in version(name).split(".")[:2]) for name in ("triton", "numpy")]
+    if versions[0] < (3, 9) and versions[1] >= (2, 4):
+        return "the interpreter of Triton 3.6 does not work with NumPy 2.4 or newer"
+    return ""
+
+
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("check_*.py")))
 def test_in_the_interpreter(name: str) -> None:
     paths = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

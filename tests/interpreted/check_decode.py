@@ -29,7 +29,7 @@ def whole(*lengths: int) -> list[Sequence]:
 def test_widths_domains_group_sizes_and_query_rows(widths, group) -> None:
     domain, size, heads_per_kv = group
     layout = layer(domain, size, *widths)
-    assert len(layer_parts(layout, heads_per_kv, HEAD_DIM).bodies) == min(len(widths), MAX_BODIES, len(set(widths)))
+    assert len(layer_parts(layout, heads_per_kv, HEAD_DIM).bodies) == min(MAX_BODIES[domain], len(set(widths)))
     check_decode(random_case(layout, heads_per_kv, HEAD_DIM, 1, 1, 70), whole(70), programs=2)
 
 

@@ -1,0 +1,118 @@
+"""What the compiler makes of the kernels for sm_80 and sm_90, with no GPU: copies in flight, wide loads, no spills."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ragged import layer
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from rotor.kernel_config import kernel_config
+from rotor.kernels.ahead import compile_variant
+from rotor.kernels.decode import decode_variants
+from rotor.kernels.layer_table import chunks, layer_parts, padded
+from rotor.kernels.prefill import prefill_variants
+from rotor.kernels.rotation import rotation_variants
+from rotor.kernels.specialise import config_layouts, model_variants
+from rotor.layout import AttentionShape
+
+HEADS_PER_KV, HEAD_DIM = 4, 128
+MENU = {
+    "none 64+64": layer("none", 1, (64, 64)),
+    "none ragged": layer("none", 1, (112, 80), (80, 48), (48, 64), (16, 16), (8, 24)),
+    "none one latent": layer("none", 8, (256, 256)),
+    "pre 80+48": layer("pre", 1, (80, 48)),
+    "pre ragged": layer("pre", 1, (128, 96), (64, 128), (16, 16)),
+    "pre pairs": layer("pre", 2, (128, 128)),
+    "pre one latent": layer("pre", 8, (256, 256)),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", MENU)
+def test_decode(name: str, capability: int) -> None:
+    page = 16 if "ragged" in name else 0
+    parts = layer_parts(MENU[name], HEADS_PER_KV, HEAD_DIM)
+    attention, combine = decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, page=page)
+    resources = compile_variant(attention, capability)
+    assert resources.async_copies > 0
+    assert resources.matrix_products > 0
+    assert (resources.scalar_loads, resources.spill_bytes) == (0, 0)
+    assert compile_variant(combine, capability).spill_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["none 64+64", "none one latent", "pre 80+48", "pre one latent"])
+def test_prefill(name: str, capability: int) -> None:
+    for variant in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16):
+        resources = compile_variant(variant, capability)
+        assert resources.async_copies > 0
+        assert resources.matrix_products > 0
+        assert (resources.scalar_loads, resources.spill_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_rotation(capability: int) -> None:
+    for variant in rotation_variants(layer("post", 1, (80, 48), (64, 64)), HEADS_PER_KV, HEAD_DIM, torch.bfloat16):
+        resources = compile_variant(variant, capability)
+        assert resources.matrix_products > 0
+        assert (resources.scalar_loads, resources.spill_bytes) == (0, 0)
+
+
+def test_every_kernel_of_a_configuration_is_listed_once() -> None:
+    shape = AttentionShape(num_layers=3, num_heads=8, num_kv_heads=2, head_dim=64, hidden_size=512)
+    post, pre = layer("post", 1, (32, 16), (16, 16)), layer("pre", 2, (64, 48))
+    config = kernel_config([post, pre, post], shape)
+    assert [layout.to_dict()["groups"] for layout in config_layouts(config)] == [
+        layout.to_dict()["groups"] for layout in (post, pre, post)
+    ]
+    names = [variant.name for variant in model_variants(config, torch.float16, masks=(False,))]
+    assert sorted(names) == [
+        "combine 16 rows 16",
+        "combine 16 rows 64",
+        "decode post 1x4 rows 32+16 16+16 stream",
+        "decode pre 2x4 rows 64+64 stream",
+        "prefill post 1x4 rows 16+16",
+        "prefill post 1x4 rows 32+16",
+        "prefill pre 2x4 rows 64+48",
+        "rotation 1x4 rows, decode",
+        "rotation 1x4 rows, prefill",
+    ]
+
+
+def test_widths_as_powers_of_two() -> None:
+    assert [chunks(w) for w in (8, 16, 24, 48, 80, 96, 112, 128, 160, 512)] == [
+        (16, 0),
+        (16, 0),
+        (32, 0),
+        (32, 16),
+        (64, 16),
+        (64, 32),
+        (128, 0),
+        (128, 0),
+        (128, 32),
+        (512, 0),
+    ]
+    assert [padded(w) for w in (1, 16, 17, 80, 128, 129)] == [16, 16, 32, 128, 128, 256]
+
+
+def test_spills_and_narrow_loads_would_be_seen() -> None:
+    """The same decode kernel with what it must not have: widths not known to be aligned, and too few warps."""
+    parts = layer_parts(MENU["pre one latent"], HEADS_PER_KV, HEAD_DIM)
+    variant = decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16)[0]
+    worse = SimpleNamespace(
+        source=lambda: type(variant)(
+            variant.name,
+            variant.kernel,
+            variant.pointers,
+            {**variant.constants, "ALIGN": 1, "TILE": 64},
+            variant.reals,
+        ).source(),
+        options={"num_warps": 4, "num_stages": 2},
+    )
+    resources = compile_variant(worse, 80)  # type: ignore[arg-type]
+    assert resources.scalar_loads > 0
+    assert resources.spill_bytes > 0
