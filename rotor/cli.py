@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
-from .errors import RotorError
+from .errors import RotorError, UsageError
 from .progress import Advance, Progress
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app = typer.Typer(
     help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
     rich_markup_mode=None,
 )
+MAX_NUMBER = 1 << 30
 stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
 
 Model = Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors), or a hub id.")]
@@ -436,6 +437,37 @@ def schedule(
     stdout.print(table)
 
 
+@app.command("compile", epilog="Example: rotor compile out/demo --arch sm_80,sm_90")
+def compile_kernels(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")],
+    arch: Annotated[str, typer.Option(help="Architectures of NVIDIA GPUs, as in sm_80,sm_90.")] = "sm_90",
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16: of activations and cache.")
+    ] = "auto",
+    batch: Annotated[str, typer.Option(help="Sequences of a decode step, as in 1,8; rounded up to powers of two.")] = "1",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compile the Triton kernels of a checkpoint ahead of time and show what each takes; no GPU is needed.
+
+    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Exit code 1 if one cannot be
+    compiled.
+    """
+    from .precompile import cache_folder, parse_archs, precompile
+
+    archs, batch_sizes = parse_archs(arch), _numbers("--batch", batch)
+    kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=_progress(quiet))
+    failed = [kernel for kernel in kernels if kernel.error is not None]
+    if as_json:
+        entries = [dataclasses.asdict(kernel) for kernel in kernels]
+        _print_json({"folder": str(folder), "cache": cache_folder(), "failed": len(failed), "kernels": entries})
+    else:
+        _print_kernels(kernels)
+        stdout.print(f"{len(kernels) - len(failed)} compiled, {len(failed)} failed; cache: {cache_folder()}")
+    if failed:
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: rotor report runs/demo -o report.html")
 def report(
     folder: Annotated[Path, typer.Argument(help="Folder that `rotor calibrate` or `rotor export` wrote.")],
@@ -512,6 +544,24 @@ def _print_inspection(found: Any) -> None:
     stdout.print(table, highlight=False)
 
 
+def _print_kernels(kernels: list[Any]) -> None:
+    """One line a compiled kernel; errors below the table."""
+    table = Table()
+    table.add_column("kernel", overflow="fold")
+    for column in ("arch", "mask"):
+        table.add_column(column)
+    for column in ("registers", "spills B", "shared B", "async copies", "16-bit loads", "mma", "s"):
+        table.add_column(column, justify="right")
+    for k in kernels:
+        numbers = (k.registers, k.spill_bytes, k.shared_bytes, k.async_copies, k.scalar_loads, k.matrix_products)
+        shown = ("failed" if number is None else str(number) for number in numbers)
+        table.add_row(k.name, k.arch, "yes" if k.mask else "no", *shown, f"{k.seconds:.1f}")
+    stdout.print(table)
+    for k in kernels:
+        if k.error is not None:
+            stdout.print(f"{k.name}, {k.arch}: {k.error[:400]}", highlight=False, markup=False)
+
+
 def _needs(needs: Any) -> str:
     kind = "one layer of weights at a time" if needs.streamed else "all weights in memory"
     gpu = f" and {_bytes(needs.device_bytes)} on the GPU" if needs.device_bytes else ""
@@ -562,6 +612,14 @@ def _interval(accuracy: dict[str, Any]) -> str:
 
 def _split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """`1,8`; raises UsageError unless they are positive whole numbers."""
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
+        raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
+    return list(dict.fromkeys(int(item) for item in items))
 
 
 def _print_targets(records: dict[str, dict[str, Any]]) -> None:
