@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -444,7 +445,9 @@ def compile_kernels(
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16: of activations and cache.")
     ] = "auto",
-    batch: Annotated[str, typer.Option(help="Sequences of a decode step, as in 1,8; rounded up to powers of two.")] = "1",
+    batch: Annotated[
+        str, typer.Option(help="Sequences of a decode step, as in 1,8; rounded up to powers of two.")
+    ] = "1",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -466,6 +469,68 @@ def compile_kernels(
         stdout.print(f"{len(kernels) - len(failed)} compiled, {len(failed)} failed; cache: {cache_folder()}")
     if failed:
         raise typer.Exit(1)
+
+
+@app.command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
+def bench(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]")
+    ] = None,
+    prefill: Annotated[str | None, typer.Option(help="Tokens of a prompt. [8192; on a CPU 512]")] = None,
+    batch: Annotated[str | None, typer.Option(help="Sequences in a batch. [1,8; on a CPU 1]")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = 4,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of every row of the attention; of a model a quarter.")] = 20,
+    new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that whole models generate; 0 leaves them out.")] = 32,
+    memory_gb: Annotated[
+        float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")] = None,
+    device_file: Annotated[
+        Path | None, typer.Option(help="Device file to write the measured rates to, for --device-file of others.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
+
+    Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
+    is measured, and the Triton kernels are listed as not measured.
+    """
+    from .bench import BenchSettings
+    from .bench import bench as run_bench
+    from .bench_report import add_device, device_name, write_report
+    from .compress import pick_device
+
+    given = (
+        None if text is None else _numbers(option, text)
+        for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
+    )
+    settings = BenchSettings.of(
+        pick_device(device),
+        *given,
+        layers=layers,
+        repetitions=repetitions,
+        new_tokens=new_tokens,
+        memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+    )
+    command = shlex.join(["rotor", *sys.argv[1:]])
+    result = run_bench(
+        folder, settings, model=model, device=device, dtype=dtype, command=command, progress=_progress(quiet)
+    )
+    if out is not None:
+        write_report(out, result)
+    if device_file is not None:
+        add_device(device_file, device_name(result), result)
+    if as_json:
+        _print_json(result)
+        return
+    _print_bench(result)
+    if device_file is not None:
+        stdout.print(f"Rates written: --target-device {device_name(result)} --device-file {device_file}")
 
 
 @app.command(epilog="Example: rotor report runs/demo -o report.html")
@@ -560,6 +625,45 @@ def _print_kernels(kernels: list[Any]) -> None:
     for k in kernels:
         if k.error is not None:
             stdout.print(f"{k.name}, {k.arch}: {k.error[:400]}", highlight=False, markup=False)
+
+
+def _print_bench(result: dict[str, Any]) -> None:
+    """Attention, whole models, and what was not measured."""
+    device, rates = result["device"], result["rates"]
+    stdout.print(
+        f"Device: {device['name']} ({device['type']}), {result['dtype']}; copies {rates['copy_bytes_per_s'] / 1e9:.1f} "
+        f"GB/s, matrix products {rates['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s, measured in this run",
+        highlight=False,
+    )
+    table = Table(title=f"Attention of layers {result['layers']}, medians, cold caches", title_justify="left")
+    table.add_column("row", overflow="fold")
+    for column in ("device", "phase", "batch x tokens"):
+        table.add_column(column)
+    for column in ("ms", "quartiles", "of the floor", "speed-up"):
+        table.add_column(column, justify="right")
+    for r in result["attention"]:
+        low, middle, high = (1e3 * r["seconds"][key] for key in ("low", "median", "high"))
+        load = f"{r['batch_size']} x {r['length']}"
+        spread, share = f"{low:.3f} - {high:.3f}", f"{r['fraction_of_floor']:.1%}"
+        table.add_row(r["row"], r["device"], r["phase"], load, f"{middle:.3f}", spread, share, f"{r['speed_up']:.2f}")
+    stdout.print(table)
+    if result["model"]:
+        table = Table(title="Whole model, transformers' generate", title_justify="left")
+        for column in ("row", "device", "batch x tokens"):
+            table.add_column(column)
+        for column in ("first token ms", "between tokens ms", "cache", "peak", "largest batch"):
+            table.add_column(column, justify="right")
+        for r in result["model"]:
+            times = (f"{1e3 * r[key]['median']:.2f}" for key in ("time_to_first_token_s", "time_between_tokens_s"))
+            peak = "not measured" if r["peak_bytes"] is None else _bytes(r["peak_bytes"])
+            load = f"{r['batch_size']} x {r['length']}"
+            table.add_row(
+                r["row"], r["device"], load, *times, _bytes(r["kv_cache_bytes"]), peak, str(r["largest_batch"])
+            )
+        stdout.print(table)
+    for r in result["not_measured"]:
+        load = "".join(f", {key} {r[key]}" for key in ("phase", "length") if key in r)
+        stdout.print(f"not measured: {r['row']}{load}: {r['why']}", highlight=False, markup=False)
 
 
 def _needs(needs: Any) -> str:

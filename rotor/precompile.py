@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .checkpoint import Checkpoint, config_of, read_json
 from .errors import CheckpointError, UsageError
 from .families import FAMILIES
