@@ -50,8 +50,11 @@ class Variant:
                 signature[name] = "*" + TYPES[self.pointers[name]]
             else:
                 signature[name] = "fp32" if name in self.reals else "i32"
-        attributes = {
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(self.kernel.arg_names) if name in self.pointers
+        # Constants have empty attributes, so that the key in Triton's cache is the launcher's.
+        attributes: dict[tuple[int], list[Any]] = {
+            (i,): [["tt.divisibility", 16]] if name in self.pointers else []
+            for i, name in enumerate(self.kernel.arg_names)
+            if name in self.pointers or name in self.constants
         }
         return ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=attributes)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from ragged import layer
 from typer.testing import CliRunner
 
 from rotor import precompile as module
+from rotor.bench_problem import random_problem
 from rotor.cli import app
 from rotor.errors import CheckpointError, UsageError
 from rotor.export import export
 from rotor.kernel_config import kernel_config
-from rotor.layout import AttentionShape
+from rotor.layout import AttentionShape, LayerLayout
 from rotor.precompile import kernel_variants, parse_archs, precompile
 
 SHAPE = AttentionShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64, hidden_size=192)
@@ -82,15 +85,16 @@ def test_one_that_fails_does_not_hide_the_others(folder, two_kernels, monkeypatc
     assert "out of registers" in text.output
 
 
-class _LaunchedError(Exception):
-    """Raised in place of compiling: (source, target, options) of a launch."""
+class Driver:
+    """A GPU that is not there, of compute capability 9.0; each is a device of its own, with nothing compiled yet."""
 
+    numbers = count(1 << 20)
 
-class _Driver:
-    """A GPU that is not there, of compute capability 9.0."""
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
 
     def get_current_device(self) -> int:
-        return 1 << 20
+        return self.number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -101,37 +105,68 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
 
+def launch_decode(layout: LayerLayout) -> None:
+    from rotor.bench_rows import kernel_decode
+
+    kernel_decode(random_problem(layout, SHAPE, 1, 1, 40, torch.bfloat16, torch.Generator()), "stream")()
+
+
+def launch_prefill(layout: LayerLayout) -> None:
+    from rotor.bench_rows import kernel_prefill
+
+    kernel_prefill(random_problem(layout, SHAPE, 1, 40, 40, torch.bfloat16, torch.Generator()))()
+
+
+def launch_rotation(layout: LayerLayout) -> None:
+    from rotor.kernels.rotation import rotate_and_project
+
+    for seq_len in (1, 400):
+        query, key = (torch.zeros(1, seq_len, heads, 64, dtype=torch.bfloat16) for heads in (6, 2))
+        table = torch.zeros(1, seq_len, 64, dtype=torch.bfloat16)
+        basis = torch.zeros(64, layout.qk_width, dtype=torch.bfloat16)
+        rotate_and_project(query, key, table, table, layout, 3, basis, basis)
+
+
+LAUNCHES = {
+    "decode none": (launch_decode, "none"),
+    "decode pre": (launch_decode, "pre"),
+    "prefill none": (launch_prefill, "none"),
+    "prefill pre": (launch_prefill, "pre"),
+    "rotation": (launch_rotation, "post"),
+}
+
+
 @needs_triton
-@pytest.mark.parametrize("domain", ["none", "pre"])
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_a_launch_looks_for_what_was_compiled(domain: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's key for Triton's cache, source and options, is that of the variant."""
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's key for Triton's cache, source and options, is that of a variant, for every kernel."""
     from triton import runtime
-
-    from rotor.bench_problem import random_problem
-    from rotor.bench_rows import kernel_decode, kernel_prefill
-    from rotor.kernels import decode, prefill
-    from rotor.kernels.specialise import model_variants
-
-    layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
-    problem = random_problem(layout, SHAPE, 1, 1 if phase == "decode" else 40, 40, torch.bfloat16, torch.Generator())
-
-    def launched(source: Any, target: Any, options: dict[str, Any], **_: Any) -> None:
-        raise _LaunchedError(source, target, options)
-
-    monkeypatch.setattr(runtime.driver, "_active", _Driver())
-    kernel = {"decode": decode.decode_kernel, "prefill": prefill.prefill_kernel}[phase]
-    monkeypatch.setattr(kernel, "compile", launched)
-    with pytest.raises(_LaunchedError) as caught:
-        kernel_decode(problem, "stream")() if phase == "decode" else kernel_prefill(problem)()
-    source, target, options = caught.value.args
-    variants = model_variants(kernel_config([layout], SHAPE), torch.bfloat16, masks=(False,))
-    by_hash = {variant.source().hash(): variant for variant in variants}
-    assert source.hash() in by_hash
     from triton.compiler import make_backend
 
-    backend = make_backend(target)
-    assert backend.parse_options(by_hash[source.hash()].options).hash() == backend.parse_options(options).hash()
+    from rotor.kernels import combine, decode, prefill, rotation
+    from rotor.kernels.specialise import model_variants
+
+    launch, domain = LAUNCHES[name]
+    layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
+    variants = model_variants(kernel_config([layout], SHAPE), torch.bfloat16, masks=(False,))
+    launched = []
+
+    def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
+        launched.append((source, target, options))
+        nothing = SimpleNamespace(function=0, packed_metadata=(), launch_metadata=lambda *args: None)
+        nothing.run = lambda *args: None
+        return nothing
+
+    for kernel in (decode.decode_kernel, combine.combine_kernel, prefill.prefill_kernel, rotation.rotation_kernel):
+        monkeypatch.setattr(kernel, "compile", record, raising=False)  # put back afterwards
+    monkeypatch.setattr("triton.compiler.compile", record)  # a first launch on a device takes it from here
+    monkeypatch.setattr(runtime.driver, "_active", Driver())
+    launch(layout)
+    assert len(launched) == 2  # decode and combine; both classes of groups; one position and many
+    for source, target, options in launched:
+        (variant,) = [v for v in variants if v.source().hash() == source.hash()]
+        backend = make_backend(target)
+        assert backend.parse_options(variant.options).hash() == backend.parse_options(options).hash()
 
 
 def test_architectures() -> None:
