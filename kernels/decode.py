@@ -412,7 +412,7 @@ def decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head
         "PARTS_PADDED": triton.next_power_of_2(len(parts.table)),
         "num_warps": warps,
         "num_stages": stages,
-        "maxnreg": THREE_PROGRAMS if warps == 4 else None,
+        "maxnreg": THREE_PROGRAMS if warps == 4 and len(parts.bodies) > 1 else None,
     }
 
 

@@ -5,7 +5,8 @@ installed), `reference` (never), `triton` (always, an error where they cannot ru
 interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch serves what the kernels do not express:
 
 - masks that are added to the logits, or that differ between heads; bool masks of any pattern are served;
-- dropout, gradients, and code that torch.compile is tracing;
+- dropout, calls outside of torch.no_grad() or inference_mode(), and code that torch.compile is tracing (which
+  `generate` does for static caches on CUDA, unless disable_compile=True);
 - widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`), whose tiles exceed an SM;
 - keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
 """
@@ -58,7 +59,7 @@ def kernels_serve(
         attention_mask: as transformers gives it, 4-dimensional.
         rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
     """
-    if not kernels_wanted(hidden_states.device):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not kernels_wanted(hidden_states.device):
         return False
     widest_key, widest_value = max(g.qk_rank for g in layout.groups), max(g.v_rank for g in layout.groups)
     key_limit, value_limit = MAX_WIDTH, MAX_WIDTH
@@ -72,6 +73,4 @@ def kernels_serve(
         and hidden_states.dtype in DTYPES
         and widest_key <= key_limit
         and widest_value <= value_limit
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
     )

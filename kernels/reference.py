@@ -145,7 +145,9 @@ def attend(
     """
     seq_len, kv_len = query.shape[2], key.shape[2]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the width before it is padded below
-    is_causal = attention_mask is None and seq_len > 1
+    is_causal = False
+    if attention_mask is None and seq_len > 1:  # a branch, since torch.compile would make the condition symbolic
+        is_causal = True
     if is_causal and kv_len > seq_len:
         # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]

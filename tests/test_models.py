@@ -184,6 +184,20 @@ def test_chunked_prefill_into_a_static_cache(compressed) -> None:
             assert relative_error(torch.cat(parts, dim=1), model(PROMPT, use_cache=False).logits) < 1e-5
 
 
+def test_a_traced_model_takes_chunks_of_any_length(compressed) -> None:
+    """torch.compile must find no symbolic value where PyTorch wants a plain one when sizes change between calls."""
+    from transformers import StaticCache
+
+    model = load(compressed("llama", "pre", "all")[1])
+    traced = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(PROMPT, use_cache=False).logits
+        assert relative_error(traced(PROMPT, use_cache=False).logits, expected) < 1e-6
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        parts = [traced(PROMPT[:, a:b], past_key_values=cache).logits for a, b in ((0, 12), (12, 13), (13, 20))]
+        assert relative_error(torch.cat(parts, dim=1), expected) < 1e-5
+
+
 def test_a_key_norm_keeps_the_basis_out_of_the_projection(compressed) -> None:
     """Qwen3 norms keys between k_proj and RoPE, so the key basis cannot be folded; llama's can."""
     qwen, llama = (load(compressed(family, "pre", "all")[1]) for family in ("qwen3", "llama"))
