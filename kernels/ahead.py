@@ -24,6 +24,9 @@ TYPES = {
     torch.uint8: "u8",
 }
 
+ALL_CONSTANTS = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 7)
+"""Whether the launcher gives all constants empty attributes, or only strings: they are part of its key in the cache."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -50,12 +53,12 @@ class Variant:
                 signature[name] = "*" + TYPES[self.pointers[name]]
             else:
                 signature[name] = "fp32" if name in self.reals else "i32"
-        # Constants have empty attributes, so that the key in Triton's cache is the launcher's.
-        attributes: dict[tuple[int], list[Any]] = {
-            (i,): [["tt.divisibility", 16]] if name in self.pointers else []
-            for i, name in enumerate(self.kernel.arg_names)
-            if name in self.pointers or name in self.constants
-        }
+        attributes: dict[tuple[int], list[Any]] = {}
+        for i, name in enumerate(self.kernel.arg_names):
+            if name in self.pointers:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            elif name in self.constants and (ALL_CONSTANTS or isinstance(self.constants[name], str)):
+                attributes[(i,)] = []
         return ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=attributes)
 
 
