@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,8 @@ from .bench_problem import (
     truth,
     uncompressed_layout,
 )
-from .bench_report import describe_device, package_commit, triton_version
+from .bench_report import describe_device
 from .bench_rows import Phase, Row, attention_rows, pytorch_path
-from .calibrate import versions
 from .checkpoint import Checkpoint, read_json
 from .compress import load_model, pick_device, pick_dtype
 from .devices import Device
@@ -34,6 +31,7 @@ from .families import attention_shape
 from .integration import METHOD, RotorConfig
 from .layout import AttentionShape, LayerLayout
 from .progress import Progress
+from .provenance import provenance
 
 VERSION = 1
 ERROR_FLOOR = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -151,13 +149,10 @@ def _measured(
         result.skip("model", "left out by the request")
     return {
         "version": VERSION,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": command,
+        **provenance(command),
         "checkpoint": folder.name,
         "device": describe_device(target),
         "dtype": str(chosen).removeprefix("torch."),
-        "versions": {**versions(), "triton": triton_version(), "python": platform.python_version()},
-        "commit": package_commit(),
         "settings": asdict(settings),
         "flush_bytes": clock.flush_bytes,
         **asdict(result),

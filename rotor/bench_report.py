@@ -1,10 +1,9 @@
-"""What surrounds the numbers of a benchmark: device, commit, the JSON file, and measured rates for the cost model."""
+"""What surrounds the numbers of a benchmark: device, the JSON file, and measured rates for the cost model."""
 
 from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import yaml
 from .bench_model import physical_memory
 from .devices import parse_devices
 from .errors import UsageError
-from .kernels.dispatch import triton_installed
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -44,29 +42,6 @@ def _processor() -> str:
     lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def package_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with `-dirty` if files differ; None if it is none."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    call = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(call, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def triton_version() -> str | None:
-    if not triton_installed():
-        return None
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("triton")
-    except PackageNotFoundError:  # AMD's and others' builds have other names
-        return None
 
 
 def add_device(file: Path, name: str, report: dict[str, Any]) -> None:

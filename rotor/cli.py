@@ -418,6 +418,7 @@ def schedule(
 
     Arithmetic on predicted costs; nothing is run, and no GPU is needed.
     """
+    from .provenance import provenance
     from .simulation import parse_lengths, simulate_folder
 
     tokens = parse_lengths(lengths)
@@ -427,7 +428,8 @@ def schedule(
 
         write_balance_plot(balances, plot)
     if as_json:
-        _print_json({"sms": sms, "lengths": tokens, "schedules": [dataclasses.asdict(b) for b in balances]})
+        entries = [dataclasses.asdict(balance) for balance in balances]
+        _print_json({**provenance(_command()), "sms": sms, "lengths": tokens, "schedules": entries})
         return
     table = Table(title=f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", title_justify="left")
     for column in ("schedule", "largest over mean", "partial results", "worst layer", "largest over mean there"):
@@ -457,13 +459,15 @@ def compile_kernels(
     compiled.
     """
     from .precompile import cache_folder, parse_archs, precompile
+    from .provenance import provenance
 
     archs, batch_sizes = parse_archs(arch), _numbers("--batch", batch)
     kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=_progress(quiet))
     failed = [kernel for kernel in kernels if kernel.error is not None]
     if as_json:
         entries = [dataclasses.asdict(kernel) for kernel in kernels]
-        _print_json({"folder": str(folder), "cache": cache_folder(), "failed": len(failed), "kernels": entries})
+        about = {**provenance(_command()), "folder": str(folder)}
+        _print_json({**about, "cache": cache_folder(), "failed": len(failed), "kernels": entries})
     else:
         _print_kernels(kernels)
         stdout.print(f"{len(kernels) - len(failed)} compiled, {len(failed)} failed; cache: {cache_folder()}")
@@ -517,9 +521,8 @@ def bench(
         new_tokens=new_tokens,
         memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
     )
-    command = shlex.join(["rotor", *sys.argv[1:]])
     result = run_bench(
-        folder, settings, model=model, device=device, dtype=dtype, command=command, progress=_progress(quiet)
+        folder, settings, model=model, device=device, dtype=dtype, command=_command(), progress=_progress(quiet)
     )
     if out is not None:
         write_report(out, result)
@@ -572,6 +575,11 @@ def recipes(as_json: AsJson = False) -> None:
 def _device_overrides(name: str | None, file: Path | None) -> list[str]:
     given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
     return [f"objective.{key}={value}" for key, value in given.items() if value is not None]
+
+
+def _command() -> str:
+    """What the user gave, for records."""
+    return shlex.join(["rotor", *sys.argv[1:]])
 
 
 def _print_json(data: Any) -> None:
