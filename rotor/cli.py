@@ -504,9 +504,9 @@ def bench(
     Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
     is measured, and the Triton kernels are listed as not measured.
     """
-    from .bench import BenchSettings
     from .bench import bench as run_bench
     from .bench_report import add_device, device_name, write_report
+    from .bench_settings import BenchSettings
     from .compress import pick_device
 
     given = (

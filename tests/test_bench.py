@@ -12,7 +12,8 @@ from ragged import layer
 from typer.testing import CliRunner
 
 from rotor import bench_rows
-from rotor.bench import BenchSettings, bench, relative_error, spread_layers
+from rotor.bench import bench, spread_layers
+from rotor.bench_attention import relative_error
 from rotor.bench_clock import Clock, Seconds
 from rotor.bench_problem import (
     CHECKED_QUERIES,
@@ -25,6 +26,7 @@ from rotor.bench_problem import (
 )
 from rotor.bench_report import add_device
 from rotor.bench_rows import attention_rows, pytorch_path, rebuilt_in_memory
+from rotor.bench_settings import BenchSettings
 from rotor.cli import app
 from rotor.cost import DecodeStep, decode_flops_per_token, layer_work, prefill_work
 from rotor.devices import find_device
