@@ -621,14 +621,15 @@ def _print_kernels(kernels: list[Any]) -> None:
     """One line a compiled kernel; errors below the table."""
     table = Table()
     table.add_column("kernel", overflow="fold")
-    for column in ("arch", "mask"):
+    for column in ("arch", "mask", "batch"):
         table.add_column(column)
     for column in ("registers", "spills B", "shared B", "async copies", "16-bit loads", "mma", "s"):
         table.add_column(column, justify="right")
     for k in kernels:
         numbers = (k.registers, k.spill_bytes, k.shared_bytes, k.async_copies, k.scalar_loads, k.matrix_products)
         shown = ("failed" if number is None else str(number) for number in numbers)
-        table.add_row(k.name, k.arch, "yes" if k.mask else "no", *shown, f"{k.seconds:.1f}")
+        batch = "any" if k.batch_size is None else str(k.batch_size)
+        table.add_row(k.name, k.arch, "yes" if k.mask else "no", batch, *shown, f"{k.seconds:.1f}")
     stdout.print(table)
     for k in kernels:
         if k.error is not None:

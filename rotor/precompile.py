@@ -23,6 +23,7 @@ KERNEL_CONFIG = "kernel_config.json"
 class Compiled:
     """One specialisation for one architecture; `error` is the compiler's, and then the numbers are None.
 
+    mask: whether it reads one. batch_size: largest of a decode step; None where it does not matter.
     registers, spill_bytes: per thread. shared_bytes: per program. async_copies, scalar_loads, matrix_products:
     instructions in the PTX; scalar loads are those of 16 bits.
     """
@@ -30,6 +31,7 @@ class Compiled:
     name: str
     arch: str
     mask: bool
+    batch_size: int | None
     seconds: float
     registers: int | None = None
     spill_bytes: int | None = None
@@ -86,8 +88,9 @@ def precompile(
                     numbers = vars(compile_variant(variant, arch))
                 except Exception as error:  # the compiler has many, and one failure must not hide the others
                     numbers = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
-                mask, seconds = bool(variant.constants.get("MASK")), time.perf_counter() - begin
-                found.append(Compiled(variant.name, f"sm_{arch}", mask, seconds, **numbers))
+                mask, batch_size = bool(variant.constants.get("MASK")), variant.constants.get("BATCH_PADDED")
+                seconds = time.perf_counter() - begin
+                found.append(Compiled(variant.name, f"sm_{arch}", mask, batch_size, seconds, **numbers))
                 advance(1)
     return found
 

@@ -85,6 +85,16 @@ def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> 
     json.dumps(report)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_every_kernel_is_measured_on_a_gpu(folder: Path) -> None:
+    report = bench(folder, BenchSettings((300,), (200,), (1, 3), layers=2, repetitions=2, new_tokens=2), device="cuda")
+    measured = {(r["phase"], r["row"]) for r in report["attention"]}
+    kernels = {(phase, row.name) for row in attention_rows() for phase in row.phases if "kernel" in row.name}
+    assert kernels <= measured
+    assert all(r["peak_bytes"] > 0 for r in report["model"])
+
+
 def test_kernels_are_never_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(uncompressed_layout(SHAPE), SHAPE, 1, 1, 8, torch.float32, torch.Generator())
     monkeypatch.setenv("ROTOR_ATTENTION", "triton")

@@ -55,6 +55,7 @@ def test_two_specialisations_for_two_architectures(folder, two_kernels, tmp_path
         assert 0 < kernel.registers <= 255
         assert (kernel.spill_bytes, kernel.scalar_loads) == (0, 0)
         assert kernel.shared_bytes > 0
+    assert (found[0].batch_size, found[1].batch_size) == (1, None)
     assert found[0].async_copies > 0
     assert found[0].matrix_products > 0
     assert len(list(tmp_path.rglob("*.cubin"))) == 4
