@@ -24,6 +24,9 @@ TYPES = {
     torch.uint8: "u8",
 }
 
+ALL_CONSTANTS = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 7)
+"""Whether the launcher gives all constants empty attributes, or only strings: they are part of its key in the cache."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -50,9 +53,12 @@ class Variant:
                 signature[name] = "*" + TYPES[self.pointers[name]]
             else:
                 signature[name] = "fp32" if name in self.reals else "i32"
-        attributes = {
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(self.kernel.arg_names) if name in self.pointers
-        }
+        attributes: dict[tuple[int], list[Any]] = {}
+        for i, name in enumerate(self.kernel.arg_names):
+            if name in self.pointers:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            elif name in self.constants and (ALL_CONSTANTS or isinstance(self.constants[name], str)):
+                attributes[(i,)] = []
         return ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=attributes)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
-from .errors import Interrupted, RotorError
+from .errors import Interrupted, RotorError, UsageError
 from .logs import log
 from .partial import PartialRun
 from .progress import Advance, Progress
@@ -47,6 +48,7 @@ app = typer.Typer(
     "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM).",
     rich_markup_mode=None,
 )
+MAX_NUMBER = 1 << 30
 stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
 
 Model = Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors), or a hub id.")]
@@ -484,6 +486,7 @@ def schedule(
 
     Arithmetic on predicted costs; nothing is run, and no GPU is needed.
     """
+    from .provenance import provenance
     from .simulation import parse_lengths, simulate_folder
 
     tokens = parse_lengths(lengths)
@@ -493,7 +496,8 @@ def schedule(
 
         write_balance_plot(balances, plot)
     if as_json:
-        _print_json({"sms": sms, "lengths": tokens, "schedules": [dataclasses.asdict(b) for b in balances]})
+        entries = [dataclasses.asdict(balance) for balance in balances]
+        _print_json({**provenance(_command()), "sms": sms, "lengths": tokens, "schedules": entries})
         return
     table = Table(title=f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", title_justify="left")
     for column in ("schedule", "largest over mean", "partial results", "worst layer", "largest over mean there"):
@@ -502,6 +506,102 @@ def schedule(
         row = b.schedule, f"{b.largest_over_mean:.3f}", str(b.parts), str(b.worst_layer), f"{max(b.loads):.3f}"
         table.add_row(*row)
     stdout.print(table)
+
+
+@app.command("compile", epilog="Example: rotor compile out/demo --arch sm_80,sm_90")
+def compile_kernels(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")],
+    arch: Annotated[str, typer.Option(help="Architectures of NVIDIA GPUs, as in sm_80,sm_90.")] = "sm_90",
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16: of activations and cache.")
+    ] = "auto",
+    batch: Annotated[
+        str, typer.Option(help="Sequences of a decode step, as in 1,8; rounded up to powers of two.")
+    ] = "1",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compile the Triton kernels of a checkpoint ahead of time and show what each takes; no GPU is needed.
+
+    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Exit code 1 if one cannot be
+    compiled.
+    """
+    from .precompile import cache_folder, parse_archs, precompile
+    from .provenance import provenance
+
+    archs, batch_sizes = parse_archs(arch), _numbers("--batch", batch)
+    kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=_progress(quiet))
+    failed = [kernel for kernel in kernels if kernel.error is not None]
+    if as_json:
+        entries = [dataclasses.asdict(kernel) for kernel in kernels]
+        about = {**provenance(_command()), "folder": str(folder)}
+        _print_json({**about, "cache": cache_folder(), "failed": len(failed), "kernels": entries})
+    else:
+        _print_kernels(kernels)
+        stdout.print(f"{len(kernels) - len(failed)} compiled, {len(failed)} failed; cache: {cache_folder()}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
+def bench(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]")
+    ] = None,
+    prefill: Annotated[str | None, typer.Option(help="Tokens of a prompt. [8192; on a CPU 512]")] = None,
+    batch: Annotated[str | None, typer.Option(help="Sequences in a batch. [1,8; on a CPU 1]")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = 4,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of every row of the attention; of a model a quarter.")] = 20,
+    new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that whole models generate; 0 leaves them out.")] = 32,
+    memory_gb: Annotated[
+        float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")] = None,
+    device_file: Annotated[
+        Path | None, typer.Option(help="Device file to write the measured rates to, for --device-file of others.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
+
+    Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
+    is measured, and the Triton kernels are listed as not measured.
+    """
+    from .bench import bench as run_bench
+    from .bench_report import add_device, device_name, write_report
+    from .bench_settings import BenchSettings
+    from .compress import pick_device
+
+    given = (
+        None if text is None else _numbers(option, text)
+        for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
+    )
+    settings = BenchSettings.of(
+        pick_device(device),
+        *given,
+        layers=layers,
+        repetitions=repetitions,
+        new_tokens=new_tokens,
+        memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+    )
+    result = run_bench(
+        folder, settings, model=model, device=device, dtype=dtype, command=_command(), progress=_progress(quiet)
+    )
+    if out is not None:
+        write_report(out, result)
+    if device_file is not None:
+        add_device(device_file, device_name(result), result)
+    if as_json:
+        _print_json(result)
+        return
+    _print_bench(result)
+    if device_file is not None:
+        stdout.print(f"Rates written: --target-device {device_name(result)} --device-file {device_file}")
 
 
 @app.command(epilog="Example: rotor report runs/demo -o report.html")
@@ -552,6 +652,11 @@ def _how_to_resume(out: Path) -> str:
 def _device_overrides(name: str | None, file: Path | None) -> list[str]:
     given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
     return [f"objective.{key}={value}" for key, value in given.items() if value is not None]
+
+
+def _command() -> str:
+    """What the user gave, for records."""
+    return shlex.join(["rotor", *sys.argv[1:]])
 
 
 def _print_json(data: Any) -> None:
@@ -660,6 +765,64 @@ def _print_pairs(*rows: tuple[str, str]) -> None:
     stdout.print(table, highlight=False)
 
 
+def _print_kernels(kernels: list[Any]) -> None:
+    """One line a compiled kernel; errors below the table."""
+    table = Table()
+    table.add_column("kernel", overflow="fold")
+    for column in ("arch", "mask", "batch"):
+        table.add_column(column)
+    for column in ("registers", "spills B", "shared B", "async copies", "16-bit loads", "mma", "s"):
+        table.add_column(column, justify="right")
+    for k in kernels:
+        numbers = (k.registers, k.spill_bytes, k.shared_bytes, k.async_copies, k.scalar_loads, k.matrix_products)
+        shown = ("failed" if number is None else str(number) for number in numbers)
+        batch = "any" if k.batch_size is None else str(k.batch_size)
+        table.add_row(k.name, k.arch, "yes" if k.mask else "no", batch, *shown, f"{k.seconds:.1f}")
+    stdout.print(table)
+    for k in kernels:
+        if k.error is not None:
+            stdout.print(f"{k.name}, {k.arch}: {k.error[:400]}", highlight=False, markup=False)
+
+
+def _print_bench(result: dict[str, Any]) -> None:
+    """Attention, whole models, and what was not measured."""
+    device, rates = result["device"], result["rates"]
+    stdout.print(
+        f"Device: {device['name']} ({device['type']}), {result['dtype']}; copies {rates['copy_bytes_per_s'] / 1e9:.1f} "
+        f"GB/s, matrix products {rates['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s, measured in this run",
+        highlight=False,
+    )
+    table = Table(title=f"Attention of layers {result['layers']}, medians, cold caches", title_justify="left")
+    table.add_column("row", overflow="fold")
+    for column in ("device", "phase", "batch x tokens"):
+        table.add_column(column)
+    for column in ("ms", "quartiles", "of the floor", "speed-up"):
+        table.add_column(column, justify="right")
+    for r in result["attention"]:
+        low, middle, high = (1e3 * r["seconds"][key] for key in ("low", "median", "high"))
+        load = f"{r['batch_size']} x {r['length']}"
+        spread, share = f"{low:.3f} - {high:.3f}", f"{r['fraction_of_floor']:.1%}"
+        table.add_row(r["row"], r["device"], r["phase"], load, f"{middle:.3f}", spread, share, f"{r['speed_up']:.2f}")
+    stdout.print(table)
+    if result["model"]:
+        table = Table(title="Whole model, transformers' generate", title_justify="left")
+        for column in ("row", "device", "batch x tokens"):
+            table.add_column(column)
+        for column in ("first token ms", "between tokens ms", "cache", "peak", "largest batch"):
+            table.add_column(column, justify="right")
+        for r in result["model"]:
+            times = (f"{1e3 * r[key]['median']:.2f}" for key in ("time_to_first_token_s", "time_between_tokens_s"))
+            peak = "not measured" if r["peak_bytes"] is None else _bytes(r["peak_bytes"])
+            load = f"{r['batch_size']} x {r['length']}"
+            table.add_row(
+                r["row"], r["device"], load, *times, _bytes(r["kv_cache_bytes"]), peak, str(r["largest_batch"])
+            )
+        stdout.print(table)
+    for r in result["not_measured"]:
+        load = "".join(f", {key} {r[key]}" for key in ("phase", "length") if key in r)
+        stdout.print(f"not measured: {r['row']}{load}: {r['why']}", highlight=False, markup=False)
+
+
 def _needs(needs: Any) -> str:
     kind = "one layer of weights at a time" if needs.streamed else "all weights in memory"
     gpu = f" and {_bytes(needs.device_bytes)} on the GPU" if needs.device_bytes else ""
@@ -710,6 +873,14 @@ def _interval(accuracy: dict[str, Any]) -> str:
 
 def _split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """`1,8`; raises UsageError unless they are positive whole numbers."""
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
+        raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
+    return list(dict.fromkeys(int(item) for item in items))
 
 
 def _print_targets(records: dict[str, dict[str, Any]]) -> None:

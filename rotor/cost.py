@@ -140,6 +140,26 @@ def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep) -> 
     )
 
 
+def prefill_work(
+    layout: LayerLayout, shape: AttentionShape, seq_len: int, batch_size: int, element_bytes: int = 2
+) -> Work:
+    """Attention of a layer over a causal prompt: the least that has to be read and multiplied; no projections.
+
+    Each query meets the keys up to its own. Keys of domain `pre` are counted as rebuilt once, whatever a kernel does;
+    bytes are the cache's, read once.
+    """
+    pairs = batch_size * seq_len * (seq_len + 1) / 2
+    tokens = batch_size * seq_len
+    flops = 0.0
+    for group in layout.groups:
+        query_heads = len(group.kv_heads) * shape.heads_per_kv
+        width = shape.head_dim if layout.domain == "pre" else group.qk_rank
+        flops += 2 * query_heads * (width + group.v_rank) * pairs
+        if layout.domain == "pre":
+            flops += 2 * len(group.kv_heads) * group.qk_rank * shape.head_dim * tokens
+    return Work(cache_bytes=tokens * (layout.qk_width + layout.v_width) * element_bytes, cache_flops=flops)
+
+
 def uncompressed_group_work(shape: AttentionShape, step: DecodeStep) -> Work:
     """The work of one KV head of an uncompressed layer: latents of full rank that need no basis."""
     return key_work("none", True, 1, shape.head_dim, shape, step) + value_work(1, shape.head_dim, shape, step)

@@ -1,0 +1,132 @@
+"""Compile the kernels of a compressed checkpoint ahead of time, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import Checkpoint, config_of, read_json
+from .errors import CheckpointError, UsageError
+from .families import FAMILIES
+from .kernel_config import VERSION
+from .kernels.dispatch import DTYPES, triton_installed
+from .progress import Progress
+
+KERNEL_CONFIG = "kernel_config.json"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation for one architecture; `error` is the compiler's, and then the numbers are None.
+
+    mask: whether it reads one. batch_size: largest of a decode step; None where it does not matter.
+    registers, spill_bytes: per thread. shared_bytes: per program. async_copies, scalar_loads, matrix_products:
+    instructions in the PTX; scalar loads are those of 16 bits.
+    """
+
+    name: str
+    arch: str
+    mask: bool
+    batch_size: int | None
+    seconds: float
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    async_copies: int | None = None
+    scalar_loads: int | None = None
+    matrix_products: int | None = None
+    error: str | None = None
+
+
+def parse_archs(text: str) -> list[int]:
+    """`sm_80,sm_90` as compute capabilities, 80 and 90.
+
+    Raises:
+        UsageError: not of that form.
+    """
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if not re.fullmatch(r"sm_[1-9][0-9]{1,2}", name):
+            raise UsageError(f"--arch {text}: {name!r} is no architecture.", "Example: --arch sm_80,sm_90")
+    return [int(name[3:]) for name in dict.fromkeys(names)]
+
+
+def precompile(
+    folder: Path,
+    archs: Sequence[int],
+    *,
+    dtype: str = "auto",
+    batch_sizes: Sequence[int] = (1,),
+    progress: Progress | None = None,
+) -> list[Compiled]:
+    """Compile every kernel that the folder's kernel_config.json needs; Triton's cache keeps what comes out.
+
+    Args:
+        folder: what `rotor export` wrote.
+        archs: compute capabilities, 80, 90, ...
+        dtype: of activations and cache; `auto` is the checkpoint's.
+        batch_sizes: of the decoding steps; each is rounded up to a power of two.
+    Raises:
+        UsageError: Triton is not installed; a dtype that kernels do not have.
+        CheckpointError: no kernel configuration, or one of another version.
+    """
+    variants = kernel_variants(folder, dtype, batch_sizes)
+    from .kernels.ahead import compile_variant
+
+    progress = progress or Progress()
+    found = []
+    with progress.task("compile", len(variants) * len(archs), "kernels") as advance:
+        for arch in archs:
+            for variant in variants:
+                begin = time.perf_counter()
+                numbers: dict[str, Any]
+                try:
+                    numbers = vars(compile_variant(variant, arch))
+                except Exception as error:  # the compiler has many, and one failure must not hide the others
+                    numbers = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+                mask, batch_size = bool(variant.constants.get("MASK")), variant.constants.get("BATCH_PADDED")
+                seconds = time.perf_counter() - begin
+                found.append(Compiled(variant.name, f"sm_{arch}", mask, batch_size, seconds, **numbers))
+                advance(1)
+    return found
+
+
+def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int]) -> list[Any]:
+    """The distinct variants for a folder, as `kernels.specialise.model_variants` gives them; see `precompile`."""
+    if not triton_installed():
+        raise UsageError("Triton, which compiles the kernels, is not installed.", "pip install 'rotor-kv[kernels]'")
+    from .kernels.specialise import model_variants
+
+    config = config_of(Checkpoint(folder).folder)
+    kernels = read_json(folder / KERNEL_CONFIG, "Give a folder that `rotor export` wrote.")
+    if kernels.get("version") != VERSION:
+        raise CheckpointError(
+            f"{folder / KERNEL_CONFIG}: version {kernels.get('version')}, this rotor reads {VERSION}.",
+            "Export the checkpoint again.",
+        )
+    by_name = {str(t).removeprefix("torch."): t for t in DTYPES}
+    chosen = config.dtype if dtype == "auto" else by_name.get(dtype)
+    if chosen not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: the kernels have {', '.join(by_name)}.", "Choose one of them.")
+    softcap = FAMILIES[config.model_type].softcap if config.model_type in FAMILIES else None
+    distinct = {}
+    for batch_size in batch_sizes:
+        for variant in model_variants(
+            kernels,
+            chosen,
+            batch_size=batch_size,
+            soft_cap=bool(softcap and getattr(config, softcap, None)),
+        ):
+            distinct[variant.name, tuple(sorted(variant.constants.items(), key=lambda item: item[0]))] = variant
+    return list(distinct.values())
+
+
+def cache_folder() -> str:
+    """Where Triton keeps what it compiled, and looks for it when a kernel is launched."""
+    from triton import knobs
+
+    return str(knobs.cache.dir)

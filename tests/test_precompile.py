@@ -1,0 +1,202 @@
+"""`rotor compile`: what it compiles, what it says of it, and that a launch finds it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ragged import layer
+from typer.testing import CliRunner
+
+from rotor import precompile as module
+from rotor.bench_problem import random_problem
+from rotor.cli import app
+from rotor.errors import CheckpointError, UsageError
+from rotor.export import export
+from rotor.kernel_config import kernel_config
+from rotor.layout import AttentionShape, LayerLayout
+from rotor.precompile import kernel_variants, parse_archs, precompile
+
+SHAPE = AttentionShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64, hidden_size=192)
+NO_TRITON = not module.triton_installed()
+needs_triton = pytest.mark.skipif(NO_TRITON, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("compile") / "out"
+    export(demo_run("fdc").folder, out, removal_rate=0.2)
+    return out
+
+
+@pytest.fixture
+def two_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The first specialisations of the folder, a decode kernel and its combination of slices; others take long."""
+    variants = kernel_variants(folder, "auto", [1])[:2]
+    monkeypatch.setattr(module, "kernel_variants", lambda folder, dtype, batch_sizes: variants)
+    return variants
+
+
+@needs_triton
+def test_two_specialisations_for_two_architectures(folder, two_kernels, tmp_path, monkeypatch) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    found = precompile(folder, [80, 90])
+    assert [(k.arch, k.name) for k in found] == [(arch, v.name) for arch in ("sm_80", "sm_90") for v in two_kernels]
+    for kernel in found:
+        assert kernel.error is None
+        assert 0 < kernel.registers <= 255
+        assert (kernel.spill_bytes, kernel.scalar_loads) == (0, 0)
+        assert kernel.shared_bytes > 0
+    assert (found[0].batch_size, found[1].batch_size) == (1, None)
+    assert found[0].async_copies > 0
+    assert found[0].matrix_products > 0
+    assert len(list(tmp_path.rglob("*.cubin"))) == 4
+
+
+@needs_triton
+def test_one_that_fails_does_not_hide_the_others(folder, two_kernels, monkeypatch) -> None:
+    ahead = importlib.import_module("rotor.kernels.ahead")
+    numbers = ahead.Resources(10, 0, 20, 1, 0, 2)
+
+    def compile_or_fail(variant, capability):
+        if capability == 80 and variant is two_kernels[0]:
+            raise RuntimeError("out of\nregisters")
+        return numbers
+
+    monkeypatch.setattr(ahead, "compile_variant", compile_or_fail)
+    call = ["compile", str(folder), "--arch", "sm_80,sm_90", "-q"]
+    done = CliRunner().invoke(app, [*call, "--json"])
+    assert done.exit_code == 1
+    data = json.loads(done.stdout)
+    assert data["failed"] == 1
+    assert data["cache"] == module.cache_folder()
+    assert [k["error"] for k in data["kernels"]] == ["RuntimeError: out of registers", None, None, None]
+    assert (data["kernels"][0]["registers"], data["kernels"][1]["registers"]) == (None, 10)
+    text = CliRunner().invoke(app, call)
+    assert text.exit_code == 1
+    assert "3 compiled, 1 failed" in text.output
+    assert "out of registers" in text.output
+
+
+class Driver:
+    """A GPU that is not there, of compute capability 9.0; each is a device of its own, with nothing compiled yet."""
+
+    numbers = count(1 << 20)
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def launch_decode(layout: LayerLayout) -> None:
+    from rotor.bench_rows import kernel_decode
+
+    kernel_decode(random_problem(layout, SHAPE, 1, 1, 40, torch.bfloat16, torch.Generator()), "stream")()
+
+
+def launch_prefill(layout: LayerLayout) -> None:
+    from rotor.bench_rows import kernel_prefill
+
+    kernel_prefill(random_problem(layout, SHAPE, 1, 40, 40, torch.bfloat16, torch.Generator()))()
+
+
+def launch_rotation(layout: LayerLayout) -> None:
+    from rotor.kernels.rotation import rotate_and_project
+
+    for seq_len in (1, 400):
+        query, key = (torch.zeros(1, seq_len, heads, 64, dtype=torch.bfloat16) for heads in (6, 2))
+        table = torch.zeros(1, seq_len, 64, dtype=torch.bfloat16)
+        basis = torch.zeros(64, layout.qk_width, dtype=torch.bfloat16)
+        rotate_and_project(query, key, table, table, layout, 3, basis, basis)
+
+
+LAUNCHES = {
+    "decode none": (launch_decode, "none"),
+    "decode pre": (launch_decode, "pre"),
+    "prefill none": (launch_prefill, "none"),
+    "prefill pre": (launch_prefill, "pre"),
+    "rotation": (launch_rotation, "post"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's key for Triton's cache, source and options, is that of a variant, for every kernel."""
+    from triton import runtime
+    from triton.compiler import make_backend
+
+    from rotor.kernels import combine, decode, prefill, rotation
+    from rotor.kernels.specialise import model_variants
+
+    launch, domain = LAUNCHES[name]
+    layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
+    variants = model_variants(kernel_config([layout], SHAPE), torch.bfloat16, masks=(False,))
+    launched = []
+
+    def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
+        launched.append((source, target, options))
+        nothing = SimpleNamespace(function=0, packed_metadata=(), launch_metadata=lambda *args: None)
+        nothing.run = lambda *args: None
+        return nothing
+
+    for kernel in (decode.decode_kernel, combine.combine_kernel, prefill.prefill_kernel, rotation.rotation_kernel):
+        monkeypatch.setattr(kernel, "compile", record, raising=False)  # put back afterwards
+    monkeypatch.setattr("triton.compiler.compile", record)  # a first launch on a device takes it from here
+    monkeypatch.setattr(runtime.driver, "_active", Driver())
+    launch(layout)
+    assert len(launched) == 2  # decode and combine; both classes of groups; one position and many
+    for source, target, options in launched:
+        (variant,) = [v for v in variants if v.source().hash() == source.hash()]
+        backend = make_backend(target)
+        assert backend.parse_options(variant.options).hash() == backend.parse_options(options).hash()
+
+
+def test_architectures() -> None:
+    assert parse_archs("sm_80, sm_90,sm_80") == [80, 90]
+    assert parse_archs("sm_120") == [120]
+    for wrong in ("", "90", "sm_9x", "sm_90a", "sm_80,,"):
+        with pytest.raises(UsageError, match="--arch"):
+            parse_archs(wrong)
+
+
+def test_without_triton_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "triton_installed", lambda: False)
+    with pytest.raises(UsageError, match="not installed") as caught:
+        precompile(folder, [90])
+    assert "rotor-kv[kernels]" in caught.value.hint
+
+
+@needs_triton
+def test_folders_and_dtypes_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--dtype int8: the kernels have float16, bfloat16, float32"):
+        kernel_variants(folder, "int8", [1])
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    data = json.loads((copy / "kernel_config.json").read_text())
+    (copy / "kernel_config.json").write_text(json.dumps(data | {"version": 99}))
+    with pytest.raises(CheckpointError, match="version 99"):
+        kernel_variants(copy, "auto", [1])
+    (copy / "kernel_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"kernel_config\.json"):
+        kernel_variants(copy, "auto", [1])
