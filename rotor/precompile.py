@@ -119,7 +119,7 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int]) -> lis
             kernels,
             chosen,
             batch_size=batch_size,
-            soft_cap=bool(softcap and getattr(config, softcap, None)),
+            softcap=bool(softcap and getattr(config, softcap, None)),
         ):
             distinct[variant.name, tuple(sorted(variant.constants.items(), key=lambda item: item[0]))] = variant
     return list(distinct.values())

@@ -75,7 +75,13 @@ class LayerStatistics:
 
         Returns:
             As in `sums`; `output` and the others per group of that size.
+        Raises:
+            CheckpointError: the statistics do not hold it.
         """
+        if name not in self.sums:
+            raise CheckpointError(
+                f"the statistics hold {', '.join(sorted(self.sums))}, but not {name}.", "Run `rotor calibrate` again."
+            )
         total = self.sums[name]
         total = (total + total.mT).div_(2)
         if name == "query" or group_size == self.group_size:

@@ -383,7 +383,7 @@ def test_killed_at_every_boundary_of_an_export(demo_run, tmp_path: Path, capsys)
     assert states[0] is False
     assert contents(out) == expected
     # What killed processes left beside it is gone after the export that finished.
-    assert {p.name for p in tmp_path.iterdir()} == {"run", "out", "warm"}
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "out"}
 
 
 def test_killed_at_random_moments(demo_run, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import calibrated
+from conftest import calibrated, close
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -296,10 +296,11 @@ def test_one_layer_of_weights_at_a_time_finds_the_same(family: str, domain: str,
     export(run.folder, tmp_path / "out", compression=0.3)
     whole, streamed = (validate(tmp_path / "out", offload=offload) for offload in ("never", "always"))
     assert not streamed.damaged
-    assert streamed.summary["accuracy"] == whole.summary["accuracy"]
+    assert close(streamed.summary["accuracy"], whole.summary["accuracy"])
     found = {check.name: check for check in streamed.checks}
     assert found.pop("KV bytes per token").status == "skipped"
-    assert found == {check.name: check for check in whole.checks if check.name != "KV bytes per token"}
+    statuses = {check.name: check.status for check in whole.checks if check.name != "KV bytes per token"}
+    assert {name: check.status for name, check in found.items()} == statuses
 
 
 def test_an_elastic_checkpoint_is_loaded_as_a_whole(good: Path) -> None:
