@@ -157,15 +157,15 @@ def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> T
     Returns:
         [g, heads_per_kv, head_dim, rank].
     """
+    size, dim = reader.shape[0], reader.shape[2]
     latent = outputs @ encode
     gram = encode.mT @ latent
+    index = torch.arange(size)
+    own = latent.unflatten(-2, (size, dim))[index, :, index]  # each KV head's own rows, [g, heads_per_kv, ...]
+    residual = own - decode.unflatten(0, (size, dim)).unsqueeze(1) @ gram
     ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(gram.dtype).tiny)
     gram = gram + torch.diag_embed(ridge.unsqueeze(-1).expand(gram.shape[:-1]))
-    size, dim = reader.shape[0], reader.shape[2]
-    residual = (latent - decode @ (encode.mT @ latent)).unflatten(-2, (size, dim))
-    index = torch.arange(size)
-    own = residual[index, :, index]  # each KV head's own rows, [g, heads_per_kv, head_dim, rank]
-    return reader + torch.linalg.solve(gram, own.mT).mT
+    return reader + torch.linalg.solve(gram, residual.mT).mT
 
 
 def _truncated(bases: LayerBases, layout: LayerLayout, order: tuple[int, ...]) -> tuple[list[Tensor], ...]:
