@@ -76,11 +76,18 @@ def tensor_headers(source: ModelSource) -> tuple[dict[str, list[int]], int]:
 
 def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     """The snapshot folder, whose name is the commit."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=LEFT_ALONE))
+        path = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=LEFT_ALONE,
+            local_files_only=is_offline_mode(),  # some versions would ask the hub for the files of a cached commit
+        )
+        return Path(path)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         where = hub_id if revision is None else f"{hub_id} at revision {revision}"
         reason = " ".join(str(error).split())[:300] or type(error).__name__
