@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
 from .typed import shorten
@@ -76,6 +76,8 @@ class Checkpoint:
         """The tokenizer in the folder, or None."""
         if not any((self.folder / n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return None
+        from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
+
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # likewise: many classes, each with errors of its own

@@ -12,6 +12,7 @@ from .bases import LayerBases
 from .errors import NumericsError
 from .families import AttentionWeights
 from .layout import AttentionShape, GroupLayout, LayerLayout, folds_keys, ordered_by_class
+from .numerics import one_thread
 from .ranks import LayerRanks
 
 RIDGE = 1e-6
@@ -165,7 +166,8 @@ def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> T
     residual = (latent - decode @ (encode.mT @ latent)).unflatten(-2, (size, dim))
     index = torch.arange(size)
     own = residual[index, :, index]  # each KV head's own rows, [g, heads_per_kv, head_dim, rank]
-    return reader + torch.linalg.solve(gram, own.mT).mT
+    with one_thread():
+        return reader + torch.linalg.solve(gram, own.mT).mT
 
 
 def _truncated(bases: LayerBases, layout: LayerLayout, order: tuple[int, ...]) -> tuple[list[Tensor], ...]:

@@ -16,6 +16,7 @@ from test_cli import rotor
 from test_processes import SETTINGS
 
 from rotor import cli
+from rotor.cli import console
 
 README = (ROOT / "README.md").read_text()
 
@@ -55,12 +56,12 @@ def test_export_appends_to_the_log_how_it_ended(tmp_path: Path, capsys) -> None:
 def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
     shown: list[str] = []
 
-    class Recorded(cli.RichProgress):
+    class Recorded(console.RichProgress):
         def add_task(self, name, **fields):
             shown.append(name)
             return super().add_task(name, **fields)
 
-    monkeypatch.setattr(cli, "RichProgress", Recorded)
+    monkeypatch.setattr(console, "RichProgress", Recorded)
     commands = (
         ["calibrate", DEMO_MODEL, "-o", tmp_path / "run", *SETTINGS],
         ["export", tmp_path / "run", "-o", tmp_path / "out", "--compression", "0.5", "--set", "ranks.method=global"],
@@ -71,7 +72,7 @@ def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
     assert "\x1b" not in error
     assert shown == []
     terminal = io.StringIO()
-    monkeypatch.setattr(cli, "stderr", Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr(console, "stderr", Console(file=terminal, force_terminal=True, width=100))
     for command in commands:
         assert rotor(capsys, *command, *(["--overwrite"] if command[0] != "validate" else []))[0] == 0
     assert {"check model", "load model", "load text", "calibrate", "probe", "measure", "write", "integrity"} < {*shown}

@@ -1,0 +1,57 @@
+"""The `rotor` command. The only package of rotor that prints; everything else is in the library.
+
+This module has the entry point and imports nothing large, so that an interruption finds it ready from the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import Interrupted, RotorError
+
+
+def main() -> None:
+    """Entry point: an error of rotor's is two lines on stderr and its exit code; ROTOR_DEBUG=1 shows the traceback."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        with _terminable():
+            from .commands import app
+
+            app()
+    except KeyboardInterrupt:
+        _fail(Interrupted("interrupted.", "Nothing was begun; give the same command again."))
+    except RotorError as error:
+        if os.environ.get("ROTOR_DEBUG"):
+            raise
+        _fail(error)
+
+
+def is_first_process() -> bool:
+    """Of those that torchrun started; the others are silent."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _fail(error: RotorError) -> None:
+    if is_first_process() or not isinstance(error, Interrupted):
+        print(f"error: {error.message}", file=sys.stderr)
+        print(f"  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A request to end (SIGTERM) is like Ctrl-C: what is half done is removed, what is done is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
