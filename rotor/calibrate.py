@@ -124,10 +124,10 @@ class Calibration:
         self._weights: Weights | None = None
 
     def run(self) -> None:
-        shards = self._check_model()
+        hashes = self._check_model()
         rows, about_tokens = self._tokens()
         fingerprint = {
-            "model": shards,
+            "model": hashes,
             "recipe": self.recipe.to_dict(),
             "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
             "batch_tokens": self.job.settings.batch_tokens,
@@ -143,7 +143,7 @@ class Calibration:
         self._layers(rows)
         with self.processes.together():
             if self.processes.is_first:
-                self._finish(shards, about_tokens)
+                self._finish(hashes, about_tokens)
 
     def weights(self) -> Weights:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
@@ -154,12 +154,14 @@ class Calibration:
                 self._weights = weights_of(job.checkpoint, job.device, job.dtype, self.streamed, device_map)
         return self._weights
 
-    def _check_model(self) -> dict[str, str]:
-        """SHA-256 of each shard, having looked through all tensors."""
+    def _check_model(self) -> dict[str, dict[str, str]]:
+        """SHA-256 of each shard and of the other files, having looked through all tensors."""
         shards: dict[str, str] = {}
+        others: dict[str, str] = {}
         job, checkpoint = self.job, self.job.checkpoint
         with self.times.stage("check model"), self.processes.together():
             if self.processes.is_first:
+                others = checkpoint.other_hashes()
                 with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                     for file in checkpoint.files:
                         shards[file] = file_sha256(checkpoint.folder / file)
@@ -169,7 +171,7 @@ class Calibration:
                         advance((checkpoint.folder / file).stat().st_size)
                 for layer in range(job.shape.num_layers):  # raises on other shapes
                     read_attention(job.family, layer, checkpoint.names, checkpoint.unchecked_tensor, job.shape)
-        return self.processes.from_first(shards)
+        return self.processes.from_first({"shards": shards, "files": others})
 
     def _tokens(self) -> tuple[Tensor, dict[str, Any]]:
         """Rows of calibration tokens, and what run.json says of them."""
@@ -267,7 +269,7 @@ class Calibration:
             write_bases(self.partial.folder, layer, bases)
             self.partial.commit(layer + 1)
 
-    def _finish(self, shards: dict[str, str], about_tokens: dict[str, Any]) -> None:
+    def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: dict[str, Any]) -> None:
         """Describe the run, and give the folder its name."""
         job, folder = self.job, self.partial.folder
         source, config = job.source, job.checkpoint.config
@@ -278,7 +280,7 @@ class Calibration:
                 "hub_id": source.hub_id,
                 "revision": source.revision,
                 "model_type": config.model_type,
-                "shards": shards,
+                **hashes,
             },
             "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.chosen.items()},
             "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.chosen.items()},

@@ -131,6 +131,11 @@ class Checkpoint:
     def names_in(self, file: str) -> list[str]:
         return sorted(name for name, where in self.file_of.items() if where == file)
 
+    def other_hashes(self) -> dict[str, str]:
+        """SHA-256 by name of what a run depends on beside the shards: config.json, the index, and the sidecars."""
+        own = [self.folder / name for name in ("config.json", INDEX_FILE)]
+        return {path.name: file_sha256(path) for path in (*own, *self.sidecars()) if path.is_file()}
+
     def sidecars(self) -> list[Path]:
         """Files to take along unchanged: everything but the weights, the index and config.json."""
         skip = {"config.json", INDEX_FILE, *self.files}

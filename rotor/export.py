@@ -130,6 +130,8 @@ def _write(
     stored = [layout for layout, _ in planned]
     contents = ShardContents(checkpoint, family, run.shape, bases, planned, checkpoint.tensor)
     tensors = write_shards(staging, job, contents, progress)
+    for file in run.info["model"].get("files", {}):
+        job.check_unchanged(file)
     for path in checkpoint.sidecars():
         shutil.copyfile(path, staging / path.name)
 
@@ -209,12 +211,12 @@ def _report(
     element_bytes: int,
 ) -> dict[str, Any]:
     """The content of rotor.json."""
-    base = table.base or {}
+    base, source = table.base or {}, run.info["model"]
     return {
         "format_version": FORMAT_VERSION,
         "versions": run.info["versions"],
         "recipe": recipe.name,
-        "source": {key: run.info["model"].get(key) for key in ("name", "hub_id", "revision", "shards")},
+        "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},
         "compression": point["compression"],
         "rank_method": recipe.ranks.method,
         "parameter": point["parameter"],

@@ -69,8 +69,10 @@ class ExportJob:
         return find_family(self.checkpoint.config)
 
     def check_unchanged(self, file: str) -> None:
-        """Raises CheckpointError if a shard of the run's model is not the one that was calibrated."""
-        if self.run.info["model"]["shards"].get(file) != file_sha256(self.checkpoint.folder / file):
+        """Raises CheckpointError if a file of the run's model is not the one that was calibrated."""
+        model, path = self.run.info["model"], self.checkpoint.folder / file
+        recorded = {**model["shards"], **model.get("files", {})}
+        if not path.is_file() or recorded.get(file) != file_sha256(path):
             raise CheckpointError(
                 f"{self.checkpoint.folder / file}: changed since calibration.", "Calibrate again, or restore the file."
             )

@@ -122,11 +122,8 @@ def _against_source(
         for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
             result.skip(name, why)
     else:
-        recorded = report["source"]["shards"]
         with progress.task("check model", None, ""):
-            changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
-        files = f"differs: {changed}" if changed else f"{len(source.files)} shard(s)"
-        result.add("source unchanged", not changed, files)
+            _check_source(result, source, report["source"])
         if isinstance(run, str):
             result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
         else:
@@ -140,6 +137,21 @@ def _against_source(
         _check_accuracy(result, reference, compressed, report, data.report, progress)
         result.summary["same_data_as_export"] = data.sha256 == report["accuracy"]["data_sha256"]
     _measure_cache(result, compressed, checkpoint, report, data.report[:1])
+
+
+def _check_source(result: Validation, source: Checkpoint, recorded: dict[str, Any]) -> None:
+    """The source's files are those that were calibrated."""
+    expected = {**recorded["shards"], **(recorded.get("files") or {})}
+    problems = []
+    for file in sorted({*expected, *source.files}):
+        path = source.folder.resolve() / file
+        if not path.is_file():
+            problems.append(f"{path} is gone")
+        elif file not in expected:
+            problems.append(f"{path} was not there at calibration")
+        elif file_sha256(path) != expected[file]:
+            problems.append(f"{path} changed since calibration")
+    result.judge("source unchanged", problems, f"{len(expected)} file(s), {len(source.files)} of them shards")
 
 
 def _placement(

@@ -28,12 +28,12 @@ SETTINGS = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "gr
 """Seven rows: a number that neither two nor three divide."""
 
 DRIVER = """
-import os, signal, sys
+import importlib, os, signal, sys
 import rotor
 from rotor.partial import PartialRun
 from rotor.processes import Processes
 
-module = sys.modules["rotor.calibrate"]
+module = importlib.import_module("rotor.calibrate")
 model, out, settings = sys.argv[1], sys.argv[2], sys.argv[4:]
 
 def run(**options):

@@ -18,7 +18,8 @@ from ..errors import Interrupted, RotorError
 
 def main() -> None:
     """Entry point: an error of rotor's is two lines on stderr and its exit code; ROTOR_DEBUG=1 shows the traceback."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for library in ("transformers", "lm_eval"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         with _terminable():
             from .commands import app
