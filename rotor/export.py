@@ -158,7 +158,8 @@ def _write(
     report["source"]["path"] = _relative(checkpoint.folder, job.out)
     write_json(staging / ROTOR_JSON, report)
     (staging / CARD).write_text(model_card(report, recipe), "utf-8")
-    write_with_checkpoint(staging, run, job.out.name)
+    with progress.task("report", None, ""):
+        write_with_checkpoint(staging, run, job.out.name)
     return report
 
 

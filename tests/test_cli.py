@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, ROOT
+from conftest import DEMO_MODEL, FAST_EVALUATION
 from safetensors.torch import load_file, save_file
 from test_end_to_end import contents
 
@@ -331,17 +331,3 @@ def test_help_has_an_example_for_each_command(capsys) -> None:
         code, help_text, _ = rotor(capsys, command, "--help")
         assert code == 0
         assert f"Example: rotor {command}" in " ".join(help_text.split())
-
-
-def test_the_commands_of_the_readme_are_there(capsys) -> None:
-    """Each `rotor COMMAND --option` in the README exists."""
-    import re
-
-    text = (ROOT / "README.md").read_text()
-    commands = re.findall(r"^    rotor (\w+)(.*)$", text, flags=re.MULTILINE)
-    assert {"calibrate", "export", "validate", "generate"} <= {name for name, _ in commands}
-    for name, rest in commands:
-        code, help_text, _ = rotor(capsys, name, "--help")
-        assert code == 0, name
-        for option in re.findall(r"--[a-z-]+", rest):
-            assert option in help_text, (name, option)

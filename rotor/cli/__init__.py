@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..errors import Interrupted, RotorError
 
@@ -39,6 +40,7 @@ def is_first_process() -> bool:
 
 
 def _fail(error: RotorError) -> None:
+    exec("")  # else Python, interrupted in an exec of some library, would end by SIGINT instead of with the exit code
     if is_first_process() or not isinstance(error, Interrupted):
         print(f"error: {error.message}", file=sys.stderr)
         print(f"  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}", file=sys.stderr)
@@ -51,8 +53,22 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """KeyboardInterrupt, but not while torch is being imported: its C++ code aborts on any exception then."""
+    torch = sys.modules.get("torch")
+    if torch is not None and getattr(torch.__spec__, "_initializing", False):
+        again = threading.Timer(0.1, signal.raise_signal, (number,))
+        again.daemon = True
+        again.start()
+        return
+    raise KeyboardInterrupt

@@ -17,6 +17,7 @@ from .. import __version__
 from ..errors import Interrupted, UsageError
 
 MAX_NUMBER = 1 << 30
+UNTOUCHED = "Nothing was written half; give the same command again."
 
 
 @contextmanager
@@ -31,8 +32,12 @@ def resumable(how: Callable[[], str]) -> Iterator[None]:
 class Commands(typer.core.TyperGroup):
     """The commands; one that is interrupted says so, with its exit code."""
 
+    def make_context(self, *arguments: Any, **keywords: Any) -> Any:
+        with resumable(lambda: UNTOUCHED):
+            return super().make_context(*arguments, **keywords)
+
     def invoke(self, ctx: Any) -> Any:
-        with resumable(lambda: "Nothing was written half; give the same command again."):
+        with resumable(lambda: UNTOUCHED):
             return super().invoke(ctx)
 
 

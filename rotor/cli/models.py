@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .app import AsJson, BatchTokens, Device, Dtype, Model, RecipeOverrides, Revision, app, print_json
+from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
 from .console import show_progress
 from .plans import print_inspection
 
@@ -22,12 +22,13 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Continue a prompt with transformers' generate()."""
     from ..generate import continue_prompt
 
-    show_progress(quiet=True)
-    result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile)
+    with show_progress(quiet).task("generate", None, ""):
+        result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile)
     if as_json:
         print_json(result)
     else:

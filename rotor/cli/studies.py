@@ -132,11 +132,13 @@ def report(
         Path | None, typer.Option(help="Study folder; its comparison of calibration tokens is shown.")
     ] = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write one HTML file that shows spectra, ranks, accuracy, losses, sizes and timings (export writes one too)."""
     from ..report import report as write_report
 
-    result = write_report(folder, out, study=study)
+    with show_progress(quiet).task("report", None, ""):
+        result = write_report(folder, out, study=study)
     if as_json:
         print_json({"report": str(result.path), "figures": result.figures, "absent": result.absent})
         return
