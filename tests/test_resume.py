@@ -205,7 +205,7 @@ def test_an_unfinished_run_is_not_taken_for_granted(
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(UsageError, match=rf"model\.{shard.name} was .*, now is "):
+    with pytest.raises(UsageError, match=rf"model\.shards\.{shard.name} was .*, now is "):
         calibrate(other, out, "rotor", SETTINGS, batch_tokens=64, resume=True)
     again = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, overwrite=True)
     assert tensors(again) == tensors(whole)
