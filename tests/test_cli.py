@@ -321,13 +321,3 @@ def test_validate_exit_codes(demo_run, tmp_path: Path, capsys) -> None:
     weights.write_bytes(data)
     assert rotor(capsys, "validate", tmp_path / "out")[0] == 1
     expect_error(capsys, 1, "rotor.json: no such file", "validate", DEMO_MODEL)
-
-
-def test_help_has_an_example_for_each_command(capsys) -> None:
-    code, text, _ = rotor(capsys, "--help")
-    assert code == 0
-    for command in ("calibrate", "export", "validate", "generate", "recipes"):
-        assert command in text
-        code, help_text, _ = rotor(capsys, command, "--help")
-        assert code == 0
-        assert f"Example: rotor {command}" in " ".join(help_text.split())

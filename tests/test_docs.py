@@ -95,6 +95,18 @@ def test_commands_in_sentences_exist(page: Path) -> None:
         assert set(re.findall(r"(?<!\w)--?[a-z][a-z-]*", rest)) <= options, rest
 
 
+def test_help_has_an_example_for_each_command(capsys) -> None:
+    """One that parses; the calibration's goes on about other things."""
+    names = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    shown = " ".join(rotor(capsys, "--help")[1].split())
+    assert [name for name in names if f" {name} " not in shown] == []
+    for name in names:
+        code, text, _ = rotor(capsys, name, "--help")
+        assert code == 0
+        (example,) = re.findall(rf"Example: (rotor {name}\b.*?)(?:\. |$)", " ".join(text.split()))
+        parse(shlex.split(example)[1:])
+
+
 def test_every_command_runs(tmp_path: Path, capsys, monkeypatch) -> None:
     """In the order of the pages, in one folder: later commands find what earlier ones wrote."""
     monkeypatch.chdir(tmp_path)
