@@ -327,7 +327,7 @@ def staged_folder(out: Path, overwrite: bool, sources: list[Path], needed_bytes:
     except OSError as error:
         raise CheckpointError(f"{parent}: cannot be written ({error.strerror}).", "Choose another place.") from error
     check_space(out, needed_bytes)
-    staging = parent / f".{out.name}.rotor-{os.getpid()}"
+    staging = _staging(out)
     try:
         staging.mkdir()
         yield staging
@@ -366,14 +366,20 @@ def check_space(out: Path, needed_bytes: int) -> None:
         )
 
 
+def _staging(out: Path) -> Path:
+    """Where this process writes what is to become `out`."""
+    return out.with_name(f".{out.name}.rotor-{os.getpid()}")
+
+
 def publish_folder(staging: Path, out: Path) -> None:
     """Flush a folder that lies beside `out` to disk and rename it to that, in place of what is there."""
+    _clean_leftovers(out)
     for path in sorted(staging.rglob("*")):
         if path.is_file():
             sync(path)
     sync(staging)
     if out.is_dir():
-        old = out.with_name(f".{out.name}.rotor-{os.getpid()}-old")
+        old = _staging(out).with_name(f"{_staging(out).name}-old")
         try:
             os.rename(out, old)
             os.rename(staging, out)
@@ -381,7 +387,9 @@ def publish_folder(staging: Path, out: Path) -> None:
             if old.exists() and not out.exists():
                 os.rename(old, out)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        gone = _staging(out)  # a name that nobody restores, since from here on it may be there in part
+        os.rename(old, gone)
+        shutil.rmtree(gone, ignore_errors=True)
     else:
         os.rename(staging, out)
     sync(out.parent)

@@ -36,15 +36,16 @@ module.write_with_checkpoint = lambda *arguments: None
 run, out = sys.argv[1:]
 whole, steps = 1.0, 0
 
+def counted(function, fatal):
+    def wrapper(*arguments, **keywords):
+        global steps
+        steps += 1
+        if steps == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **keywords)
+    return wrapper
+
 def killed_before(step):
-    def dying(function):
-        def wrapper(*arguments, **keywords):
-            global steps
-            steps += 1
-            if steps == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **keywords)
-        return wrapper
     # Every step that changes the disk: the shards, JSON files, copies, flushes, renames.
     for place, name in (
         (module, "write_shard"),
@@ -53,7 +54,15 @@ def killed_before(step):
         (checkpoint, "sync"),
         (checkpoint.os, "rename"),
     ):
-        setattr(place, name, dying(getattr(place, name)))
+        setattr(place, name, counted(getattr(place, name), step))
+
+def killed_in_removal(file):
+    removing = checkpoint.shutil.rmtree
+    def dying(path, **keywords):
+        if str(os.getpid()) in str(path) and os.path.isdir(path):  # not what others have left
+            os.unlink = counted(os.unlink, file)
+        removing(path, **keywords)
+    checkpoint.shutil.rmtree = dying
 
 def killed_after(seconds):
     signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM, which nothing catches, ends the process at once
@@ -75,7 +84,10 @@ whole = time.perf_counter() - start
 print("ready", flush=True)
 for line in sys.stdin:
     kind, number = line.split()
-    ended = export(killed_before, int(number)) if kind == "step" else export(killed_after, whole * float(number))
+    if kind == "share":
+        ended = export(killed_after, whole * float(number))
+    else:
+        ended = export({"step": killed_before, "removal": killed_in_removal}[kind], int(number))
     print(ended, flush=True)
 """
 """Exports in forked processes, from one that has imported rotor; each is killed at a step or after a share of its time.
@@ -134,7 +146,7 @@ def sound(folder: Path) -> bool:
 
 
 def test_killed_at_every_boundary_of_an_export(sharded: Run, tmp_path: Path) -> None:
-    """SIGKILL before each write, flush and rename: OUT is absent or whole, and the next export cleans up."""
+    """SIGKILL before each write, flush, rename and removal: OUT is absent or whole, and the next export cleans up."""
     out = tmp_path / "out"
     present = []
     with Exports(sharded, out) as exports:
@@ -148,8 +160,22 @@ def test_killed_at_every_boundary_of_an_export(sharded: Run, tmp_path: Path) -> 
             present.append(out.exists())
             if out.exists():
                 assert contents(out) == expected
-    assert len(present) >= 15
-    assert present[0] is False
+        assert len(present) >= 15
+        assert present[0] is False
+        there = []
+        for step in range(len(present) - 1, len(present) + 3):  # the renames again, with a folder that is replaced
+            assert exports.killed("step", step) == -signal.SIGKILL
+            there.append(out.exists())
+            assert exports.killed("step", 2) == -signal.SIGKILL  # the first may put back what was renamed
+            assert contents(out) == expected
+        assert there == [True, False, True, True]
+        for number in (1, 4, 8):  # while the old folder is removed: what is left of it must not come back
+            assert exports.killed("removal", number) == -signal.SIGKILL
+            assert contents(out) == expected
+            shutil.rmtree(out)
+            assert exports.killed("step", 2) == -signal.SIGKILL
+            assert not out.exists()
+            assert exports.killed("step", 0) == 0
     assert sound(out)
     assert contents(out) == expected
     # What killed processes left beside it is gone after the export that finished.
