@@ -2,11 +2,19 @@
 
 Importing it lets `AutoModelForCausalLM.from_pretrained` load what `rotor export` wrote. `rotor.calibrate`,
 `rotor.export` and `rotor.validate` do what the commands do; `rotor.inspect` and `rotor.study` too.
+
+The import itself is quick: torch and transformers come with what is used first.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .registration import register_with_transformers
 
 # In a source checkout kernels/ and recipes/ lie beside this folder; an installed rotor has them inside it.
 if not (Path(__file__).parent / "kernels").is_dir():
@@ -14,17 +22,16 @@ if not (Path(__file__).parent / "kernels").is_dir():
 
 __version__ = "0.1.0"
 
-# Each of these functions takes its module's place as an attribute of the package, so they are imported here and not
-# when they are first asked for.
-from .calibrate import calibrate
-from .errors import RotorError
-from .export import ExportResult, export
-from .inspection import Inspection, inspect
-from .integration import register
-from .progress import Progress
-from .run import Run
-from .study import Study, study
-from .validate import Validation, validate
+if TYPE_CHECKING:
+    from .calibrate import calibrate
+    from .errors import RotorError
+    from .export import ExportResult, export
+    from .inspection import Inspection, inspect
+    from .integrity import Validation
+    from .progress import Progress
+    from .run import Run
+    from .study import Study, study
+    from .validate import validate
 
 __all__ = [
     "ExportResult",
@@ -41,5 +48,41 @@ __all__ = [
     "study",
     "validate",
 ]
+_MODULES = {
+    "ExportResult": "export",
+    "Inspection": "inspection",
+    "Progress": "progress",
+    "RotorError": "errors",
+    "Run": "run",
+    "Study": "study",
+    "Validation": "integrity",
+    "calibrate": "calibrate",
+    "export": "export",
+    "inspect": "inspection",
+    "study": "study",
+    "validate": "validate",
+}
 
-register()
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Some functions have the name of their module, whose import must not take their place as attributes here."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+register_with_transformers()

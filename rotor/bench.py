@@ -14,9 +14,10 @@ from .bench_model import ModelLoad, check_models, measure_models, physical_memor
 from .bench_report import describe_device
 from .bench_settings import BenchResult, BenchSettings
 from .checkpoint import Checkpoint, read_json
-from .compress import load_model, pick_device, pick_dtype
+from .compress import load_model
 from .errors import CheckpointError, UsageError
 from .families import attention_shape
+from .hardware import pick_device, pick_dtype
 from .integration import METHOD, RotorConfig
 from .layout import AttentionShape, LayerLayout
 from .progress import Progress

@@ -21,19 +21,18 @@ from .collect import layer_statistics
 from .compress import weights_of
 from .errors import DataError, NumericsError
 from .families import Family, read_attention
-from .hub import find_model
 from .job import Job
 from .layerwise import LayerwiseModel
 from .layout import AttentionShape, folds_keys
 from .locks import exclusive
 from .logs import log_file
-from .memory import check_offload
 from .partial import PartialRun
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .pruning import check_clusters, prune_rows
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe
 from .run import FISHER, INFO, RECIPE, Run, write_bases, write_fisher, write_statistics
+from .settings import CalibrationSettings, Compute
 from .statistics import LayerStatistics
 from .tokens import CalibrationTokens, calibration_tokens
 from .weights import Weights
@@ -77,24 +76,30 @@ def calibrate(
     Raises:
         RotorError: see rotor.errors. A run with a finished layer is kept for --resume, unless its numbers are bad.
     """
-    processes = Processes.from_environment()
+    compute = Compute(device, dtype, offload, device_map)
+    settings = CalibrationSettings(
+        model, out, recipe, tuple(overrides), revision, compute, batch_tokens, overwrite, resume
+    )
+    return run_calibration(settings, progress)
+
+
+def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
+    """What `calibrate` does, with its arguments in one object; raises likewise."""
+    processes, out = Processes.from_environment(), Path(settings.out)
     progress = progress if progress is not None and processes.is_first else Progress()
-    spec = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    times, partial = StageTimes(), PartialRun(Path(out))
+    times, partial = StageTimes(), PartialRun(out)
     with processes.together():
-        source = find_model(model, revision)
-        check_writable(Path(out), overwrite, [source.folder])
-        job = Job.check(source, spec, device, dtype, batch_tokens, device_map, processes)
-        streamed, line = job.streams(check_offload(offload))
+        job = Job.check(settings, processes)
+        streamed, line = job.streams()
     streamed = processes.from_first(streamed)
     with ExitStack() as held:
         with processes.together():
             if processes.is_first:
-                held.enter_context(exclusive(Path(out), "calibrate"))
-                check_writable(Path(out), overwrite, [source.folder])  # again: who held it until now may have written
-                partial.check(resume, overwrite)
-                check_space(partial.folder, 0 if partial.exists else job.estimate(streamed).disk_bytes)
-                partial.open(resume)
+                held.enter_context(exclusive(out, "calibrate"))
+                check_writable(out, settings.overwrite, [job.source.folder])  # again: who held it may have written
+                partial.check(settings.resume, settings.overwrite)
+                check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)
+                partial.open(settings.resume)
                 held.enter_context(log_file(partial.folder, "calibrate"))
                 progress.message(line)
         try:
@@ -104,7 +109,7 @@ def calibrate(
                 partial.remove()
             raise
         except (Exception, KeyboardInterrupt):
-            if processes.is_first and not partial.finished_layers and not resume:
+            if processes.is_first and not partial.finished_layers and not settings.resume:
                 partial.remove()
             raise
     return Run.open(out)
@@ -119,13 +124,13 @@ class Calibration:
         self._weights: Weights | None = None
 
     def run(self) -> None:
-        shards = self._check_model()
+        hashes = self._check_model()
         rows, about_tokens = self._tokens()
         fingerprint = {
-            "model": shards,
+            "model": hashes,
             "recipe": self.recipe.to_dict(),
             "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
-            "batch_tokens": self.job.batch_tokens,
+            "batch_tokens": self.job.settings.batch_tokens,
             "processes": self.processes.count,
             "device": self.job.device.type,
             "dtype": str(self.job.dtype),
@@ -138,22 +143,25 @@ class Calibration:
         self._layers(rows)
         with self.processes.together():
             if self.processes.is_first:
-                self._finish(shards, about_tokens)
+                self._finish(hashes, about_tokens)
 
     def weights(self) -> Weights:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
         if self._weights is None:
             job = self.job
             with self.times.stage("load model"), self.progress.task("load model", None, ""):
-                self._weights = weights_of(job.checkpoint, job.device, job.dtype, self.streamed, job.device_map)
+                device_map = job.settings.compute.device_map
+                self._weights = weights_of(job.checkpoint, job.device, job.dtype, self.streamed, device_map)
         return self._weights
 
-    def _check_model(self) -> dict[str, str]:
-        """SHA-256 of each shard, having looked through all tensors."""
+    def _check_model(self) -> dict[str, dict[str, str]]:
+        """SHA-256 of each shard and of the other files, having looked through all tensors."""
         shards: dict[str, str] = {}
+        others: dict[str, str] = {}
         job, checkpoint = self.job, self.job.checkpoint
         with self.times.stage("check model"), self.processes.together():
             if self.processes.is_first:
+                others = checkpoint.other_hashes()
                 with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                     for file in checkpoint.files:
                         shards[file] = file_sha256(checkpoint.folder / file)
@@ -163,7 +171,7 @@ class Calibration:
                         advance((checkpoint.folder / file).stat().st_size)
                 for layer in range(job.shape.num_layers):  # raises on other shapes
                     read_attention(job.family, layer, checkpoint.names, checkpoint.unchecked_tensor, job.shape)
-        return self.processes.from_first(shards)
+        return self.processes.from_first({"shards": shards, "files": others})
 
     def _tokens(self) -> tuple[Tensor, dict[str, Any]]:
         """Rows of calibration tokens, and what run.json says of them."""
@@ -223,8 +231,8 @@ class Calibration:
         if start == layers:
             return
         with processes.together():
-            mine = processes.share(rows, max(1, job.batch_tokens // rows.shape[1]))
-            network = LayerwiseModel(self.weights(), job.batch_tokens)
+            mine = processes.share(rows, max(1, job.settings.batch_tokens // rows.shape[1]))
+            network = LayerwiseModel(self.weights(), job.settings.batch_tokens)
         size = (*mine.shape, job.shape.hidden_size)
         with processes.together():
             states = partial.states(start, processes.rank, size, job.dtype)
@@ -261,7 +269,7 @@ class Calibration:
             write_bases(self.partial.folder, layer, bases)
             self.partial.commit(layer + 1)
 
-    def _finish(self, shards: dict[str, str], about_tokens: dict[str, Any]) -> None:
+    def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: dict[str, Any]) -> None:
         """Describe the run, and give the folder its name."""
         job, folder = self.job, self.partial.folder
         source, config = job.source, job.checkpoint.config
@@ -272,7 +280,7 @@ class Calibration:
                 "hub_id": source.hub_id,
                 "revision": source.revision,
                 "model_type": config.model_type,
-                "shards": shards,
+                **hashes,
             },
             "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.chosen.items()},
             "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.chosen.items()},

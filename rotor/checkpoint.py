@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
 from .typed import shorten
@@ -76,6 +76,8 @@ class Checkpoint:
         """The tokenizer in the folder, or None."""
         if not any((self.folder / n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return None
+        from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
+
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # likewise: many classes, each with errors of its own
@@ -128,6 +130,11 @@ class Checkpoint:
 
     def names_in(self, file: str) -> list[str]:
         return sorted(name for name, where in self.file_of.items() if where == file)
+
+    def other_hashes(self) -> dict[str, str]:
+        """SHA-256 by name of what a run depends on beside the shards: config.json, the index, and the sidecars."""
+        own = [self.folder / name for name in ("config.json", INDEX_FILE)]
+        return {path.name: file_sha256(path) for path in (*own, *self.sidecars()) if path.is_file()}
 
     def sidecars(self) -> list[Path]:
         """Files to take along unchanged: everything but the weights, the index and config.json."""
@@ -320,7 +327,7 @@ def staged_folder(out: Path, overwrite: bool, sources: list[Path], needed_bytes:
     except OSError as error:
         raise CheckpointError(f"{parent}: cannot be written ({error.strerror}).", "Choose another place.") from error
     check_space(out, needed_bytes)
-    staging = parent / f".{out.name}.rotor-{os.getpid()}"
+    staging = _staging(out)
     try:
         staging.mkdir()
         yield staging
@@ -359,14 +366,20 @@ def check_space(out: Path, needed_bytes: int) -> None:
         )
 
 
+def _staging(out: Path) -> Path:
+    """Where this process writes what is to become `out`."""
+    return out.with_name(f".{out.name}.rotor-{os.getpid()}")
+
+
 def publish_folder(staging: Path, out: Path) -> None:
     """Flush a folder that lies beside `out` to disk and rename it to that, in place of what is there."""
+    _clean_leftovers(out)
     for path in sorted(staging.rglob("*")):
         if path.is_file():
             sync(path)
     sync(staging)
     if out.is_dir():
-        old = out.with_name(f".{out.name}.rotor-{os.getpid()}-old")
+        old = _staging(out).with_name(f"{_staging(out).name}-old")
         try:
             os.rename(out, old)
             os.rename(staging, out)
@@ -374,7 +387,9 @@ def publish_folder(staging: Path, out: Path) -> None:
             if old.exists() and not out.exists():
                 os.rename(old, out)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        gone = _staging(out)  # a name that nobody restores, since from here on it may be there in part
+        os.rename(old, gone)
+        shutil.rmtree(gone, ignore_errors=True)
     else:
         os.rename(staging, out)
     sync(out.parent)

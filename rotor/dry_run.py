@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,21 @@ import torch
 from torch import Tensor
 
 from .bases import BasisPair, LayerBases
-from .checkpoint import check_space, check_writable
-from .errors import UsageError
-from .estimate import Estimate, calibration_flops, forward_flops
-from .export_job import ExportJob, Goal
-from .hub import find_model
+from .checkpoint import check_space
+from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops
+from .export_job import ExportJob
 from .job import Job
 from .layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
-from .memory import available_host_bytes, check_offload
+from .memory import available_host_bytes
+from .outline import ModelOutline
 from .partial import PartialRun
-from .placement import Placement, evaluation_estimates, model_sizes
+from .placement import Placement
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .rank_search import RankSearch, stored_ranks
 from .ranks import LayerRanks, RankPlan
-from .recipe import Recipe, Search, load_recipe
+from .recipe import Search
+from .settings import CalibrationSettings, ExportSettings
 from .shards import ShardContents, planned_layouts
 
 RATE_SIZE, RATE_SECONDS = 512, 0.2
@@ -108,41 +107,21 @@ class ExportPlan:
         return asdict(self)
 
 
-def plan_calibration(
-    model: str | Path,
-    out: str | Path,
-    recipe: str | Recipe = "rotor",
-    overrides: Iterable[str] = (),
-    *,
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    batch_tokens: int = 2048,
-    offload: str = "auto",
-    device_map: str | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-) -> CalibrationPlan:
-    """What `calibrate` would do with these arguments.
+def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
+    """What a calibration would do.
 
     Raises:
         RotorError: as calibrate would at its start. UsageError: the weights of a hub id are not in the hub's cache.
     """
-    spec = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    source, partial = find_model(model, revision, weights=False), PartialRun(Path(out))
-    if source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
-        raise UsageError(
-            f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",
-            f"`rotor inspect {source.hub_id}` tells what it takes from the headers alone.",
-        )
-    check_writable(Path(out), overwrite, [source.folder])
-    job = Job.check(source, spec, device, dtype, batch_tokens, device_map, Processes())
-    partial.check(resume, overwrite)
-    streamed, _ = job.streams(check_offload(offload))
-    estimate = job.estimate(streamed)
+    out = Path(settings.out)
+    partial, resume = PartialRun(out), settings.resume
+    job = Job.check(settings, Processes(), fetch=False)
+    partial.check(resume, settings.overwrite)
+    streamed, _ = job.streams()
+    estimate, spec = job.estimates()[streamed], job.recipe
     check_space(partial.folder, 0 if partial.exists else estimate.disk_bytes)
     finished = partial.finished_layers if resume else 0
-    flops = calibration_flops(model_sizes(job.checkpoint), job.shape, spec, job.group_size, job.wanted)
+    flops = calibration_flops(job.outline.sizes, job.shape, spec, job.group_size, job.wanted)
     left = 1 - finished / job.shape.num_layers
     rate, rate64 = matmul_rate(job.device, job.dtype), matmul_rate(torch.device("cpu"), torch.float64)
     seconds = {
@@ -150,7 +129,7 @@ def plan_calibration(
         for name, count in flops.items()
     }
     return CalibrationPlan(
-        model=source.name,
+        model=job.source.name,
         run=str(out),
         recipe=spec.name,
         candidates={key: (domain, size) for key, (domain, size) in job.chosen.items()},
@@ -159,35 +138,18 @@ def plan_calibration(
         finished_layers=finished,
         device=str(job.device),
         dtype=str(job.dtype).removeprefix("torch."),
-        needs=_needs(estimate, streamed, Path(out), estimate.disk_bytes, estimate.kept_disk_bytes, seconds),
+        needs=_needs(estimate, streamed, out, estimate.disk_bytes, estimate.kept_disk_bytes, seconds),
     )
 
 
-def plan_export(
-    run: str | Path,
-    out: str | Path,
-    *,
-    accuracy: float | None = None,
-    compression: float | None = None,
-    removal_rate: float | None = None,
-    overrides: Iterable[str] = (),
-    objective: str | float | None = None,
-    elastic: bool = False,
-    device: str = "auto",
-    dtype: str = "auto",
-    offload: str = "auto",
-    device_map: str | None = None,
-    overwrite: bool = False,
-) -> ExportPlan:
-    """What `export` would do with these arguments: its ranks and sizes, or how much has to be measured for them.
+def plan_export(settings: ExportSettings) -> ExportPlan:
+    """What an export would do: its ranks and sizes, or how much has to be measured for them.
 
     Raises:
         RotorError: as export would before it measures anything.
     """
-    goal = Goal(accuracy, compression, removal_rate)
-    job = ExportJob.check(run, out, goal, list(overrides), objective, elastic, overwrite)
-    silent = Progress()
-    search = RankSearch(job, (device, dtype, offload, device_map), StageTimes(), silent)
+    job, silent = ExportJob.check(settings), Progress()
+    search = RankSearch(job, StageTimes(), silent)
     shape, element_bytes = job.run.shape, int(job.run.info["element_bytes"])
     found = search.known()
     choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
@@ -199,15 +161,16 @@ def plan_export(
             ranks = [[(qk, v) for qk, v in layer] for layer in found["ranks"]["stored"]]
         tensors, after, cache = _sizes(job, search, choice, ranks, element_bytes)
     points, probed = _to_measure(search, found)
-    place = Placement.choose(job.checkpoint, job.recipe, device, dtype, offload, device_map, silent)
-    estimate = evaluation_estimates(job.checkpoint, job.recipe, place.device, place.dtype)[place.streamed]
+    outline = ModelOutline.of(job.checkpoint)
+    place = Placement.choose(job.checkpoint, job.recipe, settings.compute, silent)
+    estimate = outline.evaluation(job.recipe, place.device, place.dtype)[place.streamed]
     if not points and not probed:
         estimate = Estimate({}, {}, {})  # nothing runs: the shards are rewritten one by one
     return ExportPlan(
         run=str(job.run.folder),
         out=str(job.out),
         recipe=job.recipe.name,
-        goal={name: value for name, value in asdict(goal).items() if value is not None},
+        goal={name: value for name, value in asdict(job.goal).items() if value is not None},
         choice=choice,
         ranks=None if ranks is None else [[list(pair) for pair in layer] for layer in ranks],
         compression=share,
@@ -223,7 +186,7 @@ def plan_export(
             job.out,
             job.needed_bytes,
             job.needed_bytes if after is None else after,
-            _export_seconds(job, place, points, probed),
+            _export_seconds(job, outline.sizes, place, points, probed),
         ),
     )
 
@@ -256,7 +219,7 @@ def _sizes(
     checkpoint, family, shape = job.checkpoint, job.family, job.run.shape
     chosen = search.bases.select(choice)
     layouts = [layout for layout, _ in planned_layouts(chosen, ranks, family.has_key_norm)]
-    planned = planned_layouts(chosen, stored_ranks(chosen, ranks, job.elastic), family.has_key_norm)
+    planned = planned_layouts(chosen, stored_ranks(chosen, ranks, job.settings.elastic), family.has_key_norm)
     on_meta = [_on_meta(layer) for layer in chosen]
     contents = ShardContents(checkpoint, family, shape, on_meta, planned, checkpoint.meta_tensor)
     after = {name: t for file in checkpoint.files for name, t in contents.tensors(file).items()}
@@ -286,11 +249,11 @@ def _stored_bytes(job: ExportJob) -> int:
     return sum(_bytes(job.checkpoint.meta_tensor(name)) for name in job.checkpoint.names)
 
 
-def _export_seconds(job: ExportJob, place: Placement, points: int, probed: int) -> dict[str, float]:
+def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points: int, probed: int) -> dict[str, float]:
     """The forward passes of points (and of the uncompressed model), and of probes: each a layer of the rest of them."""
     if not points and not probed:
         return {}
-    sizes, recipe, layers = model_sizes(job.checkpoint), job.recipe, job.run.shape.num_layers
+    recipe, layers = job.recipe, job.run.shape.num_layers
     rate = matmul_rate(place.device, place.dtype)
     rows = recipe.evaluation.search_tokens + recipe.evaluation.report_tokens
     seconds = {"points": (points + 1) * forward_flops(sizes, rows, head=True) / rate}

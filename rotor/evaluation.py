@@ -14,10 +14,11 @@ from torch import Tensor
 
 from .errors import DataError, NumericsError
 from .estimate import HEAD_POSITIONS, LOGIT_BYTES
+from .families import longest_row
 from .layerwise import LayerwiseModel
 from .progress import Advance
 from .recipe import Evaluation
-from .tokens import longest_row, read_documents, spread_rows, stdlib_documents, text_rows
+from .tokens import read_documents, spread_rows, stdlib_documents, text_rows
 
 KL_POSITIONS_BYTES = 1 << 24
 """Memory that one float32 tensor of the positions compared at a time may take."""

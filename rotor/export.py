@@ -14,7 +14,7 @@ from typing import Any
 from .bases import LayerBases
 from .checkpoint import INDEX_FILE, Checkpoint, file_sha256, staged_folder, tensor_sha256, write_json, write_shard
 from .compress import bias_names
-from .export_job import ExportJob, Goal
+from .export_job import ExportJob
 from .families import read_attention
 from .integration import ATTENTION, FORMAT_VERSION, METHOD
 from .kernel_config import kernel_config
@@ -29,6 +29,7 @@ from .recipe import Recipe
 from .report import write_with_checkpoint
 from .run import Run
 from .search import RankTable
+from .settings import Compute, ExportSettings, Goal
 from .shards import ShardContents, planned_layouts
 
 log = logging.getLogger("rotor")
@@ -79,21 +80,33 @@ def export(
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
-    goal = Goal(accuracy, compression, removal_rate)
-    request = goal, list(overrides), objective, elastic, overwrite
-    job = ExportJob.check(run, out, *request)
+    settings = ExportSettings(
+        run,
+        out,
+        Goal(accuracy, compression, removal_rate),
+        tuple(overrides),
+        objective,
+        elastic,
+        Compute(device, dtype, offload, device_map),
+        overwrite,
+    )
+    return run_export(settings, progress)
+
+
+def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
+    """What `export` does, with its arguments in one object; raises likewise."""
+    job = ExportJob.check(settings)
     with exclusive(job.run.folder, "export"), exclusive(job.out, "export"), log_file(job.run.folder, "export"):
-        job = ExportJob.check(run, out, *request)  # again: who held the folders until now may have written to them
-        placement = device, dtype, offload, device_map
-        return _export(job, RankSearch(job, placement, StageTimes(), progress or Progress()))
+        job = ExportJob.check(settings)  # again: who held the folders until now may have written to them
+        return _export(job, RankSearch(job, StageTimes(), progress or Progress()))
 
 
 def _export(job: ExportJob, search: RankSearch) -> ExportResult:
     point = search.point()
     table, times = search.table, search.times
     ranks: list[LayerRanks] = [[(qk, v) for qk, v in layer] for layer in point["ranks"]["stored"]]
-    with times.stage("write"), staged_folder(job.out, job.overwrite, job.sources, job.needed_bytes) as staging:
-        profiles = rank_profiles(table, point, job.goal.accuracy, job.recipe) if job.elastic else {}
+    with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
+        profiles = rank_profiles(table, point, job.goal.accuracy, job.recipe) if job.settings.elastic else {}
         chosen = search.bases.select(point["choice"])
         report = _write(staging, job, chosen, ranks, point, table, profiles, search.progress)
     log.info("compression %.4f, ranks of %s", point["compression"]["stored"], job.recipe.ranks.method)
@@ -117,6 +130,8 @@ def _write(
     stored = [layout for layout, _ in planned]
     contents = ShardContents(checkpoint, family, run.shape, bases, planned, checkpoint.tensor)
     tensors = write_shards(staging, job, contents, progress)
+    for file in run.info["model"].get("files", {}):
+        job.check_unchanged(file)
     for path in checkpoint.sidecars():
         shutil.copyfile(path, staging / path.name)
 
@@ -143,7 +158,8 @@ def _write(
     report["source"]["path"] = _relative(checkpoint.folder, job.out)
     write_json(staging / ROTOR_JSON, report)
     (staging / CARD).write_text(model_card(report, recipe), "utf-8")
-    write_with_checkpoint(staging, run, job.out.name)
+    with progress.task("report", None, ""):
+        write_with_checkpoint(staging, run, job.out.name)
     return report
 
 
@@ -196,12 +212,12 @@ def _report(
     element_bytes: int,
 ) -> dict[str, Any]:
     """The content of rotor.json."""
-    base = table.base or {}
+    base, source = table.base or {}, run.info["model"]
     return {
         "format_version": FORMAT_VERSION,
         "versions": run.info["versions"],
         "recipe": recipe.name,
-        "source": {key: run.info["model"].get(key) for key in ("name", "hub_id", "revision", "shards")},
+        "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},
         "compression": point["compression"],
         "rank_method": recipe.ranks.method,
         "parameter": point["parameter"],

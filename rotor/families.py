@@ -336,3 +336,8 @@ def read_attention(
         if got != want:
             raise UnsupportedModelError(f"layer {layer}: {name} is {list(got)}, config.json implies {list(want)}.")
     return weights
+
+
+def longest_row(seq_len: int, config: Any) -> int:
+    """`seq_len`, but not more than the model's positions."""
+    return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)

@@ -21,7 +21,13 @@ SideSensitivity = list[tuple[int, float]]
 """Probed ranks of one side, and the KL per unit of dropped energy there."""
 
 
-class ModelInfo(TypedDict):
+class SourceFiles(TypedDict, total=False):
+    """SHA-256 of a source's files beside its shards; not in what an earlier rotor wrote."""
+
+    files: dict[str, str]
+
+
+class ModelInfo(SourceFiles):
     """The source model of a run."""
 
     path: str
@@ -139,7 +145,7 @@ class RankTableInfo(TypedDict):
     points: list[PointInfo]
 
 
-class SourceInfo(TypedDict):
+class SourceInfo(SourceFiles):
     """The source model of a checkpoint."""
 
     name: str

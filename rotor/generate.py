@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from .checkpoint import Checkpoint
-from .compress import load_model, pick_device, pick_dtype
+from .compress import load_model
 from .errors import CheckpointError, DataError, UsageError
+from .hardware import pick_device, pick_dtype
 from .hub import find_model
 
 

@@ -12,21 +12,13 @@ from typing import Any
 
 import torch
 
-from .candidates import candidates, wanted_moments
+from .candidates import candidates
 from .checkpoint import Checkpoint, config_of
-from .compress import pick_device, pick_dtype
-from .estimate import (
-    Estimate,
-    WeightSizes,
-    calibration_estimate,
-    evaluation_estimate,
-    feed_forward_width,
-    weight_sizes,
-)
-from .families import Family, attention_shape, find_family
+from .hardware import pick_device, pick_dtype
 from .hub import find_model, tensor_headers
 from .layout import AttentionShape, folds_keys, uncompressed_kv_bytes_per_token
 from .memory import available_device_bytes, available_host_bytes, fits
+from .outline import Estimates, ModelOutline
 from .recipe import Recipe, load_recipe
 
 CONTEXTS = (8192, 32768, 131072)
@@ -44,7 +36,10 @@ class Needs:
     kept_disk_bytes: int
 
     @classmethod
-    def of(cls, estimate: Estimate, streamed: bool) -> Needs:
+    def of(cls, estimates: Estimates, device: torch.device) -> Needs:
+        """With all weights in memory where that fits, else streamed."""
+        streamed = not fits(estimates.resident, device)
+        estimate = estimates[streamed]
         return cls(streamed, estimate.host_bytes, estimate.device_bytes, estimate.disk_bytes, estimate.kept_disk_bytes)
 
 
@@ -97,30 +92,23 @@ def inspect(
     Raises:
         UnsupportedModelError: rotor cannot compress it. RotorError: see rotor.errors.
     """
-    source = find_model(model, revision, weights=False)
+    spec, source = load_recipe(recipe, overrides), find_model(model, revision, weights=False)
     if source.hub_id is None or any(source.folder.glob("*.safetensors")):
-        checkpoint = Checkpoint(source.folder)
-        config, stored = checkpoint.config, checkpoint.total_bytes()
-        shapes = {name: checkpoint.shape_of(name) for name in checkpoint.names}
+        outline = ModelOutline.of(Checkpoint(source.folder))
     else:
-        config = config_of(source.folder)
-        shapes, stored = tensor_headers(source)
-    spec = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    family, shape = find_family(config), attention_shape(config)
-    sizes = weight_sizes(shapes, stored, family, shape, config.vocab_size)
-    stored_dtype = config.dtype or torch.float32
+        outline = ModelOutline.of_headers(config_of(source.folder), *tensor_headers(source))
+    family, shape, stored = outline.family, outline.shape, outline.sizes.stored_bytes
     target = pick_device(device)
-    compute_bytes = pick_dtype(dtype, stored_dtype, target).itemsize
+    compute_dtype = pick_dtype(dtype, outline.dtype, target)
+    per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
     chosen = candidates(spec, family, shape)
-    per_token = uncompressed_kv_bytes_per_token(shape, stored_dtype.itemsize)
-    calibrate, export = _needs(config, family, shape, sizes, spec, target, compute_bytes, batch_tokens)
     return Inspection(
         name=source.name,
         revision=source.revision,
-        model_type=config.model_type,
-        dtype=str(stored_dtype).removeprefix("torch."),
+        model_type=outline.config.model_type,
+        dtype=str(outline.dtype).removeprefix("torch."),
         weight_bytes=stored,
-        parameters=sizes.total,
+        parameters=outline.sizes.total,
         shape=shape,
         rotary=family.rotary is not None,
         key_norm=family.has_key_norm,
@@ -129,60 +117,12 @@ def inspect(
         recipe=spec.name,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in chosen.items()},
-        calibrate=calibrate,
-        export=export,
+        calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
+        export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
         export_disk_bytes=int(stored * 1.1),
         available_host_bytes=available_host_bytes(),
         available_device_bytes=available_device_bytes(target),
     )
-
-
-def _needs(
-    config: Any,
-    family: Family,
-    shape: AttentionShape,
-    sizes: WeightSizes,
-    spec: Recipe,
-    device: torch.device,
-    compute_bytes: int,
-    batch_tokens: int,
-) -> tuple[Needs, Needs]:
-    """Of calibrating and of exporting: with all weights in memory where that fits, else streamed."""
-    chosen = candidates(spec, family, shape)
-    moments, width, on_gpu = wanted_moments(spec, chosen), feed_forward_width(config), device.type == "cuda"
-
-    def calibration(streamed: bool) -> Estimate:
-        return calibration_estimate(
-            sizes,
-            shape,
-            spec,
-            chosen,
-            moments,
-            feed_forward=width,
-            compute_bytes=compute_bytes,
-            streamed=streamed,
-            batch_tokens=batch_tokens,
-            on_gpu=on_gpu,
-        )
-
-    def evaluation(streamed: bool) -> Estimate:
-        return evaluation_estimate(
-            sizes,
-            shape,
-            spec,
-            chosen,
-            feed_forward=width,
-            compute_bytes=compute_bytes,
-            streamed=streamed,
-            vocab_size=config.vocab_size,
-            on_gpu=on_gpu,
-        )
-
-    needs = []
-    for estimate in (calibration, evaluation):
-        streamed = not fits(estimate(False), device)
-        needs.append(Needs.of(estimate(streamed), streamed))
-    return needs[0], needs[1]
 
 
 def _keys(domain: str, folded: bool) -> str:

@@ -210,3 +210,6 @@ def register() -> None:
     for name in (METHOD, ATTENTION):
         AttentionInterface.register(name, rotor_attention_forward)
         AttentionMaskInterface.register(name, sdpa_mask)
+
+
+register()

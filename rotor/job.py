@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from .candidates import candidates, wanted_moments
-from .checkpoint import Checkpoint
-from .compress import pick_device, pick_dtype
+from .checkpoint import Checkpoint, check_writable
 from .errors import UsageError
-from .estimate import Estimate, calibration_estimate, feed_forward_width
-from .families import Family, attention_shape, find_family
-from .hub import ModelSource
+from .families import Family
+from .hardware import pick_device, pick_dtype
+from .hub import ModelSource, find_model
 from .layout import AttentionShape, Domain
-from .memory import Offload, stream_weights
-from .placement import model_sizes
+from .memory import check_offload, stream_weights
+from .outline import Estimates, ModelOutline
 from .processes import Processes
-from .recipe import Recipe
-from .tokens import longest_row
+from .recipe import Recipe, load_recipe
+from .settings import CalibrationSettings
 
 
 @dataclass(frozen=True)
@@ -28,63 +28,70 @@ class Job:
     chosen: domain and group size of each candidate by key. wanted: names of the moments. group_size: the largest.
     """
 
+    settings: CalibrationSettings
     source: ModelSource
     checkpoint: Checkpoint
-    family: Family
-    shape: AttentionShape
+    outline: ModelOutline
     recipe: Recipe
     chosen: dict[str, tuple[Domain, int]]
     wanted: frozenset[str]
     group_size: int
     device: torch.device
     dtype: torch.dtype
-    batch_tokens: int
-    device_map: str | None
     processes: Processes
 
     @classmethod
-    def check(
-        cls,
-        source: ModelSource,
-        recipe: Recipe,
-        device: str,
-        dtype: str,
-        batch_tokens: int,
-        device_map: str | None,
-        processes: Processes,
-    ) -> Job:
-        """Raises RotorError where the request cannot be carried out on this model."""
+    def check(cls, settings: CalibrationSettings, processes: Processes, *, fetch: bool = True) -> Job:
+        """Raises RotorError where the request cannot be carried out.
+
+        Args:
+            fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
+        """
+        recipe = load_recipe(settings.recipe, settings.overrides)
+        source = find_model(settings.model, settings.revision, weights=fetch)
+        if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
+            raise UsageError(
+                f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",
+                f"`rotor inspect {source.hub_id}` tells what it takes from the headers alone.",
+            )
+        check_writable(Path(settings.out), settings.overwrite, [source.folder])
         checkpoint = Checkpoint(source.folder)
-        family, shape = find_family(checkpoint.config), attention_shape(checkpoint.config)
-        chosen = candidates(recipe, family, shape)
+        outline = ModelOutline.of(checkpoint)
+        chosen = candidates(recipe, outline.family, outline.shape)
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(
                 f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
                 "Run it in one process, or give --set prune.kmeans=null.",
             )
-        if device_map is not None and processes.count > 1:
+        if settings.compute.device_map is not None and processes.count > 1:
             raise UsageError(
                 f"--device-map with {processes.count} processes: each of them would spread the model over the GPUs.",
                 "Choose one of the two.",
             )
-        target = pick_device(processes.device(device))
+        device = pick_device(processes.device(settings.compute.device))
         return cls(
+            settings,
             source,
             checkpoint,
-            family,
-            shape,
+            outline,
             recipe,
             chosen,
             wanted_moments(recipe, chosen),
             max(size for _, size in chosen.values()),
-            target,
-            pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target),
-            batch_tokens,
-            device_map,
+            device,
+            pick_dtype(settings.compute.dtype, outline.dtype, device),
             processes,
         )
 
-    def streams(self, offload: Offload) -> tuple[bool, str]:
+    @property
+    def family(self) -> Family:
+        return self.outline.family
+
+    @property
+    def shape(self) -> AttentionShape:
+        return self.outline.shape
+
+    def streams(self) -> tuple[bool, str]:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
         whole, instead = None, ""
         if self.recipe.tokens.source == "synthetic":
@@ -93,29 +100,10 @@ class Job:
         elif self.recipe.ranks.method == "fisher":
             whole = "ranks.method fisher (gradients)"
             instead = "Choose another method, e.g. --set ranks.method=global."
-        elif self.device_map is not None:
-            whole, instead = f"--device-map {self.device_map}", "Leave it out."
-        return stream_weights(
-            offload,
-            self.estimate(False),
-            self.estimate(True),
-            self.device,
-            self.processes.local_count,
-            whole,
-            instead,
-        )
+        elif self.settings.compute.device_map is not None:
+            whole, instead = f"--device-map {self.settings.compute.device_map}", "Leave it out."
+        offload, count = check_offload(self.settings.compute.offload), self.processes.local_count
+        return stream_weights(offload, *self.estimates(), self.device, count, whole, instead)
 
-    def estimate(self, streamed: bool) -> Estimate:
-        return calibration_estimate(
-            model_sizes(self.checkpoint),
-            self.shape,
-            self.recipe,
-            self.chosen,
-            self.wanted,
-            feed_forward=feed_forward_width(self.checkpoint.config),
-            compute_bytes=self.dtype.itemsize,
-            streamed=streamed,
-            batch_tokens=self.batch_tokens,
-            seq_len=longest_row(self.recipe.tokens.seq_len, self.checkpoint.config),
-            on_gpu=self.device.type == "cuda",
-        )
+    def estimates(self) -> Estimates:
+        return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

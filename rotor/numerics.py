@@ -1,14 +1,27 @@
-"""Where a NaN or Inf comes from: the first tensor or module, named, so that a user can look there."""
+"""Where a NaN or Inf comes from, named so that a user can look there; and factorisations that always come out alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import NumericsError
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Products and factorisations in one thread: with more of them, LAPACK sums in another order and the last digits of
+    eigenvectors depend on how many there are. They take little of any command's time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def check_parameters(module: nn.Module, where: str, prefix: str = "") -> None:

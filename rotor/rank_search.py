@@ -18,23 +18,12 @@ from .search import Measurer, RankTable, choose, complete_table, plan_for, rank_
 
 
 class RankSearch:
-    """The ranks that an export's goal asks for.
+    """The ranks that an export's goal asks for."""
 
-    Args:
-        placement: device, dtype, offload and device map; see calibrate.
-    """
-
-    def __init__(
-        self,
-        job: ExportJob,
-        placement: tuple[str, str, str, str | None],
-        times: StageTimes,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, job: ExportJob, times: StageTimes, progress: Progress) -> None:
         self.job, self.times, self.progress = job, times, progress
         self.bases = job.run.bases()
         self.table = RankTable.open(job.run, job.recipe)
-        self._placement = placement
         self._known = len(self.table.points)
         self._measurer: Measurer | None = None
 
@@ -97,7 +86,7 @@ class RankSearch:
                     for file in checkpoint.files:
                         job.check_unchanged(file)
                         advance((checkpoint.folder / file).stat().st_size)
-                place = Placement.choose(checkpoint, job.recipe, *self._placement, self.progress)
+                place = Placement.choose(checkpoint, job.recipe, job.settings.compute, self.progress)
                 with self.progress.task("load text", None, ""):
                     data = evaluation_data(job.recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
                 with self.progress.task("load model", None, ""):

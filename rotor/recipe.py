@@ -202,28 +202,33 @@ def bundled_recipes() -> dict[str, Recipe]:
     return {name[:-5]: parse_recipe((folder / name).read_text("utf-8"), name) for name in names}
 
 
-def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
     """Read a bundled recipe by name, or any recipe by path, and apply overrides `section.field=value`.
+
+    Args:
+        recipe: a name, a path, or a recipe that is there already.
 
     Raises:
         RecipeError: no such recipe, not valid YAML, an unknown key or a value of the wrong type.
     """
+    return override(recipe if isinstance(recipe, Recipe) else _find_recipe(recipe), overrides)
+
+
+def _find_recipe(name_or_path: str) -> Recipe:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"recipe {name_or_path}: cannot be read ({error}).", "Give a YAML file.") from error
-        recipe = parse_recipe(text, name_or_path)
-    else:
-        recipes = bundled_recipes()
-        if name_or_path not in recipes:
-            raise RecipeError(
-                f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, recipes)}",
-                f"Bundled recipes: {', '.join(recipes)}; or give the path of a YAML file.",
-            )
-        recipe = recipes[name_or_path]
-    return override(recipe, overrides)
+        return parse_recipe(text, name_or_path)
+    recipes = bundled_recipes()
+    if name_or_path not in recipes:
+        raise RecipeError(
+            f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, recipes)}",
+            f"Bundled recipes: {', '.join(recipes)}; or give the path of a YAML file.",
+        )
+    return recipes[name_or_path]
 
 
 def parse_recipe(text: str, where: str) -> Recipe:

@@ -12,6 +12,7 @@ from .bases import LayerBases
 from .errors import NumericsError
 from .families import AttentionWeights
 from .layout import AttentionShape, GroupLayout, LayerLayout, folds_keys, ordered_by_class
+from .numerics import one_thread
 from .ranks import LayerRanks
 
 RIDGE = 1e-6
@@ -165,7 +166,8 @@ def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> T
     residual = own - decode.unflatten(0, (size, dim)).unsqueeze(1) @ gram
     ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(gram.dtype).tiny)
     gram = gram + torch.diag_embed(ridge.unsqueeze(-1).expand(gram.shape[:-1]))
-    return reader + torch.linalg.solve(gram, residual.mT).mT
+    with one_thread():
+        return reader + torch.linalg.solve(gram, residual.mT).mT
 
 
 def _truncated(bases: LayerBases, layout: LayerLayout, order: tuple[int, ...]) -> tuple[list[Tensor], ...]:

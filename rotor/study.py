@@ -23,6 +23,7 @@ from .placement import Placement
 from .plots import require_matplotlib, write_plots
 from .progress import Progress
 from .recipe import Recipe, load_recipe, override
+from .settings import Compute
 from .study_measure import Bench
 from .study_parts import StudyParts
 from .study_report import write_csv, write_summary
@@ -118,7 +119,7 @@ def study(
         held.enter_context(exclusive(Path(out), "study"))
         checkpoint = Checkpoint(source.folder)
         first = next(iter(specs.values()))
-        placement = Placement.choose(checkpoint, first, device, dtype, offload, device_map, progress)
+        placement = Placement.choose(checkpoint, first, Compute(device, dtype, offload, device_map), progress)
         bench = Bench(checkpoint, first.evaluation, placement, Path(out), progress)
         settings = {
             "model": {

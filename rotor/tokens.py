@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from .errors import DataError, NumericsError
+from .families import longest_row
 from .numerics import first_not_finite
 from .progress import Advance, Progress
 from .recipe import Tokens
@@ -168,11 +169,6 @@ def synthetic_tokens(
             advance(len(batch))
         written.append(torch.cat(steps, dim=1).cpu())
     return torch.cat(written)
-
-
-def longest_row(seq_len: int, config: Any) -> int:
-    """`seq_len`, but not more than the model's positions."""
-    return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)
 
 
 def read_documents(path: Path) -> list[str]:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, file_sha256
-from .compress import CompressibleModel, compressed_weights, pick_device, pick_dtype, weights_of
+from .compress import CompressibleModel, compressed_weights, weights_of
 from .errors import DataError, RotorError
 from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
 from .export import RECIPE
 from .families import FAMILIES
+from .hardware import pick_device, pick_dtype
 from .integrity import Validation, check_integrity
 from .layerwise import LayerwiseModel
 from .layout import LayerLayout
@@ -27,6 +28,7 @@ from .probe import columns
 from .progress import Progress, StageTimes
 from .recipe import Evaluation, Recipe, load_recipe
 from .run import Run
+from .settings import Compute
 
 FULL_RANK_TOLERANCE = 1e-5
 """Relative error that a full-rank rewrite may have in float32 logits."""
@@ -66,7 +68,9 @@ def validate(
         source = _find(model, report, "source", "path", Path(folder), Checkpoint)
         opened = _find(run, report, None, "run", Path(folder), Run.open)
         with times.stage("numerics and accuracy"):
-            _against_source(result, checkpoint, report, layouts, source, opened, (device, dtype, offload), progress)
+            _against_source(
+                result, checkpoint, report, layouts, source, opened, Compute(device, dtype, offload), progress
+            )
     result.summary = {
         "recipe": report.get("recipe"),
         "compression": report.get("compression"),
@@ -98,18 +102,14 @@ def _against_source(
     layouts: list[LayerLayout],
     source: Checkpoint | str,
     run: Run | str,
-    where: tuple[str, str, str],
+    compute: Compute,
     progress: Progress,
 ) -> None:
-    """Everything that needs a forward pass.
-
-    Args:
-        where: device, dtype and offload, as the user gave them.
-    """
+    """Everything that needs a forward pass."""
     recipe = load_recipe(str(checkpoint.folder / RECIPE))
     with progress.task("load text", None, ""):
         data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
-    place = _placement(source, checkpoint, recipe, where, progress)
+    place = _placement(source, checkpoint, recipe, compute, progress)
     _check_stored_bases(result, checkpoint, layouts)
     if isinstance(run, str):
         result.skip("bases at full rank", f"run folder not found ({run}); pass --run")
@@ -122,11 +122,8 @@ def _against_source(
         for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
             result.skip(name, why)
     else:
-        recorded = report["source"]["shards"]
         with progress.task("check model", None, ""):
-            changed = [f for f in source.files if recorded.get(f) != file_sha256(source.folder / f)]
-        files = f"differs: {changed}" if changed else f"{len(source.files)} shard(s)"
-        result.add("source unchanged", not changed, files)
+            _check_source(result, source, report["source"])
         if isinstance(run, str):
             result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
         else:
@@ -142,16 +139,30 @@ def _against_source(
     _measure_cache(result, compressed, checkpoint, report, data.report[:1])
 
 
+def _check_source(result: Validation, source: Checkpoint, recorded: dict[str, Any]) -> None:
+    """The source's files are those that were calibrated."""
+    expected = {**recorded["shards"], **(recorded.get("files") or {})}
+    problems = []
+    for file in sorted({*expected, *source.files}):
+        path = source.folder.resolve() / file
+        if not path.is_file():
+            problems.append(f"{path} is gone")
+        elif file not in expected:
+            problems.append(f"{path} was not there at calibration")
+        elif file_sha256(path) != expected[file]:
+            problems.append(f"{path} changed since calibration")
+    result.judge("source unchanged", problems, f"{len(expected)} file(s), {len(source.files)} of them shards")
+
+
 def _placement(
-    source: Checkpoint | str, checkpoint: Checkpoint, recipe: Recipe, where: tuple[str, str, str], progress: Progress
+    source: Checkpoint | str, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress
 ) -> Placement:
     """By what the source takes, the larger of the two, which are loaded one after the other."""
-    device, dtype, offload = where
     if isinstance(source, Checkpoint):
-        return Placement.choose(source, recipe, device, dtype, offload, None, progress)
-    target = pick_device(device)
-    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    return Placement(target, compute_dtype, offload == "always", None)
+        return Placement.choose(source, recipe, compute, progress)
+    device = pick_device(compute.device)
+    dtype = pick_dtype(compute.dtype, checkpoint.config.dtype or torch.float32, device)
+    return Placement(device, dtype, compute.offload == "always", None)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from rotor.bench_problem import (
 from rotor.bench_report import add_device
 from rotor.bench_rows import attention_rows, pytorch_path, rebuilt_in_memory
 from rotor.bench_settings import BenchSettings
-from rotor.cli import app
+from rotor.cli.commands import app
 from rotor.cost import DecodeStep, decode_flops_per_token, layer_work, prefill_work
 from rotor.devices import find_device
 from rotor.errors import NumericsError, RecipeError, UsageError

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import DEMO_MODEL, ROOT, calibrated
 from rich.console import Console
 from test_cli import rotor
 from test_processes import SETTINGS
 
-from rotor import cli
+from rotor.cli import console
 
 README = (ROOT / "README.md").read_text()
 
@@ -55,12 +56,12 @@ def test_export_appends_to_the_log_how_it_ended(tmp_path: Path, capsys) -> None:
 def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
     shown: list[str] = []
 
-    class Recorded(cli.RichProgress):
+    class Recorded(console.RichProgress):
         def add_task(self, name, **fields):
             shown.append(name)
             return super().add_task(name, **fields)
 
-    monkeypatch.setattr(cli, "RichProgress", Recorded)
+    monkeypatch.setattr(console, "RichProgress", Recorded)
     commands = (
         ["calibrate", DEMO_MODEL, "-o", tmp_path / "run", *SETTINGS],
         ["export", tmp_path / "run", "-o", tmp_path / "out", "--compression", "0.5", "--set", "ranks.method=global"],
@@ -71,7 +72,7 @@ def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
     assert "\x1b" not in error
     assert shown == []
     terminal = io.StringIO()
-    monkeypatch.setattr(cli, "stderr", Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr(console, "stderr", Console(file=terminal, force_terminal=True, width=100))
     for command in commands:
         assert rotor(capsys, *command, *(["--overwrite"] if command[0] != "validate" else []))[0] == 0
     assert {"check model", "load model", "load text", "calibrate", "probe", "measure", "write", "integrity"} < {*shown}
@@ -123,3 +124,58 @@ def test_shell_completion() -> None:
         },
     )
     assert done.stdout.split() == ["--accuracy"]
+
+
+WATCHED = """
+import sys
+from rotor.cli import main
+
+class Interruption:
+    \"\"\"Ctrl-C while a package is being imported.\"\"\"
+
+    def find_spec(self, name, path=None, target=None):
+        if name == stop:
+            raise KeyboardInterrupt
+
+stop = sys.argv.pop(1)
+sys.meta_path.insert(0, Interruption())
+try:
+    main()
+finally:
+    print(*sorted({"torch", "transformers", "transformers.modeling_utils"} & set(sys.modules)), file=sys.stderr)
+"""
+"""The command in a fresh interpreter, interrupted when it imports something; then what large packages it imported."""
+
+
+def watched(stop: str, *arguments: str | Path) -> tuple[int, str, list[str]]:
+    """Exit code, stdout and the lines of stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, stop, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["export", "--help"], ["recipes"]])
+def test_what_needs_no_model_imports_neither_torch_nor_transformers(arguments: list[str]) -> None:
+    code, said, error = watched("nothing", *arguments)
+    assert (code, error) == (0, [""])
+    assert said
+
+
+def test_inspect_imports_no_models_of_transformers() -> None:
+    code, said, error = watched("nothing", "inspect", DEMO_MODEL)
+    assert (code, error) == (0, ["torch transformers"])
+    assert "bytes per token" in said
+
+
+@pytest.mark.parametrize("stop", ["typer", "rich.table", "torch"])
+def test_an_interruption_while_importing_is_two_lines(stop: str, tmp_path: Path) -> None:
+    code, said, error = watched(stop, "calibrate", DEMO_MODEL, "-o", tmp_path / "run")
+    assert (code, said) == (130, "")
+    assert error[0] == "error: interrupted."
+    assert "the same command again" in error[1]
+    assert error[2:] == [""]
+    assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ from rotor.dry_run import plan_export
 from rotor.errors import UsageError
 from rotor.export import export
 from rotor.run import Run
+from rotor.settings import ExportSettings, Goal
 
 
 def state(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -49,7 +50,7 @@ def stored_sizes(folder: Path) -> dict[str, int]:
 def test_ranks_and_sizes_are_those_that_export_writes(family: str, domain: str, methods, tiny, tmp_path: Path) -> None:
     run = calibrated(tiny(family), tmp_path / "run", domain if domain != "none" else "post", 1, **methods)
     before = state(tmp_path)
-    plan = plan_export(run.folder, tmp_path / "out", compression=0.4)
+    plan = plan_export(ExportSettings(run.folder, tmp_path / "out", Goal(compression=0.4)))
     assert state(tmp_path) == before
     assert (plan.points, plan.known_points, plan.probed_layers) == (1, 0, 0)
     report = export(run.folder, tmp_path / "out", compression=0.4).report
@@ -63,7 +64,7 @@ def test_ranks_and_sizes_are_those_that_export_writes(family: str, domain: str, 
         assert sizes == {"before": old.get(name, 0), "after": new.get(name, 0)}
     unchanged = {name: size for name, size in old.items() if name not in plan.tensors}
     assert unchanged == {name: size for name, size in new.items() if name not in plan.tensors}
-    assert plan_export(run.folder, tmp_path / "out-2", compression=0.4).points == 0
+    assert plan_export(ExportSettings(run.folder, tmp_path / "out-2", Goal(compression=0.4))).points == 0
 
 
 def test_an_accuracy_needs_measuring_until_the_table_is_complete(tmp_path: Path, capsys) -> None:
@@ -92,7 +93,7 @@ def test_an_accuracy_needs_measuring_until_the_table_is_complete(tmp_path: Path,
 def test_elastic_keeps_all_columns(tmp_path: Path) -> None:
     run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
     report = export(run, tmp_path / "out", accuracy=0.5, elastic=True).report
-    plan = plan_export(run, tmp_path / "out-2", accuracy=0.5, elastic=True)
+    plan = plan_export(ExportSettings(run, tmp_path / "out-2", Goal(accuracy=0.5), elastic=True))
     assert plan.ranks == report["ranks"]["stored"]
     assert plan.checkpoint_bytes["after"] == sum(stored_sizes(tmp_path / "out").values())
     assert plan.kv_bytes_per_token["after"] == report["kv_bytes_per_token"]["after"]
@@ -100,7 +101,8 @@ def test_elastic_keeps_all_columns(tmp_path: Path) -> None:
 
 def test_probes_come_first_where_ranks_need_them(tiny, tmp_path: Path) -> None:
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1).folder
-    plan = plan_export(run, tmp_path / "out", compression=0.4, overrides=["ranks.method=global"])
+    settings = ExportSettings(run, tmp_path / "out", Goal(compression=0.4), ("ranks.method=global",))
+    plan = plan_export(settings)
     assert (plan.ranks, plan.probed_layers, plan.points) == (None, 2, 1)
     assert set(plan.needs.product_seconds) == {"points", "probes"}
 
@@ -131,6 +133,6 @@ def test_calibrate(tiny, tmp_path: Path, capsys) -> None:
 def test_a_wrong_request_is_refused_as_it_would_be(tiny, tmp_path: Path) -> None:
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1).folder
     with pytest.raises(UsageError, match="the most that can be removed"):
-        plan_export(run, tmp_path / "out", compression=0.999)
+        plan_export(ExportSettings(run, tmp_path / "out", Goal(compression=0.999)))
     with pytest.raises(UsageError, match="which rotor reads from"):
-        plan_export(run, run / "out", compression=0.5)
+        plan_export(ExportSettings(run, run / "out", Goal(compression=0.5)))

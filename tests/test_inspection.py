@@ -12,7 +12,7 @@ from conftest import DEMO_MODEL
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rotor.cli import app
+from rotor.cli.commands import app
 from rotor.errors import UnsupportedModelError
 from rotor.inspection import inspect
 

@@ -359,13 +359,15 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 
 @pytest.mark.peer
-def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy: Run, tmp_path: Path) -> None:
+def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy: Run, tmp_path: Path, capsys) -> None:
     checkpoint, model = demo
+    capsys.readouterr()
     spec = Evaluation(metric=f"lm-eval:{lookup_task}", lm_eval_limit=10)
     metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
     assert metric._documents("search") == {"rotor_lookup": list(range(0, 20, 2))}
     assert metric._documents("report") == {"rotor_lookup": list(range(1, 20, 2))}
     base = metric.measure_base(model, "report")
+    assert "%|" not in capsys.readouterr().err  # no bars but rotor's own
     assert base["score"] >= 0.8  # four choices: 0.25 by chance
     scores = tally(BASE)
     found = metric.measure(model, "report", scores, scores)

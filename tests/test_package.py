@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import rotor
 from rotor.errors import CheckpointError
@@ -104,11 +106,30 @@ def test_kernel_config_lists_groups_classes_and_what_to_compile() -> None:
 
 
 def test_the_package_offers_what_the_commands_do() -> None:
-    """Verbs are functions, although modules have the same names, whatever was imported first."""
-    program = (
-        "import rotor.export, rotor.validate, rotor.study, rotor;"
-        "print([n for n in ('calibrate', 'export', 'inspect', 'study', 'validate') if not callable(getattr(rotor, n))])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    """Importing it is quick, and lets transformers load checkpoints once that can load models; verbs are functions,
+    although modules have the same names, whatever was imported first."""
+    program = """
+import sys, rotor
+print("torch" in sys.modules, "transformers" in sys.modules)
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+print("rotor" in AUTO_QUANTIZER_MAPPING, any("rotor" in type(finder).__module__ for finder in sys.meta_path))
+import rotor.export, rotor.validate, rotor.study
+print([n for n in ("calibrate", "export", "inspect", "study", "validate") if not callable(getattr(rotor, n))])
+print([n for n in rotor.__all__ if n not in dir(rotor) or getattr(rotor, n) is None])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False False", "True False", "[]", "[]"]
     assert (Path(rotor.__file__).parent / "py.typed").is_file()
+    with pytest.raises(AttributeError, match="no attribute 'calibrat'"):
+        rotor.calibrat  # noqa: B018
+
+
+def test_every_package_is_installed() -> None:
+    (line,) = (
+        line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith('packages = ["rotor",')
+    )
+    there = {"rotor", "rotor.kernels", "rotor.recipes"}
+    there |= {f"rotor.{path.parent.name}" for path in (ROOT / "rotor").glob("*/__init__.py")}
+    assert set(re.findall(r'"([\w.]+)"', line)) == there

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rotor import precompile as module
 from rotor.bench_problem import random_problem
-from rotor.cli import app
+from rotor.cli.commands import app
 from rotor.errors import CheckpointError, UsageError
 from rotor.export import export
 from rotor.kernel_config import kernel_config

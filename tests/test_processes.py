@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -137,7 +138,7 @@ def test_interrupted_before_the_first_layer_leaves_nothing(tiny, tmp_path: Path,
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["rotor.calibrate"], "layer_statistics", interrupted)
+    monkeypatch.setattr(importlib.import_module("rotor.calibrate"), "layer_statistics", interrupted)
     code, _, error = rotor(capsys, "calibrate", tiny("llama"), "-o", tmp_path / "run", *SETTINGS, "-q")
     assert (code, list(tmp_path.iterdir())) == (130, [])
     assert error.splitlines()[1] == "  No layer was finished and nothing was written; give the same command again."

@@ -28,12 +28,12 @@ SETTINGS = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "gr
 """Seven rows: a number that neither two nor three divide."""
 
 DRIVER = """
-import os, signal, sys
+import importlib, os, signal, sys
 import rotor
 from rotor.partial import PartialRun
 from rotor.processes import Processes
 
-module = sys.modules["rotor.calibrate"]
+module = importlib.import_module("rotor.calibrate")
 model, out, settings = sys.argv[1], sys.argv[2], sys.argv[4:]
 
 def run(**options):
@@ -205,7 +205,7 @@ def test_an_unfinished_run_is_not_taken_for_granted(
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(UsageError, match=rf"model\.{shard.name} was .*, now is "):
+    with pytest.raises(UsageError, match=rf"model\.shards\.{shard.name} was .*, now is "):
         calibrate(other, out, "rotor", SETTINGS, batch_tokens=64, resume=True)
     again = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, overwrite=True)
     assert tensors(again) == tensors(whole)

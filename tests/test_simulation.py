@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rotor.cli import app
+from rotor.cli.commands import app
 from rotor.devices import find_device
 from rotor.errors import UsageError
 from rotor.export import export

@@ -36,6 +36,8 @@ from rotor.study_store import StudyStore, differences
 
 SMALL = [
     "tokens.count=1024",
+    "tokens.seq_len=64",
+    "evaluation.recall_prompts=4",
     "evaluation.seq_len=64",
     "evaluation.search_tokens=256",
     "evaluation.report_tokens=512",
@@ -193,6 +195,7 @@ def small(tmp_path_factory: pytest.TempPathFactory):
         "overrides": SMALL,
         "counts": (256, 1024),
         "ablations": {"per-head": ["groups.size=1"]},
+        "plots": False,
     }
     yield study(DEMO_MODEL, out, **arguments), arguments
     patch.undo()
@@ -346,7 +349,11 @@ def test_csv_and_summary(small) -> None:
 
 
 def test_plots_are_written(small) -> None:
-    result, _ = small
+    """Of a study that is complete: nothing is measured for them."""
+    first, arguments = small
+    assert not any(path.suffix == ".png" for path in first.files)
+    result = study(DEMO_MODEL, first.folder, **{**arguments, "plots": True})
+    assert result.added == 0
     for name in ("recipes", "ablation", "spectra", "tokens", "degradation"):
         png = result.folder / "plots" / f"{name}.png"
         assert png in result.files

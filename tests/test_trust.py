@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
 import random
 import shutil
@@ -12,53 +12,119 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, calibrated
+import torch
+from conftest import DEMO_MODEL, ROOT, SHORT_TEXT, calibrated
 from test_cli import rotor
 from test_end_to_end import contents
 from transformers import AutoModelForCausalLM
 
-from rotor.errors import RotorError, UsageError
+from rotor.calibrate import calibrate
+from rotor.errors import CheckpointError, RotorError, UsageError
 from rotor.export import export
 from rotor.integrity import Validation, check_integrity
 from rotor.progress import Progress
 from rotor.run import Run
+from rotor.validate import validate
 
-MOMENTS = """
-import os, random, resource, signal, sys, time
-from pathlib import Path
+EXPORTS = """
+import importlib, os, signal, sys, time
 import rotor
+from rotor import checkpoint
 
-sys.modules["rotor.export"].write_with_checkpoint = lambda *arguments: None
-run, out, first, last = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+module = importlib.import_module("rotor.export")
+module.write_with_checkpoint = lambda *arguments: None
+run, out = sys.argv[1:]
+whole, steps = 1.0, 0
 
-def child(work):
+def counted(function, fatal):
+    def wrapper(*arguments, **keywords):
+        global steps
+        steps += 1
+        if steps == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **keywords)
+    return wrapper
+
+def killed_before(step):
+    # Every step that changes the disk: the shards, JSON files, copies, flushes, renames.
+    for place, name in (
+        (module, "write_shard"),
+        (module, "write_json"),
+        (module.shutil, "copyfile"),
+        (checkpoint, "sync"),
+        (checkpoint.os, "rename"),
+    ):
+        setattr(place, name, counted(getattr(place, name), step))
+
+def killed_in_removal(file):
+    removing = checkpoint.shutil.rmtree
+    def dying(path, **keywords):
+        if str(os.getpid()) in str(path) and os.path.isdir(path):  # not what others have left
+            os.unlink = counted(os.unlink, file)
+        removing(path, **keywords)
+    checkpoint.shutil.rmtree = dying
+
+def killed_after(seconds):
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM, which nothing catches, ends the process at once
+
+def export(prepare, argument):
     pid = os.fork()
     if not pid:
         try:
-            work()
-        finally:
+            prepare(argument)
+            rotor.export(run, out, compression=0.4, overwrite=True)
             os._exit(0)
+        finally:
+            os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-def export(moment=None):
-    def work():
-        if moment is not None:
-            signal.setitimer(signal.ITIMER_REAL, moment)  # SIGALRM, which nothing catches, ends the process at once
-        rotor.export(run, out, compression=0.4, overwrite=True)
-    return child(work)
-
 start = time.perf_counter()
-assert export() == 0
+assert export(killed_before, 0) == 0
 whole = time.perf_counter() - start
-for number in range(first, last):
-    moment = whole * random.Random(number).uniform(0.05, 1.0)
-    ended = export(moment)
+print("ready", flush=True)
+for line in sys.stdin:
+    kind, number = line.split()
+    if kind == "share":
+        ended = export(killed_after, whole * float(number))
+    else:
+        ended = export({"step": killed_before, "removal": killed_in_removal}[kind], int(number))
     print(ended, flush=True)
-    sys.stdin.readline()
 """
-"""Exports in forked processes that a timer kills, from a process that has imported rotor; waits while each is judged.
+"""Exports in forked processes, from one that has imported rotor; each is killed at a step or after a share of its time.
 
 Without the report, so that the moments fall on what has to be whole."""
+
+
+class Exports:
+    """`EXPORTS` as a context: `killed("step", 3)` and `killed("share", 0.4)` return how the export ended."""
+
+    def __init__(self, run: Run, out: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", EXPORTS, str(run.folder), str(out)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Exports:
+        assert self._line() == "ready"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait() == 0
+
+    def killed(self, kind: str, number: float) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{kind} {number}\n")
+        self.process.stdin.flush()
+        return int(self._line())
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
 
 @pytest.fixture(scope="module")
@@ -79,47 +145,72 @@ def sound(folder: Path) -> bool:
     return not result.damaged
 
 
-def killed(run: Run, out: Path, first: int, last: int) -> list[int]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", MOMENTS, str(run.folder), str(out), str(first), str(last)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    ends = []
-    expected: dict[str, str] = {}
-    for _ in range(first, last):
-        ends.append(int(process.stdout.readline()))
-        if out.exists():  # the old folder or the new one, which are equal
-            assert contents(out) == (expected := expected or contents(out))
-            assert sound(out)
-        if random.Random(len(ends)).random() < 0.5:
+def test_killed_at_every_boundary_of_an_export(sharded: Run, tmp_path: Path) -> None:
+    """SIGKILL before each write, flush, rename and removal: OUT is absent or whole, and the next export cleans up."""
+    out = tmp_path / "out"
+    present = []
+    with Exports(sharded, out) as exports:
+        expected = contents(out)
+        for step in range(1, 100):
             shutil.rmtree(out, ignore_errors=True)
-        process.stdin.write("\n")
-        process.stdin.flush()
-    assert process.wait() == 0
+            ended = exports.killed("step", step)
+            if ended == 0:
+                break
+            assert ended == -signal.SIGKILL
+            present.append(out.exists())
+            if out.exists():
+                assert contents(out) == expected
+        assert len(present) >= 15
+        assert present[0] is False
+        there = []
+        for step in range(len(present) - 1, len(present) + 3):  # the renames again, with a folder that is replaced
+            assert exports.killed("step", step) == -signal.SIGKILL
+            there.append(out.exists())
+            assert exports.killed("step", 2) == -signal.SIGKILL  # the first may put back what was renamed
+            assert contents(out) == expected
+        assert there == [True, False, True, True]
+        for number in (1, 4, 8):  # while the old folder is removed: what is left of it must not come back
+            assert exports.killed("removal", number) == -signal.SIGKILL
+            assert contents(out) == expected
+            shutil.rmtree(out)
+            assert exports.killed("step", 2) == -signal.SIGKILL
+            assert not out.exists()
+            assert exports.killed("step", 0) == 0
+    assert sound(out)
+    assert contents(out) == expected
+    # What killed processes left beside it is gone after the export that finished.
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def killed_at_moments(run: Run, out: Path, first: int, last: int) -> list[int]:
+    """How exports end that are killed at random moments; what is there after each is whole."""
+    ends = []
+    with Exports(run, out) as exports:
+        expected = contents(out)
+        for number in range(first, last):
+            moment = random.Random(number)
+            if moment.random() < 0.5:
+                shutil.rmtree(out, ignore_errors=True)
+            ends.append(exports.killed("share", moment.uniform(0.05, 1.0)))
+            if out.exists():  # the old folder or the new one, which are equal
+                assert contents(out) == expected
+                assert sound(out)
+    assert set(ends) <= {0, -signal.SIGALRM}
     return ends
 
 
 def test_killed_at_random_moments(sharded: Run, tmp_path: Path) -> None:
-    ends = killed(sharded, tmp_path / "out", 0, 8)
-    assert set(ends) <= {0, -signal.SIGALRM}
-    assert -signal.SIGALRM in ends
+    assert -signal.SIGALRM in killed_at_moments(sharded, tmp_path / "out", 0, 8)
 
 
 @pytest.mark.slow
 def test_killed_at_more_random_moments(sharded: Run, tmp_path: Path) -> None:
-    ends = killed(sharded, tmp_path / "out", 8, 50)
-    assert set(ends) <= {0, -signal.SIGALRM}
-    assert ends.count(-signal.SIGALRM) >= 20
+    assert killed_at_moments(sharded, tmp_path / "out", 8, 50).count(-signal.SIGALRM) >= 20
 
 
 def test_a_disk_that_fills_up_at_any_shard(sharded: Run, tmp_path: Path, monkeypatch) -> None:
     """OUT is absent, or the old one as it was; nothing else is left."""
-    module = sys.modules["rotor.export"]
+    module = importlib.import_module("rotor.export")
     write = module.write_shard
     shards = sorted(p.name for p in sharded.model_folder.glob("*.safetensors"))
     assert len(shards) >= 2
@@ -204,31 +295,58 @@ def test_sources_are_untouched_and_never_written_to(tiny, tmp_path: Path, capsys
     assert times == {path: path.stat().st_mtime_ns for path in [real, *real.iterdir()]}
 
 
+def test_a_source_that_changed_since_calibration_is_noticed(tiny, tmp_path: Path) -> None:
+    """Not only its weights: config.json and the tokenizer decide what they mean."""
+    model = shutil.copytree(tiny("llama"), tmp_path / "model")
+    run = calibrated(model, tmp_path / "run", "post", 1)
+    export(run.folder, tmp_path / "out", compression=0.4)
+    assert run.info["model"]["files"].keys() == {path.name for path in model.iterdir()} - {"model.safetensors"}
+
+    def said() -> tuple[str, str]:
+        (check,) = (c for c in validate(tmp_path / "out").checks if c.name == "source unchanged")
+        return check.status, check.detail
+
+    assert said()[0] == "pass"
+    for name in ("config.json", "tokenizer_config.json"):
+        path = model / name
+        original = path.read_bytes()
+        path.write_bytes(original + b"\n")
+        assert said() == ("fail", f"{path} changed since calibration")
+        with pytest.raises(CheckpointError, match=f"{name}: changed since calibration"):
+            export(run.folder, tmp_path / "other", compression=0.4)
+        path.unlink() if name != "config.json" else path.write_bytes(original)
+    assert said() == ("fail", f"{model / 'tokenizer_config.json'} is gone")
+    assert not (tmp_path / "other").exists()
+
+
+def calibrated_and_exported(folder: Path) -> dict[str, str]:
+    """As `rotor` does it, text of its own and probes included: hashes of the files of the run and of the checkpoint."""
+    run = calibrate(
+        DEMO_MODEL,
+        folder / "run",
+        "rotor",
+        ["tokens.count=512", "tokens.seq_len=64", "ranks.probe_tokens=128", *SHORT_TEXT],
+    )
+    export(run.folder, folder / "out", compression=0.5)
+    return contents(folder)
+
+
 def test_equal_requests_give_equal_bytes_with_any_hash_seed_and_number_of_threads(tmp_path: Path) -> None:
-    """One thread or two, one hash seed or another: float sums are split differently, yet ranks stay the same."""
-    program = """
-import sys
-from conftest import DEMO_MODEL, calibrated
-import rotor
-rotor.export(calibrated(DEMO_MODEL, sys.argv[1] + "/run", "post", 1).folder, sys.argv[1] + "/out", compression=0.5)
-"""
-    found = []
-    for index, (seed, threads) in enumerate((("0", "1"), ("7", "1"), ("7", "2"))):
-        folder = tmp_path / str(index)
-        subprocess.run(
-            [sys.executable, "-c", program, str(folder)],
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-                "PYTHONHASHSEED": seed,
-                "OMP_NUM_THREADS": threads,
-            },
-            check=True,
-            capture_output=True,
-        )
-        weights = {name: digest for name, digest in contents(folder).items() if name.endswith(".safetensors")}
-        found.append(
-            (weights, contents(folder / "out"), json.loads((folder / "out" / "rotor.json").read_text())["ranks"])
-        )
-    assert found[0][:2] == found[1][:2]
-    assert all(ranks["stored"] == found[0][2]["stored"] for _, _, ranks in found)
+    """Statistics, bases, the table of measured points, and the whole checkpoint."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        here = calibrated_and_exported(tmp_path / "here")
+    finally:
+        torch.set_num_threads(threads)
+    program = "import sys, pathlib, test_trust; test_trust.calibrated_and_exported(pathlib.Path(sys.argv[1]))"
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "there")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    there = contents(tmp_path / "there")
+    times = {f"run/{name}" for name in ("log.txt", "run.json", "report.html")}  # they say how long it took
+    assert times | {"run/rank_table.json", "run/bases/layer-0000.safetensors", "out/report.html"} <= here.keys()
+    assert {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)} <= times

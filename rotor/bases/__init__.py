@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import CheckpointError, NumericsError
 from ..families import AttentionWeights
 from ..layout import AttentionShape, Domain
+from ..numerics import one_thread
 from ..statistics import LayerStatistics
 from . import kq, palu, rope_pairs, svd
 from .pair import BasisPair
@@ -196,7 +197,8 @@ def layer_bases(
     """
     inputs = Inputs(statistics, weights, shape, domain, group_size)
     try:
-        qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
+        with one_thread():
+            qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
     except torch.linalg.LinAlgError as error:
         raise NumericsError(
             f"{where}: the bases {qk_method} and {vo_method} cannot be computed from what was measured: "

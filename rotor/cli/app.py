@@ -1,0 +1,121 @@
+"""The application that the commands belong to, and the options that several of them have."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from .. import __version__
+from ..errors import Interrupted, UsageError
+
+MAX_NUMBER = 1 << 30
+UNTOUCHED = "Nothing was written half; give the same command again."
+
+
+@contextmanager
+def resumable(how: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C becomes an error that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted.", how()) from None
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; one that is interrupted says so, with its exit code."""
+
+    def make_context(self, *arguments: Any, **keywords: Any) -> Any:
+        with resumable(lambda: UNTOUCHED):
+            return super().make_context(*arguments, **keywords)
+
+    def invoke(self, ctx: Any) -> Any:
+        with resumable(lambda: UNTOUCHED):
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
+    epilog="Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 the accuracy cannot be "
+    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM).",
+    rich_markup_mode=None,
+)
+
+Model = Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors), or a hub id.")]
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+RecipeOverrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field; may be repeated.")
+]
+Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one forward pass of a calibration.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty output folder.")]
+Offload = Annotated[
+    str,
+    typer.Option(
+        metavar="WHEN",
+        help="Whether to read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
+    ),
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(metavar="MAP", help="auto spreads the model over several GPUs; needs the package accelerate."),
+]
+TargetDevice = Annotated[
+    str | None, typer.Option(help="Device whose decode time is predicted, e.g. h200 (rotor/devices.yaml).")
+]
+DeviceFile = Annotated[Path | None, typer.Option(help="YAML with further devices.")]
+SourceModel = Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"rotor {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+def command_line() -> str:
+    """What the user gave, for records."""
+    return shlex.join(["rotor", *sys.argv[1:]])
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def split(names: str) -> list[str]:
+    """`a, b` as a list."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """`1,8`; raises UsageError unless they are positive whole numbers."""
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
+        raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
+    return list(dict.fromkeys(int(item) for item in items))

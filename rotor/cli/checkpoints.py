@@ -1,0 +1,251 @@
+"""From a model to a compressed checkpoint: calibrate, export, validate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from . import is_first_process
+from .app import (
+    AsJson,
+    BatchTokens,
+    Device,
+    DeviceFile,
+    DeviceMap,
+    DryRun,
+    Dtype,
+    Model,
+    Offload,
+    Overwrite,
+    Quiet,
+    RecipeOverrides,
+    Revision,
+    SourceModel,
+    TargetDevice,
+    Verbose,
+    app,
+    print_json,
+    resumable,
+)
+from .console import in_interval, print_seconds, print_table, say, show_progress
+from .plans import print_calibration_plan, print_export_plan
+
+
+@app.command(
+    epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384. "
+    "Several processes that share the tokens: torchrun --nproc-per-node 4 -m rotor calibrate ... "
+    "After an interruption: the same command with --resume."
+)
+def calibrate(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
+    recipe: Annotated[
+        str, typer.Option(help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.")
+    ] = "rotor",
+    revision: Revision = None,
+    overrides: RecipeOverrides = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    batch_tokens: BatchTokens = 2048,
+    offload: Offload = "auto",
+    device_map: DeviceMap = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with an unfinished run (RUN.partial), after its last finished layer."),
+    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find the bases of the model's KV heads and write them to a run folder."""
+    from ..calibrate import run_calibration
+    from ..dry_run import plan_calibration
+    from ..settings import CalibrationSettings, Compute
+
+    progress = show_progress(quiet or dry_run, verbose)
+    settings = CalibrationSettings(
+        model,
+        out,
+        recipe,
+        tuple(overrides or ()),
+        revision=revision,
+        compute=Compute(device, dtype, offload, device_map),
+        batch_tokens=batch_tokens,
+        overwrite=overwrite,
+        resume=resume,
+    )
+    if dry_run:
+        plan = plan_calibration(settings)
+        print_json(plan.to_dict()) if as_json else print_calibration_plan(plan)
+        return
+    with resumable(lambda: _how_to_resume(out)):
+        run = run_calibration(settings, progress)
+    if not is_first_process():
+        return
+    if as_json:
+        print_json({"run": str(run.folder), "recipe": run.recipe.name, **run.info})
+        return
+    say(
+        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (domain-group size) "
+        f"{', '.join(run.info['candidates'])}, {run.info['tokens']['count']} tokens"
+    )
+    print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
+    say(f"Next: rotor export {run.folder} -o OUT --accuracy 0.99")
+
+
+def _how_to_resume(out: Path) -> str:
+    from ..partial import PartialRun
+
+    partial = PartialRun(out)
+    if not partial.exists:
+        return "No layer was finished and nothing was written; give the same command again."
+    return (
+        f"{partial.folder} holds {partial.finished_layers} finished layer(s): the same command with --resume goes on."
+    )
+
+
+@app.command(epilog="Example: rotor export runs/demo -o out/demo --accuracy 0.99")
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder that `rotor calibrate` wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Checkpoint folder to write.")],
+    accuracy: Annotated[
+        float | None, typer.Option(help="Remove as much as keeps this accuracy (ratio to the model).")
+    ] = None,
+    compression: Annotated[float | None, typer.Option(help="Remove at least this share of the KV cache.")] = None,
+    removal_rate: Annotated[float | None, typer.Option(help="Singular-value removal rate.")] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Keep all columns; ranks are chosen at load (rank_profile=0.95).")
+    ] = False,
+    objective: Annotated[
+        str | None,
+        typer.Option(help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between."),
+    ] = None,
+    target_device: TargetDevice = None,
+    device_file: DeviceFile = None,
+    overrides: RecipeOverrides = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    offload: Offload = "auto",
+    device_map: DeviceMap = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
+
+    The first --accuracy on a run measures a table from accuracy to ranks; later ones read it. Only the recipe's
+    sections ranks, evaluation, search and objective can still be changed with --set.
+    """
+    from ..dry_run import plan_export
+    from ..export import run_export
+    from ..settings import Compute, ExportSettings, Goal
+
+    progress = show_progress(quiet or dry_run, verbose)
+    settings = ExportSettings(
+        run,
+        out,
+        Goal(accuracy, compression, removal_rate),
+        (*(overrides or ()), *_device_overrides(target_device, device_file)),
+        objective=objective,
+        elastic=elastic,
+        compute=Compute(device, dtype, offload, device_map),
+        overwrite=overwrite,
+    )
+    if dry_run:
+        plan = plan_export(settings)
+        print_json(plan.to_dict()) if as_json else print_export_plan(plan)
+        return
+    with resumable(
+        lambda: f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
+    ):
+        result = run_export(settings, progress)
+    report = result.report
+    if as_json:
+        shown = {k: v for k, v in report.items() if k not in ("tensors", "layouts")}
+        print_json({"folder": str(out), **shown, "seconds": result.seconds, "measured_points": result.measured_points})
+        return
+    size, value = report["kv_bytes_per_token"], report["accuracy"]
+    say(
+        f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
+        f"token), accuracy {value['report']:.4f}{in_interval(value)}, {result.measured_points} point(s) measured"
+    )
+    print_seconds(result.seconds)
+    say(f"Next: rotor validate {out}")
+
+
+def _device_overrides(name: str | None, file: Path | None) -> list[str]:
+    given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
+    return [f"objective.{key}={value}" for key, value in given.items() if value is not None]
+
+
+@app.command(epilog="Example: rotor validate out/demo")
+def validate(
+    folders: Annotated[list[Path], typer.Argument(help="One or more folders that `rotor export` wrote.")],
+    model: SourceModel = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    offload: Offload = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
+
+    Exit code 3: everything is sound, but the stored accuracy target is not met.
+    """
+    from ..validate import validate as run_validate
+
+    progress = show_progress(quiet, verbose)
+    results = [
+        run_validate(folder, model=model, run=run, device=device, dtype=dtype, offload=offload, progress=progress)
+        for folder in folders
+    ]
+    if as_json:
+        objects = [result.to_dict() for result in results]
+        print_json(objects[0] if len(objects) == 1 else {"folders": objects})
+    else:
+        for result in results:
+            _print_checks(result)
+            print_seconds(result.seconds)
+        _print_summary(results)
+    if any(result.damaged for result in results):
+        raise typer.Exit(1)
+    if not all(result.target_met for result in results):
+        raise typer.Exit(3)
+
+
+def _print_checks(result: Any) -> None:
+    colours = {"pass": "green", "fail": "red", "skipped": "yellow"}
+    rows = [(check.name, Text(check.status, style=colours[check.status]), check.detail) for check in result.checks]
+    print_table(str(result.folder), ("check", "result", "detail"), (), rows)
+
+
+def _print_summary(results: list[Any]) -> None:
+    rows = []
+    for result in results:
+        summary = result.summary
+        accuracy = summary.get("accuracy")
+        size, share = summary.get("kv_bytes_per_token") or {}, summary.get("compression") or {}
+        rows.append(
+            (
+                result.folder,
+                summary.get("recipe"),
+                "-" if not accuracy or accuracy["target"] is None else f"{accuracy['target']:g}",
+                f"{accuracy['value']:.4f}{in_interval(accuracy)}" if accuracy else "not measured",
+                "-" if not accuracy else f"{accuracy['kl_div']:.4f}",
+                *(f"{share[k]:.3f}" if k in share else "-" for k in ("planned", "stored")),
+                f"{summary['measured_compression']:.3f}" if "measured_compression" in summary else "-",
+                f"{size.get('before')} -> {summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
+            )
+        )
+    left = "folder", "recipe", "target", "accuracy [95 % interval]", "KL"
+    print_table("KV cache compression", left, ("planned", "stored", "measured", "bytes/token"), rows)

@@ -1,0 +1,117 @@
+"""What goes to the terminal: results on stdout, messages and progress bars on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from ..logs import log
+from ..progress import Advance, Progress
+from . import is_first_process
+
+stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
+
+
+class RateColumn(ProgressColumn):
+    """Units per second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{_with_prefix(speed)} {task.fields['unit']}/s")
+
+
+class ConsoleProgress(Progress):
+    """Bars on stderr, if that is a terminal."""
+
+    @contextmanager
+    def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
+        if not stderr.is_terminal:
+            yield lambda done: None
+            return
+        columns = (
+            TextColumn("{task.description:18}"),
+            BarColumn(),
+            RateColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True) if total is not None else TimeElapsedColumn(),
+        )
+        with RichProgress(*columns, console=stderr, transient=True) as bars:
+            task = bars.add_task(name, total=total, unit=unit)
+            yield lambda done: bars.advance(task, done)
+
+
+class ConsoleHandler(logging.Handler):
+    """What the logger is told, on stderr; above the bars, if there are any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stderr.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
+
+
+def show_progress(quiet: bool, verbose: bool = False) -> Progress:
+    """What shows progress, having sent messages to stderr."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    silent = quiet or not is_first_process()
+    if silent or not stderr.is_terminal:
+        disable_progress_bars()  # those of downloads
+    for old in [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]:
+        log.removeHandler(old)
+    log.addHandler(ConsoleHandler(logging.CRITICAL if silent else logging.DEBUG if verbose else logging.INFO))
+    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    return Progress() if silent else ConsoleProgress()
+
+
+def say(text: str) -> None:
+    """A line on stdout as it is."""
+    stdout.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_seconds(seconds: dict[str, float]) -> None:
+    say("Seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()))
+
+
+def print_pairs(*rows: tuple[str, str]) -> None:
+    """Two columns: what, and its value."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    stdout.print(table, highlight=False)
+
+
+def print_table(title: str | None, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table with columns of text, then columns of numbers; the first column may break where it likes."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(left):
+        table.add_column(column, overflow="fold" if index == 0 else "ellipsis")
+    for column in right:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    stdout.print(table)
+
+
+def in_bytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+def in_interval(accuracy: dict[str, Any]) -> str:
+    """` [low, high]`, or nothing where a metric has no interval."""
+    return "" if accuracy["interval_95"] is None else " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])
+
+
+def _with_prefix(value: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 1000 or unit == "G":
+            return f"{value:.0f}{unit}" if unit == "" else f"{value:.1f}{unit}"
+        value /= 1000
+    raise AssertionError

@@ -1,0 +1,97 @@
+"""How plans and inspections are shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .console import in_bytes, print_pairs, print_table
+
+
+def print_inspection(found: Any) -> None:
+    shape = found.shape
+    extras = ("RoPE" if found.rotary else "no RoPE") + (", norm on queries and keys" if found.key_norm else "")
+    cache = ", ".join(f"{in_bytes(size)} at {tokens // 1024} K" for tokens, size in found.kv_cache_bytes.items())
+    device = "" if found.available_device_bytes is None else f", {in_bytes(found.available_device_bytes)} on the GPU"
+    print_pairs(
+        ("model", found.name + (f" at {found.revision}" if found.revision else "")),
+        ("family", f"{found.model_type}, {found.dtype}, {found.parameters / 1e6:,.1f} M parameters"),
+        ("weights", in_bytes(found.weight_bytes)),
+        (
+            "attention",
+            f"{shape.num_layers} layers, {shape.num_heads} query and {shape.num_kv_heads} KV heads of "
+            f"{shape.head_dim}, {extras}",
+        ),
+        ("KV cache", f"{found.kv_bytes_per_token:,} bytes per token: {cache}"),
+        ("recipe", f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens"),
+        *(("keys", f"{key}: {what}") for key, what in found.keys.items()),
+        ("calibrate", _needs(found.calibrate) + f", run folder {in_bytes(found.calibrate.kept_disk_bytes)}"),
+        ("export", _needs(found.export) + f", checkpoint {in_bytes(found.export_disk_bytes)}"),
+        ("available", in_bytes(found.available_host_bytes) + device),
+    )
+
+
+def _needs(needs: Any) -> str:
+    kind = "one layer of weights at a time" if needs.streamed else "all weights in memory"
+    gpu = f" and {in_bytes(needs.device_bytes)} on the GPU" if needs.device_bytes else ""
+    return f"about {in_bytes(needs.host_bytes)} of memory{gpu}, {kind}"
+
+
+def print_calibration_plan(plan: Any) -> None:
+    tokens, layers = plan.tokens, f"{plan.num_layers} layers"
+    if plan.finished_layers:
+        layers += f", {plan.finished_layers} of them done"
+    print_pairs(
+        ("calibrate", f"{plan.model} -> {plan.run}; nothing is written in a dry run"),
+        ("recipe", f"{plan.recipe}, {tokens['count']} {tokens['source']} tokens in rows of {tokens['seq_len']}"),
+        ("work", f"{layers}, on {plan.device} in {plan.dtype}"),
+        ("candidates", ", ".join(f"{key} ({domain}, groups of {n})" for key, (domain, n) in plan.candidates.items())),
+        *_planned_needs(plan.needs),
+    )
+
+
+def print_export_plan(plan: Any) -> None:
+    """What is known before anything is measured: ranks by layer and sizes by tensor, or how much to measure."""
+    goal = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in plan.goal.items())
+    measure = f"about {plan.points} point(s), {plan.known_points} are in the table"
+    if plan.probed_layers:
+        measure = f"probes of {plan.probed_layers} layer(s), then {measure}"
+    cache, size = plan.kv_bytes_per_token, plan.checkpoint_bytes
+    rows = [
+        ("export", f"{plan.run} -> {plan.out}; nothing is written in a dry run"),
+        ("recipe", f"{plan.recipe}, {goal}"),
+        ("measure", measure if plan.points or plan.probed_layers else "nothing; the table has the point"),
+    ]
+    if plan.ranks is None:
+        rows.append(("ranks", "depend on what is measured"))
+    else:
+        rows.append(
+            ("compression", f"{plan.compression:.3f}, {cache['before']} -> {cache['after']} KV bytes per token")
+        )
+        rows.append(("tensors", f"{in_bytes(size['before'])} -> {in_bytes(size['after'])}"))
+    print_pairs(*rows, *_planned_needs(plan.needs))
+    if plan.ranks is None:
+        return
+    ranks = (
+        (index, key, " ".join(f"({qk}, {v})" for qk, v in layer))
+        for index, (key, layer) in enumerate(zip(plan.choice, plan.ranks, strict=True))
+    )
+    print_table("Ranks (key, value) of each group", ("layer", "basis", "ranks"), (), [*ranks])
+    tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())
+    print_table("Bytes of each tensor that changes", ("tensor",), ("before", "after"), [*tensors])
+
+
+def _planned_needs(needs: Any) -> list[tuple[str, str]]:
+    """Memory, disk and time of a plan."""
+    rows = []
+    for where, parts in (("memory", needs.host_bytes), ("GPU memory", needs.device_bytes)):
+        if parts:
+            named = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
+            there = f"; {in_bytes(needs.available_host_bytes)} available" if where == "memory" else ""
+            rows.append((where, f"about {in_bytes(sum(parts.values()))} ({named}){there}"))
+    disk = f"up to {in_bytes(needs.disk_bytes)}, of which {in_bytes(needs.kept_disk_bytes)} stay"
+    rows.append(("disk", f"{disk}; {in_bytes(needs.free_disk_bytes)} free"))
+    if needs.product_seconds:
+        named = ", ".join(f"{name} {seconds:g}" for name, seconds in needs.product_seconds.items())
+        total = sum(needs.product_seconds.values())
+        rows.append(("time", f"about {total:.1f} s for the matrix products alone ({named}), at the rate measured here"))
+    return rows

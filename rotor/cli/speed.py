@@ -1,0 +1,211 @@
+"""Speed, predicted and measured: bench, compile, schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .app import (
+    AsJson,
+    Checkpoint,
+    Device,
+    DeviceFile,
+    Dtype,
+    Quiet,
+    SourceModel,
+    app,
+    command_line,
+    numbers,
+    print_json,
+)
+from .console import in_bytes, print_table, say, show_progress
+
+
+@app.command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
+def bench(
+    folder: Checkpoint,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]")
+    ] = None,
+    prefill: Annotated[str | None, typer.Option(help="Tokens of a prompt. [8192; on a CPU 512]")] = None,
+    batch: Annotated[str | None, typer.Option(help="Sequences in a batch. [1,8; on a CPU 1]")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = 4,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of every row of the attention; of a model a quarter.")] = 20,
+    new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that whole models generate; 0 leaves them out.")] = 32,
+    memory_gb: Annotated[
+        float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
+    ] = None,
+    model: SourceModel = None,
+    device_file: Annotated[
+        Path | None, typer.Option(help="Device file to write the measured rates to, for --device-file of others.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
+
+    Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
+    is measured, and the Triton kernels are listed as not measured.
+    """
+    from ..bench import bench as run_bench
+    from ..bench_report import add_device, device_name, write_report
+    from ..bench_settings import BenchSettings
+    from ..hardware import pick_device
+
+    given = (
+        None if text is None else numbers(option, text)
+        for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
+    )
+    settings = BenchSettings.of(
+        pick_device(device),
+        *given,
+        layers=layers,
+        repetitions=repetitions,
+        new_tokens=new_tokens,
+        memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+    )
+    result = run_bench(
+        folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=show_progress(quiet)
+    )
+    if out is not None:
+        write_report(out, result)
+    if device_file is not None:
+        add_device(device_file, device_name(result), result)
+    if as_json:
+        print_json(result)
+        return
+    _print_bench(result)
+    if device_file is not None:
+        say(f"Rates written: --target-device {device_name(result)} --device-file {device_file}")
+
+
+def _print_bench(result: dict[str, Any]) -> None:
+    """Attention, whole models, and what was not measured."""
+    device, rates = result["device"], result["rates"]
+    say(
+        f"Device: {device['name']} ({device['type']}), {result['dtype']}; copies {rates['copy_bytes_per_s'] / 1e9:.1f} "
+        f"GB/s, matrix products {rates['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s, measured in this run"
+    )
+    rows: list[tuple[Any, ...]] = []
+    for r in result["attention"]:
+        low, middle, high = (1e3 * r["seconds"][key] for key in ("low", "median", "high"))
+        spread, share = f"{low:.3f} - {high:.3f}", f"{r['fraction_of_floor']:.1%}"
+        rows.append((*_load(r, "phase"), f"{middle:.3f}", spread, share, f"{r['speed_up']:.2f}"))
+    print_table(
+        f"Attention of layers {result['layers']}, medians, cold caches",
+        ("row", "device", "phase", "batch x tokens"),
+        ("ms", "quartiles", "of the floor", "speed-up"),
+        rows,
+    )
+    rows = []
+    for r in result["model"]:
+        times = (f"{1e3 * r[key]['median']:.2f}" for key in ("time_to_first_token_s", "time_between_tokens_s"))
+        peak = "not measured" if r["peak_bytes"] is None else in_bytes(r["peak_bytes"])
+        rows.append((*_load(r), *times, in_bytes(r["kv_cache_bytes"]), peak, r["largest_batch"]))
+    if rows:
+        print_table(
+            "Whole model, transformers' generate",
+            ("row", "device", "batch x tokens"),
+            ("first token ms", "between tokens ms", "cache", "peak", "largest batch"),
+            rows,
+        )
+    for r in result["not_measured"]:
+        load = "".join(f", {key} {r[key]}" for key in ("phase", "length") if key in r)
+        say(f"not measured: {r['row']}{load}: {r['why']}")
+
+
+def _load(row: dict[str, Any], *more: str) -> tuple[str, ...]:
+    """What was measured, where, and on how much."""
+    return row["row"], row["device"], *(row[key] for key in more), f"{row['batch_size']} x {row['length']}"
+
+
+@app.command("compile", epilog="Example: rotor compile out/demo --arch sm_80,sm_90")
+def compile_kernels(
+    folder: Checkpoint,
+    arch: Annotated[str, typer.Option(help="Architectures of NVIDIA GPUs, as in sm_80,sm_90.")] = "sm_90",
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16: of activations and cache.")
+    ] = "auto",
+    batch: Annotated[
+        str, typer.Option(help="Sequences of a decode step, as in 1,8; rounded up to powers of two.")
+    ] = "1",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compile the Triton kernels of a checkpoint ahead of time and show what each takes; no GPU is needed.
+
+    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Exit code 1 if one cannot be
+    compiled.
+    """
+    from ..precompile import cache_folder, parse_archs, precompile
+    from ..provenance import provenance
+
+    archs, batch_sizes = parse_archs(arch), numbers("--batch", batch)
+    kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=show_progress(quiet))
+    failed = [kernel for kernel in kernels if kernel.error is not None]
+    if as_json:
+        entries = [dataclasses.asdict(kernel) for kernel in kernels]
+        about = {**provenance(command_line()), "folder": str(folder)}
+        print_json({**about, "cache": cache_folder(), "failed": len(failed), "kernels": entries})
+    else:
+        _print_kernels(kernels)
+        say(f"{len(kernels) - len(failed)} compiled, {len(failed)} failed; cache: {cache_folder()}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print_kernels(kernels: list[Any]) -> None:
+    """One line a compiled kernel; errors below the table."""
+    rows = []
+    for k in kernels:
+        found = (k.registers, k.spill_bytes, k.shared_bytes, k.async_copies, k.scalar_loads, k.matrix_products)
+        shown = ("failed" if number is None else number for number in found)
+        batch = "any" if k.batch_size is None else k.batch_size
+        rows.append((k.name, k.arch, "yes" if k.mask else "no", batch, *shown, f"{k.seconds:.1f}"))
+    right = "registers", "spills B", "shared B", "async copies", "16-bit loads", "mma", "s"
+    print_table(None, ("kernel", "arch", "mask", "batch"), right, rows)
+    for k in kernels:
+        if k.error is not None:
+            say(f"{k.name}, {k.arch}: {k.error[:400]}")
+
+
+@app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200 --plot balance.png")
+def schedule(
+    folder: Checkpoint,
+    sms: Annotated[int, typer.Option(min=1, help="Streaming multiprocessors of the GPU.")] = 132,
+    lengths: Annotated[
+        str, typer.Option(help="Cached tokens of each sequence of the batch: 32768, or 8x32768,200.")
+    ] = "32768",
+    target_device: Annotated[str, typer.Option(help="Device whose rates are used (rotor/devices.yaml).")] = "h200",
+    device_file: DeviceFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the loads to this .png, .svg or .pdf; needs matplotlib.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
+
+    Arithmetic on predicted costs; nothing is run, and no GPU is needed.
+    """
+    from ..provenance import provenance
+    from ..simulation import parse_lengths, simulate_folder
+
+    tokens = parse_lengths(lengths)
+    balances = simulate_folder(folder, tokens, sms, target_device, device_file)
+    if plot is not None:
+        from ..plots import write_balance_plot
+
+        write_balance_plot(balances, plot)
+    if as_json:
+        entries = [dataclasses.asdict(balance) for balance in balances]
+        print_json({**provenance(command_line()), "sms": sms, "lengths": tokens, "schedules": entries})
+        return
+    rows = [(b.schedule, f"{b.largest_over_mean:.3f}", b.parts, b.worst_layer, f"{max(b.loads):.3f}") for b in balances]
+    right = "largest over mean", "partial results", "worst layer", "largest over mean there"
+    print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)

@@ -1,0 +1,147 @@
+"""Comparing and showing: study, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .app import (
+    AsJson,
+    BatchTokens,
+    Device,
+    DeviceMap,
+    Dtype,
+    Model,
+    Offload,
+    Quiet,
+    RecipeOverrides,
+    Verbose,
+    app,
+    print_json,
+    resumable,
+    split,
+)
+from .console import print_table, say, show_progress
+
+
+@app.command(epilog="Example: rotor study artifacts/demo-model --recipes fdc,rotor -o studies/demo")
+def study(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Study folder; one with the same settings is continued.")],
+    recipes: Annotated[str, typer.Option(help="Names of bundled recipes or YAML files, with commas.")] = "fdc,rotor",
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, with commas; by default all "
+            "that can run (pruning needs recipes with a section prune, ablation needs ablations, front a recipe in "
+            "focus with ranks.method=global)."
+        ),
+    ] = None,
+    focus: Annotated[
+        str | None,
+        typer.Option(help="Recipes for the parts other than curves and ablation; by default the first of --recipes."),
+    ] = None,
+    ablation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:KEY=VALUE ...", help="Overrides, with spaces, of the recipe --ablation-base; may be repeated."
+        ),
+    ] = None,
+    ablations: Annotated[
+        Path | None, typer.Option(help="YAML file with the same: a mapping from names to lists of KEY=VALUE.")
+    ] = None,
+    ablation_base: Annotated[str, typer.Option(help="Recipe that the ablations change.")] = "rotor",
+    at: Annotated[float, typer.Option(help="Compression at which the parts tokens and pruning are measured.")] = 0.5,
+    counts: Annotated[
+        str, typer.Option(help="Numbers of calibration tokens for the part tokens.")
+    ] = "512,1024,2048,4096,8192,16384,32768",
+    overrides: RecipeOverrides = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    batch_tokens: BatchTokens = 2048,
+    offload: Offload = "auto",
+    device_map: DeviceMap = None,
+    plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare recipes on the same model, tokens and held-out data; writes JSON, CSV, Markdown and plots.
+
+    Every measured point is kept at once, so that an interrupted study continues where it was with the same command.
+    --set applies to all recipes; the number of tokens is the largest that any of them asks for, and their seed, row
+    length, evaluation and search are those of the first.
+    """
+    from ..study import PARTS, parse_ablations, parse_counts
+    from ..study import study as run_study
+
+    with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
+        result = run_study(
+            model,
+            out,
+            split(recipes),
+            overrides or [],
+            parts=PARTS if parts is None else split(parts),
+            focus=None if focus is None else split(focus),
+            ablations=parse_ablations(ablation or [], ablations),
+            ablation_base=ablation_base,
+            at=at,
+            counts=parse_counts(split(counts)),
+            device=device,
+            dtype=dtype,
+            batch_tokens=batch_tokens,
+            offload=offload,
+            device_map=device_map,
+            plots=plots,
+            progress=show_progress(quiet, verbose),
+        )
+    if as_json:
+        files = [str(path) for path in result.files]
+        shown = {"study": str(out), "settings": result.settings, "records": result.records, "files": files}
+        print_json({**shown, "measured_records": result.added, "seconds": result.seconds})
+        return
+    _print_targets(result.records)
+    say(
+        f"{out}: {len(result.records)} records, {result.added} of them new, {result.seconds:.1f} s; "
+        f"see {', '.join(path.name for path in result.files)}"
+    )
+
+
+def _print_targets(records: dict[str, dict[str, Any]]) -> None:
+    """What every recipe and ablation of a study removes at the target accuracies."""
+    found = {key.split("/")[1]: record for key, record in records.items() if key.endswith("/targets")}
+    if not found:
+        return
+    targets = sorted({target for record in found.values() for target in record}, reverse=True)
+    rows = []
+    for name, record in found.items():
+        stored = (record.get(target, {}).get("stored") for target in targets)
+        rows.append((name, *("-" if value is None else f"{value:.3f}" for value in stored)))
+    print_table("Compression at a target accuracy", ("recipe",), targets, rows)
+
+
+@app.command(epilog="Example: rotor report runs/demo -o report.html")
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder that `rotor calibrate` or `rotor export` wrote.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="HTML file to write; by default report.html in the folder.")
+    ] = None,
+    study: Annotated[
+        Path | None, typer.Option(help="Study folder; its comparison of calibration tokens is shown.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write one HTML file that shows spectra, ranks, accuracy, losses, sizes and timings (export writes one too)."""
+    from ..report import report as write_report
+
+    with show_progress(quiet).task("report", None, ""):
+        result = write_report(folder, out, study=study)
+    if as_json:
+        print_json({"report": str(result.path), "figures": result.figures, "absent": result.absent})
+        return
+    say(f"{result.path}: {len(result.figures)} figures")
+    for section, why in result.absent.items():
+        say(f"  {section}: {why}")

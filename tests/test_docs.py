@@ -1,0 +1,141 @@
+"""README and docs: links lead somewhere, and every command and program in them runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+from conftest import DEMO_MODEL, ROOT, SHORT_TEXT
+from test_cli import rotor
+
+from rotor.cli.commands import app
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACES = {
+    "artifacts/demo-model": str(DEMO_MODEL),
+    "MODEL": str(DEMO_MODEL),
+    "RUN": "runs/demo",
+    "OUT": "out/demo",
+    "OUT2": "out/other",
+    "STUDY": "studies/demo",
+    "FILE": str(ROOT / "LICENSE"),
+}
+"""What the names in capitals stand for here."""
+
+FAST = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "ranks.probe_tokens=64", "search.step=0.3"]
+FAST_SETTINGS = [item for setting in [*FAST, "search.resolution=0.2", *SHORT_TEXT] for item in ("--set", setting)]
+QUICKER = {
+    "calibrate": [*FAST_SETTINGS, "--overwrite", "-q"],
+    "export": ["--overwrite", "-q"],
+    "generate": ["--max-new-tokens", "4"],
+}
+"""Options put after those of the page; the last one counts."""
+
+PARSED_ALONE = {
+    "bench": "test_bench.py",
+    "compile": "test_precompile.py",
+    "study": "test_study.py",
+    "torchrun": "test_resume.py",
+}
+"""Commands that take long; what else runs them."""
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The indented commands of a page that are rotor's, without comments, as lists of words."""
+    lines = re.findall(r"^    ((?:rotor|torchrun) .*)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [
+        [PLACES.get(word, word.replace("path=FILE", f"path={PLACES['FILE']}")) for word in words] for words in found
+    ]
+
+
+def parse(words: list[str]) -> None:
+    """Check names, options and values, and that nothing is missing, without running anything."""
+    command = typer.main.get_command(app)
+    context = command.make_context("rotor", list(words), resilient_parsing=True)
+    name, found, rest = command.resolve_command(context, list(words))  # type: ignore[attr-defined]
+    assert name is not None
+    found.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text("utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert targets or "](" not in text
+    for target in targets:
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, target
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    text = PAGES[0].read_text("utf-8")
+    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_sentences_exist(page: Path) -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for name, rest in re.findall(r"`rotor (\w+)([^`]*)`", page.read_text("utf-8")):
+        assert name in known
+        command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"(?<!\w)--?[a-z][a-z-]*", rest)) <= options, rest
+
+
+def test_help_has_an_example_for_each_command(capsys) -> None:
+    """One that parses; the calibration's goes on about other things."""
+    names = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    shown = " ".join(rotor(capsys, "--help")[1].split())
+    assert [name for name in names if f" {name} " not in shown] == []
+    for name in names:
+        code, text, _ = rotor(capsys, name, "--help")
+        assert code == 0
+        (example,) = re.findall(rf"Example: (rotor {name}\b.*?)(?:\. |$)", " ".join(text.split()))
+        parse(shlex.split(example)[1:])
+
+
+def test_every_command_runs(tmp_path: Path, capsys, monkeypatch) -> None:
+    """In the order of the pages, in one folder: later commands find what earlier ones wrote."""
+    monkeypatch.chdir(tmp_path)
+    ran: list[str] = []
+    monkeypatch.setattr(importlib.import_module("rotor.export"), "write_with_checkpoint", lambda *arguments: None)
+    for page in PAGES:
+        for words in commands(page):
+            if words[0] == "torchrun":
+                words = ["rotor", *words[words.index("rotor") + 1 :]]
+                assert words[1] == "calibrate"
+                parse([word for word in words[1:] if word != "..."])
+                continue
+            name = words[1]
+            if name in PARSED_ALONE or "..." in words or "NAME" in words:
+                parse([word for word in words[1:] if word != "..."])
+                continue
+            quicker = QUICKER.get(name, [])
+            if "--accuracy" in words:
+                quicker = [*quicker, "--accuracy", "0.5"]
+            if "--dry-run" in words and name == "calibrate":
+                quicker = [option for option in quicker if option != "-q"]
+            code, _, error = rotor(capsys, *words[1:], *quicker)
+            assert code == 0, (page.name, words, error)
+            ran.append(name)
+    assert {"calibrate", "export", "validate", "generate", "inspect", "recipes", "report"} <= set(ran)
+    assert all((ROOT / "tests" / name).is_file() for name in PARSED_ALONE.values())
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGES[0].read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert len(program.strip().splitlines()) <= 10
+    capsys.readouterr()
+    exec(compile(program, "README.md", "exec"), {})
+    assert "def main(" in capsys.readouterr().out
+    assert os.path.isdir("out/demo")
