@@ -26,7 +26,7 @@ from .decode import alignment_of, check_page
 from .layer_table import chunks, padded
 from .schedule import balanced_row_blocks
 from .slices import PrefillKeys
-from .tiles import key_rows, load_basis, load_latents, load_rotation, rotate_tile, scaled_logits
+from .tiles import key_rows, load_basis, load_latents, load_rotation, marked_keys, rotate_tile, scaled_logits
 
 INTEGERS = [
     "batch_size", "units", "blocks", "seq_len", "query_offset", "query_batch", "query_head", "query_position",
@@ -93,6 +93,9 @@ def prefill_kernel(
         query_0 = _load_queries(query_base, rows, head_stride, position_stride, in_range, QK, PACK, 0, K0)
         if K1 > 0:
             query_1 = _load_queries(query_base, rows, head_stride, position_stride, in_range, QK, PACK, K0, K1)
+    if MASK:
+        has_holes = tl.load(holes + place, mask=in_range, other=0) > 0
+        mask_rows = mask + sequence.to(tl.int64) * mask_batch + (rows // PACK).to(tl.int64) * mask_query
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sum_0 = tl.zeros((ROWS, V0), tl.float32)
@@ -130,11 +133,7 @@ def prefill_kernel(
         scores = scaled_logits(scores, scale, softcap, SOFT_CAP)
         attended = (index[None, :] >= first[:, None]) & (index[None, :] < end[:, None])
         if MASK:
-            has_holes = tl.load(holes + place, mask=in_range, other=0)
-            mask_offset = sequence.to(tl.int64) * mask_batch + (rows // PACK).to(tl.int64) * mask_query
-            read = (index[None, :] < tl.where(has_holes > 0, end, 0)[:, None]) & (index[None, :] >= first[:, None])
-            marks = tl.load(mask + mask_offset[:, None] + index[None, :], mask=read, other=1)
-            attended = attended & (marks > 0)
+            attended = attended & marked_keys(mask_rows, start, has_holes, TILE)
         scores = tl.where(attended, scores, float("-inf"))
 
         new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -307,7 +306,7 @@ def prefill_variants(
         **dict.fromkeys(("cos", "sin"), torch.float32 if pre else dtype),
         **dict.fromkeys(("first_key", "end_key", "holes", "block_table"), torch.int32),
         "lse": torch.float32,
-        "mask": torch.uint8 if mask else torch.float32,
+        "mask": torch.int64 if mask else torch.float32,
     }
     for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim):
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}

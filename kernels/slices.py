@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class PrefillKeys:
     """The keys `first ... end - 1` of each query, without those that `mask` leaves out.
 
     first, end: [batch_size, seq_len], int32; queries behind a shorter sequence are empty ranges.
-    mask, holes: [batch_size, seq_len, kv_len], uint8 (1: attend), and [batch_size, seq_len], int32: whether a query's
-        range has keys that are not attended. The mask is only read where it has.
+    mask, holes: [batch_size, seq_len, words], int64, a bit a key, the lowest first (1: attend), and
+        [batch_size, seq_len], int32: whether a query's range has keys that are not attended. The mask is only read
+        where it has.
     """
 
     first: Tensor
@@ -90,7 +92,13 @@ class PrefillKeys:
     def from_mask(cls, mask: Tensor) -> PrefillKeys:
         """From a bool mask [batch_size, seq_len, kv_len] (True: attend)."""
         flat = DecodeKeys.from_mask(mask.flatten(0, 1))
-        assert flat.mask is not None
         assert flat.holes is not None
         shape = mask.shape[:2]
-        return cls(flat.first.view(shape), flat.end.view(shape), flat.mask.view(mask.shape), flat.holes.view(shape))
+        return cls(flat.first.view(shape), flat.end.view(shape), packed_bits(mask), flat.holes.view(shape))
+
+
+def packed_bits(mask: Tensor) -> Tensor:
+    """A bool mask [..., length] in words of 64 bits, the lowest first: [..., length / 64, rounded up], int64."""
+    bytes_of_bits = functional.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 64)).unflatten(-1, (-1, 8))
+    place = torch.arange(8, device=mask.device, dtype=torch.uint8)
+    return (bytes_of_bits << place).sum(-1, dtype=torch.uint8).view(torch.int64)

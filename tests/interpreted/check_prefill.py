@@ -7,7 +7,7 @@ import torch
 from kernel_checks import check_prefill
 from ragged import layer, random_case
 
-from rotor.kernels.slices import PrefillKeys
+from rotor.kernels.slices import PrefillKeys, packed_bits
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM = 16
@@ -41,13 +41,14 @@ def test_sliding_windows_and_left_padding(window) -> None:
     check_prefill(case, [Sequence(50, 0, 60), Sequence(50, 23, 60)], window=window)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # tiles of 32 and of 64 keys
 @pytest.mark.parametrize("domain", ["none", "pre"])
-def test_a_mask_with_holes(domain) -> None:
-    case = random_case(layer(domain, 1, (16, 24)), 2, HEAD_DIM, 2, 20, 60)
-    mask = torch.rand(2, 20, 60, generator=torch.Generator().manual_seed(0)) < 0.5
+def test_a_mask_with_holes(domain, dtype) -> None:
+    case = random_case(layer(domain, 1, (16, 24)), 2, HEAD_DIM, 2, 20, 150).to("cpu", dtype)
+    mask = torch.rand(2, 20, 150, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[1, :10] = True
     mask[1, 15] = False
-    check_prefill(case, [Sequence(20, 0, 60), Sequence(20, 3, 60)], mask=mask)
+    check_prefill(case, [Sequence(20, 0, 150), Sequence(20, 3, 150)], mask=mask)
 
 
 def test_softcap() -> None:
@@ -58,3 +59,13 @@ def test_ranges_of_causal_queries() -> None:
     keys = PrefillKeys.causal(torch.tensor([3, 1]), torch.tensor([0, 2]), torch.tensor([5, 4]), 3, window=2)
     assert keys.first.tolist() == [[1, 2, 3], [2, 3, 4]]
     assert keys.end.tolist() == [[3, 4, 5], [4, 0, 0]]
+
+
+def test_a_mask_as_words_of_bits() -> None:
+    mask = torch.rand(2, 3, 131, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[..., 63] = True  # the sign
+    words = packed_bits(mask)
+    assert words.shape == (2, 3, 3)
+    bits = (words.unsqueeze(-1) >> torch.arange(64)) & 1
+    assert torch.equal(bits.flatten(-2)[..., :131].bool(), mask)
+    assert not bits.flatten(-2)[..., 131:].any()
