@@ -1,9 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """Prefill: many query positions a sequence, against the packed rows of a layer that hold the new keys already.
 
-Floor: FLOPs of the attended pairs of queries and keys, 2 (d_qk + d_v) each (and 2 qk_rank head_dim a key, KV head and
-row block for keys rebuilt in domain `pre`) / the matrix rate. One launch a class of groups, compiled for its widths as
-sums of two powers of two (80 = 64 + 16).
+Floor: FLOPs of the attended pairs of queries and keys, 2 (d_qk + d_v) each (and 2 qk_rank head_dim a key and KV head
+for keys rebuilt in domain `pre`) / the matrix rate. One launch a class of groups, compiled for its widths as sums of two
+powers of two (80 = 64 + 16).
+
+In domain `pre` keys are rebuilt once, in memory, before the attention (`rebuild`); where there are few row blocks, or
+no memory for it, by each row block for itself, in registers.
 
 Rows of a tile are (position, query head) pairs of the heads that share keys, positions slowest, so that a chunk of few
 positions still fills a tile. Rows know the range of keys that they attend to: causal, windows, padding, chunks
@@ -24,6 +27,7 @@ from rotor.layout import GroupClass, LayerLayout
 from .ahead import Variant
 from .decode import alignment_of, check_page
 from .layer_table import chunks, padded
+from .rebuild import rebuild_keys, rebuild_variant
 from .schedule import balanced_row_blocks
 from .slices import PrefillKeys
 from .tiles import key_rows, load_basis, load_latents, load_rotation, marked_keys, rotate_tile, scaled_logits
@@ -35,6 +39,9 @@ INTEGERS = [
     "rotation_stride", "basis_stride",
 ]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
+
+REBUILT_BYTES = 1 << 30
+"""The most that rebuilt keys of a layer may take for the time of its prefill."""
 
 
 @triton.jit
@@ -59,7 +66,8 @@ def prefill_kernel(
 ):  # fmt: skip
     """One row block of one unit of one sequence; see `prefill_attention`. Offsets and strides in units of ALIGN.
 
-    A unit is a group, or in domain `pre` one of the HEADS KV heads of a group; PACK query heads share its keys.
+    A unit is a group, or in domain `pre` one of the HEADS KV heads of a group; PACK query heads share its keys. PRE:
+    keys are rebuilt here; else `key` has them, QK columns a unit.
     """
     program = tl.program_id(0)
     row_block = blocks - 1 - program // (units * batch_size)
@@ -76,7 +84,8 @@ def prefill_kernel(
     tile_end = (tl.max(tl.where(attends, end, 0), 0) + TILE - 1) // TILE
 
     query_base = query + (sequence.to(tl.int64) * query_batch + unit * PACK * query_head + query_offset) * ALIGN
-    key_base = key + (key_offset * ALIGN + group * QK)
+    # Latents are a group's, rebuilt keys a head's.
+    key_base = key + (key_offset * ALIGN + (group if PRE else unit) * QK)
     value_base = value + (value_offset * ALIGN + group * V)
     head_stride = query_head * ALIGN
     position_stride = query_position * ALIGN
@@ -178,6 +187,7 @@ def prefill_attention(
     key_rotation: tuple[Tensor, Tensor] | None = None,
     block_table: Tensor | None = None,
     softcap: float | None = None,
+    rebuilt: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of several query positions of each sequence over a layer's packed rows.
 
@@ -190,12 +200,19 @@ def prefill_attention(
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
             cache, [at least kv_len, head_dim].
         block_table, softcap: as in `decode_attention`.
+        rebuilt: domain `pre`, contiguous: whether keys are rebuilt in memory first; by default where that pays.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
         logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity.
     """
-    pre = layout.domain == "pre"
+    pre, head_dim = layout.domain == "pre", query.shape[-1]
     batch_size, seq_len = keys.first.shape
+    if rebuilt is None:
+        rebuilt = block_table is None and rebuilding_pays(layout, heads_per_kv, head_dim, seq_len, key)
+    if rebuilt:
+        assert query_basis is not None
+        assert key_rotation is not None
+        key = rebuild_keys(key, layout, query_basis, key_rotation, *keys.union)
     page = check_page(key, block_table)
     group_rows = layout.group_size * heads_per_kv
     num_heads = group_rows * len(layout.groups)
@@ -204,19 +221,20 @@ def prefill_attention(
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
     empty = keys.first
-    for cls, constants in prefill_constants(layout, heads_per_kv, query.element_size(), query.shape[-1]):
+    for cls, constants in prefill_constants(layout, heads_per_kv, query.element_size(), head_dim, rebuilt):
         units = cls.count * constants["HEADS"]
+        key_offset = cls.start * layout.group_size * head_dim if rebuilt else cls.qk_offset
         if pre:
             query_strides = [cls.start * group_rows * query.stride(1), query.stride(0), query.stride(1)]
             query_strides += [query.stride(2)]
         else:
             query_strides = [group_rows * cls.qk_offset, query.stride(0), cls.qk_rank, query.stride(1)]
         strides = [
-            *query_strides, cls.qk_offset, key.stride(0), key.stride(1), cls.v_offset, value.stride(0), value.stride(1),
+            *query_strides, key_offset, key.stride(0), key.stride(1), cls.v_offset, value.stride(0), value.stride(1),
             group_rows * cls.v_offset, output.stride(0), output.stride(1),
         ]  # fmt: skip
-        rotation = [cos.stride(0), basis.stride(0)] if pre else [0, 0]
-        align = alignment_of(cls.qk_rank, cls.v_rank, *strides, *rotation)
+        rotation = [cos.stride(0), basis.stride(0)] if constants["PRE"] else [0, 0]
+        align = alignment_of(constants["QK"], cls.v_rank, *strides, *rotation)
         blocks = triton.cdiv(seq_len * constants["PACK"], constants["ROWS"])
         prefill_kernel[(blocks * units * batch_size,)](
             query, key, value, output, lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
@@ -235,31 +253,47 @@ def prefill_attention(
     return output, lse
 
 
+def rebuilding_pays(layout: LayerLayout, heads_per_kv: int, head_dim: int, seq_len: int, key: Tensor) -> bool:
+    """Whether keys of domain `pre` are rebuilt once in memory rather than by every row block in registers.
+
+    For n row blocks that saves (n - 1) 2 qk_rank head_dim FLOPs a key and KV head, and costs 4 head_dim bytes written
+    and read again, in 16 bits: with 180 FLOP in the time of a byte it pays from (n - 1) qk_rank = 360 on.
+    """
+    if layout.domain != "pre":
+        return False
+    kv_heads = len(layout.groups) * layout.group_size
+    row_blocks = triton.cdiv(seq_len * heads_per_kv, 64)
+    fits = key.shape[0] * key.shape[1] * kv_heads * head_dim * key.element_size() <= REBUILT_BYTES
+    return fits and (row_blocks - 1) * max(group.qk_rank for group in layout.groups) >= 360
+
+
 def prefill_constants(
-    layout: LayerLayout, heads_per_kv: int, element_bytes: int, head_dim: int
+    layout: LayerLayout, heads_per_kv: int, element_bytes: int, head_dim: int, rebuilt: bool
 ) -> list[tuple[GroupClass, dict[str, Any]]]:
     """Each class of a layer, widest first, with the constants that its kernel is compiled for.
 
-    Row blocks balance the classes by d_sum (FDC section 5.3), in powers of two.
+    Row blocks balance the classes by d_sum (FDC section 5.3), in powers of two. Of keys that are rebuilt first the
+    kernel reads head_dim columns.
     """
     classes = list(layout.classes())
-    pre = layout.domain == "pre"
+    per_head, pre = layout.domain == "pre", layout.domain == "pre" and not rebuilt
     half = head_dim // 2 if pre else 0
+    all_widths = [(head_dim if rebuilt else c.qk_rank, c.v_rank) for c in classes]
     result = []
-    for cls, (row_block, column_block) in zip(
-        classes, balanced_row_blocks([(c.qk_rank, c.v_rank) for c in classes]), strict=True
+    for cls, (qk_width, v_rank), (row_block, column_block) in zip(
+        classes, all_widths, balanced_row_blocks(all_widths), strict=True
     ):
-        widths = chunks(cls.qk_rank), chunks(cls.v_rank)
-        if pre and cls.qk_rank > 128:
-            widths = (padded(cls.qk_rank), 0), widths[1]
+        widths = chunks(qk_width), chunks(v_rank)
+        if pre and qk_width > 128:
+            widths = (padded(qk_width), 0), widths[1]
         rows, tile, warps = prefill_shape(sum(widths[1]), row_block, column_block, element_bytes, pre)
         constants = {
-            "QK": cls.qk_rank,
-            "V": cls.v_rank,
+            "QK": qk_width,
+            "V": v_rank,
             **dict(zip(("K0", "K1", "V0", "V1"), (*widths[0], *widths[1]), strict=True)),
             "PRE": pre,
-            "HEADS": layout.group_size if pre else 1,
-            "PACK": heads_per_kv if pre else heads_per_kv * layout.group_size,
+            "HEADS": layout.group_size if per_head else 1,
+            "PACK": heads_per_kv if per_head else heads_per_kv * layout.group_size,
             "HALF": half,
             "HALF_PADDED": max(16, triton.next_power_of_2(half)),
             "ROWS": rows,
@@ -299,19 +333,22 @@ def prefill_variants(
     softcap: bool = False,
 ) -> list[Variant]:
     """What `prefill_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
-    variants = []
-    pre = layout.domain == "pre"
     pointers = {
         **dict.fromkeys(("query", "key", "value", "output", "basis"), dtype),
-        **dict.fromkeys(("cos", "sin"), torch.float32 if pre else dtype),
+        **dict.fromkeys(("cos", "sin"), torch.float32 if layout.domain == "pre" else dtype),
         **dict.fromkeys(("first_key", "end_key", "holes", "block_table"), torch.int32),
         "lse": torch.float32,
         "mask": torch.int64 if mask else torch.float32,
     }
-    for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim):
-        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        align = alignment_of(cls.qk_rank, cls.v_rank, cls.qk_offset, cls.v_offset, layout.qk_width, layout.v_width)
-        flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
-        name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {cls.qk_rank}+{cls.v_rank}"
-        variants.append(Variant(name, prefill_kernel, pointers, constants | flags, ("scale", "softcap"), options))
+    once = layout.domain == "pre" and page == 0
+    variants = [rebuild_variant(layout, head_dim, dtype)] if once else []
+    for rebuilt in (True, False) if once else (False,):
+        for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt):
+            options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+            key_numbers = (head_dim,) if rebuilt else (cls.qk_rank, cls.qk_offset, layout.qk_width)
+            align = alignment_of(*key_numbers, cls.v_rank, cls.v_offset, layout.v_width)
+            flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
+            keys = f"{cls.qk_rank} rebuilt" if rebuilt else str(cls.qk_rank)
+            name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {keys}+{cls.v_rank}"
+            variants.append(Variant(name, prefill_kernel, pointers, constants | flags, ("scale", "softcap"), options))
     return variants

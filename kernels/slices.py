@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,6 +69,12 @@ class PrefillKeys:
     end: Tensor
     mask: Tensor | None = None
     holes: Tensor | None = None
+
+    @cached_property
+    def union(self) -> tuple[Tensor, Tensor]:
+        """First and end of the keys that any query of a sequence attends to, both [batch_size], int32."""
+        some = self.first < self.end
+        return self.first.masked_fill(~some, torch.iinfo(torch.int32).max).amin(-1), (self.end * some).amax(-1)
 
     @classmethod
     def causal(

@@ -7,18 +7,22 @@ import torch
 from kernel_checks import check_prefill
 from ragged import layer, random_case
 
+from rotor.kernels.prefill import rebuilding_pays
 from rotor.kernels.slices import PrefillKeys, packed_bits
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM = 16
+WAYS = [("none", None), ("pre", False), ("pre", True)]
+"""Domains, and in `pre` keys rebuilt by each row block or once in memory."""
 
 
 @pytest.mark.parametrize("widths", [((80, 48),), ((24, 40), (24, 40), (16, 8))], ids=str)
-@pytest.mark.parametrize("group", [("none", 1, 3), ("none", 2, 2), ("pre", 1, 3), ("pre", 2, 1)], ids=str)
-def test_widths_domains_group_sizes_and_query_rows(widths, group) -> None:
-    domain, size, heads_per_kv = group
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("group", [(1, 3), (2, 2), (2, 1)], ids=str)
+def test_widths_domains_group_sizes_and_query_rows(widths, group, way) -> None:
+    (size, heads_per_kv), (domain, rebuilt) = group, way
     case = random_case(layer(domain, size, *widths), heads_per_kv, HEAD_DIM, 1, 35, 35)
-    check_prefill(case, [Sequence(35, 0, 35)])
+    check_prefill(case, [Sequence(35, 0, 35)], rebuilt=rebuilt)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
@@ -32,33 +36,48 @@ def test_lengths_around_a_tile(domain, length) -> None:
 @pytest.mark.parametrize("domain", ["none", "pre"])
 def test_chunks_against_an_existing_cache_of_different_lengths(domain, page_size) -> None:
     case = random_case(layer(domain, 1, (16, 24), (16, 8)), 2, HEAD_DIM, 3, 18, 90)
-    check_prefill(case, [Sequence(18, 0, 90), Sequence(5, 7, 67), Sequence(0, 0, 0)], page_size=page_size)
+    sequences = [Sequence(18, 0, 90), Sequence(5, 7, 67), Sequence(0, 0, 0)]
+    check_prefill(case, sequences, page_size=page_size)
+    if not page_size and domain == "pre":
+        check_prefill(case, sequences, rebuilt=True)
 
 
 @pytest.mark.parametrize("window", [7, 40])
 def test_sliding_windows_and_left_padding(window) -> None:
     case = random_case(layer("pre", 1, (16, 24)), 2, HEAD_DIM, 2, 50, 60)
-    check_prefill(case, [Sequence(50, 0, 60), Sequence(50, 23, 60)], window=window)
+    for rebuilt in (False, True):
+        check_prefill(case, [Sequence(50, 0, 60), Sequence(50, 23, 60)], window=window, rebuilt=rebuilt)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # tiles of 32 and of 64 keys
-@pytest.mark.parametrize("domain", ["none", "pre"])
-def test_a_mask_with_holes(domain, dtype) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_mask_with_holes(way, dtype) -> None:
+    domain, rebuilt = way
     case = random_case(layer(domain, 1, (16, 24)), 2, HEAD_DIM, 2, 20, 150).to("cpu", dtype)
     mask = torch.rand(2, 20, 150, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[1, :10] = True
     mask[1, 15] = False
-    check_prefill(case, [Sequence(20, 0, 150), Sequence(20, 3, 150)], mask=mask)
+    check_prefill(case, [Sequence(20, 0, 150), Sequence(20, 3, 150)], mask=mask, rebuilt=rebuilt)
 
 
 def test_softcap() -> None:
     check_prefill(random_case(layer("none", 1, (16, 24)), 2, HEAD_DIM, 1, 20, 40), [Sequence(20, 0, 40)], softcap=2.0)
 
 
+def test_keys_are_rebuilt_in_memory_where_many_row_blocks_need_them() -> None:
+    layout, key = layer("pre", 2, (64, 64)), torch.empty(1, 4096, 64)
+    assert not rebuilding_pays(layout, 4, 128, 16, key)
+    assert not rebuilding_pays(layout, 4, 128, 96, key)  # 5 times 64 columns saved
+    assert rebuilding_pays(layout, 4, 128, 112, key)  # 6 times
+    assert not rebuilding_pays(layout, 4, 128, 112, key.expand(1 << 10, -1, -1))  # 4 GB of keys
+    assert not rebuilding_pays(layer("none", 2, (64, 64)), 4, 128, 4096, key)
+
+
 def test_ranges_of_causal_queries() -> None:
     keys = PrefillKeys.causal(torch.tensor([3, 1]), torch.tensor([0, 2]), torch.tensor([5, 4]), 3, window=2)
     assert keys.first.tolist() == [[1, 2, 3], [2, 3, 4]]
     assert keys.end.tolist() == [[3, 4, 5], [4, 0, 0]]
+    assert [edge.tolist() for edge in keys.union] == [[1, 2], [5, 4]]
 
 
 def test_a_mask_as_words_of_bits() -> None:
