@@ -47,7 +47,7 @@ from .columns import (
 )
 from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
 from .layer_table import Column, LayerParts, table_on
-from .longest_first import longest_first
+from .longest_first import assign_variant, longest_first
 from .slices import DecodeKeys
 from .tiles import (
     key_rows,
@@ -347,7 +347,7 @@ def decode_attention(
         grid = min(programs, units)
         length = (keys.end - keys.first).clamp(min=0).long()
         d_sum = table[:, Column.QK_RANK] + table[:, Column.V_RANK] + 1
-        order, bounds = longest_first((d_sum[:, None] * length).flatten(), grid)
+        order, bounds = longest_first(d_sum[:, None] * length, grid)
     elif schedule != "none":
         raise UsageError(f"schedule {schedule!r}: expected stream, lpt or none.", "Choose one of them.")
     cos, sin = key_rotation if key_rotation is not None else (query, query)
@@ -496,4 +496,6 @@ def decode_variants(
     variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
     if schedule == "stream":
         variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
+    elif schedule == "lpt":
+        variants.append(assign_variant(len(parts.table), batch_size))
     return variants

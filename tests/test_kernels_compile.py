@@ -80,7 +80,9 @@ def test_every_kernel_of_a_configuration_is_listed_once() -> None:
         "decode pre 2x4 rows 64+64 stream",
         "prefill post 1x4 rows 16+16",
         "prefill post 1x4 rows 32+16",
+        "prefill pre 2x4 rows 64 rebuilt+48",
         "prefill pre 2x4 rows 64+48",
+        "rebuild 2 heads of 64",
         "rotation 1x4 rows, decode",
         "rotation 1x4 rows, prefill",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,16 +107,16 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-def launch_decode(layout: LayerLayout) -> None:
+def launch_decode(layout: LayerLayout, schedule: str = "stream") -> None:
     from rotor.bench_rows import kernel_decode
 
-    kernel_decode(random_problem(layout, SHAPE, 1, 1, 40, torch.bfloat16, torch.Generator()), "stream")()
+    kernel_decode(random_problem(layout, SHAPE, 1, 1, 40, torch.bfloat16, torch.Generator()), schedule)()
 
 
-def launch_prefill(layout: LayerLayout) -> None:
+def launch_prefill(layout: LayerLayout, seq_len: int = 40) -> None:
     from rotor.bench_rows import kernel_prefill
 
-    kernel_prefill(random_problem(layout, SHAPE, 1, 40, 40, torch.bfloat16, torch.Generator()))()
+    kernel_prefill(random_problem(layout, SHAPE, 1, seq_len, seq_len, torch.bfloat16, torch.Generator()))()
 
 
 def launch_rotation(layout: LayerLayout) -> None:
@@ -129,11 +130,13 @@ def launch_rotation(layout: LayerLayout) -> None:
 
 
 LAUNCHES = {
-    "decode none": (launch_decode, "none"),
-    "decode pre": (launch_decode, "pre"),
-    "prefill none": (launch_prefill, "none"),
-    "prefill pre": (launch_prefill, "pre"),
-    "rotation": (launch_rotation, "post"),
+    "decode none": (launch_decode, "none", 2),  # decode and combine
+    "decode pre": (launch_decode, "pre", 2),
+    "decode lpt": (partial(launch_decode, schedule="lpt"), "none", 2),  # assign and decode
+    "prefill none": (launch_prefill, "none", 2),  # both classes of groups
+    "prefill pre": (launch_prefill, "pre", 2),
+    "prefill pre, keys rebuilt": (partial(launch_prefill, seq_len=256), "pre", 3),
+    "rotation": (launch_rotation, "post", 2),  # one position and many
 }
 
 
@@ -144,12 +147,13 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from triton import runtime
     from triton.compiler import make_backend
 
-    from rotor.kernels import combine, decode, prefill, rotation
+    from rotor.kernels import combine, decode, longest_first, prefill, rebuild, rotation
     from rotor.kernels.specialise import model_variants
 
-    launch, domain = LAUNCHES[name]
+    launch, domain, kernels = LAUNCHES[name]
     layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
-    variants = model_variants(kernel_config([layout], SHAPE), torch.bfloat16, masks=(False,))
+    config = kernel_config([layout], SHAPE) | {"schedule": "lpt" if "lpt" in name else "stream"}
+    variants = model_variants(config, torch.bfloat16, masks=(False,))
     launched = []
 
     def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
@@ -158,12 +162,19 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
         nothing.run = lambda *args: None
         return nothing
 
-    for kernel in (decode.decode_kernel, combine.combine_kernel, prefill.prefill_kernel, rotation.rotation_kernel):
+    for kernel in (
+        decode.decode_kernel,
+        combine.combine_kernel,
+        longest_first.assign_kernel,
+        prefill.prefill_kernel,
+        rebuild.rebuild_kernel,
+        rotation.rotation_kernel,
+    ):
         monkeypatch.setattr(kernel, "compile", record, raising=False)  # put back afterwards
     monkeypatch.setattr("triton.compiler.compile", record)  # a first launch on a device takes it from here
     monkeypatch.setattr(runtime.driver, "_active", Driver())
     launch(layout)
-    assert len(launched) == 2  # decode and combine; both classes of groups; one position and many
+    assert len(launched) == kernels
     for source, target, options in launched:
         (variant,) = [v for v in variants if v.source().hash() == source.hash()]
         backend = make_backend(target)
