@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -48,6 +47,7 @@ from .columns import (
 from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
 from .layer_table import Column, LayerParts, table_on
 from .longest_first import assign_variant, longest_first
+from .shapes import HOPPER, Gpu, decode_config, gpu_of
 from .slices import DecodeKeys
 from .tiles import (
     key_rows,
@@ -181,9 +181,6 @@ def _segment(
     store_mask = in_tile[:, None] & (column[None, :] < v_rank)
     tl.store(out + column[None, :], (weighted / safe_total[:, None]).to(out.dtype.element_ty), mask=store_mask)
 
-
-THREE_PROGRAMS = 168
-"""Registers of a thread at which three programs of four warps fit an SM; none of these kernels needs more."""
 
 INTEGERS = [
     "batch_size", "query_stride", "head_stride", "key_block", "key_row", "value_block", "value_row", "table_stride",
@@ -325,7 +322,8 @@ def decode_attention(
     """
     batch_size = query.shape[0]
     device = query.device
-    config = decode_config(parts, heads_per_kv, query.element_size(), 0 if query_basis is None else query.shape[-1])
+    head_dim = 0 if query_basis is None else query.shape[-1]
+    config = decode_config(parts, heads_per_kv, query.element_size(), head_dim, gpu_of(device))
     units = len(parts.table) * batch_size
     page = check_page(key, block_table)
     programs = programs or default_programs(device)
@@ -384,54 +382,6 @@ def decode_attention(
     return output, lse
 
 
-def decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int) -> dict[str, Any]:
-    """Constants of the decode kernel that follow from the layer alone, with num_warps and num_stages.
-
-    head_dim is 0 except in domain `pre`.
-    """
-    widest = max(qk for qk, _ in parts.bodies), max(v for _, v in parts.bodies)
-    tile_rows = max(16, triton.next_power_of_2(parts.rows))
-    wide_pre = parts.domain == "pre" and max(widest) > 128
-    if wide_pre:
-        tile_rows = max(32, tile_rows)
-    tile, warps, stages = tile_shape(widest, tile_rows, element_bytes, head_dim)
-    half = head_dim // 2
-    return {
-        "BODIES": parts.bodies,
-        "PRE": parts.domain == "pre",
-        "HEADS": parts.heads,
-        "HEADS_PER_KV": heads_per_kv,
-        "HALF": half,
-        "HALF_PADDED": max(16, triton.next_power_of_2(half)),
-        "FREQUENCIES": 16 if wide_pre else min(32, max(16, triton.next_power_of_2(half))),
-        "ROWS": parts.rows,
-        "TILE_ROWS": tile_rows,
-        "TILE": tile,
-        "PARTIAL_WIDTH": widest[1],
-        "PRECISION": "ieee" if element_bytes == 4 else "tf32",
-        "PARTS_PADDED": triton.next_power_of_2(len(parts.table)),
-        "num_warps": warps,
-        "num_stages": stages,
-        "maxnreg": THREE_PROGRAMS if warps == 4 and len(parts.bodies) > 1 else None,
-    }
-
-
-def tile_shape(widest: tuple[int, int], tile_rows: int, element_bytes: int, head_dim: int) -> tuple[int, int, int]:
-    """Keys of a tile, warps, and stages of the pipeline of loads; head_dim is 0 except in domain `pre`.
-
-    A tile of latents is about 16 KB, so that three of them in flight on each of two or more programs an SM cover the
-    memory's latency. In `pre` the latents of a tile stay in registers while all heads are rebuilt from them, and these
-    are the sizes at which the compiler does not spill.
-    """
-    row_bytes = sum(widest) * element_bytes
-    if head_dim:
-        return (64 if max(widest) <= 128 else 16), (4 if sum(widest) <= 64 else 8), 2
-    tile = 128
-    while tile > 16 and tile * row_bytes > (16 << 10):
-        tile //= 2
-    return tile, 4 if tile_rows * widest[1] <= 4096 else 8, 3
-
-
 def alignment_of(*numbers: int) -> int:
     """What divides all offsets, widths and strides, in elements: 16 at most, and 16 bytes suffice."""
     return math.gcd(16, *numbers)
@@ -469,9 +419,10 @@ def decode_variants(
     page: int = 0,
     mask: bool = False,
     softcap: bool = False,
+    gpu: Gpu = HOPPER,
 ) -> list[Variant]:
     """What `decode_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
-    config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0)
+    config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0, gpu)
     options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
     single, integer = torch.float32, torch.int32
     pointers = {

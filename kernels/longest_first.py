@@ -37,7 +37,8 @@ def longest_first(work: Tensor, programs: int) -> tuple[Tensor, Tensor]:
     Returns:
         The tasks in the order of their programs, [tasks], int32, and where each program's begin, [programs + 1], int32.
     """
-    constants = assign_constants(*work.shape, programs)
+    parts, batch_size = work.shape
+    constants = assign_constants(parts, batch_size, programs)
     work = work.flatten()
     tasks = torch.argsort(work, descending=True, stable=True)
     owner = torch.empty_like(work)

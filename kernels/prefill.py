@@ -2,8 +2,8 @@
 """Prefill: many query positions a sequence, against the packed rows of a layer that hold the new keys already.
 
 Floor: FLOPs of the attended pairs of queries and keys, 2 (d_qk + d_v) each (and 2 qk_rank head_dim a key and KV head
-for keys rebuilt in domain `pre`) / the matrix rate. One launch a class of groups, compiled for its widths as sums of two
-powers of two (80 = 64 + 16).
+for keys rebuilt in domain `pre`) / the matrix rate. One launch a class of groups, compiled for its widths as sums of
+two powers of two (80 = 64 + 16).
 
 In domain `pre` keys are rebuilt once, in memory, before the attention (`rebuild`); where there are few row blocks, or
 no memory for it, by each row block for itself, in registers.
@@ -15,20 +15,17 @@ against an existing cache and sequences of different lengths are all ranges. The
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.layout import GroupClass, LayerLayout
+from rotor.layout import LayerLayout
 
 from .ahead import Variant
 from .decode import alignment_of, check_page
-from .layer_table import chunks, padded
 from .rebuild import rebuild_keys, rebuild_variant
-from .schedule import balanced_row_blocks
+from .shapes import HOPPER, Gpu, gpu_of, prefill_constants, rebuilding_pays
 from .slices import PrefillKeys
 from .tiles import key_rows, load_basis, load_latents, load_rotation, marked_keys, rotate_tile, scaled_logits
 
@@ -39,9 +36,6 @@ INTEGERS = [
     "rotation_stride", "basis_stride",
 ]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
-
-REBUILT_BYTES = 1 << 30
-"""The most that rebuilt keys of a layer may take for the time of its prefill."""
 
 
 @triton.jit
@@ -208,7 +202,10 @@ def prefill_attention(
     pre, head_dim = layout.domain == "pre", query.shape[-1]
     batch_size, seq_len = keys.first.shape
     if rebuilt is None:
-        rebuilt = block_table is None and rebuilding_pays(layout, heads_per_kv, head_dim, seq_len, key)
+        tokens = key.shape[0] * key.shape[1]
+        rebuilt = block_table is None and rebuilding_pays(
+            layout, heads_per_kv, head_dim, seq_len, tokens, key.element_size()
+        )
     if rebuilt:
         assert query_basis is not None
         assert key_rotation is not None
@@ -221,7 +218,9 @@ def prefill_attention(
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
     empty = keys.first
-    for cls, constants in prefill_constants(layout, heads_per_kv, query.element_size(), head_dim, rebuilt):
+    for cls, constants in prefill_constants(
+        layout, heads_per_kv, query.element_size(), head_dim, rebuilt, gpu_of(query.device)
+    ):
         units = cls.count * constants["HEADS"]
         key_offset = cls.start * layout.group_size * head_dim if rebuilt else cls.qk_offset
         if pre:
@@ -253,75 +252,6 @@ def prefill_attention(
     return output, lse
 
 
-def rebuilding_pays(layout: LayerLayout, heads_per_kv: int, head_dim: int, seq_len: int, key: Tensor) -> bool:
-    """Whether keys of domain `pre` are rebuilt once in memory rather than by every row block in registers.
-
-    For n row blocks that saves (n - 1) 2 qk_rank head_dim FLOPs a key and KV head, and costs 4 head_dim bytes written
-    and read again, in 16 bits: with 180 FLOP in the time of a byte it pays from (n - 1) qk_rank = 360 on.
-    """
-    if layout.domain != "pre":
-        return False
-    kv_heads = len(layout.groups) * layout.group_size
-    row_blocks = triton.cdiv(seq_len * heads_per_kv, 64)
-    fits = key.shape[0] * key.shape[1] * kv_heads * head_dim * key.element_size() <= REBUILT_BYTES
-    return fits and (row_blocks - 1) * max(group.qk_rank for group in layout.groups) >= 360
-
-
-def prefill_constants(
-    layout: LayerLayout, heads_per_kv: int, element_bytes: int, head_dim: int, rebuilt: bool
-) -> list[tuple[GroupClass, dict[str, Any]]]:
-    """Each class of a layer, widest first, with the constants that its kernel is compiled for.
-
-    Row blocks balance the classes by d_sum (FDC section 5.3), in powers of two. Of keys that are rebuilt first the
-    kernel reads head_dim columns.
-    """
-    classes = list(layout.classes())
-    per_head, pre = layout.domain == "pre", layout.domain == "pre" and not rebuilt
-    half = head_dim // 2 if pre else 0
-    all_widths = [(head_dim if rebuilt else c.qk_rank, c.v_rank) for c in classes]
-    result = []
-    for cls, (qk_width, v_rank), (row_block, column_block) in zip(
-        classes, all_widths, balanced_row_blocks(all_widths), strict=True
-    ):
-        widths = chunks(qk_width), chunks(v_rank)
-        if pre and qk_width > 128:
-            widths = (padded(qk_width), 0), widths[1]
-        rows, tile, warps = prefill_shape(sum(widths[1]), row_block, column_block, element_bytes, pre)
-        constants = {
-            "QK": qk_width,
-            "V": v_rank,
-            **dict(zip(("K0", "K1", "V0", "V1"), (*widths[0], *widths[1]), strict=True)),
-            "PRE": pre,
-            "HEADS": layout.group_size if per_head else 1,
-            "PACK": heads_per_kv if per_head else heads_per_kv * layout.group_size,
-            "HALF": half,
-            "HALF_PADDED": max(16, triton.next_power_of_2(half)),
-            "ROWS": rows,
-            "TILE": tile,
-            "PRECISION": "ieee" if element_bytes == 4 else "tf32",
-            "num_warps": warps,
-            "num_stages": 2,
-        }
-        result.append((cls, constants))
-    return result
-
-
-def prefill_shape(
-    v_width: int, row_block: int, column_block: int, element_bytes: int, pre: bool
-) -> tuple[int, int, int]:
-    """Rows and keys of a tile, and warps: the balanced block sizes as powers of two that the registers can hold."""
-    rows = min(128, 1 << (row_block.bit_length() - 1))
-    tile = column_block
-    while rows > 16 and rows * (v_width + tile) > 32768:
-        rows //= 2
-    if element_bytes == 4 or pre:
-        # Rebuilt keys and their rotation take as many registers again as the scores.
-        rows, tile = min(rows, 64), min(tile, 32)
-    elif v_width > 256:
-        tile = min(tile, 32)
-    return rows, tile, 8 if rows * (v_width + tile) > 8192 or pre else 4
-
-
 def prefill_variants(
     layout: LayerLayout,
     heads_per_kv: int,
@@ -331,6 +261,7 @@ def prefill_variants(
     page: int = 0,
     mask: bool = False,
     softcap: bool = False,
+    gpu: Gpu = HOPPER,
 ) -> list[Variant]:
     """What `prefill_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
     pointers = {
@@ -343,7 +274,7 @@ def prefill_variants(
     once = layout.domain == "pre" and page == 0
     variants = [rebuild_variant(layout, head_dim, dtype)] if once else []
     for rebuilt in (True, False) if once else (False,):
-        for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt):
+        for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt, gpu):
             options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
             key_numbers = (head_dim,) if rebuilt else (cls.qk_rank, cls.qk_offset, layout.qk_width)
             align = alignment_of(*key_numbers, cls.v_rank, cls.v_offset, layout.v_width)

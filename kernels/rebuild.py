@@ -19,7 +19,9 @@ from torch import Tensor
 from rotor.layout import LayerLayout
 
 from .ahead import Variant
+from .layer_table import padded
 from .rotation import group_table, rank_alignment
+from .shapes import precision
 from .tiles import load_basis, load_latents, load_rotation, rotate_tile
 
 INTEGERS = [
@@ -113,10 +115,10 @@ def rebuild_constants(layout: LayerLayout, head_dim: int, element_bytes: int) ->
     return {
         "SIZE": layout.group_size,
         "HALF": half,
-        "HALF_PADDED": max(16, triton.next_power_of_2(half)),
+        "HALF_PADDED": padded(half),
         "ROWS": 64,
         "COLUMNS": 32,
-        "PRECISION": "ieee" if element_bytes == 4 else "tf32",
+        "PRECISION": precision(element_bytes),
         "num_warps": 4,
         "num_stages": 2,
     }

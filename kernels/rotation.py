@@ -18,6 +18,8 @@ from rotor.layout import LayerLayout
 
 from .ahead import Variant
 from .decode import alignment_of
+from .layer_table import padded
+from .shapes import precision
 from .tiles import load_rotation, rotate_tile
 
 COLUMNS = 64
@@ -155,10 +157,10 @@ def rotation_constants(
         "SIZE": layout.group_size,
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
-        "HALF_PADDED": max(16, triton.next_power_of_2(half)),
+        "HALF_PADDED": padded(half),
         "ROWS": 16 if tokens * heads_per_kv <= 512 else 64,
         "COLUMNS": COLUMNS,
-        "PRECISION": "ieee" if element_bytes == 4 else "tf32",
+        "PRECISION": precision(element_bytes),
         "num_warps": 4,
         "num_stages": 2,
     }

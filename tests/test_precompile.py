@@ -39,8 +39,8 @@ def folder(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def two_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The first specialisations of the folder, a decode kernel and its combination of slices; others take long."""
-    variants = kernel_variants(folder, "auto", [1])[:2]
-    monkeypatch.setattr(module, "kernel_variants", lambda folder, dtype, batch_sizes: variants)
+    variants = kernel_variants(folder, "auto", [1], 90)[:2]
+    monkeypatch.setattr(module, "kernel_variants", lambda folder, dtype, batch_sizes, arch: variants)
     return variants
 
 
@@ -199,7 +199,7 @@ def test_without_triton_the_error_says_what_to_install(folder: Path, monkeypatch
 @needs_triton
 def test_folders_and_dtypes_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--dtype int8: the kernels have float16, bfloat16, float32"):
-        kernel_variants(folder, "int8", [1])
+        kernel_variants(folder, "int8", [1], 90)
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in folder.iterdir():
@@ -207,7 +207,7 @@ def test_folders_and_dtypes_that_do_not_fit(folder: Path, tmp_path: Path) -> Non
     data = json.loads((copy / "kernel_config.json").read_text())
     (copy / "kernel_config.json").write_text(json.dumps(data | {"version": 99}))
     with pytest.raises(CheckpointError, match="version 99"):
-        kernel_variants(copy, "auto", [1])
+        kernel_variants(copy, "auto", [1], 90)
     (copy / "kernel_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"kernel_config\.json"):
-        kernel_variants(copy, "auto", [1])
+        kernel_variants(copy, "auto", [1], 90)

@@ -9,9 +9,9 @@ import torch
 from kernel_checks import check_decode
 from ragged import layer, random_case
 
-from rotor.kernels.decode import decode_config
 from rotor.kernels.layer_table import MAX_BODIES, layer_parts
 from rotor.kernels.longest_first import longest_first
+from rotor.kernels.shapes import decode_config
 from rotor.kernels.slices import DecodeKeys
 from rotor.kernels.truth import Sequence
 

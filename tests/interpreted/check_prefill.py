@@ -7,7 +7,6 @@ import torch
 from kernel_checks import check_prefill
 from ragged import layer, random_case
 
-from rotor.kernels.prefill import rebuilding_pays
 from rotor.kernels.slices import PrefillKeys, packed_bits
 from rotor.kernels.truth import Sequence
 
@@ -62,15 +61,6 @@ def test_a_mask_with_holes(way, dtype) -> None:
 
 def test_softcap() -> None:
     check_prefill(random_case(layer("none", 1, (16, 24)), 2, HEAD_DIM, 1, 20, 40), [Sequence(20, 0, 40)], softcap=2.0)
-
-
-def test_keys_are_rebuilt_in_memory_where_many_row_blocks_need_them() -> None:
-    layout, key = layer("pre", 2, (64, 64)), torch.empty(1, 4096, 64)
-    assert not rebuilding_pays(layout, 4, 128, 16, key)
-    assert not rebuilding_pays(layout, 4, 128, 96, key)  # 5 times 64 columns saved
-    assert rebuilding_pays(layout, 4, 128, 112, key)  # 6 times
-    assert not rebuilding_pays(layout, 4, 128, 112, key.expand(1 << 10, -1, -1))  # 4 GB of keys
-    assert not rebuilding_pays(layer("none", 2, (64, 64)), 4, 128, 4096, key)
 
 
 def test_ranges_of_causal_queries() -> None:
