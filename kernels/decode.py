@@ -21,7 +21,6 @@ without leaving registers.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 import triton
@@ -47,7 +46,7 @@ from .columns import (
 from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
 from .layer_table import Column, LayerParts, table_on
 from .longest_first import assign_variant, longest_first
-from .shapes import HOPPER, Gpu, decode_config, gpu_of
+from .shapes import HOPPER, Gpu, decode_config, gpu_of, rebuilding_steps, sm_count
 from .slices import DecodeKeys
 from .tiles import (
     key_rows,
@@ -101,8 +100,9 @@ def _rebuilt_scores(
 def _segment(
     query, key, value, partial, partial_lse, output, lse, row, slot, first_tile, last_tile, first, end, holes, sequence,
     block_table, mask, cos, sin, basis, query_stride, head_stride, key_block, key_row, value_block, value_row,
-    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale, softcap,
-    K: tl.constexpr, V: tl.constexpr, PRE: tl.constexpr, HEADS: tl.constexpr,
+    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps, scale,
+    softcap,
+    K: tl.constexpr, V: tl.constexpr, PRE: tl.constexpr,
     HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr,
     ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr,
@@ -139,8 +139,8 @@ def _segment(
         latent = load_latents(key_base, block, place_in_block, key_block, key_row, qk_rank, valid, 0, K)
         if PRE:
             scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
-            # A loop at run time: unrolled, all of the bases would be hoisted into registers.
-            for step in range(HEADS * (HALF_PADDED // FREQUENCIES)):
+            # As many steps as an argument says: known, few would be unrolled, and all bases hoisted into registers.
+            for step in range(steps):
                 scores = _rebuilt_scores(
                     scores, latent, step, start, head_base, basis_base, basis_row, basis_stride, qk_rank,
                     cos, sin, rotation_len, rotation_stride, K, HEADS_PER_KV, HALF, HALF_PADDED, FREQUENCIES,
@@ -185,7 +185,7 @@ def _segment(
 INTEGERS = [
     "batch_size", "query_stride", "head_stride", "key_block", "key_row", "value_block", "value_row", "table_stride",
     "mask_stride", "rotation_len", "rotation_stride", "basis_stride", "output_stride", "lse_stride", "parts",
-    "total_work",
+    "total_work", "steps",
 ]  # fmt: skip
 """Not specialised on their values: what divides them is said by ALIGN, so that one compiled kernel serves them all."""
 
@@ -195,8 +195,8 @@ def decode_kernel(
     query, key, value, partial, partial_lse, output, lse, table, first_key, end_key, holes, tile_prefix, order, bounds,
     block_table, mask, cos, sin, basis, batch_size, query_stride, head_stride, key_block, key_row, value_block,
     value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, parts,
-    total_work, scale, softcap,
-    BODIES: tl.constexpr, PRE: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
+    total_work, steps, scale, softcap,
+    BODIES: tl.constexpr, PRE: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SCHEDULE: tl.constexpr, ALIGN: tl.constexpr,
@@ -260,9 +260,9 @@ def decode_kernel(
                         query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
                         last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
                         query_stride, head_stride, key_block, key_row, value_block, value_row, table_stride,
-                        mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale,
-                        softcap, BODIES[choice][0], BODIES[choice][1], PRE,
-                        HEADS, HEADS_PER_KV, HALF, HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
+                        mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps,
+                        scale, softcap, BODIES[choice][0], BODIES[choice][1], PRE, HEADS_PER_KV, HALF, HALF_PADDED,
+                        FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
                         MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, PARTIAL_WIDTH, PRECISION,
                     )  # fmt: skip
 
@@ -364,7 +364,7 @@ def decode_attention(
         batch_size, query_stride, head_stride, key_block, key_row, value_block, value_row,
         0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
         cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),
-        parts.total_work, scaling, 1.0 if softcap is None else softcap,
+        parts.total_work, rebuilding_steps(parts, config), scaling, 1.0 if softcap is None else softcap,
         **config,
         PAGE=page,
         MASK=keys.mask is not None,
@@ -400,12 +400,9 @@ def check_page(key: Tensor, block_table: Tensor | None) -> int:
     return page
 
 
-@lru_cache(maxsize=16)
 def default_programs(device: torch.device) -> int:
-    """Two programs for each SM; four in all where there is no GPU (in Triton's interpreter)."""
-    if device.type != "cuda":
-        return 4
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    """Two programs for each SM."""
+    return 2 * sm_count(device)
 
 
 def decode_variants(

@@ -10,7 +10,8 @@ no memory for it, by each row block for itself, in registers.
 
 Rows of a tile are (position, query head) pairs of the heads that share keys, positions slowest, so that a chunk of few
 positions still fills a tile. Rows know the range of keys that they attend to: causal, windows, padding, chunks
-against an existing cache and sequences of different lengths are all ranges. The longest row blocks are launched first.
+against an existing cache and sequences of different lengths are all ranges. The longest row blocks are launched first,
+and those of a last round that would not fill the GPU in pieces, by a launch of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rotor.layout import LayerLayout
 from .ahead import Variant
 from .decode import alignment_of, check_page
 from .rebuild import rebuild_keys, rebuild_variant
-from .shapes import HOPPER, Gpu, gpu_of, prefill_constants, rebuilding_pays
+from .schedule import PIECES, last_round
+from .shapes import HOPPER, Gpu, gpu_of, pieces_of, prefill_constants, prefill_workers, rebuilding_pays, sm_count
 from .slices import PrefillKeys
 from .tiles import key_rows, load_basis, load_latents, load_rotation, marked_keys, rotate_tile, scaled_logits
 
@@ -33,7 +35,7 @@ INTEGERS = [
     "batch_size", "units", "blocks", "seq_len", "query_offset", "query_batch", "query_head", "query_position",
     "key_offset", "key_block", "key_row", "value_offset", "value_block", "value_row", "output_offset", "output_batch",
     "output_position", "lse_offset", "lse_batch", "lse_head", "table_stride", "mask_batch", "mask_query",
-    "rotation_stride", "basis_stride",
+    "rotation_stride", "basis_stride", "first_task",
 ]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
 
@@ -52,23 +54,24 @@ def prefill_kernel(
     query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, batch_size, units,
     blocks, seq_len, query_offset, query_batch, query_head, query_position, key_offset, key_block, key_row,
     value_offset, value_block, value_row, output_offset, output_batch, output_position, lse_offset, lse_batch,
-    lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, scale, softcap,
+    lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, first_task, scale, softcap,
     QK: tl.constexpr, V: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PRE: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One row block of one unit of one sequence; see `prefill_attention`. Offsets and strides in units of ALIGN.
+    """ROWS of the ROWS * SPLIT of a task, a row block of one unit of one sequence; see `prefill_attention`. Offsets and
+    strides in units of ALIGN.
 
     A unit is a group, or in domain `pre` one of the HEADS KV heads of a group; PACK query heads share its keys. PRE:
     keys are rebuilt here; else `key` has them, QK columns a unit.
     """
-    program = tl.program_id(0)
-    row_block = blocks - 1 - program // (units * batch_size)
-    unit = program // batch_size % units
-    sequence = program % batch_size
+    task = first_task + tl.program_id(0) // SPLIT
+    row_block = blocks - 1 - task // (units * batch_size)
+    unit = task // batch_size % units
+    sequence = task % batch_size
     group = unit // HEADS
-    rows = row_block * ROWS + tl.arange(0, ROWS)
+    rows = (row_block * SPLIT + tl.program_id(0) % SPLIT) * ROWS + tl.arange(0, ROWS)
     in_range = rows < seq_len * PACK
     place = sequence * seq_len + rows // PACK
     first = tl.load(first_key + place, mask=in_range, other=0)
@@ -155,7 +158,7 @@ def prefill_kernel(
     safe_total = tl.where(total == 0.0, 1.0, total)
     head = unit * PACK + rows % PACK
     natural = (largest + tl.log2(safe_total)) * 0.6931471805599453
-    lse_place = lse + sequence * lse_batch + (lse_offset + head) * lse_head + rows // PACK
+    lse_place = lse + sequence.to(tl.int64) * lse_batch + (lse_offset + head) * lse_head + rows // PACK
     tl.store(lse_place, natural, mask=in_range)
     offset = sequence.to(tl.int64) * (output_batch * ALIGN) + (rows // PACK).to(tl.int64) * (output_position * ALIGN)
     out = output + (offset + output_offset * ALIGN + head * V)[:, None]
@@ -235,20 +238,25 @@ def prefill_attention(
         rotation = [cos.stride(0), basis.stride(0)] if constants["PRE"] else [0, 0]
         align = alignment_of(constants["QK"], cls.v_rank, *strides, *rotation)
         blocks = triton.cdiv(seq_len * constants["PACK"], constants["ROWS"])
-        prefill_kernel[(blocks * units * batch_size,)](
+        arguments = [
             query, key, value, output, lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
             empty if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
             batch_size, units, blocks, seq_len, *(stride // align for stride in strides),
             cls.start * group_rows, lse.stride(0), lse.stride(1),
             0 if block_table is None else block_table.stride(0),
             *((0, 0) if keys.mask is None else (keys.mask.stride(0), keys.mask.stride(1))),
-            *(stride // align for stride in rotation), scaling, 1.0 if softcap is None else softcap,
-            **constants,
-            PAGE=page,
-            MASK=keys.mask is not None,
-            SOFT_CAP=softcap is not None,
-            ALIGN=align,
-        )  # fmt: skip
+            *(stride // align for stride in rotation),
+        ]  # fmt: skip
+        real = scaling, 1.0 if softcap is None else softcap
+        flags = {"PAGE": page, "MASK": keys.mask is not None, "SOFT_CAP": softcap is not None, "ALIGN": align}
+        tasks, workers = blocks * units * batch_size, prefill_workers(constants, sm_count(query.device))
+        whole, cut = last_round(seq_len, keys.past, constants["ROWS"], constants["PACK"], units * batch_size, workers)
+        if whole:
+            prefill_kernel[(whole,)](*arguments, 0, *real, **constants, **flags)
+        if cut:
+            pieces = pieces_of(constants)
+            grid = ((tasks - whole) * pieces["SPLIT"],)
+            prefill_kernel[grid](*arguments, whole, *real, **pieces, **flags)
     return output, lse
 
 
@@ -275,11 +283,14 @@ def prefill_variants(
     variants = [rebuild_variant(layout, head_dim, dtype)] if once else []
     for rebuilt in (True, False) if once else (False,):
         for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt, gpu):
-            options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
             key_numbers = (head_dim,) if rebuilt else (cls.qk_rank, cls.qk_offset, layout.qk_width)
             align = alignment_of(*key_numbers, cls.v_rank, cls.v_offset, layout.v_width)
             flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
             keys = f"{cls.qk_rank} rebuilt" if rebuilt else str(cls.qk_rank)
             name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {keys}+{cls.v_rank}"
-            variants.append(Variant(name, prefill_kernel, pointers, constants | flags, ("scale", "softcap"), options))
+            for shape in (constants, pieces_of(constants)) if constants["ROWS"] >= 16 * PIECES else (constants,):
+                options = {option: shape[option] for option in ("num_warps", "num_stages")}
+                fixed = {k: v for k, v in shape.items() if k not in options} | flags
+                pieces = ", pieces" if shape["SPLIT"] > 1 else ""
+                variants.append(Variant(name + pieces, prefill_kernel, pointers, fixed, ("scale", "softcap"), options))
     return variants

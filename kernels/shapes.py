@@ -15,7 +15,7 @@ import torch
 from rotor.layout import GroupClass, LayerLayout
 
 from .layer_table import LayerParts, chunks, layer_parts, padded
-from .schedule import balanced_row_blocks
+from .schedule import PIECES, balanced_row_blocks
 
 SHARED_KB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """Shared memory that one program may have, by compute capability. Source: CUDA programming guide."""
@@ -59,6 +59,12 @@ REBUILT_BYTES = 1 << 30
 """The most that rebuilt keys of a layer may take for the time of its prefill."""
 
 
+@lru_cache(maxsize=16)
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors; two where there is no GPU (in Triton's interpreter)."""
+    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def decode_config(
     parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu = HOPPER
 ) -> dict[str, Any]:
@@ -68,7 +74,9 @@ def decode_config(
     """
     widest = max(qk for qk, _ in parts.bodies), max(v for _, v in parts.bodies)
     tile_rows = padded(parts.rows)
-    wide_pre = parts.domain == "pre" and max(widest) > 128
+    # Rebuilding from wide latents takes registers, more of them where they hold both operands: fewer frequencies at a
+    # time, and then more rows, or queries would be loaded two bytes at a time.
+    wide_pre = parts.domain == "pre" and (max(widest) > 128 or (gpu.registers_hold_operands and widest[0] == 128))
     if wide_pre:
         tile_rows = max(32, tile_rows)
     tile, warps, stages = decode_shape(widest, tile_rows, element_bytes, head_dim)
@@ -76,7 +84,6 @@ def decode_config(
     config = {
         "BODIES": parts.bodies,
         "PRE": parts.domain == "pre",
-        "HEADS": parts.heads,
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
         "HALF_PADDED": padded(half),
@@ -96,6 +103,11 @@ def decode_config(
     ):
         pass
     return config
+
+
+def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
+    """Steps in which the decode kernel rebuilds the keys of a tile: FREQUENCIES of one head in each."""
+    return parts.heads * (config["HALF_PADDED"] // config["FREQUENCIES"])
 
 
 def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
@@ -192,6 +204,7 @@ def prefill_constants(
             "HALF": half,
             "HALF_PADDED": padded(half),
             "ROWS": rows,
+            "SPLIT": 1,
             "TILE": tile,
             "PRECISION": precision(element_bytes),
             "num_warps": warps,
@@ -216,7 +229,7 @@ def prefill_shape(
     key, value = (sum(width) for width in widths)
     rows = min(128, 1 << (row_block.bit_length() - 1))
     tile = column_block
-    while rows > 16 and rows * (value + tile) > 32768:
+    while rows > 16 and rows * (value + tile) > 24576:
         rows //= 2
     if element_bytes == 4 or pre:
         rows, tile = min(rows, 64), min(tile, 16 if pre and max(key, value) > 128 else 32)
@@ -227,6 +240,22 @@ def prefill_shape(
         rows = min(rows, 64) if value > 64 else rows
         tile = min(tile, 16 if value > 128 else 32) if in_pieces and value > 80 else tile
     return rows, tile, 8 if rows * (value + tile) > 8192 or pre else 4
+
+
+def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
+    warps = 8 if constants["PRE"] else 4
+    return constants | {
+        "ROWS": constants["ROWS"] // PIECES,
+        "SPLIT": PIECES,
+        "TILE": min(32, constants["TILE"]),
+        "num_warps": warps,
+    }
+
+
+def prefill_workers(constants: dict[str, Any], sms: int) -> int:
+    """Programs of a prefill kernel that a GPU holds at a time: its registers allow two of four warps an SM, or one."""
+    return sms * (8 // constants["num_warps"])
 
 
 def prefill_shared_bytes(constants: dict[str, Any], element_bytes: int) -> int:

@@ -63,12 +63,14 @@ class PrefillKeys:
     mask, holes: [batch_size, seq_len, words], int64, a bit a key, the lowest first (1: attend), and
         [batch_size, seq_len], int32: whether a query's range has keys that are not attended. The mask is only read
         where it has.
+    past: keys before the queries' own as far as the host knows: only the order of launches goes by it.
     """
 
     first: Tensor
     end: Tensor
     mask: Tensor | None = None
     holes: Tensor | None = None
+    past: int = 0
 
     @cached_property
     def union(self) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,8 @@ class PrefillKeys:
         flat = DecodeKeys.from_mask(mask.flatten(0, 1))
         assert flat.holes is not None
         shape = mask.shape[:2]
-        return cls(flat.first.view(shape), flat.end.view(shape), packed_bits(mask), flat.holes.view(shape))
+        past = mask.shape[2] - mask.shape[1]
+        return cls(flat.first.view(shape), flat.end.view(shape), packed_bits(mask), flat.holes.view(shape), past)
 
 
 def packed_bits(mask: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 from kernel_checks import check_prefill
 from ragged import layer, random_case
 
+from rotor.kernels.schedule import last_round
+from rotor.kernels.shapes import prefill_constants, prefill_workers, sm_count
 from rotor.kernels.slices import PrefillKeys, packed_bits
 from rotor.kernels.truth import Sequence
 
@@ -57,6 +59,21 @@ def test_a_mask_with_holes(way, dtype) -> None:
     mask[1, :10] = True
     mask[1, 15] = False
     check_prefill(case, [Sequence(20, 0, 150), Sequence(20, 3, 150)], mask=mask, rebuilt=rebuilt)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_row_blocks_of_the_last_round_in_pieces(way) -> None:
+    """Five row blocks of 64 for the four programs that the interpreter is taken to run at a time."""
+    domain, rebuilt = way
+    layout = layer(domain, 1, (16, 24))
+    seq_len, kv_len = (150, 350) if domain == "none" or rebuilt else (70, 270)  # 8 warps: two programs
+    ((_, constants),) = prefill_constants(layout, 2, 4, HEAD_DIM, bool(rebuilt))
+    workers = prefill_workers(constants, sm_count(torch.device("cpu")))
+    blocks = -(-seq_len * 2 // constants["ROWS"])
+    assert last_round(seq_len, 200, constants["ROWS"], 2, 1, workers) == (blocks - 1, True)
+    case = random_case(layout, 2, HEAD_DIM, 1, seq_len, kv_len)
+    mask = torch.ones(1, seq_len, kv_len, dtype=torch.bool)
+    check_prefill(case, [Sequence(seq_len, 3, kv_len)], mask=mask, rebuilt=rebuilt)
 
 
 def test_softcap() -> None:
