@@ -26,8 +26,18 @@ from rotor.layout import LayerLayout
 from .ahead import Variant
 from .decode import alignment_of, check_page
 from .rebuild import rebuild_keys, rebuild_variant
-from .schedule import PIECES, last_round
-from .shapes import HOPPER, Gpu, gpu_of, pieces_of, prefill_constants, prefill_workers, rebuilding_pays, sm_count
+from .schedule import last_round
+from .shapes import (
+    HOPPER,
+    Gpu,
+    can_be_cut,
+    gpu_of,
+    pieces_of,
+    prefill_constants,
+    prefill_workers,
+    rebuilding_pays,
+    sm_count,
+)
 from .slices import PrefillKeys
 from .tiles import key_rows, load_basis, load_latents, load_rotation, marked_keys, rotate_tile, scaled_logits
 
@@ -250,7 +260,10 @@ def prefill_attention(
         real = scaling, 1.0 if softcap is None else softcap
         flags = {"PAGE": page, "MASK": keys.mask is not None, "SOFT_CAP": softcap is not None, "ALIGN": align}
         tasks, workers = blocks * units * batch_size, prefill_workers(constants, sm_count(query.device))
-        whole, cut = last_round(seq_len, keys.past, constants["ROWS"], constants["PACK"], units * batch_size, workers)
+        whole, cut = tasks, False
+        if can_be_cut(constants):
+            rows, pack = constants["ROWS"], constants["PACK"]
+            whole, cut = last_round(seq_len, keys.past, rows, pack, units * batch_size, workers)
         if whole:
             prefill_kernel[(whole,)](*arguments, 0, *real, **constants, **flags)
         if cut:
@@ -288,7 +301,7 @@ def prefill_variants(
             flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
             keys = f"{cls.qk_rank} rebuilt" if rebuilt else str(cls.qk_rank)
             name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {keys}+{cls.v_rank}"
-            for shape in (constants, pieces_of(constants)) if constants["ROWS"] >= 16 * PIECES else (constants,):
+            for shape in (constants, pieces_of(constants)) if can_be_cut(constants) else (constants,):
                 options = {option: shape[option] for option in ("num_warps", "num_stages")}
                 fixed = {k: v for k, v in shape.items() if k not in options} | flags
                 pieces = ", pieces" if shape["SPLIT"] > 1 else ""

@@ -98,12 +98,13 @@ def last_round(seq_len: int, past: int, rows: int, pack: int, others: int, worke
 
     Source: FDC section 5.3, ZACK section 5.3; they let the pieces be any multiple of 16 rows.
     """
+    tasks = -(-seq_len * pack // rows) * others
+    whole = tasks - tasks % workers
+    if whole == tasks or tasks > MOST_ROUNDS * workers:
+        return tasks, False
     costs = row_block_costs(seq_len, past, rows, pack, others)
-    whole = len(costs) - len(costs) % workers
-    if whole == len(costs) or len(costs) > MOST_ROUNDS * workers or rows < 16 * PIECES:
-        return len(costs), False
-    cut = redistributed_makespan(costs, workers)
-    return (whole, True) if cut < makespan(costs, workers) else (len(costs), False)
+    cut = redistributed_makespan(costs, workers) < makespan(costs, workers)
+    return (whole, True) if cut else (tasks, False)
 
 
 def row_block_costs(seq_len: int, past: int, rows: int, pack: int, others: int) -> list[float]:

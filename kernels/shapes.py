@@ -79,7 +79,7 @@ def decode_config(
     wide_pre = parts.domain == "pre" and (max(widest) > 128 or (gpu.registers_hold_operands and widest[0] == 128))
     if wide_pre:
         tile_rows = max(32, tile_rows)
-    tile, warps, stages = decode_shape(widest, tile_rows, element_bytes, head_dim)
+    tile, warps, stages = decode_shape(widest, tile_rows, element_bytes, head_dim, gpu)
     half = head_dim // 2
     config = {
         "BODIES": parts.bodies,
@@ -130,7 +130,9 @@ def _shrink(config: dict[str, Any], *order: tuple[str, int]) -> bool:
     return False
 
 
-def decode_shape(widest: tuple[int, int], tile_rows: int, element_bytes: int, head_dim: int) -> tuple[int, int, int]:
+def decode_shape(
+    widest: tuple[int, int], tile_rows: int, element_bytes: int, head_dim: int, gpu: Gpu
+) -> tuple[int, int, int]:
     """Keys of a tile, warps, and stages of the pipeline of loads; head_dim is 0 except in domain `pre`.
 
     A tile of latents is about 16 KB, so that three of them in flight on each of two or more programs an SM cover the
@@ -139,7 +141,8 @@ def decode_shape(widest: tuple[int, int], tile_rows: int, element_bytes: int, he
     """
     row_bytes = sum(widest) * element_bytes
     if head_dim:
-        return (64 if max(widest) <= 128 else 16), (4 if sum(widest) <= 64 else 8), 2
+        tile = 32 if gpu.registers_hold_operands and max(widest) == 128 else 64
+        return (tile if max(widest) <= 128 else 16), (4 if sum(widest) <= 64 else 8), 2
     tile = 128
     while tile > 16 and tile * row_bytes > (16 << 10):
         tile //= 2
@@ -242,15 +245,15 @@ def prefill_shape(
     return rows, tile, 8 if rows * (value + tile) > 8192 or pre else 4
 
 
+def can_be_cut(constants: dict[str, Any]) -> bool:
+    """Whether a kernel's row blocks may be cut into PIECES; not where each would rebuild keys for itself."""
+    return not constants["PRE"] and constants["ROWS"] >= 16 * PIECES
+
+
 def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
     """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
-    warps = 8 if constants["PRE"] else 4
-    return constants | {
-        "ROWS": constants["ROWS"] // PIECES,
-        "SPLIT": PIECES,
-        "TILE": min(32, constants["TILE"]),
-        "num_warps": warps,
-    }
+    rows, tile = constants["ROWS"] // PIECES, min(32, constants["TILE"])
+    return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
 
 
 def prefill_workers(constants: dict[str, Any], sms: int) -> int:

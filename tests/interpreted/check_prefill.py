@@ -61,12 +61,12 @@ def test_a_mask_with_holes(way, dtype) -> None:
     check_prefill(case, [Sequence(20, 0, 150), Sequence(20, 3, 150)], mask=mask, rebuilt=rebuilt)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=str)
 def test_row_blocks_of_the_last_round_in_pieces(way) -> None:
     """Five row blocks of 64 for the four programs that the interpreter is taken to run at a time."""
     domain, rebuilt = way
     layout = layer(domain, 1, (16, 24))
-    seq_len, kv_len = (150, 350) if domain == "none" or rebuilt else (70, 270)  # 8 warps: two programs
+    seq_len, kv_len = 150, 350
     ((_, constants),) = prefill_constants(layout, 2, 4, HEAD_DIM, bool(rebuilt))
     workers = prefill_workers(constants, sm_count(torch.device("cpu")))
     blocks = -(-seq_len * 2 // constants["ROWS"])
