@@ -116,7 +116,7 @@ def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
     if config["PRE"]:
-        rebuilding = 2 * frequencies * (key + tile) * element_bytes
+        rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile)
         return stages * tile * (key + value) * element_bytes + rebuilding + scores + 1024
     return (max(1, stages - 1) * tile * (key + value) + rows * key) * element_bytes + 4 * scores + 1024
 

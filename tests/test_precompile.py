@@ -133,7 +133,8 @@ LAUNCHES = {
     "decode none": (launch_decode, "none", 2),  # decode and combine
     "decode pre": (launch_decode, "pre", 2),
     "decode lpt": (partial(launch_decode, schedule="lpt"), "none", 2),  # assign and decode
-    "prefill none": (launch_prefill, "none", 2),  # both classes of groups
+    "prefill none": (partial(launch_prefill, seq_len=170), "none", 2),  # both classes of groups, in full rounds
+    "prefill none, pieces": (partial(launch_prefill, seq_len=20), "none", 2),
     "prefill pre": (launch_prefill, "pre", 2),
     "prefill pre, keys rebuilt": (partial(launch_prefill, seq_len=256), "pre", 3),
     "rotation": (launch_rotation, "post", 2),  # one position and many
