@@ -75,14 +75,15 @@ def decode_config(
     widest = max(qk for qk, _ in parts.bodies), max(v for _, v in parts.bodies)
     tile_rows = padded(parts.rows)
     # Rebuilding from wide latents takes registers, more of them where they hold both operands: fewer frequencies at a
-    # time, and then more rows, or queries would be loaded two bytes at a time.
+    # time, and then more rows and columns.
     wide_pre = parts.domain == "pre" and (max(widest) > 128 or (gpu.registers_hold_operands and widest[0] == 128))
     if wide_pre:
         tile_rows = max(32, tile_rows)
     tile, warps, stages = decode_shape(widest, tile_rows, element_bytes, head_dim, gpu)
     half = head_dim // 2
     config = {
-        "BODIES": parts.bodies,
+        # Smaller tiles than these would be loaded two bytes at a time.
+        "BODIES": tuple((max(32, qk), max(32, v)) for qk, v in parts.bodies) if wide_pre else parts.bodies,
         "PRE": parts.domain == "pre",
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
@@ -141,8 +142,10 @@ def decode_shape(
     """
     row_bytes = sum(widest) * element_bytes
     if head_dim:
-        tile = 32 if gpu.registers_hold_operands and max(widest) == 128 else 64
-        return (tile if max(widest) <= 128 else 16), (4 if sum(widest) <= 64 else 8), 2
+        tile = 64 if max(widest) <= 128 else 16
+        if gpu.registers_hold_operands and max(widest) == 128:
+            tile = 32 if sum(widest) < 256 else 16
+        return tile, 4 if sum(widest) <= 64 else 8, 2
     tile = 128
     while tile > 16 and tile * row_bytes > (16 << 10):
         tile //= 2
@@ -252,7 +255,8 @@ def can_be_cut(constants: dict[str, Any]) -> bool:
 
 def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
     """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
-    rows, tile = constants["ROWS"] // PIECES, min(32, constants["TILE"])
+    value = constants["V0"] + constants["V1"]
+    rows, tile = constants["ROWS"] // PIECES, min(16 if value > 128 else 32, constants["TILE"])
     return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
 
 
