@@ -52,8 +52,9 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu.of_capability(10 * properties.major + properties.minor, shared_bytes)
 
 
-THREE_PROGRAMS = 168
-"""Registers of a thread at which three programs of four warps fit an SM; none of these kernels needs more."""
+MOST_REGISTERS = 200
+"""Of a thread of four warps where a decode kernel has several bodies. Left to itself the assembler stops at 168, at
+which three programs fit an SM, and spills; the grid has two an SM."""
 
 REBUILT_BYTES = 1 << 30
 """The most that rebuilt keys of a layer may take for the time of its prefill."""
@@ -74,9 +75,10 @@ def decode_config(
     """
     widest = max(qk for qk, _ in parts.bodies), max(v for _, v in parts.bodies)
     tile_rows = padded(parts.rows)
-    # Rebuilding from wide latents takes registers, more of them where they hold both operands: fewer frequencies at a
-    # time, and then more rows and columns.
-    wide_pre = parts.domain == "pre" and (max(widest) > 128 or (gpu.registers_hold_operands and widest[0] == 128))
+    # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
+    # fewer frequencies at a time, and then more rows and columns.
+    crowded = gpu.registers_hold_operands or len(parts.bodies) > 1
+    wide_pre = parts.domain == "pre" and (max(widest) > 128 or (crowded and max(widest) == 128))
     if wide_pre:
         tile_rows = max(32, tile_rows)
     tile, warps, stages = decode_shape(widest, tile_rows, element_bytes, head_dim, gpu)
@@ -97,7 +99,7 @@ def decode_config(
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
         "num_warps": warps,
         "num_stages": stages,
-        "maxnreg": THREE_PROGRAMS if warps == 4 and len(parts.bodies) > 1 else None,
+        "maxnreg": MOST_REGISTERS if warps == 4 and len(parts.bodies) > 1 else None,
     }
     while decode_shared_bytes(config, element_bytes) > gpu.shared_bytes and _shrink(
         config, ("TILE", 16), ("num_stages", 1)
@@ -142,10 +144,8 @@ def decode_shape(
     """
     row_bytes = sum(widest) * element_bytes
     if head_dim:
-        tile = 64 if max(widest) <= 128 else 16
-        if gpu.registers_hold_operands and max(widest) == 128:
-            tile = 32 if sum(widest) < 256 else 16
-        return tile, 4 if sum(widest) <= 64 else 8, 2
+        narrow = max(widest) < 128 or (max(widest) == 128 and not gpu.registers_hold_operands)
+        return 64 if narrow else 16, 4 if sum(widest) <= 64 else 8, 2
     tile = 128
     while tile > 16 and tile * row_bytes > (16 << 10):
         tile //= 2
@@ -241,7 +241,9 @@ def prefill_shape(
         rows, tile = min(rows, 64), min(tile, 16 if pre and max(key, value) > 128 else 32)
     elif value > 128:
         tile = min(tile, 32)
-    if gpu.registers_hold_operands and not pre:
+    if gpu.registers_hold_operands and pre:
+        rows = min(rows, 32)
+    elif gpu.registers_hold_operands:
         in_pieces = widths[1][1] > 0
         rows = min(rows, 64) if value > 64 else rows
         tile = min(tile, 16 if value > 128 else 32) if in_pieces and value > 80 else tile
@@ -256,7 +258,8 @@ def can_be_cut(constants: dict[str, Any]) -> bool:
 def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
     """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
     value = constants["V0"] + constants["V1"]
-    rows, tile = constants["ROWS"] // PIECES, min(16 if value > 128 else 32, constants["TILE"])
+    rows = constants["ROWS"] // PIECES
+    tile = min(16 if rows * value > 2048 else 32, constants["TILE"])
     return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
 
 
