@@ -21,8 +21,6 @@ without leaving registers.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -47,7 +45,8 @@ from .columns import (
 )
 from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
 from .layer_table import Column, LayerParts, table_on
-from .longest_first import longest_first
+from .longest_first import assign_variant, longest_first
+from .shapes import HOPPER, Gpu, decode_config, gpu_of, rebuilding_steps, sm_count
 from .slices import DecodeKeys
 from .tiles import (
     key_rows,
@@ -101,8 +100,9 @@ def _rebuilt_scores(
 def _segment(
     query, key, value, partial, partial_lse, output, lse, row, slot, first_tile, last_tile, first, end, holes, sequence,
     block_table, mask, cos, sin, basis, query_stride, head_stride, key_block, key_row, value_block, value_row,
-    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale, softcap,
-    K: tl.constexpr, V: tl.constexpr, PRE: tl.constexpr, HEADS: tl.constexpr,
+    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps, scale,
+    softcap,
+    K: tl.constexpr, V: tl.constexpr, PRE: tl.constexpr,
     HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr,
     ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr,
@@ -139,8 +139,8 @@ def _segment(
         latent = load_latents(key_base, block, place_in_block, key_block, key_row, qk_rank, valid, 0, K)
         if PRE:
             scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
-            # A loop at run time: unrolled, all of the bases would be hoisted into registers.
-            for step in range(HEADS * (HALF_PADDED // FREQUENCIES)):
+            # As many steps as an argument says: known, few would be unrolled, and all bases hoisted into registers.
+            for step in range(steps):
                 scores = _rebuilt_scores(
                     scores, latent, step, start, head_base, basis_base, basis_row, basis_stride, qk_rank,
                     cos, sin, rotation_len, rotation_stride, K, HEADS_PER_KV, HALF, HALF_PADDED, FREQUENCIES,
@@ -182,13 +182,10 @@ def _segment(
     tl.store(out + column[None, :], (weighted / safe_total[:, None]).to(out.dtype.element_ty), mask=store_mask)
 
 
-THREE_PROGRAMS = 168
-"""Registers of a thread at which three programs of four warps fit an SM; none of these kernels needs more."""
-
 INTEGERS = [
     "batch_size", "query_stride", "head_stride", "key_block", "key_row", "value_block", "value_row", "table_stride",
     "mask_stride", "rotation_len", "rotation_stride", "basis_stride", "output_stride", "lse_stride", "parts",
-    "total_work",
+    "total_work", "steps",
 ]  # fmt: skip
 """Not specialised on their values: what divides them is said by ALIGN, so that one compiled kernel serves them all."""
 
@@ -198,8 +195,8 @@ def decode_kernel(
     query, key, value, partial, partial_lse, output, lse, table, first_key, end_key, holes, tile_prefix, order, bounds,
     block_table, mask, cos, sin, basis, batch_size, query_stride, head_stride, key_block, key_row, value_block,
     value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, parts,
-    total_work, scale, softcap,
-    BODIES: tl.constexpr, PRE: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
+    total_work, steps, scale, softcap,
+    BODIES: tl.constexpr, PRE: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SCHEDULE: tl.constexpr, ALIGN: tl.constexpr,
@@ -263,9 +260,9 @@ def decode_kernel(
                         query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
                         last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
                         query_stride, head_stride, key_block, key_row, value_block, value_row, table_stride,
-                        mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, scale,
-                        softcap, BODIES[choice][0], BODIES[choice][1], PRE,
-                        HEADS, HEADS_PER_KV, HALF, HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
+                        mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps,
+                        scale, softcap, BODIES[choice][0], BODIES[choice][1], PRE, HEADS_PER_KV, HALF, HALF_PADDED,
+                        FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
                         MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, PARTIAL_WIDTH, PRECISION,
                     )  # fmt: skip
 
@@ -325,7 +322,8 @@ def decode_attention(
     """
     batch_size = query.shape[0]
     device = query.device
-    config = decode_config(parts, heads_per_kv, query.element_size(), 0 if query_basis is None else query.shape[-1])
+    head_dim = 0 if query_basis is None else query.shape[-1]
+    config = decode_config(parts, heads_per_kv, query.element_size(), head_dim, gpu_of(device))
     units = len(parts.table) * batch_size
     page = check_page(key, block_table)
     programs = programs or default_programs(device)
@@ -347,7 +345,7 @@ def decode_attention(
         grid = min(programs, units)
         length = (keys.end - keys.first).clamp(min=0).long()
         d_sum = table[:, Column.QK_RANK] + table[:, Column.V_RANK] + 1
-        order, bounds = longest_first((d_sum[:, None] * length).flatten(), grid)
+        order, bounds = longest_first(d_sum[:, None] * length, grid)
     elif schedule != "none":
         raise UsageError(f"schedule {schedule!r}: expected stream, lpt or none.", "Choose one of them.")
     cos, sin = key_rotation if key_rotation is not None else (query, query)
@@ -366,7 +364,7 @@ def decode_attention(
         batch_size, query_stride, head_stride, key_block, key_row, value_block, value_row,
         0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
         cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),
-        parts.total_work, scaling, 1.0 if softcap is None else softcap,
+        parts.total_work, rebuilding_steps(parts, config), scaling, 1.0 if softcap is None else softcap,
         **config,
         PAGE=page,
         MASK=keys.mask is not None,
@@ -382,54 +380,6 @@ def decode_attention(
             **combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
         )  # fmt: skip
     return output, lse
-
-
-def decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int) -> dict[str, Any]:
-    """Constants of the decode kernel that follow from the layer alone, with num_warps and num_stages.
-
-    head_dim is 0 except in domain `pre`.
-    """
-    widest = max(qk for qk, _ in parts.bodies), max(v for _, v in parts.bodies)
-    tile_rows = max(16, triton.next_power_of_2(parts.rows))
-    wide_pre = parts.domain == "pre" and max(widest) > 128
-    if wide_pre:
-        tile_rows = max(32, tile_rows)
-    tile, warps, stages = tile_shape(widest, tile_rows, element_bytes, head_dim)
-    half = head_dim // 2
-    return {
-        "BODIES": parts.bodies,
-        "PRE": parts.domain == "pre",
-        "HEADS": parts.heads,
-        "HEADS_PER_KV": heads_per_kv,
-        "HALF": half,
-        "HALF_PADDED": max(16, triton.next_power_of_2(half)),
-        "FREQUENCIES": 16 if wide_pre else min(32, max(16, triton.next_power_of_2(half))),
-        "ROWS": parts.rows,
-        "TILE_ROWS": tile_rows,
-        "TILE": tile,
-        "PARTIAL_WIDTH": widest[1],
-        "PRECISION": "ieee" if element_bytes == 4 else "tf32",
-        "PARTS_PADDED": triton.next_power_of_2(len(parts.table)),
-        "num_warps": warps,
-        "num_stages": stages,
-        "maxnreg": THREE_PROGRAMS if warps == 4 and len(parts.bodies) > 1 else None,
-    }
-
-
-def tile_shape(widest: tuple[int, int], tile_rows: int, element_bytes: int, head_dim: int) -> tuple[int, int, int]:
-    """Keys of a tile, warps, and stages of the pipeline of loads; head_dim is 0 except in domain `pre`.
-
-    A tile of latents is about 16 KB, so that three of them in flight on each of two or more programs an SM cover the
-    memory's latency. In `pre` the latents of a tile stay in registers while all heads are rebuilt from them, and these
-    are the sizes at which the compiler does not spill.
-    """
-    row_bytes = sum(widest) * element_bytes
-    if head_dim:
-        return (64 if max(widest) <= 128 else 16), (4 if sum(widest) <= 64 else 8), 2
-    tile = 128
-    while tile > 16 and tile * row_bytes > (16 << 10):
-        tile //= 2
-    return tile, 4 if tile_rows * widest[1] <= 4096 else 8, 3
 
 
 def alignment_of(*numbers: int) -> int:
@@ -450,12 +400,9 @@ def check_page(key: Tensor, block_table: Tensor | None) -> int:
     return page
 
 
-@lru_cache(maxsize=16)
 def default_programs(device: torch.device) -> int:
-    """Two programs for each SM; four in all where there is no GPU (in Triton's interpreter)."""
-    if device.type != "cuda":
-        return 4
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    """Two programs for each SM."""
+    return 2 * sm_count(device)
 
 
 def decode_variants(
@@ -469,9 +416,10 @@ def decode_variants(
     page: int = 0,
     mask: bool = False,
     softcap: bool = False,
+    gpu: Gpu = HOPPER,
 ) -> list[Variant]:
     """What `decode_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
-    config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0)
+    config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0, gpu)
     options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
     single, integer = torch.float32, torch.int32
     pointers = {
@@ -496,4 +444,6 @@ def decode_variants(
     variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
     if schedule == "stream":
         variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
+    elif schedule == "lpt":
+        variants.append(assign_variant(len(parts.table), batch_size))
     return variants

@@ -7,7 +7,8 @@ interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch 
 - masks that are added to the logits, or that differ between heads; bool masks of any pattern are served;
 - dropout, calls outside of torch.no_grad() or inference_mode(), and code that torch.compile is tracing (which
   `generate` does for static caches on CUDA, unless disable_compile=True);
-- widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`), whose tiles exceed an SM;
+- widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`), and widths whose smallest tiles exceed the shared memory
+  of the GPU at hand (the logger `rotor` says so);
 - keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
 """
 
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from rotor.errors import UsageError
 from rotor.layout import LayerLayout
+from rotor.logs import log
+
+from .shapes import fits_shared_memory, gpu_of
 
 VARIABLE = "ROTOR_ATTENTION"
 CHOICES = ("auto", "triton", "reference")
@@ -49,28 +53,56 @@ def kernels_wanted(device: torch.device) -> bool:
     return choice == "triton" or (choice == "auto" and device.type == "cuda" and triton_installed())
 
 
+def widths_fit(layout: LayerLayout, heads_per_kv: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels have tiles for a layer's widths on a device."""
+    limit = MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH
+    if max(max(group.qk_rank, group.v_rank) for group in layout.groups) > limit:
+        return False
+    return _fits_shared_memory(layout, heads_per_kv, head_dim, dtype, device)
+
+
+@lru_cache(maxsize=4096)
+def _fits_shared_memory(
+    layout: LayerLayout, heads_per_kv: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    gpu = gpu_of(device)
+    fits = fits_shared_memory(layout, heads_per_kv, head_dim, dtype.itemsize, gpu)
+    if not fits:
+        log.warning(
+            "plain PyTorch serves layers of ranks up to %d + %d in %s: their tiles exceed the %d KB of shared memory "
+            "that a program may have on this GPU",
+            max(group.qk_rank for group in layout.groups),
+            max(group.v_rank for group in layout.groups),
+            dtype,
+            gpu.shared_bytes >> 10,
+        )
+    return fits
+
+
 def kernels_serve(
-    hidden_states: Tensor, layout: LayerLayout, attention_mask: Tensor | None, dropout: float, rotation_fits: bool
+    hidden_states: Tensor,
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    attention_mask: Tensor | None,
+    dropout: float,
+    rotation_fits: bool,
 ) -> bool:
     """Whether the kernels serve a layer's attention for these inputs; else plain PyTorch does.
 
     Args:
         hidden_states: the layer's input: device, dtype, and whether gradients are wanted.
+        heads_per_kv, head_dim: of the uncompressed model.
         attention_mask: as transformers gives it, 4-dimensional.
         rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not kernels_wanted(hidden_states.device):
         return False
-    widest_key, widest_value = max(g.qk_rank for g in layout.groups), max(g.v_rank for g in layout.groups)
-    key_limit, value_limit = MAX_WIDTH, MAX_WIDTH
-    if layout.domain == "pre":
-        key_limit = value_limit = MAX_REBUILT_WIDTH
     mask_fits = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
     return (
         mask_fits
         and rotation_fits
         and dropout == 0.0
         and hidden_states.dtype in DTYPES
-        and widest_key <= key_limit
-        and widest_value <= value_limit
+        and widths_fit(layout, heads_per_kv, head_dim, hidden_states.dtype, hidden_states.device)
     )

@@ -11,6 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .ahead import Variant
+
+MOST_PROGRAMS = 512
+"""Two for each of 256 SMs, more than today's GPUs have."""
+
 
 @triton.jit(do_not_specialize=["count", "programs"])
 def assign_kernel(work, owner, count, programs, PROGRAMS_PADDED: tl.constexpr):
@@ -27,14 +32,31 @@ def longest_first(work: Tensor, programs: int) -> tuple[Tensor, Tensor]:
     """Distribute tasks over programs.
 
     Args:
-        work: [tasks], int64.
+        work: [parts, batch_size], int64: of each task.
         programs: how many share the tasks.
     Returns:
         The tasks in the order of their programs, [tasks], int32, and where each program's begin, [programs + 1], int32.
     """
+    parts, batch_size = work.shape
+    constants = assign_constants(parts, batch_size, programs)
+    work = work.flatten()
     tasks = torch.argsort(work, descending=True, stable=True)
     owner = torch.empty_like(work)
-    assign_kernel[(1,)](work[tasks], owner, work.numel(), programs, triton.next_power_of_2(programs), num_warps=4)
+    assign_kernel[(1,)](work[tasks], owner, work.numel(), programs, **constants)
     sorted_owner, order = torch.sort(owner, stable=True)
     bounds = torch.searchsorted(sorted_owner, torch.arange(programs + 1, device=work.device))
     return tasks[order].int(), bounds.int()
+
+
+def assign_constants(parts: int, batch_size: int, programs: int) -> dict[str, int]:
+    """As for MOST_PROGRAMS where the device has no more, so that one compiled kernel serves every such device."""
+    tasks = triton.next_power_of_2(parts) * triton.next_power_of_2(batch_size)
+    return {"PROGRAMS_PADDED": min(tasks, max(MOST_PROGRAMS, triton.next_power_of_2(programs))), "num_warps": 4}
+
+
+def assign_variant(parts: int, batch_size: int) -> Variant:
+    """What `longest_first` compiles for a layer of so many parts on a GPU of at most 256 SMs."""
+    constants = assign_constants(parts, batch_size, MOST_PROGRAMS)
+    options = {"num_warps": constants.pop("num_warps")}
+    pointers = dict.fromkeys(("work", "owner"), torch.int64)
+    return Variant(f"assign to {constants['PROGRAMS_PADDED']}", assign_kernel, pointers, dict(constants), (), options)

@@ -1,38 +1,51 @@
 # mypy: disable-error-code="no-untyped-def"
 """Prefill: many query positions a sequence, against the packed rows of a layer that hold the new keys already.
 
-Floor: FLOPs of the attended pairs of queries and keys, 2 (d_qk + d_v) each (and 2 qk_rank head_dim a key, KV head and
-row block for keys rebuilt in domain `pre`) / the matrix rate. One launch a class of groups, compiled for its widths as
-sums of two powers of two (80 = 64 + 16).
+Floor: FLOPs of the attended pairs of queries and keys, 2 (d_qk + d_v) each (and 2 qk_rank head_dim a key and KV head
+for keys rebuilt in domain `pre`) / the matrix rate. One launch a class of groups, compiled for its widths as sums of
+two powers of two (80 = 64 + 16).
+
+In domain `pre` keys are rebuilt once, in memory, before the attention (`rebuild`); where there are few row blocks, or
+no memory for it, by each row block for itself, in registers.
 
 Rows of a tile are (position, query head) pairs of the heads that share keys, positions slowest, so that a chunk of few
 positions still fills a tile. Rows know the range of keys that they attend to: causal, windows, padding, chunks
-against an existing cache and sequences of different lengths are all ranges. The longest row blocks are launched first.
+against an existing cache and sequences of different lengths are all ranges. The longest row blocks are launched first,
+and those of a last round that would not fill the GPU in pieces, by a launch of their own.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.layout import GroupClass, LayerLayout
+from rotor.layout import LayerLayout
 
 from .ahead import Variant
 from .decode import alignment_of, check_page
-from .layer_table import chunks, padded
-from .schedule import balanced_row_blocks
+from .rebuild import rebuild_keys, rebuild_variant
+from .schedule import last_round
+from .shapes import (
+    HOPPER,
+    Gpu,
+    can_be_cut,
+    gpu_of,
+    pieces_of,
+    prefill_constants,
+    prefill_workers,
+    rebuilding_pays,
+    sm_count,
+)
 from .slices import PrefillKeys
-from .tiles import key_rows, load_basis, load_latents, load_rotation, rotate_tile, scaled_logits
+from .tiles import key_rows, load_basis, load_latents, load_rotation, marked_keys, rotate_tile, scaled_logits
 
 INTEGERS = [
     "batch_size", "units", "blocks", "seq_len", "query_offset", "query_batch", "query_head", "query_position",
     "key_offset", "key_block", "key_row", "value_offset", "value_block", "value_row", "output_offset", "output_batch",
     "output_position", "lse_offset", "lse_batch", "lse_head", "table_stride", "mask_batch", "mask_query",
-    "rotation_stride", "basis_stride",
+    "rotation_stride", "basis_stride", "first_task",
 ]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
 
@@ -51,22 +64,24 @@ def prefill_kernel(
     query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, batch_size, units,
     blocks, seq_len, query_offset, query_batch, query_head, query_position, key_offset, key_block, key_row,
     value_offset, value_block, value_row, output_offset, output_batch, output_position, lse_offset, lse_batch,
-    lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, scale, softcap,
+    lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, first_task, scale, softcap,
     QK: tl.constexpr, V: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PRE: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One row block of one unit of one sequence; see `prefill_attention`. Offsets and strides in units of ALIGN.
+    """ROWS of the ROWS * SPLIT of a task, a row block of one unit of one sequence; see `prefill_attention`. Offsets and
+    strides in units of ALIGN.
 
-    A unit is a group, or in domain `pre` one of the HEADS KV heads of a group; PACK query heads share its keys.
+    A unit is a group, or in domain `pre` one of the HEADS KV heads of a group; PACK query heads share its keys. PRE:
+    keys are rebuilt here; else `key` has them, QK columns a unit.
     """
-    program = tl.program_id(0)
-    row_block = blocks - 1 - program // (units * batch_size)
-    unit = program // batch_size % units
-    sequence = program % batch_size
+    task = first_task + tl.program_id(0) // SPLIT
+    row_block = blocks - 1 - task // (units * batch_size)
+    unit = task // batch_size % units
+    sequence = task % batch_size
     group = unit // HEADS
-    rows = row_block * ROWS + tl.arange(0, ROWS)
+    rows = (row_block * SPLIT + tl.program_id(0) % SPLIT) * ROWS + tl.arange(0, ROWS)
     in_range = rows < seq_len * PACK
     place = sequence * seq_len + rows // PACK
     first = tl.load(first_key + place, mask=in_range, other=0)
@@ -76,7 +91,8 @@ def prefill_kernel(
     tile_end = (tl.max(tl.where(attends, end, 0), 0) + TILE - 1) // TILE
 
     query_base = query + (sequence.to(tl.int64) * query_batch + unit * PACK * query_head + query_offset) * ALIGN
-    key_base = key + (key_offset * ALIGN + group * QK)
+    # Latents are a group's, rebuilt keys a head's.
+    key_base = key + (key_offset * ALIGN + (group if PRE else unit) * QK)
     value_base = value + (value_offset * ALIGN + group * V)
     head_stride = query_head * ALIGN
     position_stride = query_position * ALIGN
@@ -93,6 +109,9 @@ def prefill_kernel(
         query_0 = _load_queries(query_base, rows, head_stride, position_stride, in_range, QK, PACK, 0, K0)
         if K1 > 0:
             query_1 = _load_queries(query_base, rows, head_stride, position_stride, in_range, QK, PACK, K0, K1)
+    if MASK:
+        has_holes = tl.load(holes + place, mask=in_range, other=0) > 0
+        mask_rows = mask + sequence.to(tl.int64) * mask_batch + (rows // PACK).to(tl.int64) * mask_query
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sum_0 = tl.zeros((ROWS, V0), tl.float32)
@@ -130,11 +149,7 @@ def prefill_kernel(
         scores = scaled_logits(scores, scale, softcap, SOFT_CAP)
         attended = (index[None, :] >= first[:, None]) & (index[None, :] < end[:, None])
         if MASK:
-            has_holes = tl.load(holes + place, mask=in_range, other=0)
-            mask_offset = sequence.to(tl.int64) * mask_batch + (rows // PACK).to(tl.int64) * mask_query
-            read = (index[None, :] < tl.where(has_holes > 0, end, 0)[:, None]) & (index[None, :] >= first[:, None])
-            marks = tl.load(mask + mask_offset[:, None] + index[None, :], mask=read, other=1)
-            attended = attended & (marks > 0)
+            attended = attended & marked_keys(mask_rows, start, has_holes, TILE)
         scores = tl.where(attended, scores, float("-inf"))
 
         new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -153,7 +168,7 @@ def prefill_kernel(
     safe_total = tl.where(total == 0.0, 1.0, total)
     head = unit * PACK + rows % PACK
     natural = (largest + tl.log2(safe_total)) * 0.6931471805599453
-    lse_place = lse + sequence * lse_batch + (lse_offset + head) * lse_head + rows // PACK
+    lse_place = lse + sequence.to(tl.int64) * lse_batch + (lse_offset + head) * lse_head + rows // PACK
     tl.store(lse_place, natural, mask=in_range)
     offset = sequence.to(tl.int64) * (output_batch * ALIGN) + (rows // PACK).to(tl.int64) * (output_position * ALIGN)
     out = output + (offset + output_offset * ALIGN + head * V)[:, None]
@@ -179,6 +194,7 @@ def prefill_attention(
     key_rotation: tuple[Tensor, Tensor] | None = None,
     block_table: Tensor | None = None,
     softcap: float | None = None,
+    rebuilt: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of several query positions of each sequence over a layer's packed rows.
 
@@ -191,12 +207,22 @@ def prefill_attention(
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
             cache, [at least kv_len, head_dim].
         block_table, softcap: as in `decode_attention`.
+        rebuilt: domain `pre`, contiguous: whether keys are rebuilt in memory first; by default where that pays.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
         logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity.
     """
-    pre = layout.domain == "pre"
+    pre, head_dim = layout.domain == "pre", query.shape[-1]
     batch_size, seq_len = keys.first.shape
+    if rebuilt is None:
+        tokens = key.shape[0] * key.shape[1]
+        rebuilt = block_table is None and rebuilding_pays(
+            layout, heads_per_kv, head_dim, seq_len, tokens, key.element_size()
+        )
+    if rebuilt:
+        assert query_basis is not None
+        assert key_rotation is not None
+        key = rebuild_keys(key, layout, query_basis, key_rotation, *keys.union)
     page = check_page(key, block_table)
     group_rows = layout.group_size * heads_per_kv
     num_heads = group_rows * len(layout.groups)
@@ -205,88 +231,46 @@ def prefill_attention(
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
     empty = keys.first
-    for cls, constants in prefill_constants(layout, heads_per_kv, query.element_size(), query.shape[-1]):
+    for cls, constants in prefill_constants(
+        layout, heads_per_kv, query.element_size(), head_dim, rebuilt, gpu_of(query.device)
+    ):
         units = cls.count * constants["HEADS"]
+        key_offset = cls.start * layout.group_size * head_dim if rebuilt else cls.qk_offset
         if pre:
             query_strides = [cls.start * group_rows * query.stride(1), query.stride(0), query.stride(1)]
             query_strides += [query.stride(2)]
         else:
             query_strides = [group_rows * cls.qk_offset, query.stride(0), cls.qk_rank, query.stride(1)]
         strides = [
-            *query_strides, cls.qk_offset, key.stride(0), key.stride(1), cls.v_offset, value.stride(0), value.stride(1),
+            *query_strides, key_offset, key.stride(0), key.stride(1), cls.v_offset, value.stride(0), value.stride(1),
             group_rows * cls.v_offset, output.stride(0), output.stride(1),
         ]  # fmt: skip
-        rotation = [cos.stride(0), basis.stride(0)] if pre else [0, 0]
-        align = alignment_of(cls.qk_rank, cls.v_rank, *strides, *rotation)
+        rotation = [cos.stride(0), basis.stride(0)] if constants["PRE"] else [0, 0]
+        align = alignment_of(constants["QK"], cls.v_rank, *strides, *rotation)
         blocks = triton.cdiv(seq_len * constants["PACK"], constants["ROWS"])
-        prefill_kernel[(blocks * units * batch_size,)](
+        arguments = [
             query, key, value, output, lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
             empty if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
             batch_size, units, blocks, seq_len, *(stride // align for stride in strides),
             cls.start * group_rows, lse.stride(0), lse.stride(1),
             0 if block_table is None else block_table.stride(0),
             *((0, 0) if keys.mask is None else (keys.mask.stride(0), keys.mask.stride(1))),
-            *(stride // align for stride in rotation), scaling, 1.0 if softcap is None else softcap,
-            **constants,
-            PAGE=page,
-            MASK=keys.mask is not None,
-            SOFT_CAP=softcap is not None,
-            ALIGN=align,
-        )  # fmt: skip
+            *(stride // align for stride in rotation),
+        ]  # fmt: skip
+        real = scaling, 1.0 if softcap is None else softcap
+        flags = {"PAGE": page, "MASK": keys.mask is not None, "SOFT_CAP": softcap is not None, "ALIGN": align}
+        tasks, workers = blocks * units * batch_size, prefill_workers(constants, sm_count(query.device))
+        whole, cut = tasks, False
+        if can_be_cut(constants):
+            rows, pack = constants["ROWS"], constants["PACK"]
+            whole, cut = last_round(seq_len, keys.past, rows, pack, units * batch_size, workers)
+        if whole:
+            prefill_kernel[(whole,)](*arguments, 0, *real, **constants, **flags)
+        if cut:
+            pieces = pieces_of(constants)
+            grid = ((tasks - whole) * pieces["SPLIT"],)
+            prefill_kernel[grid](*arguments, whole, *real, **pieces, **flags)
     return output, lse
-
-
-def prefill_constants(
-    layout: LayerLayout, heads_per_kv: int, element_bytes: int, head_dim: int
-) -> list[tuple[GroupClass, dict[str, Any]]]:
-    """Each class of a layer, widest first, with the constants that its kernel is compiled for.
-
-    Row blocks balance the classes by d_sum (FDC section 5.3), in powers of two.
-    """
-    classes = list(layout.classes())
-    pre = layout.domain == "pre"
-    half = head_dim // 2 if pre else 0
-    result = []
-    for cls, (row_block, column_block) in zip(
-        classes, balanced_row_blocks([(c.qk_rank, c.v_rank) for c in classes]), strict=True
-    ):
-        widths = chunks(cls.qk_rank), chunks(cls.v_rank)
-        if pre and cls.qk_rank > 128:
-            widths = (padded(cls.qk_rank), 0), widths[1]
-        rows, tile, warps = prefill_shape(sum(widths[1]), row_block, column_block, element_bytes, pre)
-        constants = {
-            "QK": cls.qk_rank,
-            "V": cls.v_rank,
-            **dict(zip(("K0", "K1", "V0", "V1"), (*widths[0], *widths[1]), strict=True)),
-            "PRE": pre,
-            "HEADS": layout.group_size if pre else 1,
-            "PACK": heads_per_kv if pre else heads_per_kv * layout.group_size,
-            "HALF": half,
-            "HALF_PADDED": max(16, triton.next_power_of_2(half)),
-            "ROWS": rows,
-            "TILE": tile,
-            "PRECISION": "ieee" if element_bytes == 4 else "tf32",
-            "num_warps": warps,
-            "num_stages": 2,
-        }
-        result.append((cls, constants))
-    return result
-
-
-def prefill_shape(
-    v_width: int, row_block: int, column_block: int, element_bytes: int, pre: bool
-) -> tuple[int, int, int]:
-    """Rows and keys of a tile, and warps: the balanced block sizes as powers of two that the registers can hold."""
-    rows = min(128, 1 << (row_block.bit_length() - 1))
-    tile = column_block
-    while rows > 16 and rows * (v_width + tile) > 32768:
-        rows //= 2
-    if element_bytes == 4 or pre:
-        # Rebuilt keys and their rotation take as many registers again as the scores.
-        rows, tile = min(rows, 64), min(tile, 32)
-    elif v_width > 256:
-        tile = min(tile, 32)
-    return rows, tile, 8 if rows * (v_width + tile) > 8192 or pre else 4
 
 
 def prefill_variants(
@@ -298,21 +282,28 @@ def prefill_variants(
     page: int = 0,
     mask: bool = False,
     softcap: bool = False,
+    gpu: Gpu = HOPPER,
 ) -> list[Variant]:
     """What `prefill_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
-    variants = []
-    pre = layout.domain == "pre"
     pointers = {
         **dict.fromkeys(("query", "key", "value", "output", "basis"), dtype),
-        **dict.fromkeys(("cos", "sin"), torch.float32 if pre else dtype),
+        **dict.fromkeys(("cos", "sin"), torch.float32 if layout.domain == "pre" else dtype),
         **dict.fromkeys(("first_key", "end_key", "holes", "block_table"), torch.int32),
         "lse": torch.float32,
-        "mask": torch.uint8 if mask else torch.float32,
+        "mask": torch.int64 if mask else torch.float32,
     }
-    for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim):
-        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        align = alignment_of(cls.qk_rank, cls.v_rank, cls.qk_offset, cls.v_offset, layout.qk_width, layout.v_width)
-        flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
-        name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {cls.qk_rank}+{cls.v_rank}"
-        variants.append(Variant(name, prefill_kernel, pointers, constants | flags, ("scale", "softcap"), options))
+    once = layout.domain == "pre" and page == 0
+    variants = [rebuild_variant(layout, head_dim, dtype)] if once else []
+    for rebuilt in (True, False) if once else (False,):
+        for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt, gpu):
+            key_numbers = (head_dim,) if rebuilt else (cls.qk_rank, cls.qk_offset, layout.qk_width)
+            align = alignment_of(*key_numbers, cls.v_rank, cls.v_offset, layout.v_width)
+            flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
+            keys = f"{cls.qk_rank} rebuilt" if rebuilt else str(cls.qk_rank)
+            name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {keys}+{cls.v_rank}"
+            for shape in (constants, pieces_of(constants)) if can_be_cut(constants) else (constants,):
+                options = {option: shape[option] for option in ("num_warps", "num_stages")}
+                fixed = {k: v for k, v in shape.items() if k not in options} | flags
+                pieces = ", pieces" if shape["SPLIT"] > 1 else ""
+                variants.append(Variant(name + pieces, prefill_kernel, pointers, fixed, ("scale", "softcap"), options))
     return variants

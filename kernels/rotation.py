@@ -18,6 +18,8 @@ from rotor.layout import LayerLayout
 
 from .ahead import Variant
 from .decode import alignment_of
+from .layer_table import padded
+from .shapes import precision
 from .tiles import load_rotation, rotate_tile
 
 COLUMNS = 64
@@ -133,7 +135,7 @@ def rotate_and_project(
         *query.stride()[:3], *key.stride()[:3], query_basis.stride(0), cos.stride(0) if cos.shape[0] > 1 else 0,
         cos.stride(1), query_rows.stride(1), key_rows.stride(1),
     ]  # fmt: skip
-    align = _alignment(layout, strides)
+    align = rank_alignment(layout, strides)
     constants = rotation_constants(layout, heads_per_kv, head_dim, tokens, query.element_size())
     grid = (
         triton.cdiv(tokens * heads_per_kv, constants["ROWS"]),
@@ -141,7 +143,7 @@ def rotate_and_project(
         triton.cdiv(max(group.qk_rank for group in layout.groups), COLUMNS),
     )
     rotation_kernel[grid](
-        query, key, query_rows, key_rows, query_basis, key_basis, cos, sin, _group_table(layout, query.device), tokens,
+        query, key, query_rows, key_rows, query_basis, key_basis, cos, sin, group_table(layout, query.device), tokens,
         seq_len, *(stride // align for stride in strides), **constants, ALIGN=align,
     )  # fmt: skip
     return query_rows, key_rows
@@ -155,10 +157,10 @@ def rotation_constants(
         "SIZE": layout.group_size,
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
-        "HALF_PADDED": max(16, triton.next_power_of_2(half)),
+        "HALF_PADDED": padded(half),
         "ROWS": 16 if tokens * heads_per_kv <= 512 else 64,
         "COLUMNS": COLUMNS,
-        "PRECISION": "ieee" if element_bytes == 4 else "tf32",
+        "PRECISION": precision(element_bytes),
         "num_warps": 4,
         "num_stages": 2,
     }
@@ -174,19 +176,19 @@ def rotation_variants(
     for name, tokens in (("decode", 1), ("prefill", 4096)):
         constants = rotation_constants(layout, heads_per_kv, head_dim, tokens, dtype.itemsize)
         options = {option: int(constants.pop(option)) for option in ("num_warps", "num_stages")}
-        constants["ALIGN"] = _alignment(layout, [head_dim])
+        constants["ALIGN"] = rank_alignment(layout, [head_dim])
         label = f"rotation {layout.group_size}x{heads_per_kv} rows, {name}"
         variants.append(Variant(label, rotation_kernel, pointers, constants, (), options))
     return variants
 
 
-def _alignment(layout: LayerLayout, strides: list[int]) -> int:
-    numbers = [number for group in layout.groups for number in (group.qk_rank,)]
-    return alignment_of(*strides, *numbers)
+def rank_alignment(layout: LayerLayout, strides: list[int]) -> int:
+    """What divides the strides, and all key ranks and so their offsets."""
+    return alignment_of(*strides, *(group.qk_rank for group in layout.groups))
 
 
 @lru_cache(maxsize=4096)
-def _group_table(layout: LayerLayout, device: torch.device) -> Tensor:
+def group_table(layout: LayerLayout, device: torch.device) -> Tensor:
     """[groups, 2], int32: qk_rank and its offset."""
     rows = [[group.qk_rank, offset] for group, (offset, _) in zip(layout.groups, layout.offsets(), strict=True)]
     return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,23 @@ class PrefillKeys:
     """The keys `first ... end - 1` of each query, without those that `mask` leaves out.
 
     first, end: [batch_size, seq_len], int32; queries behind a shorter sequence are empty ranges.
-    mask, holes: [batch_size, seq_len, kv_len], uint8 (1: attend), and [batch_size, seq_len], int32: whether a query's
-        range has keys that are not attended. The mask is only read where it has.
+    mask, holes: [batch_size, seq_len, words], int64, a bit a key, the lowest first (1: attend), and
+        [batch_size, seq_len], int32: whether a query's range has keys that are not attended. The mask is only read
+        where it has.
+    past: keys before the queries' own as far as the host knows: only the order of launches goes by it.
     """
 
     first: Tensor
     end: Tensor
     mask: Tensor | None = None
     holes: Tensor | None = None
+    past: int = 0
+
+    @cached_property
+    def union(self) -> tuple[Tensor, Tensor]:
+        """First and end of the keys that any query of a sequence attends to, both [batch_size], int32."""
+        some = self.first < self.end
+        return self.first.masked_fill(~some, torch.iinfo(torch.int32).max).amin(-1), (self.end * some).amax(-1)
 
     @classmethod
     def causal(
@@ -90,7 +101,14 @@ class PrefillKeys:
     def from_mask(cls, mask: Tensor) -> PrefillKeys:
         """From a bool mask [batch_size, seq_len, kv_len] (True: attend)."""
         flat = DecodeKeys.from_mask(mask.flatten(0, 1))
-        assert flat.mask is not None
         assert flat.holes is not None
         shape = mask.shape[:2]
-        return cls(flat.first.view(shape), flat.end.view(shape), flat.mask.view(mask.shape), flat.holes.view(shape))
+        past = mask.shape[2] - mask.shape[1]
+        return cls(flat.first.view(shape), flat.end.view(shape), packed_bits(mask), flat.holes.view(shape), past)
+
+
+def packed_bits(mask: Tensor) -> Tensor:
+    """A bool mask [..., length] in words of 64 bits, the lowest first: [..., length / 64, rounded up], int64."""
+    bytes_of_bits = functional.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 64)).unflatten(-1, (-1, 8))
+    place = torch.arange(8, device=mask.device, dtype=torch.uint8)
+    return (bytes_of_bits << place).sum(-1, dtype=torch.uint8).view(torch.int64)

@@ -13,6 +13,7 @@ from .decode import decode_variants
 from .layer_table import layer_parts
 from .prefill import prefill_variants
 from .rotation import rotation_variants
+from .shapes import HOPPER, Gpu
 
 
 def config_layouts(config: dict[str, Any]) -> list[LayerLayout]:
@@ -35,6 +36,7 @@ def model_variants(
     page: int = 0,
     masks: tuple[bool, ...] = (False, True),
     softcap: bool = False,
+    gpu: Gpu = HOPPER,
 ) -> list[Variant]:
     """The distinct variants of all kernels for a model.
 
@@ -45,13 +47,14 @@ def model_variants(
         page: keys of a page of the cache, 0 for a contiguous one.
         masks: with and without a mask (static caches and padding bring one).
         softcap: whether the model caps its logits.
+        gpu: what they are to run on; tile sizes go by it.
     """
     heads_per_kv, head_dim = config["num_heads"] // config["num_kv_heads"], config["head_dim"]
     variants: list[Variant] = []
     for layout in dict.fromkeys(config_layouts(config)):
         parts = layer_parts(layout, heads_per_kv, head_dim)
         for mask in masks:
-            settings: dict[str, Any] = {"page": page, "mask": mask, "softcap": softcap}
+            settings: dict[str, Any] = {"page": page, "mask": mask, "softcap": softcap, "gpu": gpu}
             variants += decode_variants(
                 parts, heads_per_kv, head_dim, dtype, batch_size=batch_size, schedule=config["schedule"], **settings
             )

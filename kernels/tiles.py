@@ -70,6 +70,20 @@ def rotate_back(first, second, cos, sin):
 
 
 @triton.jit
+def marked_keys(rows, start, read, TILE: tl.constexpr):
+    """[rows, TILE], whether the bits of the keys from `start` on are set, in words of 64; all where not `read`.
+
+    A word a row stays in few registers; a byte a key, at an address of its own, takes more than there are.
+    """
+    words = tl.load(rows + start // 64, mask=read, other=-1) >> (start % 64)
+    column = tl.arange(0, TILE)
+    if TILE <= 32:
+        return ((words.to(tl.int32)[:, None] >> column[None, :]) & 1) > 0
+    halves = tl.where((column < 32)[None, :], words.to(tl.int32)[:, None], (words >> 32).to(tl.int32)[:, None])
+    return ((halves >> (column % 32)[None, :]) & 1) > 0
+
+
+@triton.jit
 def scaled_logits(scores, scale, softcap, SOFT_CAP: tl.constexpr):
     """Logits in base 2: times log2(e), after the soft cap."""
     log2_e = 1.4426950408889634

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .bench_problem import Problem
-from .kernels.dispatch import DTYPES, MAX_REBUILT_WIDTH, MAX_WIDTH, triton_installed
+from .kernels.dispatch import DTYPES, triton_installed, widths_fit
 from .kernels.reference import attend, grouped_attention, rotate
 
 Phase = Literal["decode", "prefill"]
@@ -85,11 +85,10 @@ def no_kernel(problem: Problem) -> str | None:
     if problem.key.dtype not in DTYPES:
         return f"the kernels have no {problem.key.dtype}"
     pre = layout.domain == "pre"
-    widest = max(max(group.qk_rank, group.v_rank) for group in layout.groups)
-    limit = MAX_REBUILT_WIDTH if pre else MAX_WIDTH
-    if widest > limit:
-        return f"a rank of {widest} is above the kernels' {limit}"
-    if pre and problem.shape.turned != problem.shape.head_dim:
+    shape = problem.shape
+    if not widths_fit(layout, shape.heads_per_kv, shape.head_dim, problem.key.dtype, device):
+        return "the ranks are above the kernels' widest, or their tiles exceed this GPU's shared memory"
+    if pre and shape.turned != shape.head_dim:
         return "the kernels do not rebuild keys with partial rotary embeddings"
     return None
 

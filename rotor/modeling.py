@@ -135,6 +135,8 @@ class RotorAttention(nn.Module):
         use_kernels = kernels_serve(
             hidden_states,
             layout,
+            self.heads_per_kv,
+            self.head_dim,
             attention_mask,
             kwargs.get("dropout", 0.0),
             self._rotation_fits_kernels(position_embeddings),

@@ -74,14 +74,14 @@ def precompile(
         UsageError: Triton is not installed; a dtype that kernels do not have.
         CheckpointError: no kernel configuration, or one of another version.
     """
-    variants = kernel_variants(folder, dtype, batch_sizes)
+    variants = {arch: kernel_variants(folder, dtype, batch_sizes, arch) for arch in archs}
     from .kernels.ahead import compile_variant
 
     progress = progress or Progress()
     found = []
-    with progress.task("compile", len(variants) * len(archs), "kernels") as advance:
+    with progress.task("compile", sum(len(mine) for mine in variants.values()), "kernels") as advance:
         for arch in archs:
-            for variant in variants:
+            for variant in variants[arch]:
                 begin = time.perf_counter()
                 numbers: dict[str, Any]
                 try:
@@ -95,10 +95,11 @@ def precompile(
     return found
 
 
-def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int]) -> list[Any]:
-    """The distinct variants for a folder, as `kernels.specialise.model_variants` gives them; see `precompile`."""
+def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: int) -> list[Any]:
+    """The distinct variants for a folder on an architecture, of `specialise.model_variants`; see `precompile`."""
     if not triton_installed():
         raise UsageError("Triton, which compiles the kernels, is not installed.", "pip install 'rotor-kv[kernels]'")
+    from .kernels.shapes import Gpu
     from .kernels.specialise import model_variants
 
     config = config_of(Checkpoint(folder).folder)
@@ -120,6 +121,7 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int]) -> lis
             chosen,
             batch_size=batch_size,
             softcap=bool(softcap and getattr(config, softcap, None)),
+            gpu=Gpu.of_capability(arch),
         ):
             distinct[variant.name, tuple(sorted(variant.constants.items(), key=lambda item: item[0]))] = variant
     return list(distinct.values())

@@ -1,8 +1,10 @@
-"""How evenly a decode step's attention loads the SMs of a GPU under each schedule: arithmetic, nothing is run.
+"""How evenly attention loads the SMs of a GPU under each schedule: arithmetic, nothing is run.
 
-A layer is one launch: a task for each group of KV heads of each sequence, made of tiles of keys. A tile costs what
-rotor.cost predicts for it, the longer of reading its latents and of multiplying with them. The step takes the most
-loaded SM's time, layer after layer; the floor is the mean load.
+In a decode step a layer is one launch: a task for each group of KV heads of each sequence, made of tiles of keys. A
+tile costs what rotor.cost predicts for it, the longer of reading its latents and of multiplying with them. The step
+takes the most loaded SM's time, layer after layer; the floor is the mean load.
+
+In a prefill each class of a layer's groups is a launch, its row blocks the tasks, and one costs its FLOPs.
 """
 
 from __future__ import annotations
@@ -15,11 +17,20 @@ import torch
 
 from .checkpoint import config_of
 from .cost import decode_flops_per_token, group_bytes_per_token
-from .devices import Device, find_device
+from .devices import Device
 from .errors import CheckpointError, UsageError
 from .families import attention_shape
 from .integration import METHOD, RotorConfig
-from .kernels.schedule import equal_slices, greedy_assignment
+from .kernels.schedule import (
+    equal_slices,
+    greedy_assignment,
+    last_round,
+    makespan,
+    redistributed_makespan,
+    row_block_costs,
+    work_per_key,
+)
+from .kernels.shapes import can_be_cut, prefill_constants, prefill_workers, rebuilding_pays
 from .layout import AttentionShape, LayerLayout
 
 TILE = 64
@@ -142,22 +153,72 @@ def simulate(
     return balances
 
 
-def simulate_folder(
-    folder: Path, lengths: Sequence[int], sms: int, device: str, device_file: Path | None = None
-) -> list[Balance]:
-    """`simulate` for a compressed checkpoint; of an elastic one all columns, the widest profile that it can be cut to.
+@dataclass(frozen=True)
+class PrefillBalance:
+    """A prefill over all layers: time over what it would take if every SM were loaded alike.
+
+    longest_first: row blocks in their order, none cut. redistributed: those of a last round that does not fill the GPU
+    in pieces where that is predicted to end sooner, as the kernels are launched.
+    cut_launches, launches: how many are, of how many.
+    """
+
+    longest_first: float
+    redistributed: float
+    cut_launches: int
+    launches: int
+
+
+def simulate_prefill(
+    layouts: Sequence[LayerLayout],
+    shape: AttentionShape,
+    chunk: int,
+    past: int,
+    batch_size: int,
+    sms: int,
+    element_bytes: int = 2,
+) -> PrefillBalance:
+    """The balance of a prefill of `chunk` new tokens of each sequence after `past` cached ones.
 
     Raises:
-        CheckpointError: not a folder that `rotor export` wrote. RecipeError: no such device.
+        UsageError: no new token, sequence or SM.
+    """
+    if chunk < 1 or past < 0 or batch_size < 1 or sms < 1:
+        raise UsageError(
+            f"a prefill of {chunk} tokens on {sms} SMs: expected positive numbers.", "Example: --chunk 512"
+        )
+    mean = plain = shortest = 0.0
+    cuts = []
+    for layout in layouts:
+        sizes = shape.heads_per_kv, element_bytes, shape.head_dim
+        tokens = batch_size * (past + chunk)
+        rebuilt = rebuilding_pays(layout, shape.heads_per_kv, shape.head_dim, chunk, tokens, element_bytes)
+        for cls, constants in prefill_constants(layout, *sizes, rebuilt):
+            rows, pack, others = constants["ROWS"], constants["PACK"], cls.count * constants["HEADS"] * batch_size
+            workers = prefill_workers(constants, sms)
+            costs = row_block_costs(chunk, past, rows, pack, others)
+            cut = can_be_cut(constants) and last_round(chunk, past, rows, pack, others, workers)[1]
+            seconds = rows * work_per_key(constants["QK"], constants["V"]) * (workers // sms)  # of a key, relative
+            mean += seconds * sum(costs) / workers
+            whole = makespan(costs, workers)
+            plain += seconds * whole
+            shortest += seconds * (redistributed_makespan(costs, workers) if cut else whole)
+            cuts.append(cut)
+    return PrefillBalance(plain / mean, shortest / mean, sum(cuts), len(cuts))
+
+
+def read_layouts(folder: Path) -> tuple[list[LayerLayout], AttentionShape, int]:
+    """Layouts and sizes of a compressed checkpoint, and bytes of an element; of an elastic one all columns, the widest
+    profile that it can be cut to.
+
+    Raises:
+        CheckpointError: not a folder that `rotor export` wrote.
     """
     config = config_of(folder)
     stored = getattr(config, "quantization_config", None)
     if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
         raise CheckpointError(f"{folder}: not a compressed checkpoint.", "Give a folder that `rotor export` wrote.")
     shape = attention_shape(config)
-    layouts = RotorConfig(**stored).layouts(shape)
-    rates = find_device(device, None if device_file is None else str(device_file))
-    return simulate(layouts, shape, lengths, rates, sms, (config.dtype or torch.float32).itemsize)
+    return RotorConfig(**stored).layouts(shape), shape, (config.dtype or torch.float32).itemsize
 
 
 def parse_lengths(text: str) -> list[int]:

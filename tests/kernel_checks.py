@@ -124,6 +124,7 @@ def check_prefill(
     window: int | None = None,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    rebuilt: bool | None = None,
 ) -> None:
     """Prefill the queries of each sequence; keys outside of a sequence's range are poisoned with NaN.
 
@@ -174,6 +175,7 @@ def check_prefill(
         key_rotation=case.key_rotation,
         block_table=table,
         softcap=softcap,
+        rebuilt=rebuilt,
     )
     limit = FLOAT32_ERROR
     if case.key.dtype != torch.float32:

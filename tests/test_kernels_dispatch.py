@@ -9,6 +9,7 @@ from ragged import layer
 from rotor.errors import UsageError
 from rotor.kernels import dispatch
 from rotor.kernels.dispatch import kernels_serve, kernels_wanted
+from rotor.kernels.shapes import Gpu
 from rotor.layout import LayerLayout
 
 POST, PRE = layer("post", 1, (64, 64)), layer("pre", 8, (256, 256))
@@ -22,7 +23,7 @@ def serve(
     fits: bool = True,
 ) -> bool:
     with torch.no_grad():
-        return kernels_serve(torch.zeros(1, 1, 4, dtype=dtype), layout, mask, dropout, fits)
+        return kernels_serve(torch.zeros(1, 1, 4, dtype=dtype), layout, 4, 128, mask, dropout, fits)
 
 
 def test_a_cpu_and_a_missing_triton_have_plain_pytorch(monkeypatch) -> None:
@@ -61,4 +62,17 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(fits=False)
     assert not serve(layer("post", 8, (528, 64)))
     assert not serve(layer("pre", 8, (264, 64)))
-    assert not kernels_serve(torch.zeros(1, 1, 4), POST, None, 0.0, True)  # gradients are wanted
+    assert not kernels_serve(torch.zeros(1, 1, 4), POST, 4, 128, None, 0.0, True)  # gradients are wanted
+
+
+def test_a_gpu_of_little_shared_memory_leaves_wide_tiles_to_pytorch(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
+    monkeypatch.setenv("ROTOR_ATTENTION", "triton")
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: Gpu.of_capability(86))
+    assert serve(layer("post", 8, (504, 512)), dtype=torch.bfloat16)
+    assert not caplog.records
+    for _ in range(2):
+        assert not serve(layer("post", 8, (504, 512)))
+    (record,) = caplog.records
+    assert "ranks up to 504 + 512 in torch.float32" in record.getMessage()
+    assert "99 KB of shared memory" in record.getMessage()

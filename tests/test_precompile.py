@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +39,8 @@ def folder(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def two_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The first specialisations of the folder, a decode kernel and its combination of slices; others take long."""
-    variants = kernel_variants(folder, "auto", [1])[:2]
-    monkeypatch.setattr(module, "kernel_variants", lambda folder, dtype, batch_sizes: variants)
+    variants = kernel_variants(folder, "auto", [1], 90)[:2]
+    monkeypatch.setattr(module, "kernel_variants", lambda folder, dtype, batch_sizes, arch: variants)
     return variants
 
 
@@ -106,16 +107,16 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-def launch_decode(layout: LayerLayout) -> None:
+def launch_decode(layout: LayerLayout, schedule: str = "stream") -> None:
     from rotor.bench_rows import kernel_decode
 
-    kernel_decode(random_problem(layout, SHAPE, 1, 1, 40, torch.bfloat16, torch.Generator()), "stream")()
+    kernel_decode(random_problem(layout, SHAPE, 1, 1, 40, torch.bfloat16, torch.Generator()), schedule)()
 
 
-def launch_prefill(layout: LayerLayout) -> None:
+def launch_prefill(layout: LayerLayout, seq_len: int = 40) -> None:
     from rotor.bench_rows import kernel_prefill
 
-    kernel_prefill(random_problem(layout, SHAPE, 1, 40, 40, torch.bfloat16, torch.Generator()))()
+    kernel_prefill(random_problem(layout, SHAPE, 1, seq_len, seq_len, torch.bfloat16, torch.Generator()))()
 
 
 def launch_rotation(layout: LayerLayout) -> None:
@@ -129,11 +130,14 @@ def launch_rotation(layout: LayerLayout) -> None:
 
 
 LAUNCHES = {
-    "decode none": (launch_decode, "none"),
-    "decode pre": (launch_decode, "pre"),
-    "prefill none": (launch_prefill, "none"),
-    "prefill pre": (launch_prefill, "pre"),
-    "rotation": (launch_rotation, "post"),
+    "decode none": (launch_decode, "none", 2),  # decode and combine
+    "decode pre": (launch_decode, "pre", 2),
+    "decode lpt": (partial(launch_decode, schedule="lpt"), "none", 2),  # assign and decode
+    "prefill none": (partial(launch_prefill, seq_len=170), "none", 2),  # both classes of groups, in full rounds
+    "prefill none, pieces": (partial(launch_prefill, seq_len=20), "none", 2),
+    "prefill pre": (launch_prefill, "pre", 2),
+    "prefill pre, keys rebuilt": (partial(launch_prefill, seq_len=256), "pre", 3),
+    "rotation": (launch_rotation, "post", 2),  # one position and many
 }
 
 
@@ -144,12 +148,13 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from triton import runtime
     from triton.compiler import make_backend
 
-    from rotor.kernels import combine, decode, prefill, rotation
+    from rotor.kernels import combine, decode, longest_first, prefill, rebuild, rotation
     from rotor.kernels.specialise import model_variants
 
-    launch, domain = LAUNCHES[name]
+    launch, domain, kernels = LAUNCHES[name]
     layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
-    variants = model_variants(kernel_config([layout], SHAPE), torch.bfloat16, masks=(False,))
+    config = kernel_config([layout], SHAPE) | {"schedule": "lpt" if "lpt" in name else "stream"}
+    variants = model_variants(config, torch.bfloat16, masks=(False,))
     launched = []
 
     def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
@@ -158,12 +163,19 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
         nothing.run = lambda *args: None
         return nothing
 
-    for kernel in (decode.decode_kernel, combine.combine_kernel, prefill.prefill_kernel, rotation.rotation_kernel):
+    for kernel in (
+        decode.decode_kernel,
+        combine.combine_kernel,
+        longest_first.assign_kernel,
+        prefill.prefill_kernel,
+        rebuild.rebuild_kernel,
+        rotation.rotation_kernel,
+    ):
         monkeypatch.setattr(kernel, "compile", record, raising=False)  # put back afterwards
     monkeypatch.setattr("triton.compiler.compile", record)  # a first launch on a device takes it from here
     monkeypatch.setattr(runtime.driver, "_active", Driver())
     launch(layout)
-    assert len(launched) == 2  # decode and combine; both classes of groups; one position and many
+    assert len(launched) == kernels
     for source, target, options in launched:
         (variant,) = [v for v in variants if v.source().hash() == source.hash()]
         backend = make_backend(target)
@@ -188,7 +200,7 @@ def test_without_triton_the_error_says_what_to_install(folder: Path, monkeypatch
 @needs_triton
 def test_folders_and_dtypes_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--dtype int8: the kernels have float16, bfloat16, float32"):
-        kernel_variants(folder, "int8", [1])
+        kernel_variants(folder, "int8", [1], 90)
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in folder.iterdir():
@@ -196,7 +208,7 @@ def test_folders_and_dtypes_that_do_not_fit(folder: Path, tmp_path: Path) -> Non
     data = json.loads((copy / "kernel_config.json").read_text())
     (copy / "kernel_config.json").write_text(json.dumps(data | {"version": 99}))
     with pytest.raises(CheckpointError, match="version 99"):
-        kernel_variants(copy, "auto", [1])
+        kernel_variants(copy, "auto", [1], 90)
     (copy / "kernel_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"kernel_config\.json"):
-        kernel_variants(copy, "auto", [1])
+        kernel_variants(copy, "auto", [1], 90)

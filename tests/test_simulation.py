@@ -13,9 +13,16 @@ from rotor.cli.commands import app
 from rotor.devices import find_device
 from rotor.errors import UsageError
 from rotor.export import export
-from rotor.kernels.schedule import equal_slices, greedy_assignment
+from rotor.kernels.schedule import (
+    equal_slices,
+    greedy_assignment,
+    last_round,
+    makespan,
+    redistributed_makespan,
+    row_block_costs,
+)
 from rotor.layout import AttentionShape, GroupLayout, ordered_by_class
-from rotor.simulation import TILE, layer_tasks, parse_lengths, simulate
+from rotor.simulation import TILE, layer_tasks, parse_lengths, simulate, simulate_prefill
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
 H200 = find_device("h200", None)
@@ -86,6 +93,44 @@ def test_one_long_sequence_keeps_most_sms_idle_unless_it_is_split() -> None:
     assert sum(load > 0 for load in none.loads) == 8
 
 
+def test_row_blocks_meet_more_keys_the_later_they_are() -> None:
+    # 100 positions of 2 heads in blocks of 64 rows: the last block is not full.
+    assert row_block_costs(100, 0, 64, 2, 1) == [100, 96, 64, 32]
+    assert row_block_costs(100, 10, 64, 2, 2) == [110, 110, 106, 106, 74, 74, 42, 42]
+
+
+def test_the_last_round_in_pieces_by_hand() -> None:
+    """Five tasks of 10 on four workers: two rounds, 20. Four pieces of 10 * 1.6 / 4 instead: 10 + 4."""
+    assert makespan([10.0] * 5, 4) == 20.0
+    assert redistributed_makespan([10.0] * 5, 4) == pytest.approx(14.0)
+    # Seven tasks: twelve pieces are three rounds of 4, which is no gain over one of 10.
+    assert redistributed_makespan([10.0] * 7, 4) == pytest.approx(22.0)
+
+
+def test_a_last_round_is_cut_where_that_ends_sooner() -> None:
+    # One row of a block a position, and so many keys before them that all blocks cost nearly the same.
+    assert last_round(5 * 64, 10**6, 64, 1, 1, 4) == (4, True)
+    assert last_round(7 * 64, 10**6, 64, 1, 1, 4) == (7, False)  # no gain
+    assert last_round(8 * 64, 10**6, 64, 1, 1, 4) == (8, False)  # full rounds
+    assert last_round(33 * 64, 10**6, 64, 1, 1, 4) == (33, False)  # too many rounds to care
+    assert last_round(64, 10**6, 64, 1, 1, 4) == (0, True)
+    assert last_round(5 * 64, 0, 64, 1, 1, 4) == (5, False)  # the shortest block fits into the others' shade
+
+
+def test_a_prefill_whose_last_round_is_redistributed() -> None:
+    """8 KV heads of one class, 2 programs an SM: 272 row blocks for 264 programs."""
+    layout = ordered_by_class("none", True, [GroupLayout((h,), 64, 48) for h in range(8)])[0]
+    chunk = 34 * 64 // SHAPE.heads_per_kv
+    balance = simulate_prefill([layout], SHAPE, chunk, 32768, 1, 132)
+    assert (balance.cut_launches, balance.launches) == (1, 1)
+    assert balance.longest_first == pytest.approx(2 * 264 / 272, rel=0.01)
+    assert balance.redistributed == pytest.approx(1.4 * 264 / 272, rel=0.01)
+    even = simulate_prefill([layout], SHAPE, 33 * 64 // SHAPE.heads_per_kv, 32768, 1, 132)
+    assert even.redistributed == even.longest_first < 1.02
+    with pytest.raises(UsageError, match="positive"):
+        simulate_prefill([layout], SHAPE, 0, 0, 1, 132)
+
+
 def test_lengths() -> None:
     assert parse_lengths("32768") == [32768]
     assert parse_lengths("2x100, 7") == [100, 100, 7]
@@ -99,14 +144,16 @@ def test_lengths() -> None:
 def test_command_line(demo_run, tmp_path: Path) -> None:
     out, plot = tmp_path / "out", tmp_path / "balance.png"
     export(demo_run("fdc").folder, out, removal_rate=0.2)
-    call = ["schedule", str(out), "--sms", "132", "--lengths", "4x8192,300"]
+    call = ["schedule", str(out), "--sms", "132", "--lengths", "4x8192,300", "--chunk", "600"]
     done = CliRunner().invoke(app, [*call, "--json", "--plot", str(plot)])
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     assert [entry["schedule"] for entry in data["schedules"]] == ["none", "lpt", "stream"]
     assert data["sms"] == 132
     assert data["lengths"] == [8192] * 4 + [300]
+    assert 1.0 <= data["prefill"]["redistributed"] <= data["prefill"]["longest_first"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     text = CliRunner().invoke(app, call).output
     assert "largest over mean" in text
     assert f"{data['schedules'][0]['largest_over_mean']:.3f}" in text
+    assert f"last round redistributed {data['prefill']['redistributed']:.3f}" in text

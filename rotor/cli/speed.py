@@ -184,6 +184,12 @@ def schedule(
     ] = "32768",
     target_device: Annotated[str, typer.Option(help="Device whose rates are used (rotor/devices.yaml).")] = "h200",
     device_file: DeviceFile = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Also a prefill of so many new tokens of each sequence, after the longest cached one."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the loads to this .png, .svg or .pdf; needs matplotlib.")
     ] = None,
@@ -191,21 +197,35 @@ def schedule(
 ) -> None:
     """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
 
-    Arithmetic on predicted costs; nothing is run, and no GPU is needed.
+    With --chunk also a prefill's, with and without its last round redistributed. Arithmetic on predicted costs; nothing
+    is run, and no GPU is needed.
     """
+    from ..devices import find_device
     from ..provenance import provenance
-    from ..simulation import parse_lengths, simulate_folder
+    from ..simulation import parse_lengths, read_layouts, simulate, simulate_prefill
 
     tokens = parse_lengths(lengths)
-    balances = simulate_folder(folder, tokens, sms, target_device, device_file)
+    layouts, shape, element_bytes = read_layouts(folder)
+    rates = find_device(target_device, None if device_file is None else str(device_file))
+    balances = simulate(layouts, shape, tokens, rates, sms, element_bytes)
+    prefill = None
+    if chunk is not None:
+        prefill = simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms, element_bytes)
     if plot is not None:
         from ..plots import write_balance_plot
 
         write_balance_plot(balances, plot)
     if as_json:
         entries = [dataclasses.asdict(balance) for balance in balances]
-        print_json({**provenance(command_line()), "sms": sms, "lengths": tokens, "schedules": entries})
+        found = {"schedules": entries, "prefill": None if prefill is None else dataclasses.asdict(prefill)}
+        print_json({**provenance(command_line()), "sms": sms, "lengths": tokens, "chunk": chunk, **found})
         return
     rows = [(b.schedule, f"{b.largest_over_mean:.3f}", b.parts, b.worst_layer, f"{max(b.loads):.3f}") for b in balances]
     right = "largest over mean", "partial results", "worst layer", "largest over mean there"
     print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
+    if prefill is not None:
+        say(
+            f"Prefill of {chunk} tokens each, time over that of even loads: longest first {prefill.longest_first:.3f}, "
+            f"last round redistributed {prefill.redistributed:.3f} ({prefill.cut_launches} of {prefill.launches} "
+            "launches cut theirs)"
+        )

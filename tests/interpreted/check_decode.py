@@ -9,9 +9,9 @@ import torch
 from kernel_checks import check_decode
 from ragged import layer, random_case
 
-from rotor.kernels.decode import decode_config
 from rotor.kernels.layer_table import MAX_BODIES, layer_parts
 from rotor.kernels.longest_first import longest_first
+from rotor.kernels.shapes import decode_config
 from rotor.kernels.slices import DecodeKeys
 from rotor.kernels.truth import Sequence
 
@@ -103,7 +103,7 @@ def test_parts_share_a_group_whose_rows_are_too_many() -> None:
 def test_the_greedy_schedule_gives_each_task_to_the_least_loaded() -> None:
     """By hand: 8, 7 and 6 to one program each, 5 to the third, 4 to the second, 3 to the first; 1 finds all at 11."""
     work = torch.tensor([3, 8, 5, 7, 4, 6, 1])
-    tasks, bounds = longest_first(work, 3)
+    tasks, bounds = longest_first(work.unsqueeze(0), 3)
     lists = [sorted(work[tasks[a:b].long()].tolist()) for a, b in itertools.pairwise(bounds)]
     assert lists == [[1, 3, 8], [4, 7], [5, 6]]
 
