@@ -65,7 +65,7 @@ def rewrite_layer(
     for kind in ("weight", "bias"):
         q, k, v = (_by_kv_head(getattr(weights, f"{p}_{kind}"), heads, shape) for p in "qkv")
         if layout.domain == "none" and q is not None:
-            q_latents = _per_group(q, layout)
+            q_latents = _per_group(q.to(torch.float64), layout)
             parts = [
                 torch.einsum("gdr,gpd...->gpr...", _by_head(decode, layout), block).flatten(0, 2)
                 for decode, block in zip(qk_decode, q_latents, strict=True)
@@ -80,10 +80,14 @@ def rewrite_layer(
     assert columns is not None
     readers = [_by_head(d, layout).unsqueeze(1) for d in v_decode]
     if bases.outputs is not None:
-        outputs = bases.outputs.unflatten(0, (-1, layout.group_size, shape.heads_per_kv))[list(order)]
-        readers = [_refit(*parts) for parts in zip(readers, v_encode, v_decode, outputs, strict=True)]
+        outputs = bases.outputs.unflatten(0, (-1, layout.group_size, shape.heads_per_kv))
+        ordered = (outputs[i] for i in order)  # one at a time: they are by far the largest
+        readers = [_refit(*parts) for parts in zip(readers, v_encode, v_decode, ordered, strict=True)]
     tensors["o_proj.weight"] = torch.cat(
-        [(reader.mT @ block).flatten(0, 2) for reader, block in zip(readers, _per_group(columns, layout), strict=True)]
+        [
+            (reader.mT @ block.to(torch.float64)).flatten(0, 2)
+            for reader, block in zip(readers, _per_group(columns, layout), strict=True)
+        ]
     ).T
     tensors["o_proj.bias"] = weights.o_bias
     if not layout.folded_keys:
@@ -189,8 +193,7 @@ def _by_kv_head(tensor: Tensor | None, heads: Tensor, shape: AttentionShape) -> 
     """[n * head_dim, ...] -> [num_kv_heads, n / num_kv_heads, head_dim, ...], KV heads in the order of the layout."""
     if tensor is None:
         return None
-    split = tensor.to(torch.float64).reshape(shape.num_kv_heads, -1, shape.head_dim, *tensor.shape[1:])
-    return split[heads]
+    return tensor.reshape(shape.num_kv_heads, -1, shape.head_dim, *tensor.shape[1:])[heads]
 
 
 def _per_group(tensor: Tensor, layout: LayerLayout) -> tuple[Tensor, ...]:
@@ -210,8 +213,8 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
     """Projections [num_kv_heads, 1, head_dim, ...] into latents: encode^T W, group by group."""
     if tensor is None:
         return None
-    blocks = _per_group(tensor, layout)
-    return torch.cat([basis.T @ block.flatten(0, 2) for basis, block in zip(encode, blocks, strict=True)])
+    blocks = (block.flatten(0, 2).to(torch.float64) for block in _per_group(tensor, layout))
+    return torch.cat([basis.T @ block for basis, block in zip(encode, blocks, strict=True)])
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
