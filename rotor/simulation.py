@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import config_of
+from .checkpoint import Checkpoint
 from .cost import decode_flops_per_token, group_bytes_per_token
 from .devices import Device
 from .errors import CheckpointError, UsageError
@@ -213,7 +213,7 @@ def read_layouts(folder: Path) -> tuple[list[LayerLayout], AttentionShape, int]:
     Raises:
         CheckpointError: not a folder that `rotor export` wrote.
     """
-    config = config_of(folder)
+    config = Checkpoint(folder).config
     stored = getattr(config, "quantization_config", None)
     if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
         raise CheckpointError(f"{folder}: not a compressed checkpoint.", "Give a folder that `rotor export` wrote.")
