@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,30 +49,31 @@ def bench_attention(
             load = {"phase": phase, "length": length, "batch_size": batch_size}
             measured = []
             for layout in layouts:
-                makers = _problem_makers(layout, shape, batch_size, seq_len, length, dtype, generator)
+                make = partial(
+                    random_problem,
+                    shape=shape,
+                    batch_size=batch_size,
+                    seq_len=seq_len,
+                    kv_len=length,
+                    dtype=dtype,
+                    generator=generator,
+                )
+                makers = _problem_makers(layout, shape, make)
                 measured.append(_bench_layer(result, phase, makers, load, clock, settings.repetitions))
                 advance(1)
             result.attention += _sum_of_layers(measured, load, clock.device, result.rates)
 
 
 def _problem_makers(
-    layout: LayerLayout,
-    shape: AttentionShape,
-    batch_size: int,
-    seq_len: int,
-    kv_len: int,
-    dtype: torch.dtype,
-    generator: torch.Generator,
+    layout: LayerLayout, shape: AttentionShape, make: Callable[[LayerLayout], Problem]
 ) -> dict[str, Callable[[], Problem]]:
+    """What makes the random inputs of each kind of row, by kind."""
     layouts = {
         "compressed": compressed_layout(layout),
         "uncompressed": uncompressed_layout(shape),
         "rebuilt": rebuilt_layout(layout),
     }
-    return {
-        kind: lambda each=each: random_problem(each, shape, batch_size, seq_len, kv_len, dtype, generator)  # type: ignore[misc]
-        for kind, each in layouts.items()
-    }
+    return {kind: partial(make, each) for kind, each in layouts.items()}
 
 
 def _bench_layer(

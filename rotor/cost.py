@@ -165,16 +165,6 @@ def uncompressed_group_work(shape: AttentionShape, step: DecodeStep) -> Work:
     return key_work("none", True, 1, shape.head_dim, shape, step) + value_work(1, shape.head_dim, shape, step)
 
 
-def projection_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> float:
-    """Bytes of attention weights (q, k, v, o and the bases) that a compressed layer reads in each decode step."""
-    return layer_work(layout, shape, DecodeStep(0, 1, element_bytes)).weight_bytes
-
-
-def uncompressed_projection_bytes(shape: AttentionShape, element_bytes: int) -> float:
-    """Bytes of attention weights (q, k, v, o) that an uncompressed layer reads in each decode step."""
-    return shape.num_kv_heads * uncompressed_group_work(shape, DecodeStep(0, 1, element_bytes)).weight_bytes
-
-
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Predicted time of attention in all layers in one decode step: a lower bound; the module says what is left out."""
     return sum(layer_work(layout, shape, step).seconds(device) for layout in layouts)

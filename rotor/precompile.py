@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, config_of, read_json
+from .checkpoint import Checkpoint, read_json
 from .errors import CheckpointError, UsageError
 from .families import FAMILIES
 from .kernel_config import VERSION
@@ -102,7 +102,7 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
     from .kernels.shapes import Gpu
     from .kernels.specialise import model_variants
 
-    config = config_of(Checkpoint(folder).folder)
+    config = Checkpoint(folder).config
     kernels = read_json(folder / KERNEL_CONFIG, "Give a folder that `rotor export` wrote.")
     if kernels.get("version") != VERSION:
         raise CheckpointError(

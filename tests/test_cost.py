@@ -13,10 +13,8 @@ from rotor.cost import (
     group_bytes_per_token,
     key_work,
     layer_work,
-    projection_bytes,
     uncompressed_decode_seconds,
     uncompressed_group_work,
-    uncompressed_projection_bytes,
     value_work,
 )
 from rotor.devices import Device, bundled_devices, find_device, parse_devices
@@ -41,6 +39,16 @@ STEP = DecodeStep(context_tokens=32768, batch_size=8)
 def layout(domain: Domain, size: int, qk_rank: int, v_rank: int, folded: bool | None = None) -> LayerLayout:
     groups = tuple(GroupLayout(tuple(range(h, h + size)), qk_rank, v_rank) for h in range(0, 8, size))
     return LayerLayout(domain, domain != "post" if folded is None else folded, groups)
+
+
+def projection_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> float:
+    """Bytes of attention weights (q, k, v, o and the bases) that a compressed layer reads in each decode step."""
+    return layer_work(layout, shape, DecodeStep(0, 1, element_bytes)).weight_bytes
+
+
+def uncompressed_projection_bytes(shape: AttentionShape, element_bytes: int) -> float:
+    """Bytes of attention weights (q, k, v, o) that an uncompressed layer reads in each decode step."""
+    return shape.num_kv_heads * uncompressed_group_work(shape, DecodeStep(0, 1, element_bytes)).weight_bytes
 
 
 def test_bytes_of_the_cache() -> None:
