@@ -21,6 +21,7 @@ from .collect import layer_statistics
 from .compress import weights_of
 from .errors import DataError, NumericsError
 from .families import Family, read_attention
+from .file_names import RECIPE
 from .job import Job
 from .layerwise import LayerwiseModel
 from .layout import AttentionShape, folds_keys
@@ -31,7 +32,7 @@ from .processes import Processes
 from .progress import Progress, StageTimes
 from .pruning import check_clusters, prune_rows
 from .recipe import Recipe
-from .run import FISHER, INFO, RECIPE, Run, write_bases, write_fisher, write_statistics
+from .run import FISHER, INFO, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
 from .statistics import LayerStatistics
 from .tokens import CalibrationTokens, calibration_tokens

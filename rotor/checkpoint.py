@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
+from .file_names import ADDED
 from .typed import shorten
 
 SINGLE_FILE = "model.safetensors"
@@ -147,7 +148,7 @@ class Checkpoint:
             and p.name not in skip
             and p.suffix not in (".safetensors", *PICKLE_SUFFIXES)
             and not p.name.startswith(".")
-            and p.name not in ("README.md", "rotor.json", "kernel_config.json", "recipe.yaml")
+            and p.name not in ADDED
         )
 
     def _belongs(self, path: Path) -> bool:

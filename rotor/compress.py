@@ -14,14 +14,14 @@ from transformers.utils import is_accelerate_available
 
 from .bases import LayerBases
 from .checkpoint import Checkpoint
+from .compressed import CompressedCheckpoint
 from .errors import CheckpointError, RotorError, UsageError
-from .families import FAMILIES, AttentionWeights, attention_shape, find_family, read_attention
+from .families import FAMILIES, AttentionWeights, find_family, read_attention
 from .fit import check_fit
 from .integration import replace_attention
 from .layerwise import LayerwiseModel
-from .layout import LayerLayout
+from .layout import LayerRanks
 from .numerics import check_parameters
-from .ranks import LayerRanks
 from .rewrite import layer_layout, rewrite_layer
 from .weights import ResidentWeights, StreamedWeights, Weights, keep_softcap
 
@@ -96,26 +96,23 @@ def weights_of(
 
 
 def compressed_weights(
-    checkpoint: Checkpoint, layouts: list[LayerLayout], device: torch.device, dtype: torch.dtype, streamed: bool
+    checkpoint: CompressedCheckpoint, device: torch.device, dtype: torch.dtype, streamed: bool
 ) -> Weights:
     """`weights_of` a checkpoint that rotor wrote.
 
-    Args:
-        layouts: of its layers.
     Raises:
         UsageError: an elastic checkpoint one layer at a time: it is cut to its profile when all of it is loaded.
     """
     if not streamed:
         return weights_of(checkpoint, device, dtype, False)
-    stored = checkpoint.config_dict["quantization_config"]
-    if stored.get("profiles"):
+    if checkpoint.elastic:
         raise UsageError(
             f"{checkpoint.folder}: an elastic checkpoint is loaded as a whole.", "Give --offload never, if it fits."
         )
-    family, shape = FAMILIES[checkpoint.config.model_type], attention_shape(checkpoint.config)
+    family, layouts = FAMILIES[checkpoint.config.model_type], dict(enumerate(checkpoint.layouts))
 
     def prepare(model: Any) -> None:
-        replace_attention(model, family, shape, dict(enumerate(layouts)), frozenset(stored["biases"]))
+        replace_attention(model, family, checkpoint.shape, layouts, frozenset(checkpoint.section.biases))
 
     return StreamedWeights(checkpoint, family, device, dtype, prepare)
 

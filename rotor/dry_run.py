@@ -22,7 +22,7 @@ from .checkpoint import check_space
 from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops
 from .export_job import ExportJob
 from .job import Job
-from .layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from .layout import LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .memory import available_host_bytes
 from .outline import ModelOutline
 from .partial import PartialRun
@@ -30,7 +30,7 @@ from .placement import Placement
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .rank_search import RankSearch, stored_ranks
-from .ranks import LayerRanks, RankPlan
+from .ranks import RankPlan
 from .recipe import Search
 from .settings import CalibrationSettings, ExportSettings
 from .shards import ShardContents, planned_layouts

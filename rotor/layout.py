@@ -19,6 +19,9 @@ Domain = Literal["post", "pre", "none"]
 RoPE, or in whole rotary planes, with which RoPE commutes."""
 
 
+LayerRanks = list[tuple[int, int]]
+"""(qk_rank, v_rank) of each group of a layer: in the order of the bases offline, of the layout once it is stored."""
+
 MAX_SIZE = 1 << 24
 """No size of any model's attention is near it; larger ones come from damaged files."""
 

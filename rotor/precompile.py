@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, read_json
-from .errors import CheckpointError, UsageError
+from .compressed import CompressedCheckpoint
+from .errors import UsageError
 from .families import FAMILIES
-from .kernel_config import VERSION
 from .kernels.dispatch import DTYPES, triton_installed
 from .progress import Progress
-
-KERNEL_CONFIG = "kernel_config.json"
 
 
 @dataclass(frozen=True)
@@ -102,13 +99,8 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
     from .kernels.shapes import Gpu
     from .kernels.specialise import model_variants
 
-    config = Checkpoint(folder).config
-    kernels = read_json(folder / KERNEL_CONFIG, "Give a folder that `rotor export` wrote.")
-    if kernels.get("version") != VERSION:
-        raise CheckpointError(
-            f"{folder / KERNEL_CONFIG}: version {kernels.get('version')}, this rotor reads {VERSION}.",
-            "Export the checkpoint again.",
-        )
+    checkpoint = CompressedCheckpoint(folder)
+    config, kernels = checkpoint.config, checkpoint.kernel_config
     by_name = {str(t).removeprefix("torch."): t for t in DTYPES}
     chosen = config.dtype if dtype == "auto" else by_name.get(dtype)
     if chosen not in DTYPES:

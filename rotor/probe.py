@@ -15,8 +15,9 @@ from torch import Tensor
 from .bases import LayerBases
 from .compress import CompressibleModel
 from .evaluation import score
+from .layout import LayerRanks
 from .progress import Advance
-from .ranks import LayerRanks, Sensitivity, round_rank
+from .ranks import Sensitivity, round_rank
 from .recipe import Ranks
 
 PROBE_STATES_BYTES = 16 << 30

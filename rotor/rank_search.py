@@ -9,10 +9,11 @@ from .bases import LayerBases
 from .errors import AccuracyError
 from .evaluation import evaluation_data
 from .export_job import ExportJob
+from .layout import LayerRanks
 from .placement import Placement
 from .probe import columns
 from .progress import Progress, StageTimes
-from .ranks import LayerRanks, RankPath, RankPlan
+from .ranks import RankPath, RankPlan
 from .recipe import Recipe
 from .search import Measurer, RankTable, choose, complete_table, plan_for, rank_path
 

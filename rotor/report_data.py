@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from .checkpoint import Checkpoint, read_json
+from .compressed import read_report
 from .errors import AccuracyError, CheckpointError, RotorError
-from .formats import CheckpointInfo, read_file
+from .file_names import RECIPE, ROTOR_JSON
 from .layout import GroupLayout, uncompressed_kv_bytes_per_token
 from .metrics import accuracy_field, describe
 from .ranks.water_filling import interpolated
 from .recipe import Recipe, load_recipe
-from .run import RANK_TABLE, RECIPE, Run
+from .run import RANK_TABLE, Run
 from .search import choose_point
 from .study_store import RESULTS
 
-ROTOR_JSON = "rotor.json"
 SIDES = ("qk", "vo")
 
 
@@ -147,7 +147,7 @@ def _of_run(run: Run, name: str) -> ReportData:
 
 
 def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData:
-    report = read_file(folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
+    report = read_report(folder)
     data = ReportData("checkpoint", name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
     accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
     data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]
@@ -167,7 +167,7 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))
     if run is None:
-        run = _opened_run(folder, report)
+        run = _opened_run(folder, report["run"])
     if isinstance(run, Run):
         _join_run(data, run, report, accuracy)
     else:
@@ -190,9 +190,9 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     return data
 
 
-def _opened_run(folder: Path, report: dict[str, Any]) -> Run | str:
+def _opened_run(folder: Path, recorded: str) -> Run | str:
     try:
-        return Run.open(folder.resolve() / str(report.get("run")))
+        return Run.open(folder.resolve() / recorded)
     except RotorError as error:
         return error.message.replace(str(folder.resolve()), folder.name)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
 from .checkpoint import read_json, sync, write_json, write_tensors
 from .errors import CheckpointError, NumericsError, UsageError
+from .file_names import RECIPE
 from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
 from .hub import find_model
 from .layout import AttentionShape, Domain
@@ -28,7 +29,7 @@ from .recipe import Recipe, accuracy_field, load_recipe
 from .statistics import LayerStatistics, pack_symmetric, unpack_symmetric
 from .typed import Reader
 
-RECIPE, INFO, FISHER, RANK_TABLE = "recipe.yaml", "run.json", "fisher.safetensors", "rank_table.json"
+INFO, FISHER, RANK_TABLE = "run.json", "fisher.safetensors", "rank_table.json"
 TABLE_VERSION = 2
 SIDES = ("qk", "vo")
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."

@@ -9,8 +9,7 @@ from torch import Tensor
 from .bases import LayerBases
 from .checkpoint import Checkpoint
 from .families import Family, read_attention
-from .layout import AttentionShape, LayerLayout
-from .ranks import LayerRanks
+from .layout import AttentionShape, LayerLayout, LayerRanks
 from .rewrite import layer_layout, rewrite_layer
 
 

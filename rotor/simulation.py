@@ -11,16 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from .checkpoint import Checkpoint
 from .cost import decode_flops_per_token, group_bytes_per_token
 from .devices import Device
-from .errors import CheckpointError, UsageError
-from .families import attention_shape
-from .integration import METHOD, RotorConfig
+from .errors import UsageError
 from .kernels.schedule import (
     equal_slices,
     greedy_assignment,
@@ -204,21 +198,6 @@ def simulate_prefill(
             shortest += seconds * (redistributed_makespan(costs, workers) if cut else whole)
             cuts.append(cut)
     return PrefillBalance(plain / mean, shortest / mean, sum(cuts), len(cuts))
-
-
-def read_layouts(folder: Path) -> tuple[list[LayerLayout], AttentionShape, int]:
-    """Layouts and sizes of a compressed checkpoint, and bytes of an element; of an elastic one all columns, the widest
-    profile that it can be cut to.
-
-    Raises:
-        CheckpointError: not a folder that `rotor export` wrote.
-    """
-    config = Checkpoint(folder).config
-    stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
-        raise CheckpointError(f"{folder}: not a compressed checkpoint.", "Give a folder that `rotor export` wrote.")
-    shape = attention_shape(config)
-    return RotorConfig(**stored).layouts(shape), shape, (config.dtype or torch.float32).itemsize
 
 
 def parse_lengths(text: str) -> list[int]:

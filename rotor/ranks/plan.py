@@ -9,10 +9,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from ..layout import AttentionShape, compression
-
-LayerRanks = list[tuple[int, int]]
-"""(qk_rank, v_rank) of each group of a layer, in the order of the bases."""
+from ..layout import AttentionShape, LayerRanks, compression
 
 T = TypeVar("T", covariant=True)
 

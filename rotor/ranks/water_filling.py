@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layout import AttentionShape
-from .plan import LayerRanks, RankPath, RankPlan, Spectra
+from ..layout import AttentionShape, LayerRanks
+from .plan import RankPath, RankPlan, Spectra
 
 PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""

@@ -1,0 +1,118 @@
+"""Opening a checkpoint that rotor wrote: what its JSON files say, each read when it is first asked for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint import Checkpoint, read_json
+from .errors import CheckpointError
+from .families import attention_shape
+from .file_names import KERNEL_CONFIG, ROTOR_JSON
+from .formats import CheckpointInfo, read_file
+from .kernel_config import VERSION
+from .layout import AttentionShape, LayerLayout, LayerRanks
+from .section import CompressedSection, is_compressed
+from .truncation import truncate_layer
+
+HINT = "Give a folder that `rotor export` wrote."
+
+
+def read_report(folder: Path) -> CheckpointInfo:
+    """The rotor.json of a folder, whatever else is or is not there.
+
+    Raises:
+        CheckpointError: missing, or not what an export writes; names the field.
+    """
+    return read_file(folder / ROTOR_JSON, CheckpointInfo, HINT)
+
+
+class CompressedCheckpoint(Checkpoint):
+    """A folder that `rotor export` wrote, opened read-only.
+
+    Raises:
+        CheckpointError: not such a folder; every property raises it for what it reads.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        if not is_compressed(self.config_dict):
+            raise CheckpointError(f"{folder}: not a compressed checkpoint.", HINT)
+
+    @cached_property
+    def section(self) -> CompressedSection:
+        """The `quantization_config` of config.json, checked field by field."""
+        return CompressedSection(**self.config_dict["quantization_config"])
+
+    @cached_property
+    def shape(self) -> AttentionShape:
+        """Sizes of the attention layers before compression."""
+        return attention_shape(self.config)
+
+    @cached_property
+    def layouts(self) -> list[LayerLayout]:
+        """The layout of each layer as its tensors are stored; of an elastic checkpoint, with all columns."""
+        return self.section.layouts(self.shape)
+
+    @property
+    def default_ranks(self) -> list[LayerRanks] | None:
+        """The ranks of the profile that is loaded by default; None if the checkpoint is not elastic."""
+        return self.section.profile_ranks(self.config_dict.get("rank_profile"))
+
+    @cached_property
+    def default_layouts(self) -> list[LayerLayout]:
+        """The layouts that are loaded by default: of an elastic checkpoint, cut to its default profile."""
+        ranks = self.default_ranks
+        if ranks is None:
+            return self.layouts
+        pairs = zip(self.layouts, ranks, strict=True)
+        return [truncate_layer({}, layout, layer, self.shape)[0] for layout, layer in pairs]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its tensors are stored in, and by default its cache."""
+        return self.config.dtype or torch.float32
+
+    @property
+    def elastic(self) -> bool:
+        """Whether all columns are stored, and ranks are chosen at load."""
+        return bool(getattr(self.section, "profiles", None))
+
+    @cached_property
+    def report(self) -> CheckpointInfo:
+        """rotor.json."""
+        return read_report(self.folder)
+
+    @cached_property
+    def kernel_config(self) -> dict[str, Any]:
+        """kernel_config.json, of the version that this rotor reads."""
+        path = self.folder / KERNEL_CONFIG
+        found = read_json(path, HINT)
+        if found.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path}: version {found.get('version')}, this rotor reads {VERSION}.", "Export the checkpoint again."
+            )
+        return found
+
+    @property
+    def source_folder(self) -> Path:
+        """Where rotor.json says that the source model is; it may be gone."""
+        return self.folder.resolve() / self.report["source"]["path"]
+
+    @property
+    def run_folder(self) -> Path:
+        """Where rotor.json says that the run is; it may be gone."""
+        return self.folder.resolve() / self.report["run"]
+
+
+def open_model(folder: str | Path) -> Checkpoint:
+    """A model's folder, opened as a CompressedCheckpoint where it is one.
+
+    Raises:
+        CheckpointError: no model folder; see Checkpoint.
+    """
+    checkpoint = Checkpoint(folder)
+    return CompressedCheckpoint(folder) if is_compressed(checkpoint.config_dict) else checkpoint
