@@ -214,7 +214,7 @@ class Calibration:
         }
 
     def _fisher(self, rows: Tensor) -> None:
-        if self.recipe.ranks.method != "fisher":
+        if "gradients" not in self.recipe.ranks.rule.needs:
             return
         with self.times.stage("gradients"), self.processes.together():
             if self.processes.is_first and not (self.partial.folder / FISHER).is_file():

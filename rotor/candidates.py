@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .bases import needed_statistics
+from .bases import QK_METHODS, needed_statistics
 from .errors import RecipeError
 from .families import Family
 from .layout import AttentionShape, Domain
@@ -27,8 +27,11 @@ def wanted_moments(recipe: Recipe, chosen: dict[str, tuple[Domain, int]]) -> fro
 
 def _domains(recipe: Recipe, family: Family) -> list[Domain]:
     if family.rotary is None:
-        if recipe.bases.qk == "rope-pairs":
-            raise RecipeError("bases.qk: rope-pairs needs RoPE, which this model does not have.", "Choose svd or kq.")
+        if "none" not in recipe.bases.methods[0].domains:
+            others = ", ".join(name for name, method in QK_METHODS.items() if "none" in method.domains)
+            raise RecipeError(
+                f"bases.qk: {recipe.bases.qk} needs RoPE, which this model does not have.", f"Choose one of {others}."
+            )
         return ["none"]
     return ["pre", "post"] if recipe.groups.domain == "any" else [recipe.groups.domain]
 

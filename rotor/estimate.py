@@ -14,12 +14,10 @@ from typing import Any
 from .families import Family
 from .layout import AttentionShape, Domain
 from .recipe import Recipe
+from .statistics import CHUNK_BYTES
 
 LIBRARIES_BYTES = 600 << 20
 """Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
-
-CHUNK_BYTES = 64 << 20
-"""float64 copies of activations are made at most this many bytes at a time (or one head)."""
 
 LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
 """Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""

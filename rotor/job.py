@@ -97,8 +97,8 @@ class Job:
         if self.recipe.tokens.source == "synthetic":
             whole = "tokens.source synthetic (text that the model writes)"
             instead = "Choose other tokens: --set tokens.source=text --set tokens.path=FILE, or tokens.source=random."
-        elif self.recipe.ranks.method == "fisher":
-            whole = "ranks.method fisher (gradients)"
+        elif "gradients" in self.recipe.ranks.rule.needs:
+            whole = f"ranks.method {self.recipe.ranks.method} (gradients)"
             instead = "Choose another method, e.g. --set ranks.method=global."
         elif self.settings.compute.device_map is not None:
             whole, instead = f"--device-map {self.settings.compute.device_map}", "Leave it out."

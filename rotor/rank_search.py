@@ -34,7 +34,7 @@ class RankSearch:
 
     @property
     def needs_probes(self) -> bool:
-        return self.job.recipe.ranks.method == "global" and self.table.sensitivities is None
+        return "sensitivities" in self.job.recipe.ranks.rule.needs and self.table.sensitivities is None
 
     def path(self) -> RankPath | None:
         """All rank plans of the recipe; None as long as its method needs probes that were not measured."""

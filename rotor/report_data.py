@@ -18,6 +18,7 @@ from .errors import AccuracyError, CheckpointError, RotorError
 from .file_names import RECIPE, ROTOR_JSON
 from .layout import GroupLayout, uncompressed_kv_bytes_per_token
 from .metrics import accuracy_field, describe
+from .ranks import RANK_METHODS
 from .ranks.water_filling import interpolated
 from .recipe import Recipe, load_recipe
 from .run import RANK_TABLE, Run
@@ -257,11 +258,12 @@ def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: di
     if sensitivities and len(sensitivities) == len(bases):
         data.losses = [_loss(bases[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
     else:
+        probing = [name for name, method in RANK_METHODS.items() if "sensitivities" in method.needs]
         data.absent["losses"] = (
-            f"Not measured: only ranks.method global probes layers one by one, this recipe's is "
+            "Not measured yet: the first export probes every layer."
+            if run.recipe.ranks.method in probing
+            else f"Not measured: only ranks.method {', '.join(probing)} probes layers one by one, this recipe's is "
             f"{run.recipe.ranks.method}."
-            if run.recipe.ranks.method != "global"
-            else "Not measured yet: the first export probes every layer."
         )
 
 

@@ -100,7 +100,7 @@ def study(
     for name in names:
         if name not in specs:
             raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(specs)}.")
-    allocating = [name for name in names if specs[name].ranks.method == "global"]
+    allocating = [name for name in names if specs[name].ranks.rule.chooses]
     if "front" in chosen and not allocating and tuple(parts) != PARTS:
         raise UsageError(
             f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",

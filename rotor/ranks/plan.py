@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..layout import AttentionShape, LayerRanks, compression
+
+SideSensitivity = list[tuple[int, float]]
+"""(rank, loss per unit of dropped energy when all groups of the layer have that rank), by rising rank; the loss is KL
+in nats per token. Empty where no rank drops any energy."""
+
+Sensitivity = dict[str, tuple[SideSensitivity, SideSensitivity]]
+"""Of qk and of vo, for each candidate of a layer."""
+
+Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
+"""(candidate, ranks) -> what one group of that candidate costs on its key side and on its value side at these ranks."""
+
+GroupCost = Callable[[str, int, int], float]
+"""(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
 
 T = TypeVar("T", covariant=True)
 
@@ -54,6 +67,47 @@ class RankPlan:
     def select(self, candidates: Candidates[T]) -> Sequence[T]:
         """What belongs to the chosen candidate of each layer."""
         return candidates.select(self.choice)
+
+
+Need = Literal["gradients", "sensitivities"]
+"""gradients: squared, of W_k and W_v, summed in calibration. sensitivities: from probes of each layer and side."""
+
+
+@dataclass(frozen=True)
+class RankInputs:
+    """What a method may read: spectra and sizes of all layers, and what else is measured, where it is asked for.
+
+    spectra: per layer its candidates' spectra by key.
+    multiple_of: stored ranks are multiples of this (or all columns).
+    squares: a removal rate is a share of squared singular values.
+    gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
+    sensitivities: per layer, by candidate. cost, group_cost: see WaterFillingPath.
+    """
+
+    spectra: Sequence[dict[str, Spectra]]
+    shape: AttentionShape
+    multiple_of: int
+    squares: bool
+    gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
+    sensitivities: Sequence[Sensitivity] | None
+    costs: Callable[[], tuple[Cost, GroupCost]]
+
+
+@dataclass(frozen=True)
+class RankMethod:
+    """A way from singular values to ranks, under the name that `ranks.method` gives it.
+
+    summary: one line, for help and tables; papers by their short names (see rotor).
+    needs: what has to be measured beside the spectra.
+    chooses: takes domain and group size of each layer too, where the recipe leaves them open, and weighs costs other
+        than bytes.
+    """
+
+    name: str
+    summary: str
+    path: Callable[[RankInputs], RankPath]
+    needs: frozenset[Need] = frozenset()
+    chooses: bool = False
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layout import AttentionShape
-from .plan import RankPath, RankPlan, Spectra
+from .plan import RankMethod, RankPath, RankPlan, Spectra
 
 TIE = 1e-12
 """Slack in comparing a tail with the removal rate, so that rounding errors do not decide ties."""
@@ -66,3 +66,10 @@ class RemovalRatePath(RankPath):
         starts = slice(self.multiple_of, None, self.multiple_of)
         rates = {0.0}.union(*(s[:, starts].flatten().tolist() for pair in self._shares for s in pair))
         return [self.plan(rate) for rate in sorted(rates)]
+
+
+METHOD = RankMethod(
+    "removal-rate",
+    "one rate for all groups, both sides: the largest tail of at most that share of the spectrum goes (FDC equation 1)",
+    lambda i: RemovalRatePath(i.spectra, i.shape, i.multiple_of, i.squares),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .plan import RankPath, RankPlan
+from .plan import RankMethod, RankPath, RankPlan
 
 
 class UniformPath(RankPath):
@@ -19,3 +19,10 @@ class UniformPath(RankPath):
             exact = [[(rank, rank)] * s.qk.shape[0] for s in only]
             plans.append(self._make(rank / columns, choice, exact))
         return plans
+
+
+METHOD = RankMethod(
+    "uniform",
+    "the same share of columns everywhere (FDC section 6.6, /AC)",
+    lambda i: UniformPath(i.spectra, i.shape, i.multiple_of),
+)

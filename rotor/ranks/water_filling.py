@@ -9,7 +9,7 @@ optimisation: only multiples are considered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..layout import AttentionShape, LayerRanks
-from .plan import RankPath, RankPlan, Spectra
+from .plan import Cost, GroupCost, RankInputs, RankMethod, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
 
 PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""
@@ -25,19 +25,6 @@ PRICES = 2000
 GAP, HALVINGS = 0.005, 10
 """Where neighbouring plans are further apart in saving than GAP and several ranks changed at once, the interval of
 prices between them is halved, at most this often: a small model has few plans, and each may be the one."""
-
-SideSensitivity = list[tuple[int, float]]
-"""(rank, loss per unit of dropped energy when all groups of the layer have that rank), by rising rank; the loss is KL
-in nats per token. Empty where no rank drops any energy."""
-
-Sensitivity = dict[str, tuple[SideSensitivity, SideSensitivity]]
-"""Of qk and of vo, for each candidate of a layer."""
-
-Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
-"""(candidate, ranks) -> what one group of that candidate costs on its key side and on its value side at these ranks."""
-
-GroupCost = Callable[[str, int, int], float]
-"""(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
 
 Curve = tuple[Tensor, Tensor, Tensor]
 """Of one side of a candidate: possible ranks [R], loss of each group at them [num_groups, R], cost at them [R]."""
@@ -53,7 +40,7 @@ class WaterFillingPath(RankPath):
         sensitivities: per layer, by candidate.
         cost: of one group, by sides: what ranks are allocated by.
         group_cost: of one group as a whole: what the saving of a plan is counted in.
-    Source: DESIGN section 1 (`global`).
+    Source: ours; docs/design.md, ranks.
     """
 
     def __init__(
@@ -166,3 +153,17 @@ def _crowded(first: RankPlan, second: RankPlan) -> bool:
         else:
             changes += sum(a != b for pairs in zip(*layers, strict=True) for a, b in zip(*pairs, strict=True))
     return changes > 1
+
+
+def _path(inputs: RankInputs) -> WaterFillingPath:
+    assert inputs.sensitivities is not None  # who makes the inputs has probed
+    return WaterFillingPath(inputs.spectra, inputs.shape, inputs.multiple_of, inputs.sensitivities, *inputs.costs())
+
+
+METHOD = RankMethod(
+    "global",
+    "water-filling over all layers by probed sensitivities; also weighs decode time, domain and group size",
+    _path,
+    frozenset({"sensitivities"}),
+    chooses=True,
+)
