@@ -123,6 +123,6 @@ def test_names_are_those_of_the_registered_methods() -> None:
 
 def test_a_basis_for_either_domain_must_work_in_both() -> None:
     with pytest.raises(
-        RecipeError, match="bases.qk: got 'svd', expected one of kq, kq-centred, as groups.domain is any"
+        RecipeError, match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, as groups\.domain is any"
     ):
         load_recipe("rotor", ["groups.domain=any", "bases.qk=svd"])
