@@ -8,9 +8,12 @@ from .families import Family
 from .layout import AttentionShape, Domain
 from .recipe import Recipe
 
+Candidates = dict[str, tuple[Domain, int]]
+"""Domain and group size of each candidate, by key (`pre-8`); the same for every layer."""
 
-def candidates(recipe: Recipe, family: Family, shape: AttentionShape) -> dict[str, tuple[Domain, int]]:
-    """Domain and group size of each candidate of a layer, by key (`pre-8`), the first the widest.
+
+def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Candidates:
+    """The candidates that the ranks choose among for each layer, the first the widest.
 
     Raises:
         RecipeError: the recipe needs RoPE and the model has none, or its group size does not divide the KV heads.
@@ -19,9 +22,9 @@ def candidates(recipe: Recipe, family: Family, shape: AttentionShape) -> dict[st
     return {f"{domain}-{size}": (domain, size) for domain in _domains(recipe, family) for size in sizes}
 
 
-def wanted_moments(recipe: Recipe, chosen: dict[str, tuple[Domain, int]]) -> frozenset[str]:
+def wanted_moments(recipe: Recipe, candidates: Candidates) -> frozenset[str]:
     """Names of the moments that the recipe's methods read for these candidates."""
-    bases, domains = recipe.bases, sorted({domain for domain, _ in chosen.values()})
+    bases, domains = recipe.bases, sorted({domain for domain, _ in candidates.values()})
     return frozenset().union(*(needed_statistics(bases.qk, bases.vo, domain, bases.refit) for domain in domains))
 
 

@@ -106,7 +106,7 @@ def coefficient_of_variation(values: Tensor) -> float:
     return float(values.double().std(correction=0) / mean) if mean else 0.0
 
 
-def columns(bases: list[LayerBases], side: str) -> list[Tensor]:
+def encoders(bases: list[LayerBases], side: str) -> list[Tensor]:
     """What encodes on one side, of every layer: [num_groups, dim, columns]."""
     return [getattr(layer, side).encode for layer in bases]
 

@@ -9,7 +9,7 @@ the longer of its bytes over the bandwidth and its FLOPs over the matrix rate: r
 Left out, in the compressed model and the uncompressed one alike: softmax, RoPE (also of rebuilt keys), norms, biases,
 writing the new token, padding to the tiles of the tensor cores, launches, and everything outside attention.
 
-Source: DESIGN sections 1 and 4.
+Source: the roofline model (Williams, Waterman and Patterson, 2009), on the sizes of docs/design.md.
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from .bases import BasisPair, LayerBases
+from .candidates import Candidates
 from .checkpoint import check_space
 from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops
 from .export_job import ExportJob
-from .job import Job
+from .job import CalibrationJob
 from .layout import LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .memory import available_host_bytes
 from .outline import ModelOutline
@@ -66,7 +67,7 @@ class CalibrationPlan:
     model: str
     run: str
     recipe: str
-    candidates: dict[str, tuple[str, int]]
+    candidates: Candidates
     tokens: dict[str, Any]
     num_layers: int
     finished_layers: int
@@ -115,7 +116,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     """
     out = Path(settings.out)
     partial, resume = PartialRun(out), settings.resume
-    job = Job.check(settings, Processes(), fetch=False)
+    job = CalibrationJob.check(settings, Processes(), fetch=False)
     partial.check(resume, settings.overwrite)
     streamed, _ = job.streams()
     estimate, spec = job.estimates()[streamed], job.recipe
@@ -132,7 +133,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
         model=job.source.name,
         run=str(out),
         recipe=spec.name,
-        candidates={key: (domain, size) for key, (domain, size) in job.chosen.items()},
+        candidates=job.candidates,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count, "seq_len": spec.tokens.seq_len},
         num_layers=job.shape.num_layers,
         finished_layers=finished,

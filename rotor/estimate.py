@@ -31,7 +31,7 @@ LOGIT_COPIES = 6
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Elements of a model's weights by the units in which they are loaded.
+    """Elements of a model's weights by the parts in which they are loaded.
 
     layers: of each decoder layer. vocabulary: of each matrix over the vocabulary (embedding; head unless tied).
     rest: of everything else. largest_tensor: of the largest single tensor. stored_bytes: all of it in the checkpoint.
@@ -48,7 +48,7 @@ class WeightSizes:
         return sum(self.layers) + sum(self.vocabulary) + self.rest
 
     @property
-    def largest_unit(self) -> int:
+    def largest_part(self) -> int:
         return max(*self.layers, *self.vocabulary, 0)
 
 
@@ -123,7 +123,7 @@ def calibration_estimate(
     sizes: WeightSizes,
     shape: AttentionShape,
     recipe: Recipe,
-    chosen: Mapping[str, tuple[Domain, int]],
+    candidates: Mapping[str, tuple[Domain, int]],
     moments: frozenset[str],
     *,
     feed_forward: int,
@@ -137,21 +137,21 @@ def calibration_estimate(
     """What `rotor calibrate` takes.
 
     Args:
-        chosen, moments: from rotor.candidates.
+        candidates, moments: from rotor.candidates.
         feed_forward: from feed_forward_width.
         compute_bytes: of one number in the dtype of the forward passes.
-        streamed: one unit of weights in memory at a time, instead of all.
+        streamed: one part of the weights in memory at a time, instead of all.
         tokens: that are calibrated on; by default what the recipe asks for. seq_len: of a row, likewise.
     """
     row = seq_len or recipe.tokens.seq_len
     count = -(-(tokens or recipe.tokens.count) // row) * row
     batch = max(1, batch_tokens // row) * row
-    group_size = max(size for _, size in chosen.values())
+    group_size = max(size for _, size in candidates.values())
     statistics = statistics_bytes(shape, group_size, moments, recipe.prune.kmeans)
     running = activation_bytes(shape, group_size, moments, batch, feed_forward, compute_bytes) + statistics
     solving = statistics + solving_bytes(shape, group_size, moments)
     weights = _weight_bytes(sizes, compute_bytes, streamed)
-    bases = sum(bases_bytes(shape, size) for _, size in chosen.values())
+    bases = sum(bases_bytes(shape, size) for _, size in candidates.values())
     disk = {
         "statistics": shape.num_layers * stored_statistics_bytes(shape, group_size, moments),
         "bases": shape.num_layers * bases,
@@ -170,7 +170,7 @@ def evaluation_estimate(
     sizes: WeightSizes,
     shape: AttentionShape,
     recipe: Recipe,
-    chosen: Mapping[str, tuple[Domain, int]],
+    candidates: Mapping[str, tuple[Domain, int]],
     *,
     feed_forward: int,
     compute_bytes: int,
@@ -180,7 +180,7 @@ def evaluation_estimate(
 ) -> Estimate:
     """What measuring rank plans takes (`rotor export --accuracy`): one layer rewritten, run, and dropped at a time."""
     spec = recipe.evaluation
-    group_size = max(size for _, size in chosen.values())
+    group_size = max(size for _, size in candidates.values())
     outputs = frozenset({"output"} if recipe.bases.refit else set())
     rewriting = 3 * statistics_bytes(shape, group_size, outputs, None) + 3 * bases_bytes(shape, group_size)
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
@@ -219,7 +219,7 @@ def calibration_flops(
 def _weight_bytes(sizes: WeightSizes, compute_bytes: int, streamed: bool) -> int:
     if not streamed:
         return sizes.total * compute_bytes
-    return (sizes.largest_unit + sizes.rest) * compute_bytes
+    return (sizes.largest_part + sizes.rest) * compute_bytes
 
 
 def statistics_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str], kmeans: int | None) -> int:

@@ -17,7 +17,7 @@ def kernel_config(layouts: list[LayerLayout], shape: AttentionShape) -> dict[str
     Per layer and group: its KV heads, ranks, offsets (in elements) in the packed key and value rows, and class. Per
     class: the prefill's row and column blocks, balanced over the layer. `specialisations` lists what to compile.
 
-    Source: DESIGN section 2; FDC section 5.3 for the balance.
+    Source: FDC section 5.3 for the balance; docs/design.md for the file.
     """
     layers = []
     specialisations = set()

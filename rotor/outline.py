@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .candidates import candidates, wanted_moments
+from .candidates import candidates_of, wanted_moments
 from .checkpoint import Checkpoint
 from .estimate import (
     Estimate,
@@ -61,14 +61,14 @@ class ModelOutline:
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """What calibrating takes."""
-        chosen = candidates(recipe, self.family, self.shape)
+        candidates = candidates_of(recipe, self.family, self.shape)
         resident, streamed = (
             calibration_estimate(
                 self.sizes,
                 self.shape,
                 recipe,
-                chosen,
-                wanted_moments(recipe, chosen),
+                candidates,
+                wanted_moments(recipe, candidates),
                 feed_forward=feed_forward_width(self.config),
                 compute_bytes=dtype.itemsize,
                 streamed=streamed,
@@ -87,7 +87,7 @@ class ModelOutline:
                 self.sizes,
                 self.shape,
                 recipe,
-                candidates(recipe, self.family, self.shape),
+                candidates_of(recipe, self.family, self.shape),
                 feed_forward=feed_forward_width(self.config),
                 compute_bytes=dtype.itemsize,
                 streamed=streamed,

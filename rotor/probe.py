@@ -27,7 +27,7 @@ in memory."""
 KL_NOISE = 1e-9
 """A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""
 
-Candidates = Sequence[dict[str, LayerBases]]
+CandidateBases = Sequence[dict[str, LayerBases]]
 """The bases of each layer's candidates, by key."""
 
 
@@ -49,7 +49,7 @@ def probes_of(layer: dict[str, LayerBases], settings: Ranks) -> list[Probe]:
     """The probes of one layer: each candidate with one side at each of `probe_shares` of its columns."""
     probes = []
     for key, bases in layer.items():
-        full = columns(bases)
+        full = full_ranks(bases)
         for index, (side, pair) in enumerate((("qk", bases.qk), ("vo", bases.vo))):
             width = full[index]
             shares = settings.probe_shares
@@ -61,7 +61,7 @@ def probes_of(layer: dict[str, LayerBases], settings: Ranks) -> list[Probe]:
     return probes
 
 
-def columns(bases: LayerBases) -> tuple[int, int]:
+def full_ranks(bases: LayerBases) -> tuple[int, int]:
     """All columns of the key side and of the value side: the ranks that remove nothing."""
     return bases.qk.singular_values.shape[-1], bases.vo.singular_values.shape[-1]
 
@@ -75,7 +75,13 @@ class Prober:
     """
 
     def __init__(
-        self, network: CompressibleModel, bases: Candidates, settings: Ranks, rows: Tensor, start: int, advance: Advance
+        self,
+        network: CompressibleModel,
+        bases: CandidateBases,
+        settings: Ranks,
+        rows: Tensor,
+        start: int,
+        advance: Advance,
     ) -> None:
         self.network, self.bases, self.settings, self.rows = network, bases, settings, rows
         self.start, self.advance = start, advance

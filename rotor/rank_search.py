@@ -11,7 +11,7 @@ from .evaluation import evaluation_data
 from .export_job import ExportJob
 from .layout import LayerRanks
 from .placement import Placement
-from .probe import columns
+from .probe import full_ranks
 from .progress import Progress, StageTimes
 from .ranks import RankPath, RankPlan
 from .recipe import Recipe
@@ -98,7 +98,7 @@ class RankSearch:
 
 def stored_ranks(bases: Sequence[LayerBases], ranks: list[LayerRanks], elastic: bool) -> list[LayerRanks]:
     """The ranks that the tensors have: an elastic checkpoint keeps all columns."""
-    return [[columns(layer)] * len(layer.qk.encode) for layer in bases] if elastic else ranks
+    return [[full_ranks(layer)] * len(layer.qk.encode) for layer in bases] if elastic else ranks
 
 
 def rank_profiles(table: RankTable, point: dict[str, Any], accuracy: float | None, recipe: Recipe) -> dict[str, Any]:

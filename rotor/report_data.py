@@ -16,6 +16,7 @@ from .checkpoint import Checkpoint, read_json
 from .compressed import read_report
 from .errors import AccuracyError, CheckpointError, RotorError
 from .file_names import RECIPE, ROTOR_JSON
+from .formats import AccuracyInfo, CheckpointInfo
 from .layout import GroupLayout, uncompressed_kv_bytes_per_token
 from .metrics import accuracy_field, describe
 from .ranks import RANK_METHODS
@@ -198,7 +199,7 @@ def _opened_run(folder: Path, recorded: str) -> Run | str:
         return error.message.replace(str(folder.resolve()), folder.name)
 
 
-def _join_run(data: ReportData, run: Run, report: dict[str, Any], accuracy: dict[str, Any]) -> None:
+def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: AccuracyInfo) -> None:
     """What the run of a checkpoint adds: the other measured points, spectra, losses and timings."""
     table = run.read_rank_table()
     point = None

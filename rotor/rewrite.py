@@ -56,7 +56,7 @@ def rewrite_layer(
         layout, order: from `layer_layout`.
     Raises:
         NumericsError: a result overflows the dtype or is not finite; names it.
-    Source: DESIGN sections 1 and 3; ZACK section 5.1 for the folding of W_v and W_o.
+    Source: FDC section 5.1 for queries and keys, ZACK section 5.1 for the folding of W_v and W_o; docs/design.md.
     """
     qk_encode, qk_decode, v_encode, v_decode = _truncated(bases, layout, order)
     heads = torch.tensor(layout.kv_head_order)

@@ -162,7 +162,8 @@ class StudyPlan:
                 f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",
                 f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor has.",
             )
-        base, variants = None, {}
+        base: Recipe | None = None
+        variants: dict[str, Recipe] = {}
         if "ablation" in chosen:
             base, variants = _ablated(ablation_base, ablations, found, overrides)
         return cls(chosen, found, names, allocating, base, variants, counts)

@@ -20,12 +20,13 @@ from .errors import DataError, RotorError
 from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
 from .families import FAMILIES
 from .file_names import RECIPE
+from .formats import CheckpointInfo, SourceInfo
 from .hardware import pick_device, pick_dtype
 from .integrity import Validation, check_integrity
 from .layerwise import LayerwiseModel
 from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
 from .placement import Placement
-from .probe import columns
+from .probe import full_ranks
 from .progress import Progress, StageTimes
 from .recipe import Evaluation, Recipe, load_recipe
 from .run import Run
@@ -94,7 +95,7 @@ def _find(given: str | Path | None, recorded: Path, opener: Callable) -> Any:
 def _against_source(
     result: Validation,
     checkpoint: CompressedCheckpoint,
-    report: dict[str, Any],
+    report: CheckpointInfo,
     source: Checkpoint | str,
     run: Run | str,
     compute: Compute,
@@ -134,7 +135,7 @@ def _against_source(
     _measure_cache(result, compressed, checkpoint, report, data.report[:1])
 
 
-def _check_source(result: Validation, source: Checkpoint, recorded: dict[str, Any]) -> None:
+def _check_source(result: Validation, source: Checkpoint, recorded: SourceInfo) -> None:
     """The source's files are those that were calibrated."""
     expected = {**recorded["shards"], **(recorded.get("files") or {})}
     problems = []
@@ -191,7 +192,7 @@ def _reference(
 
 
 def _measure_cache(
-    result: Validation, network: LayerwiseModel, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
+    result: Validation, network: LayerwiseModel, checkpoint: Checkpoint, report: CheckpointInfo, rows: Tensor
 ) -> None:
     """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
     if network.source.streamed:
@@ -257,7 +258,7 @@ def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Ten
     error = 0.0
     for key in bases[0]:
         chosen = bases.select([key] * len(bases))
-        network.compress(chosen, [[columns(b)] * len(b.qk.encode) for b in chosen])
+        network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
         got = batch_logits(network, rows)
         error = max(error, float((got - expected).norm() / expected.norm()))
     result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, f"relative error of float32 logits {error:.1e}")
@@ -267,7 +268,7 @@ def _check_accuracy(
     result: Validation,
     reference: _Reference,
     compressed: LayerwiseModel,
-    report: dict[str, Any],
+    report: CheckpointInfo,
     rows: Tensor,
     progress: Progress,
 ) -> None:

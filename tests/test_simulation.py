@@ -86,7 +86,7 @@ def test_finer_schedules_are_never_worse(lengths: list[int]) -> None:
 
 
 def test_one_long_sequence_keeps_most_sms_idle_unless_it_is_split() -> None:
-    """DESIGN section 4: batch 1 at 32 K tokens, 8 ragged heads on 132 SMs."""
+    """Batch 1 at 32 K tokens, 8 ragged heads on 132 SMs."""
     none, _, stream = simulate([ragged_layout()], SHAPE, [32768], H200, 132)
     assert none.largest_over_mean > 15
     assert stream.largest_over_mean < 1.1

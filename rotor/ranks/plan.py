@@ -30,7 +30,7 @@ SLACK = 1e-9
 """Slack in comparing compressions, so that rounding errors do not decide."""
 
 
-class Candidates(Protocol[T]):
+class PerCandidate(Protocol[T]):
     """Something of every layer and candidate."""
 
     def select(self, choice: Sequence[str]) -> Sequence[T]:
@@ -64,9 +64,9 @@ class RankPlan:
     stored: float
     saving: float
 
-    def select(self, candidates: Candidates[T]) -> Sequence[T]:
+    def select(self, them: PerCandidate[T]) -> Sequence[T]:
         """What belongs to the chosen candidate of each layer."""
-        return candidates.select(self.choice)
+        return them.select(self.choice)
 
 
 Need = Literal["gradients", "sensitivities"]

@@ -40,7 +40,7 @@ class WaterFillingPath(RankPath):
         sensitivities: per layer, by candidate.
         cost: of one group, by sides: what ranks are allocated by.
         group_cost: of one group as a whole: what the saving of a plan is counted in.
-    Source: ours; docs/design.md, ranks.
+    Source: docs/design.md.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class WaterFillingPath(RankPath):
             sides.append((ranks, loss, cost))
         return sides
 
-    def _layer(self, candidates: Curves, prices: Tensor) -> tuple[list[str], list[LayerRanks]]:
+    def _layer(self, curves: Curves, prices: Tensor) -> tuple[list[str], list[LayerRanks]]:
         """The best candidate of a layer, and its ranks, at every price."""
         totals, ranks = [], []
-        for sides in candidates.values():
+        for sides in curves.values():
             total = torch.zeros_like(prices)
             chosen = []
             for possible, loss, cost in sides:
@@ -124,7 +124,7 @@ class WaterFillingPath(RankPath):
             totals.append(total)
             ranks.append(chosen)
         winner = torch.stack(totals, dim=-1).argmin(-1).tolist()
-        keys = list(candidates)
+        keys = list(curves)
         chosen_keys = [keys[w] for w in winner]
         per_price: list[LayerRanks] = [
             list(zip(ranks[w][0][i], ranks[w][1][i], strict=True)) for i, w in enumerate(winner)
