@@ -1,4 +1,4 @@
-"""How many bytes a cache of transformers takes."""
+"""Count the bytes of a cache of transformers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values that a `past_key_values` holds, over all layers and sequences."""
+    """Count the bytes of the keys and values that a `past_key_values` holds, over all layers and sequences."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def cache_bytes_per_token(cache: Any) -> float:
-    """The same per token that a layer keeps: one with a sliding window drops the older ones.
+    """Count bytes per token that a layer keeps: one with a sliding window drops the older ones.
 
     Args:
         cache: of layers [batch_size, heads, tokens, width], holding at least one token.

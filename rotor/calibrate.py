@@ -85,7 +85,7 @@ def calibrate(
 
 
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
-    """What `calibrate` does, with its arguments in one object; raises likewise."""
+    """Calibrate, with the arguments in one object; raises likewise."""
     processes, out = Processes.from_environment(), Path(settings.out)
     progress = progress if progress is not None and processes.is_first else Progress()
     times, partial = StageTimes(), PartialRun(out)
@@ -117,7 +117,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
 
 
 class Calibration:
-    """One calibration, stage by stage. Every process runs all stages; only the first one writes."""
+    """The stages of one calibration. Every process runs all stages; only the first one writes."""
 
     def __init__(
         self, job: CalibrationJob, partial: PartialRun, streamed: bool, times: StageTimes, progress: Progress

@@ -1,4 +1,4 @@
-"""What calibration computes of a layer: the candidates (domain, group size) of a recipe and the moments they read."""
+"""Derive from a recipe the candidates (domain, group size) of a layer, and the moments that they read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Candidates = dict[str, tuple[Domain, int]]
 
 
 def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Candidates:
-    """The candidates that the ranks choose among for each layer, the first the widest.
+    """List the candidates that the ranks choose among for each layer, the first the widest.
 
     Raises:
         RecipeError: the recipe needs RoPE and the model has none, or its group size does not divide the KV heads.

@@ -88,7 +88,7 @@ def load_model(
 def weights_of(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, streamed: bool, device_map: str | None = None
 ) -> Weights:
-    """A checkpoint's weights, all in memory or one layer at a time."""
+    """Open a checkpoint's weights, all in memory or one layer at a time."""
     if streamed:
         check_fit(checkpoint)
         return StreamedWeights(checkpoint, find_family(checkpoint.config), device, dtype)
@@ -98,7 +98,7 @@ def weights_of(
 def compressed_weights(
     checkpoint: CompressedCheckpoint, device: torch.device, dtype: torch.dtype, streamed: bool
 ) -> Weights:
-    """`weights_of` a checkpoint that rotor wrote.
+    """Open the weights of a checkpoint that rotor wrote, as `weights_of` does.
 
     Raises:
         UsageError: an elastic checkpoint one layer at a time: it is cut to its profile when all of it is loaded.
@@ -197,7 +197,7 @@ class CompressibleModel(LayerwiseModel):
 
     @contextmanager
     def compressed_layer(self, index: int, bases: LayerBases, ranks: LayerRanks) -> Iterator[None]:
-        """One layer, whose weights must be loaded, compressed for the length of a `with`, whatever the others are."""
+        """Compress one layer, whose weights must be loaded, for the length of a `with`, whatever the others are."""
         before, implementation = self.family.attention_module(self.model, index), self.config._attn_implementation
         try:
             self.family.replace_attention(self.model, index, self._originals[index])
@@ -222,5 +222,5 @@ class CompressibleModel(LayerwiseModel):
 
 
 def bias_names(weights: AttentionWeights) -> frozenset[str]:
-    """Which of q, k, v, o have a bias."""
+    """Names of those of q, k, v, o that have a bias."""
     return frozenset(p for p in "qkvo" if getattr(weights, f"{p}_bias") is not None)

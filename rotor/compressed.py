@@ -22,7 +22,7 @@ HINT = "Give a folder that `rotor export` wrote."
 
 
 def read_report(folder: Path) -> CheckpointInfo:
-    """The rotor.json of a folder, whatever else is or is not there.
+    """Read the rotor.json of a folder, whatever else is or is not there.
 
     Raises:
         CheckpointError: missing, or not what an export writes; names the field.
@@ -73,7 +73,7 @@ class CompressedCheckpoint(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its tensors are stored in, and by default its cache."""
+        """Dtype of its tensors, and by default of its cache."""
         return self.config.dtype or torch.float32
 
     @property
@@ -99,17 +99,17 @@ class CompressedCheckpoint(Checkpoint):
 
     @property
     def source_folder(self) -> Path:
-        """Where rotor.json says that the source model is; it may be gone."""
+        """Folder of the source model by rotor.json; it may be gone."""
         return self.folder.resolve() / self.report["source"]["path"]
 
     @property
     def run_folder(self) -> Path:
-        """Where rotor.json says that the run is; it may be gone."""
+        """Folder of the run by rotor.json; it may be gone."""
         return self.folder.resolve() / self.report["run"]
 
 
 def open_model(folder: str | Path) -> Checkpoint:
-    """A model's folder, opened as a CompressedCheckpoint where it is one.
+    """Open a model's folder, as a CompressedCheckpoint where it is one.
 
     Raises:
         CheckpointError: no model folder; see Checkpoint.

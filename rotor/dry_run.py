@@ -1,4 +1,4 @@
-"""What calibrate and export would do and take, found out without writing anything or reading weights.
+"""Plans of what calibrate and export would do and take, made without writing anything or reading weights.
 
 Ranks and sizes come from the same code that writes them, on the meta device. Times are those of the matrix products
 that are known beforehand, at a rate that is measured for a fraction of a second; everything else comes on top.

@@ -1,4 +1,4 @@
-"""How much memory and disk calibration and evaluation take, from sizes alone: nothing is read or measured here.
+"""Estimates of the memory and disk that calibration and evaluation take, from sizes alone: nothing is read.
 
 Parts are named, so that a user sees what to change. Each formula follows what the code holds at its peak; the largest
 of the stages counts, not their sum. Tensors that safetensors maps from a file are not counted: the system drops their
@@ -134,7 +134,7 @@ def calibration_estimate(
     seq_len: int | None = None,
     on_gpu: bool = False,
 ) -> Estimate:
-    """What `rotor calibrate` takes.
+    """Estimate what `rotor calibrate` takes.
 
     Args:
         candidates, moments: from rotor.candidates.
@@ -178,7 +178,7 @@ def evaluation_estimate(
     vocab_size: int,
     on_gpu: bool = False,
 ) -> Estimate:
-    """What measuring rank plans takes (`rotor export --accuracy`): one layer rewritten, run, and dropped at a time."""
+    """Estimate what measuring rank plans takes (`rotor export --accuracy`): each layer rewritten, run, dropped."""
     spec = recipe.evaluation
     group_size = max(size for _, size in candidates.values())
     outputs = frozenset({"output"} if recipe.bases.refit else set())
@@ -199,7 +199,7 @@ def evaluation_estimate(
 
 
 def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:
-    """Of the products with weights in a forward pass; of a mixture of experts, as if all of them worked."""
+    """Count FLOPs of the products with weights in a forward pass; of a mixture of experts, as if all of them worked."""
     weights = sum(sizes.layers) + (max(sizes.vocabulary, default=0) if head else 0)
     return 2.0 * weights * tokens
 
@@ -207,7 +207,7 @@ def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:
 def calibration_flops(
     sizes: WeightSizes, shape: AttentionShape, recipe: Recipe, group_size: int, moments: frozenset[str]
 ) -> dict[str, float]:
-    """Of the large matrix products that `rotor calibrate` is known to do, by stage; the statistics in float64."""
+    """Count FLOPs of the large products of `rotor calibrate`, by stage; the statistics in float64."""
     tokens = recipe.tokens.count
     elements = _moment_elements(shape, group_size, moments)
     per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
@@ -233,7 +233,7 @@ def statistics_bytes(shape: AttentionShape, group_size: int, moments: frozenset[
 
 
 def stored_statistics_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> int:
-    """One layer's file: float64, but `output` in float32 and only one triangle of it."""
+    """Bytes of one layer's file: float64, but `output` in float32 and only one triangle of it."""
     elements = _moment_elements(shape, group_size, moments)
     width = group_size * shape.head_dim
     output = 4 * shape.num_heads * width * (width + 1) // 2 if "output" in elements else 0
@@ -252,7 +252,7 @@ def bases_bytes(shape: AttentionShape, group_size: int) -> int:
 
 
 def solving_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> int:
-    """Beside the moments, while bases are computed: a symmetric copy of the largest, and what the closed form needs."""
+    """Bytes beside the moments while bases are computed: a symmetric copy of the largest, the closed form's own."""
     elements = _moment_elements(shape, group_size, moments)
     width = group_size * shape.head_dim
     projections = 8 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
@@ -267,7 +267,7 @@ def activation_bytes(
     feed_forward: int,
     compute_bytes: int,
 ) -> int:
-    """Of one forward pass of one layer over `tokens` tokens, with what capture adds."""
+    """Bytes of one forward pass of one layer over `tokens` tokens, with what capture adds."""
     residual = 4 * shape.hidden_size
     projected = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     attention = 2 * projected + shape.num_heads * shape.head_dim

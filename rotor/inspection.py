@@ -1,4 +1,4 @@
-"""What a model is to rotor: its attention, its cache, what a recipe will do with it and what that takes.
+"""Facts about a model: its attention, its cache, what a recipe will do with it and what that takes.
 
 Reads the configuration and the headers of the shards, never weights.
 """
@@ -45,7 +45,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `rotor inspect` tells.
+    """The facts that `rotor inspect` tells.
 
     kv_cache_bytes: by context length in tokens, for one sequence.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).

@@ -1,4 +1,4 @@
-"""What a calibration is asked to do, checked against the model before any work is done."""
+"""A calibration request, checked against the model before any work is done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .settings import CalibrationSettings
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """A calibration, with everything that is known before any work.
+    """A calibration request, with everything that is known before any work.
 
     candidates: domain and group size of each, by key. wanted: names of the moments. group_size: the largest.
     """

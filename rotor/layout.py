@@ -1,4 +1,4 @@
-"""What a compressed model stores: groups of KV heads, their domain, ranks and offsets in the packed rows.
+"""Layouts of what a compressed model stores: groups of KV heads, their domain, ranks and offsets in the packed rows.
 
 Pure data, no tensors. One LayerLayout per layer is written into `config.json` (the loader builds the attention
 modules from it), into `kernel_config.json` (the kernels read it) and into `rotor.json` (the report).
@@ -162,7 +162,7 @@ class LayerLayout:
             start, qk_offset, v_offset = start + count, qk_offset + count * qk_rank, v_offset + count * v_rank
 
     def offsets(self) -> list[tuple[int, int]]:
-        """(qk_offset, v_offset) in elements of each group in the packed rows."""
+        """List (qk_offset, v_offset) in elements of each group in the packed rows."""
         qk = accumulate((g.qk_rank for g in self.groups), initial=0)
         v = accumulate((g.v_rank for g in self.groups), initial=0)
         return list(zip(qk, v, strict=True))[:-1]

@@ -1,4 +1,4 @@
-"""How much memory there is, and whether a model's weights stay in it or are read layer by layer."""
+"""Measure the memory that there is, and decide whether a model's weights stay in it or are read layer by layer."""
 
 from __future__ import annotations
 

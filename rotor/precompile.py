@@ -40,7 +40,7 @@ class Compiled:
 
 
 def parse_archs(text: str) -> list[int]:
-    """`sm_80,sm_90` as compute capabilities, 80 and 90.
+    """Parse `sm_80,sm_90` as compute capabilities, 80 and 90.
 
     Raises:
         UsageError: not of that form.
@@ -120,7 +120,7 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
 
 
 def cache_folder() -> str:
-    """Where Triton keeps what it compiled, and looks for it when a kernel is launched."""
+    """Folder in which Triton keeps what it compiled, and looks for it when a kernel is launched."""
     from triton import knobs
 
     return str(knobs.cache.dir)

@@ -33,7 +33,7 @@ CandidateBases = Sequence[dict[str, LayerBases]]
 
 @dataclass(frozen=True)
 class Probe:
-    """One side (`qk` or `vo`) of one candidate of a layer at a rank, everything else whole.
+    """A probe: one side (`qk` or `vo`) of one candidate of a layer at a rank, everything else whole.
 
     rank: of the side. ranks: of the layer. dropped: energy (squared singular values) beyond the rank.
     """
@@ -62,7 +62,7 @@ def probes_of(layer: dict[str, LayerBases], settings: Ranks) -> list[Probe]:
 
 
 def full_ranks(bases: LayerBases) -> tuple[int, int]:
-    """All columns of the key side and of the value side: the ranks that remove nothing."""
+    """Ranks of the key side and of the value side that remove nothing: all columns."""
     return bases.qk.singular_values.shape[-1], bases.vo.singular_values.shape[-1]
 
 

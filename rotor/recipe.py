@@ -47,7 +47,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Prune:
-    """Which calibration data is left out, and whether centroids stand for the rest (ZDC section 5.1).
+    """Pruning of calibration data, and centroids that stand for the rest (ZDC section 5.1).
 
     share: share of the sequences dropped within each topic, at random (ZDC: 0.5).
     kmeans: centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
@@ -63,7 +63,7 @@ class Prune:
 
 @dataclass(frozen=True)
 class Groups:
-    """How many KV heads of a layer share a latent (a number, or `all`), and where keys are compressed.
+    """Number of KV heads of a layer that share a latent (or `all`), and the domain in which keys are compressed.
 
     `any` leaves it to the ranks' method `global` to choose, for each layer, among all divisors, or both domains.
     """
@@ -85,13 +85,13 @@ class Bases:
 
     @property
     def methods(self) -> tuple[BasisMethod, BasisMethod]:
-        """What is registered under `qk` and `vo`."""
+        """The methods registered under `qk` and `vo`."""
         return QK_METHODS[self.qk], VO_METHODS[self.vo]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How singular values become ranks.
+    """Ranks from singular values.
 
     method: a name in rotor.ranks (`rotor recipes` lists them).
     spectrum: whether the removal rate is a share of the sum of singular values (the papers) or of their squares.
@@ -110,7 +110,7 @@ class Ranks:
 
     @property
     def rule(self) -> RankMethod:
-        """What is registered under `method`."""
+        """The method registered under `method`."""
         return RANK_METHODS[self.method]
 
 
@@ -146,7 +146,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Search:
-    """How finely the table from accuracy to ranks is measured.
+    """Resolution of the table from accuracy to ranks.
 
     targets: accuracies around which neighbouring points end up at most `resolution` of compression apart.
     step: distance of points elsewhere below the largest target. floor: accuracy at which measuring stops.
@@ -160,7 +160,7 @@ class Search:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What a rank costs when ranks are chosen, and the serving load for which decode time is predicted.
+    """Cost of a rank when ranks are chosen, and the serving load for which decode time is predicted.
 
     kind: `memory` (bytes of cache), `latency` (predicted attention time of a decode step), or a number between 0
         (memory) and 1 (latency) that weighs the two.
@@ -177,7 +177,7 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the result of a run, apart from the model."""
+    """All that decides the result of a run, apart from the model."""
 
     name: str
     summary: str
@@ -338,7 +338,7 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 
 def _domains(recipe: Recipe) -> set[str]:
-    """Where the recipe may compress keys, on a model with RoPE."""
+    """Domains in which the recipe may compress keys, on a model with RoPE."""
     return {"pre", "post"} if recipe.groups.domain == "any" else {recipe.groups.domain}
 
 
@@ -390,7 +390,7 @@ NAMES: dict[str, Mapping[str, BasisMethod | RankMethod]] = {
 
 
 def _check(recipe: Recipe, where: str) -> None:
-    """What the types do not express."""
+    """Check what the types do not express."""
     reader = Reader(f"recipe {where}")
 
     def value(name: str) -> Any:

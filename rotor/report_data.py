@@ -17,7 +17,7 @@ from .compressed import read_report
 from .errors import AccuracyError, CheckpointError, RotorError
 from .file_names import RECIPE, ROTOR_JSON
 from .formats import AccuracyInfo, CheckpointInfo
-from .layout import GroupLayout, uncompressed_kv_bytes_per_token
+from .layout import GroupLayout, LayoutDict, uncompressed_kv_bytes_per_token
 from .metrics import accuracy_field, describe
 from .ranks import RANK_METHODS
 from .ranks.water_filling import interpolated
@@ -303,7 +303,7 @@ def _mean_spectrum(values: Any) -> list[float]:
     return [float(value) for value in (values / largest).mean(0)]
 
 
-def _groups(layout: dict[str, Any]) -> list[GroupLayout]:
+def _groups(layout: LayoutDict) -> list[GroupLayout]:
     return [GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in layout["groups"]]
 
 

@@ -19,7 +19,7 @@ RIDGE = 1e-6
 
 
 def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tuple[LayerLayout, tuple[int, ...]]:
-    """The layout of a layer at given ranks.
+    """Lay out a layer at given ranks.
 
     Args:
         ranks: (qk_rank, v_rank) of each group in the order of the bases.
@@ -45,7 +45,7 @@ def rewrite_layer(
     order: tuple[int, ...],
     shape: AttentionShape,
 ) -> dict[str, Tensor]:
-    """Compressed projections of one layer, by their names under the attention module.
+    """Rewrite the projections of one layer; they come by their names under the attention module.
 
     `q_proj` [num_heads * head_dim, hidden] with heads in the order of the layout (without RoPE: rotated and truncated,
     [sum over query heads of qk_rank, hidden]); `k_proj` likewise, or [qk_width, hidden] if the key basis is folded;

@@ -144,7 +144,7 @@ class LayerStatistics:
 
 
 def pack_symmetric(moments: Tensor) -> Tensor:
-    """One triangle of symmetric matrices in float32: a quarter of the bytes.
+    """Pack one triangle of symmetric matrices in float32: a quarter of the bytes.
 
     The moments of attention outputs are stored so. They serve only the refit of W_o, whose ridge (1e-6 of the mean
     latent energy) is far above float32's rounding.

@@ -120,7 +120,7 @@ def study(
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """What a study is asked to compare, checked before anything is measured.
+    """A study request, checked before anything is measured.
 
     parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
     all parts but `curves` and `ablation` are about; allocating: of these, the ones whose ranks choose domain and group
@@ -220,7 +220,7 @@ PARTS = tuple(_PARTS)
 
 
 def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:
-    """What makes records comparable: a study continues only with the same."""
+    """Settings that make records comparable: a study continues only with the same."""
     first, base = plan.first, plan.base
     compared = plan.recipes if base is None else {base.name: base, **plan.recipes}
     return {
@@ -235,7 +235,7 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
 
 
 def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[str]]:
-    """Overrides by name, from `NAME:KEY=VALUE ...` items and from a YAML file that maps names to lists of KEY=VALUE.
+    """Parse overrides by name, of `NAME:KEY=VALUE ...` items and of a YAML file that maps names to lists of KEY=VALUE.
 
     Raises:
         RecipeError: not of that form, or a name given twice.
@@ -268,7 +268,7 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
 
 
 def parse_counts(items: Iterable[str]) -> tuple[int, ...]:
-    """Positive numbers of tokens.
+    """Parse positive numbers of tokens.
 
     Raises:
         UsageError: not such numbers.
@@ -280,7 +280,7 @@ def parse_counts(items: Iterable[str]) -> tuple[int, ...]:
 
 
 def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Recipe]:
-    """The recipes by name, with one number of tokens, seed, row length, evaluation and search for all.
+    """Put the recipes, by name, under one number of tokens, seed, row length, evaluation and search for all.
 
     Raises:
         UsageError: no recipes, or two of one name.

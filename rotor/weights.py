@@ -1,4 +1,4 @@
-"""Where a model's weights are while it runs: all in memory, or one part at a time read from its shards.
+"""Residence of a model's weights while it runs: all in memory, or one part at a time read from its shards.
 
 A part is a decoder layer (its index), the `embedding`, or the `head`. Everything else (final norm, learned positions)
 is small and always in memory. Weights go through transformers' own loading, so that families whose modules hold them in
@@ -37,7 +37,7 @@ class Weights(Protocol):
 
 
 class ResidentWeights:
-    """All weights in memory; loading a part is nothing."""
+    """Weights that are all in memory; loading a part is nothing."""
 
     streamed = False
 
@@ -51,7 +51,7 @@ class ResidentWeights:
 
 
 class StreamedWeights:
-    """One part in memory at a time.
+    """Weights of which one part is in memory at a time.
 
     Args:
         checkpoint: where the weights are read from.

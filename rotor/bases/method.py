@@ -1,4 +1,4 @@
-"""What a method of a basis is, and what it may read of a layer."""
+"""Declare a method of a basis, and the view of a layer that it computes from."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Moments(Protocol):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a method may read of one layer."""
+    """The view of one layer that a method computes from."""
 
     statistics: Moments
     weights: AttentionWeights
@@ -59,28 +59,29 @@ class Inputs:
     group_size: int
 
     def keys(self) -> Tensor:
-        """[num_groups, n, n], where n = group_size * head_dim; before or after RoPE, as the domain says."""
+        """Moments of keys [num_groups, n, n], n = group_size * head_dim; before or after RoPE as the domain says."""
         return self.statistics.moment("key_pre" if self.domain == "pre" else "key_post", self.group_size)
 
     def centred_keys(self) -> Tensor:
-        """The same after RoPE, less the mean: softmax does not see what is added to a whole row of logits."""
+        """The same after RoPE of keys less their mean: softmax does not see what is added to a whole row of logits."""
         if self.domain == "pre":
             return self.keys()
         mean = self.statistics.mean(self.group_size)
         return self.keys() - mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
 
     def queries(self) -> Tensor:
-        """[num_groups, n, n], block-diagonal; before RoPE averaged over relative positions."""
+        """Moments of queries [num_groups, n, n], block-diagonal; before RoPE averaged over relative positions."""
         queries = self.statistics.moment("query", self.group_size)
         if self.domain == "pre":
             queries = rotary_average(queries, self.shape.turned)
         return block_diagonal(queries, self.group_size)
 
     def values(self) -> Tensor:
+        """Second moments of values [num_groups, n, n]."""
         return self.statistics.moment("value", self.group_size)
 
     def outputs(self) -> Tensor:
-        """[num_groups, n, n], summed over the query heads of each group."""
+        """Second moments of attention outputs [num_groups, n, n], summed over the query heads of each group."""
         outputs = self.statistics.moment("output", self.group_size)
         return outputs.unflatten(0, (-1, self.group_size * self.shape.heads_per_kv)).sum(1)
 
@@ -90,11 +91,12 @@ class Inputs:
 
     @property
     def width(self) -> int:
+        """Columns of a group: n."""
         return self.group_size * self.shape.head_dim
 
 
 def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
-    """[num_kv_heads, d, d] -> [num_groups, group_size * d, group_size * d], zero between heads.
+    """Place [num_kv_heads, d, d] into [num_groups, group_size * d, group_size * d], zero between heads.
 
     A query (or a column block of W_o) of one head touches only that head's block of the group's stacked keys.
     """

@@ -1,4 +1,4 @@
-"""From spectra to ranks; one method a file, registered by its METHOD there."""
+"""Methods that turn spectra into ranks; one a file, registered by its METHOD there."""
 
 from . import fisher, removal_rate, uniform, water_filling
 from .fisher import FisherPath

@@ -34,7 +34,7 @@ class PerCandidate(Protocol[T]):
     """Something of every layer and candidate."""
 
     def select(self, choice: Sequence[str]) -> Sequence[T]:
-        """That of one candidate of each layer."""
+        """Pick that of one candidate of each layer."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RankPlan:
     saving: float
 
     def select(self, them: PerCandidate[T]) -> Sequence[T]:
-        """What belongs to the chosen candidate of each layer."""
+        """Pick what belongs to the chosen candidate of each layer."""
         return them.select(self.choice)
 
 
@@ -75,7 +75,7 @@ Need = Literal["gradients", "sensitivities"]
 
 @dataclass(frozen=True)
 class RankInputs:
-    """What a method may read: spectra and sizes of all layers, and what else is measured, where it is asked for.
+    """Inputs of a method: spectra and sizes of all layers, and what else is measured, where it is asked for.
 
     spectra: per layer its candidates' spectra by key.
     multiple_of: stored ranks are multiples of this (or all columns).
@@ -116,7 +116,7 @@ def round_rank(rank: int, multiple_of: int, columns: int) -> int:
 
 
 class RankPath(ABC):
-    """All rank plans that a method can give for a model, ordered by stored compression.
+    """Path of all rank plans that a method can give for a model, ordered by stored compression.
 
     Args:
         spectra: per layer its candidates' spectra by key; methods that do not choose take the only one.
@@ -131,10 +131,10 @@ class RankPath(ABC):
 
     @abstractmethod
     def _plans(self) -> list[RankPlan]:
-        """Every plan of the method, mildest first; duplicates allowed."""
+        """List every plan of the method, mildest first; duplicates allowed."""
 
     def steps(self) -> list[RankPlan]:
-        """One plan for each distinct saving, rising; the mildest parameter of each."""
+        """List one plan for each distinct saving, rising; the mildest parameter of each."""
         if self._steps is None:
             distinct: dict[float, RankPlan] = {}
             for plan in self._plans():
@@ -143,7 +143,7 @@ class RankPath(ABC):
         return self._steps
 
     def full(self) -> RankPlan:
-        """All columns of every group of the first candidates: the plan that changes nothing."""
+        """Make the plan that changes nothing: all columns of every group of the first candidates."""
         choice = tuple(next(iter(layer)) for layer in self.spectra)
         ranks = [
             [(s.qk.shape[-1], s.vo.shape[-1])] * s.qk.shape[0]

@@ -1,4 +1,4 @@
-"""From singular values to ranks: one removal rate shared by all groups and both sides."""
+"""Ranks from singular values by one removal rate shared by all groups and both sides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIE = 1e-12
 
 
 def removal_rate_ranks(singular_values: Tensor, removal_rate: float) -> list[int]:
-    """Columns to keep in each row: the largest tail whose share of the sum is at most `removal_rate` is removed.
+    """Count columns to keep in each row: the largest tail whose share of the sum is at most `removal_rate` is removed.
 
     One column always stays.
 
@@ -39,7 +39,7 @@ def ranks_from_shares(shares: Tensor, removal_rate: float) -> list[int]:
 
 
 class RemovalRatePath(RankPath):
-    """All plans of a shared removal rate.
+    """Path of all plans of a shared removal rate.
 
     Args:
         squares: apply the rate to squared singular values.

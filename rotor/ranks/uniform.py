@@ -1,4 +1,4 @@
-"""The same share of columns everywhere (FDC's ablation without adaptive ranks)."""
+"""Ranks that are the same share of columns everywhere (FDC's ablation without adaptive ranks)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .plan import RankMethod, RankPath, RankPlan
 
 
 class UniformPath(RankPath):
-    """Every group of every layer keeps the same share of its columns, on both sides.
+    """Path on which every group of every layer keeps the same share of its columns, on both sides.
 
     Source: FDC section 6.6 (/AC).
     """

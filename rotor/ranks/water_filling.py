@@ -34,7 +34,7 @@ Curves = dict[str, list[Curve]]
 
 
 class WaterFillingPath(RankPath):
-    """All plans that the sweep gives.
+    """Path of all plans that the sweep gives.
 
     Args:
         sensitivities: per layer, by candidate.
