@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint, read_json
+from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .families import attention_shape
 from .file_names import KERNEL_CONFIG, ROTOR_JSON
 from .formats import CheckpointInfo, read_file
+from .json_files import read_json
 from .kernel_config import VERSION
 from .layout import AttentionShape, LayerLayout, LayerRanks
 from .section import CompressedSection, is_compressed

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 SHARED = {"rotor.errors", "rotor.logs", "rotor.numerics", "rotor.typed"}
 RUNTIME = {"rotor.integration", "rotor.modeling", "rotor.kernel_config", "rotor.truncation", "rotor.cache_size"}
-FORMAT = {"rotor.layout", "rotor.section", "rotor.families", "rotor.file_names"}
+FORMAT = {"rotor.families", "rotor.file_names", "rotor.formats", "rotor.json_files", "rotor.layout", "rotor.section"}
 
 
 def source_of(module: str) -> Path | None:
