@@ -18,6 +18,7 @@ from rotor import integration
 from rotor.errors import CheckpointError
 from rotor.export import export
 from rotor.integration import RotorConfig, find_kernel_config
+from rotor.integrity import Validation, check_integrity
 from rotor.kernel_config import KERNEL_CONFIG, KernelConfig
 from rotor.kernels.decode import decode_variants
 from rotor.kernels.defaults import default_config, default_layer
@@ -25,8 +26,8 @@ from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.shapes import prefill_constants
 from rotor.layout import AttentionShape
 from rotor.modeling import RotorAttention
+from rotor.progress import Progress
 from rotor.rewrite import truncate_layer
-from rotor.validate import validate
 
 SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, hidden_size=48)
 LAYOUTS = [layer("pre", 2, (48, 24), (16, 16)), layer("pre", 2, (32, 32), (32, 32))]
@@ -84,8 +85,10 @@ def test_without_the_file_and_in_memory_the_rule_holds(folder: Path) -> None:
 
 def test_validate_names_an_edit(folder: Path) -> None:
     edit(folder, schedule="lpt")
-    result = validate(folder)
-    assert "kernel_config.json, schedule" in " ".join(check.detail for check in result.checks if not check.passed)
+    result = Validation(folder)
+    check_integrity(result, Progress())
+    (problem,) = [check.detail for check in result.checks if check.status == "fail"]
+    assert problem == "kernel_config.json.schedule: 'lpt', config.json implies 'stream'"
 
 
 CHANGES = [
