@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,11 +12,10 @@ from .errors import CheckpointError
 from .families import attention_shape
 from .file_names import KERNEL_CONFIG, ROTOR_JSON
 from .formats import CheckpointInfo, read_file
-from .json_files import read_json
-from .kernel_config import VERSION
-from .layout import AttentionShape, LayerLayout, LayerRanks
+from .kernel_choice import kernels_of
+from .kernel_config import KernelConfig
+from .layout import AttentionShape, LayerLayout
 from .section import CompressedSection, is_compressed
-from .truncation import truncate_layer
 
 HINT = "Give a folder that `rotor export` wrote."
 
@@ -58,19 +56,10 @@ class CompressedCheckpoint(Checkpoint):
         """The layout of each layer as its tensors are stored; of an elastic checkpoint, with all columns."""
         return self.section.layouts(self.shape)
 
-    @property
-    def default_ranks(self) -> list[LayerRanks] | None:
-        """The ranks of the profile that is loaded by default; None if the checkpoint is not elastic."""
-        return self.section.profile_ranks(self.config_dict.get("rank_profile"))
-
     @cached_property
     def default_layouts(self) -> list[LayerLayout]:
         """The layouts that are loaded by default: of an elastic checkpoint, cut to its default profile."""
-        ranks = self.default_ranks
-        if ranks is None:
-            return self.layouts
-        pairs = zip(self.layouts, ranks, strict=True)
-        return [truncate_layer({}, layout, layer, self.shape)[0] for layout, layer in pairs]
+        return self.section.cut_layouts(self.shape, self.config_dict.get("rank_profile"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,15 +77,10 @@ class CompressedCheckpoint(Checkpoint):
         return read_report(self.folder)
 
     @cached_property
-    def kernel_config(self) -> dict[str, Any]:
-        """kernel_config.json, of the version that this rotor reads."""
-        path = self.folder / KERNEL_CONFIG
-        found = read_json(path, HINT)
-        if found.get("version") != VERSION:
-            raise CheckpointError(
-                f"{path}: version {found.get('version')}, this rotor reads {VERSION}.", "Export the checkpoint again."
-            )
-        return found
+    def kernel_config(self) -> KernelConfig:
+        """kernel_config.json, checked against the layouts that are loaded by default."""
+        path, profile = self.folder / KERNEL_CONFIG, self.config_dict.get("rank_profile")
+        return kernels_of(self.section, path, self.shape, profile)
 
     @property
     def source_folder(self) -> Path:

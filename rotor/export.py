@@ -17,7 +17,7 @@ from .compress import bias_names
 from .export_job import ExportJob
 from .families import read_attention
 from .file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
-from .kernel_config import kernel_config
+from .kernels.defaults import default_config
 from .layout import LayerLayout, LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .locks import exclusive
 from .logs import log_file
@@ -146,7 +146,7 @@ def _write(
         config["quantization_config"]["profiles"] = profiles
         config["rank_profile"] = str(accuracy)
     write_json(staging / "config.json", config)
-    write_json(staging / KERNEL_CONFIG, kernel_config(layouts, run.shape))
+    write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
     (staging / RECIPE).write_text(recipe.to_yaml(), "utf-8")
     report = _report(run, recipe, checkpoint, layouts, point, table, accuracy, tensors, first.v_weight.element_size())
     if profiles:

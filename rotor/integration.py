@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .families import FAMILIES, Family, attention_shape
+from .file_names import KERNEL_CONFIG
+from .kernel_choice import kernels_of
 from .layout import AttentionShape, LayerLayout, LayerRanks
 from .modeling import RotaryTable, RotorAttention, rotor_attention_forward
 from .section import ATTENTION, METHOD, CompressedSection
@@ -42,16 +46,15 @@ class RotorQuantizer(HfQuantizer):
         config._attn_implementation = METHOD
         return config
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        config: Any = self.quantization_config
         shape = attention_shape(model.config)
-        layouts = self.quantization_config.layouts(shape)  # type: ignore[attr-defined]
-        replace_attention(
-            model,
-            FAMILIES[model.config.model_type],
-            shape,
-            dict(enumerate(layouts)),
-            frozenset(self.quantization_config.biases),  # type: ignore[attr-defined]
-        )
+        family, layouts = FAMILIES[model.config.model_type], config.layouts(shape)
+        replace_attention(model, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
+        path = find_kernel_config(model.config, checkpoint_files)
+        self.kernel_config = kernels_of(config, path, shape, getattr(model.config, "rank_profile", None))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -68,6 +71,10 @@ class RotorQuantizer(HfQuantizer):
                 for i, layer_ranks in enumerate(ranks)
             }
             del config.profiles, model.config.rank_profile
+        family = FAMILIES[model.config.model_type]
+        for index, kernels in enumerate(self.kernel_config.layers):
+            module: Any = family.attention_module(model, index)
+            module.schedule, module.kernels = self.kernel_config.schedule, kernels
         return model
 
     def is_serializable(self) -> bool:
@@ -80,6 +87,32 @@ class RotorQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path | None:
+    """kernel_config.json beside the weights: in a local folder, or in the hub's cache, fetched if it is not there yet.
+
+    Args:
+        config: of the model, which knows where it came from. checkpoint_files: paths of the weights.
+    Returns:
+        None where there is none, or the hub cannot be asked.
+    """
+    if not checkpoint_files:
+        return None
+    beside = Path(checkpoint_files[0]).parent / KERNEL_CONFIG
+    snapshots = beside.parent.parent
+    if beside.is_file() or snapshots.name != "snapshots":
+        return beside if beside.is_file() else None
+    found = cached_file(
+        config.name_or_path,
+        KERNEL_CONFIG,
+        cache_dir=snapshots.parent.parent,
+        revision=beside.parent.name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
 
 
 def replace_attention(

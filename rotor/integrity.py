@@ -12,7 +12,8 @@ from .compressed import CompressedCheckpoint
 from .errors import RotorError
 from .families import FAMILIES
 from .file_names import CARD, KERNEL_CONFIG, RECIPE
-from .kernel_config import kernel_config
+from .json_files import read_json
+from .kernels.defaults import default_config
 from .layout import compression, kv_bytes_per_token
 from .progress import Progress
 from .typed import shorten
@@ -156,13 +157,14 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
         if problem:
             return problem
         in_config = [layout.to_dict() for layout in used]
+    kernels = read_json(checkpoint.folder / KERNEL_CONFIG)
     by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
     stored = [[[group.qk_rank, group.v_rank] for group in groups] for groups in by_head]
     size = report["kv_bytes_per_token"]
     share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
     problem = (
         difference(report["layouts"], in_config, "rotor.json, layouts", "config.json")
-        or difference(checkpoint.kernel_config, kernel_config(used, shape), KERNEL_CONFIG, "config.json")
+        or difference(kernels, default_config(used, shape).to_dict(), KERNEL_CONFIG, "config.json")
         or difference(report["ranks"]["stored"], stored, "rotor.json, ranks.stored", "config.json")
         or difference(
             size["after"],

@@ -60,7 +60,7 @@ def precompile(
     batch_sizes: Sequence[int] = (1,),
     progress: Progress | None = None,
 ) -> list[Compiled]:
-    """Compile every kernel that the folder's kernel_config.json needs; Triton's cache keeps what comes out.
+    """Compile every kernel that the folder needs by its kernel_config.json; Triton's cache keeps what comes out.
 
     Args:
         folder: what `rotor export` wrote.
@@ -69,7 +69,7 @@ def precompile(
         batch_sizes: of the decoding steps; each is rounded up to a power of two.
     Raises:
         UsageError: Triton is not installed; a dtype that kernels do not have.
-        CheckpointError: no kernel configuration, or one of another version.
+        CheckpointError: not a compressed checkpoint; no kernel configuration, or nonsense in it.
     """
     variants = {arch: kernel_variants(folder, dtype, batch_sizes, arch) for arch in archs}
     from .kernels.ahead import compile_variant
@@ -110,6 +110,8 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
     for batch_size in batch_sizes:
         for variant in model_variants(
             kernels,
+            checkpoint.default_layouts,
+            checkpoint.shape,
             chosen,
             batch_size=batch_size,
             softcap=bool(softcap and getattr(config, softcap, None)),

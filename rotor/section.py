@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from .errors import CheckpointError, UsageError
 from .layout import AttentionShape, LayerLayout, LayerRanks, check_layouts
+from .truncation import truncate_layer
 from .typed import Reader, shorten
 
 METHOD = "rotor"
@@ -89,6 +90,13 @@ class CompressedSection:
         for name, ranks in getattr(self, "profiles", {}).items():
             self._check_profile(name, ranks, found)
         return found
+
+    def cut_layouts(self, shape: AttentionShape, profile: Any) -> list[LayerLayout]:
+        """The layouts that a loaded model has: those of the profile, where the checkpoint is elastic."""
+        layouts, ranks = self.layouts(shape), self.profile_ranks(profile)
+        if ranks is None:
+            return layouts
+        return [truncate_layer({}, layout, r, shape)[0] for layout, r in zip(layouts, ranks, strict=True)]
 
     def _check_profile(self, name: str, ranks: list[LayerRanks], layouts: list[LayerLayout]) -> None:
         reader = Reader("config.json, quantization_config", CheckpointError, EDITED)

@@ -9,8 +9,16 @@ import pytest
 from conftest import ROOT
 
 SHARED = {"rotor.errors", "rotor.logs", "rotor.numerics", "rotor.typed"}
-RUNTIME = {"rotor.integration", "rotor.modeling", "rotor.kernel_config", "rotor.truncation", "rotor.cache_size"}
-FORMAT = {"rotor.families", "rotor.file_names", "rotor.formats", "rotor.json_files", "rotor.layout", "rotor.section"}
+RUNTIME = {"rotor.integration", "rotor.modeling", "rotor.kernel_config", "rotor.cache_size", "rotor.kernel_choice"}
+FORMAT = {
+    "rotor.families",
+    "rotor.file_names",
+    "rotor.formats",
+    "rotor.json_files",
+    "rotor.layout",
+    "rotor.section",
+    "rotor.truncation",
+}
 
 
 def source_of(module: str) -> Path | None:
