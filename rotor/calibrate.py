@@ -21,7 +21,8 @@ from .collect import layer_statistics
 from .compress import weights_of
 from .errors import DataError, NumericsError
 from .families import Family, read_attention
-from .job import Job
+from .file_names import RECIPE
+from .job import CalibrationJob
 from .layerwise import LayerwiseModel
 from .layout import AttentionShape, folds_keys
 from .locks import exclusive
@@ -31,7 +32,7 @@ from .processes import Processes
 from .progress import Progress, StageTimes
 from .pruning import check_clusters, prune_rows
 from .recipe import Recipe
-from .run import FISHER, INFO, RECIPE, Run, write_bases, write_fisher, write_statistics
+from .run import FISHER, INFO, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
 from .statistics import LayerStatistics
 from .tokens import CalibrationTokens, calibration_tokens
@@ -84,12 +85,12 @@ def calibrate(
 
 
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
-    """What `calibrate` does, with its arguments in one object; raises likewise."""
+    """Calibrate, with the arguments in one object; raises likewise."""
     processes, out = Processes.from_environment(), Path(settings.out)
     progress = progress if progress is not None and processes.is_first else Progress()
     times, partial = StageTimes(), PartialRun(out)
     with processes.together():
-        job = Job.check(settings, processes)
+        job = CalibrationJob.check(settings, processes)
         streamed, line = job.streams()
     streamed = processes.from_first(streamed)
     with ExitStack() as held:
@@ -116,9 +117,11 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
 
 
 class Calibration:
-    """One calibration, stage by stage. Every process runs all stages; only the first one writes."""
+    """The stages of one calibration. Every process runs all stages; only the first one writes."""
 
-    def __init__(self, job: Job, partial: PartialRun, streamed: bool, times: StageTimes, progress: Progress) -> None:
+    def __init__(
+        self, job: CalibrationJob, partial: PartialRun, streamed: bool, times: StageTimes, progress: Progress
+    ) -> None:
         self.job, self.partial, self.streamed, self.times, self.progress = job, partial, streamed, times, progress
         self.processes, self.recipe = job.processes, job.recipe
         self._weights: Weights | None = None
@@ -213,7 +216,7 @@ class Calibration:
         }
 
     def _fisher(self, rows: Tensor) -> None:
-        if self.recipe.ranks.method != "fisher":
+        if "gradients" not in self.recipe.ranks.rule.needs:
             return
         with self.times.stage("gradients"), self.processes.together():
             if self.processes.is_first and not (self.partial.folder / FISHER).is_file():
@@ -262,7 +265,7 @@ class Calibration:
             methods = self.recipe.bases.qk, self.recipe.bases.vo
             bases: dict[str, LayerBases] = {
                 key: layer_bases(moments, weights, job.shape, domain, size, *methods, where=f"layer {layer}, {key}")
-                for key, (domain, size) in job.chosen.items()
+                for key, (domain, size) in job.candidates.items()
             }
         with self.times.stage("write"):
             write_statistics(self.partial.folder, layer, moments)
@@ -282,8 +285,8 @@ class Calibration:
                 "model_type": config.model_type,
                 **hashes,
             },
-            "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.chosen.items()},
-            "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.chosen.items()},
+            "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.candidates.items()},
+            "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.candidates.items()},
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(job.shape),
             "tokens": about_tokens,

@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
+from .file_names import ADDED
+from .json_files import read_json
 from .typed import shorten
 
 SINGLE_FILE = "model.safetensors"
@@ -27,9 +29,6 @@ INDEX_FILE = "model.safetensors.index.json"
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
 MAX_COUNT = 1 << 14
 """Fields of config.json that say how many of something there are, and more than any model has of it."""
-
-MAX_JSON_BYTES = 1 << 27
-"""The index of a model of a million tensors is smaller."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -147,7 +146,7 @@ class Checkpoint:
             and p.name not in skip
             and p.suffix not in (".safetensors", *PICKLE_SUFFIXES)
             and not p.name.startswith(".")
-            and p.name not in ("README.md", "rotor.json", "kernel_config.json", "recipe.yaml")
+            and p.name not in ADDED
         )
 
     def _belongs(self, path: Path) -> bool:
@@ -249,22 +248,6 @@ def _safetensors(path: Path) -> Any:
             f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {_one_line(error)}",
             "Download it again.",
         ) from error
-
-
-def read_json(path: Path, hint: str = "") -> dict[str, Any]:
-    """A JSON object from a file; raises CheckpointError if it is missing or not one."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)
-        data = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file.", hint) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {_one_line(error)}", hint) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}.", hint)
-    return data
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""What calibrate and export would do and take, found out without writing anything or reading weights.
+"""Plans of what calibrate and export would do and take, made without writing anything or reading weights.
 
 Ranks and sizes come from the same code that writes them, on the meta device. Times are those of the matrix products
 that are known beforehand, at a rate that is measured for a fraction of a second; everything else comes on top.
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from .bases import BasisPair, LayerBases
+from .candidates import Candidates
 from .checkpoint import check_space
 from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops
 from .export_job import ExportJob
-from .job import Job
-from .layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from .job import CalibrationJob
+from .layout import LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .memory import available_host_bytes
 from .outline import ModelOutline
 from .partial import PartialRun
@@ -30,7 +31,7 @@ from .placement import Placement
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .rank_search import RankSearch, stored_ranks
-from .ranks import LayerRanks, RankPlan
+from .ranks import RankPlan
 from .recipe import Search
 from .settings import CalibrationSettings, ExportSettings
 from .shards import ShardContents, planned_layouts
@@ -66,7 +67,7 @@ class CalibrationPlan:
     model: str
     run: str
     recipe: str
-    candidates: dict[str, tuple[str, int]]
+    candidates: Candidates
     tokens: dict[str, Any]
     num_layers: int
     finished_layers: int
@@ -115,7 +116,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     """
     out = Path(settings.out)
     partial, resume = PartialRun(out), settings.resume
-    job = Job.check(settings, Processes(), fetch=False)
+    job = CalibrationJob.check(settings, Processes(), fetch=False)
     partial.check(resume, settings.overwrite)
     streamed, _ = job.streams()
     estimate, spec = job.estimates()[streamed], job.recipe
@@ -132,7 +133,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
         model=job.source.name,
         run=str(out),
         recipe=spec.name,
-        candidates={key: (domain, size) for key, (domain, size) in job.chosen.items()},
+        candidates=job.candidates,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count, "seq_len": spec.tokens.seq_len},
         num_layers=job.shape.num_layers,
         finished_layers=finished,

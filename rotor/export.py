@@ -16,26 +16,23 @@ from .checkpoint import INDEX_FILE, Checkpoint, file_sha256, staged_folder, tens
 from .compress import bias_names
 from .export_job import ExportJob
 from .families import read_attention
-from .integration import ATTENTION, FORMAT_VERSION, METHOD
-from .kernel_config import KERNEL_CONFIG
+from .file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from .kernels.defaults import default_config
-from .layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from .layout import LayerLayout, LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .locks import exclusive
 from .logs import log_file
 from .model_card import model_card
 from .progress import Progress, StageTimes
 from .rank_search import RankSearch, rank_profiles, stored_ranks
-from .ranks import LayerRanks
 from .recipe import Recipe
 from .report import write_with_checkpoint
 from .run import Run
 from .search import RankTable
+from .section import ATTENTION, FORMAT_VERSION, METHOD
 from .settings import Compute, ExportSettings, Goal
 from .shards import ShardContents, planned_layouts
 
 log = logging.getLogger("rotor")
-
-ROTOR_JSON, RECIPE, CARD = "rotor.json", "recipe.yaml", "README.md"
 
 
 @dataclass(frozen=True)

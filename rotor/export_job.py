@@ -8,6 +8,7 @@ from pathlib import Path
 from .checkpoint import Checkpoint, check_space, check_writable, file_sha256
 from .errors import CheckpointError, UsageError
 from .families import Family, find_family
+from .ranks import CHOOSING
 from .recipe import EXPORT_SECTIONS, Recipe, override
 from .run import Run
 from .settings import ExportSettings, Goal
@@ -30,11 +31,11 @@ class ExportJob:
         opened, out = Run.open(settings.run), Path(settings.out)
         kind = [] if settings.objective is None else [f"objective.kind={settings.objective}"]
         recipe = override(opened.recipe, [*settings.overrides, *kind], EXPORT_SECTIONS)
-        if recipe.objective.kind != "memory" and recipe.ranks.method != "global":
+        if recipe.objective.kind != "memory" and not recipe.ranks.rule.chooses:
             raise UsageError(
-                f"objective {recipe.objective.kind}: only ranks.method global weighs anything but bytes, this run's "
-                f"is {recipe.ranks.method}.",
-                "Give --set ranks.method=global, or leave the objective at memory.",
+                f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
+                f"run's is {recipe.ranks.method}.",
+                f"Give --set ranks.method={CHOOSING}, or leave the objective at memory.",
             )
         if settings.elastic and settings.goal.accuracy is None:
             raise UsageError(

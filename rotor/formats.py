@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypedDict
 
-from .checkpoint import read_json
 from .errors import CheckpointError
+from .json_files import read_json
 from .layout import AttentionShape, Domain, LayoutDict
 from .typed import Reader
 

@@ -1,4 +1,4 @@
-"""What a model is to rotor: its attention, its cache, what a recipe will do with it and what that takes.
+"""Facts about a model: its attention, its cache, what a recipe will do with it and what that takes.
 
 Reads the configuration and the headers of the shards, never weights.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .candidates import candidates
+from .candidates import candidates_of
 from .checkpoint import Checkpoint, config_of
 from .hardware import pick_device, pick_dtype
 from .hub import find_model, tensor_headers
@@ -45,7 +45,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `rotor inspect` tells.
+    """The facts that `rotor inspect` tells.
 
     kv_cache_bytes: by context length in tokens, for one sequence.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
@@ -101,7 +101,7 @@ def inspect(
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
-    chosen = candidates(spec, family, shape)
+    candidates = candidates_of(spec, family, shape)
     return Inspection(
         name=source.name,
         revision=source.revision,
@@ -116,7 +116,7 @@ def inspect(
         kv_cache_bytes={tokens: tokens * per_token for tokens in CONTEXTS},
         recipe=spec.name,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
-        keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in chosen.items()},
+        keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in candidates.items()},
         calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
         export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
         export_disk_bytes=int(stored * 1.1),

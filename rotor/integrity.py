@@ -7,18 +7,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
+from .checkpoint import Checkpoint, file_sha256, tensor_sha256
+from .compressed import CompressedCheckpoint
 from .errors import RotorError
-from .export import CARD, RECIPE, ROTOR_JSON
-from .families import FAMILIES, attention_shape
-from .formats import CheckpointInfo, read_file
-from .integration import RotorConfig
-from .kernel_config import KERNEL_CONFIG
+from .families import FAMILIES
+from .file_names import CARD, KERNEL_CONFIG, RECIPE
+from .json_files import read_json
 from .kernels.defaults import default_config
-from .layout import AttentionShape, LayerLayout, compression, kv_bytes_per_token
+from .layout import compression, kv_bytes_per_token
 from .progress import Progress
-from .ranks import LayerRanks
-from .rewrite import truncate_layer
 from .typed import shorten
 
 
@@ -73,22 +70,21 @@ class Validation:
         self.checks.append(Check(name, "skipped", why))
 
 
-def check_integrity(result: Validation, progress: Progress) -> tuple[Checkpoint, dict[str, Any], list[LayerLayout]]:
-    """The checks that need no forward pass, added to `result`; what they read of the folder.
+def check_integrity(result: Validation, progress: Progress) -> CompressedCheckpoint:
+    """Add the checks that need no forward pass to `result`; returns the folder, opened.
 
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
-    report = read_file(result.folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
-    checkpoint = Checkpoint(result.folder)
+    checkpoint = CompressedCheckpoint(result.folder)
     with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
-        return checkpoint, report, _integrity(result, checkpoint, report, advance)
+        _integrity(result, checkpoint, advance)
+    return checkpoint
 
 
-def _integrity(
-    result: Validation, checkpoint: Checkpoint, report: dict[str, Any], advance: Callable[[float], None]
-) -> list[LayerLayout]:
+def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Callable[[float], None]) -> None:
     """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
+    report = checkpoint.report
     recorded = report["tensors"]
     stored = {name for file in checkpoint.files for name in checkpoint.stored_names(file)}
     problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
@@ -117,14 +113,8 @@ def _integrity(
     for check, found in wrong.items():
         result.judge(check, found, f"{len(recorded)} tensors")
 
-    quantization = checkpoint.config_dict.get("quantization_config")
-    layouts: list[LayerLayout] = []
     try:
-        shape = attention_shape(checkpoint.config)
-        read = RotorConfig(**quantization if isinstance(quantization, dict) else {})
-        layouts = read.layouts(shape)
-        ranks = read.profile_ranks(checkpoint.config_dict.get("rank_profile"))
-        problem = _layout_problem(layouts, ranks, checkpoint, report, shape)
+        problem = _layout_problem(checkpoint)
     except RotorError as error:
         problem = error.message
     result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
@@ -132,7 +122,6 @@ def _integrity(
         f"{name} is missing" for name in (KERNEL_CONFIG, RECIPE, CARD) if not (checkpoint.folder / name).is_file()
     ]
     result.judge("files", absent, "all there")
-    return layouts
 
 
 def _holder(checkpoint: Checkpoint, name: str) -> str:
@@ -154,20 +143,11 @@ def _shard_problems(checkpoint: Checkpoint, recorded: dict[str, str]) -> list[st
     return problems
 
 
-def _layout_problem(
-    layouts: list[LayerLayout],
-    ranks: list[LayerRanks] | None,
-    checkpoint: Checkpoint,
-    report: dict[str, Any],
-    shape: AttentionShape,
-) -> str:
-    """What does not agree between the JSON files and the tensors, or nothing.
-
-    Args:
-        layouts: what the tensors are in. ranks: of the default profile, if the checkpoint is elastic.
-    """
-    used, in_config = layouts, [layout.to_dict() for layout in layouts]
-    if ranks is not None:
+def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
+    """What does not agree between the JSON files and the tensors, or nothing."""
+    report, shape, used = checkpoint.report, checkpoint.shape, checkpoint.default_layouts
+    in_config = [layout.to_dict() for layout in checkpoint.layouts]
+    if checkpoint.elastic:
         elastic = report.get("elastic")
         if elastic is None:
             return "config.json has rank profiles, rotor.json none"
@@ -176,7 +156,6 @@ def _layout_problem(
         problem = problem or difference(elastic["profiles"], profiles, "rotor.json, profiles", "config.json")
         if problem:
             return problem
-        used = [truncate_layer({}, layout, r, shape)[0] for layout, r in zip(layouts, ranks, strict=True)]
         in_config = [layout.to_dict() for layout in used]
     kernels = read_json(checkpoint.folder / KERNEL_CONFIG)
     by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
@@ -196,13 +175,13 @@ def _layout_problem(
     )
     if not problem and abs(report["compression"]["stored"] - share) > 1e-6:
         problem = f"rotor.json, compression.stored: {report['compression']['stored']}, config.json implies {share:.6f}"
-    return problem or _tensor_problem(layouts, checkpoint)
+    return problem or _tensor_problem(checkpoint)
 
 
-def _tensor_problem(layouts: list[LayerLayout], checkpoint: Checkpoint) -> str:
+def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
     """Where the value projection of a layer is not as wide as its layout says."""
     family = FAMILIES[checkpoint.config.model_type]
-    for index, layout in enumerate(layouts):
+    for index, layout in enumerate(checkpoint.layouts):
         name = family.stored_prefix(index, checkpoint.names) + "v_proj.weight"
         if name not in checkpoint.names or checkpoint.shape_of(name)[:1] != [layout.v_width]:
             return f"config.json, layer {index}: v_proj.weight has not the {layout.v_width} rows of its layout"

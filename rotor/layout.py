@@ -1,4 +1,4 @@
-"""What a compressed model stores: groups of KV heads, their domain, ranks and offsets in the packed rows.
+"""Layouts of what a compressed model stores: groups of KV heads, their domain, ranks and offsets in the packed rows.
 
 Pure data, no tensors. One LayerLayout per layer is written into `config.json` (the loader builds the attention
 modules from it) and into `rotor.json` (the report); what is launched for it is in `kernel_config.json`.
@@ -18,6 +18,9 @@ Domain = Literal["post", "pre", "none"]
 """Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or neither: in a model without
 RoPE, or in whole rotary planes, with which RoPE commutes."""
 
+
+LayerRanks = list[tuple[int, int]]
+"""(qk_rank, v_rank) of each group of a layer: in the order of the bases offline, of the layout once it is stored."""
 
 MAX_SIZE = 1 << 24
 """No size of any model's attention is near it; larger ones come from damaged files."""
@@ -159,7 +162,7 @@ class LayerLayout:
             start, qk_offset, v_offset = start + count, qk_offset + count * qk_rank, v_offset + count * v_rank
 
     def offsets(self) -> list[tuple[int, int]]:
-        """(qk_offset, v_offset) in elements of each group in the packed rows."""
+        """List (qk_offset, v_offset) in elements of each group in the packed rows."""
         qk = accumulate((g.qk_rank for g in self.groups), initial=0)
         v = accumulate((g.v_rank for g in self.groups), initial=0)
         return list(zip(qk, v, strict=True))[:-1]

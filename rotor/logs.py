@@ -1,4 +1,4 @@
-"""What rotor says about its work: the logger `rotor`, and the log file in the folder that a command writes to."""
+"""Messages about the work: the logger `rotor`, and the log file in the folder that a command writes to."""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ from .bases import LayerBases
 from .errors import AccuracyError
 from .evaluation import evaluation_data
 from .export_job import ExportJob
+from .layout import LayerRanks
 from .placement import Placement
-from .probe import columns
+from .probe import full_ranks
 from .progress import Progress, StageTimes
-from .ranks import LayerRanks, RankPath, RankPlan
+from .ranks import RankPath, RankPlan
 from .recipe import Recipe
 from .search import Measurer, RankTable, choose, complete_table, plan_for, rank_path
 
@@ -33,7 +34,7 @@ class RankSearch:
 
     @property
     def needs_probes(self) -> bool:
-        return self.job.recipe.ranks.method == "global" and self.table.sensitivities is None
+        return "sensitivities" in self.job.recipe.ranks.rule.needs and self.table.sensitivities is None
 
     def path(self) -> RankPath | None:
         """All rank plans of the recipe; None as long as its method needs probes that were not measured."""
@@ -97,7 +98,7 @@ class RankSearch:
 
 def stored_ranks(bases: Sequence[LayerBases], ranks: list[LayerRanks], elastic: bool) -> list[LayerRanks]:
     """The ranks that the tensors have: an elastic checkpoint keeps all columns."""
-    return [[columns(layer)] * len(layer.qk.encode) for layer in bases] if elastic else ranks
+    return [[full_ranks(layer)] * len(layer.qk.encode) for layer in bases] if elastic else ranks
 
 
 def rank_profiles(table: RankTable, point: dict[str, Any], accuracy: float | None, recipe: Recipe) -> dict[str, Any]:

@@ -13,17 +13,19 @@ from typing import Any
 import torch
 
 from .checkpoint import Checkpoint, read_json
+from .compressed import read_report
 from .errors import AccuracyError, CheckpointError, RotorError
-from .formats import CheckpointInfo, read_file
-from .layout import GroupLayout, uncompressed_kv_bytes_per_token
+from .file_names import RECIPE, ROTOR_JSON
+from .formats import AccuracyInfo, CheckpointInfo
+from .layout import GroupLayout, LayoutDict, uncompressed_kv_bytes_per_token
 from .metrics import accuracy_field, describe
+from .ranks import RANK_METHODS
 from .ranks.water_filling import interpolated
 from .recipe import Recipe, load_recipe
-from .run import RANK_TABLE, RECIPE, Run
+from .run import RANK_TABLE, Run
 from .search import choose_point
 from .study_store import RESULTS
 
-ROTOR_JSON = "rotor.json"
 SIDES = ("qk", "vo")
 
 
@@ -147,7 +149,7 @@ def _of_run(run: Run, name: str) -> ReportData:
 
 
 def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData:
-    report = read_file(folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
+    report = read_report(folder)
     data = ReportData("checkpoint", name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
     accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
     data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]
@@ -167,7 +169,7 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))
     if run is None:
-        run = _opened_run(folder, report)
+        run = _opened_run(folder, report["run"])
     if isinstance(run, Run):
         _join_run(data, run, report, accuracy)
     else:
@@ -190,14 +192,14 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     return data
 
 
-def _opened_run(folder: Path, report: dict[str, Any]) -> Run | str:
+def _opened_run(folder: Path, recorded: str) -> Run | str:
     try:
-        return Run.open(folder.resolve() / str(report.get("run")))
+        return Run.open(folder.resolve() / recorded)
     except RotorError as error:
         return error.message.replace(str(folder.resolve()), folder.name)
 
 
-def _join_run(data: ReportData, run: Run, report: dict[str, Any], accuracy: dict[str, Any]) -> None:
+def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: AccuracyInfo) -> None:
     """What the run of a checkpoint adds: the other measured points, spectra, losses and timings."""
     table = run.read_rank_table()
     point = None
@@ -257,11 +259,12 @@ def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: di
     if sensitivities and len(sensitivities) == len(bases):
         data.losses = [_loss(bases[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
     else:
+        probing = [name for name, method in RANK_METHODS.items() if "sensitivities" in method.needs]
         data.absent["losses"] = (
-            f"Not measured: only ranks.method global probes layers one by one, this recipe's is "
+            "Not measured yet: the first export probes every layer."
+            if run.recipe.ranks.method in probing
+            else f"Not measured: only ranks.method {', '.join(probing)} probes layers one by one, this recipe's is "
             f"{run.recipe.ranks.method}."
-            if run.recipe.ranks.method != "global"
-            else "Not measured yet: the first export probes every layer."
         )
 
 
@@ -300,7 +303,7 @@ def _mean_spectrum(values: Any) -> list[float]:
     return [float(value) for value in (values / largest).mean(0)]
 
 
-def _groups(layout: dict[str, Any]) -> list[GroupLayout]:
+def _groups(layout: LayoutDict) -> list[GroupLayout]:
     return [GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in layout["groups"]]
 
 

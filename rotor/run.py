@@ -21,6 +21,7 @@ from torch import Tensor
 from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
 from .checkpoint import read_json, sync, write_json, write_tensors
 from .errors import CheckpointError, NumericsError, UsageError
+from .file_names import RECIPE
 from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
 from .hub import find_model
 from .layout import AttentionShape, Domain
@@ -28,7 +29,7 @@ from .recipe import Recipe, accuracy_field, load_recipe
 from .statistics import LayerStatistics, pack_symmetric, unpack_symmetric
 from .typed import Reader
 
-RECIPE, INFO, FISHER, RANK_TABLE = "recipe.yaml", "run.json", "fisher.safetensors", "rank_table.json"
+INFO, FISHER, RANK_TABLE = "run.json", "fisher.safetensors", "rank_table.json"
 TABLE_VERSION = 2
 SIDES = ("qk", "vo")
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
@@ -43,7 +44,7 @@ def bases_path(folder: Path, layer: int) -> Path:
 
 
 def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
-    """One layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
+    """Write one layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
     # One key, since safetensors writes several in any order, and equal runs are to have equal files.
     metadata = {"rotor": json.dumps({"tokens": statistics.tokens, "group_size": statistics.group_size})}
     tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
@@ -116,7 +117,7 @@ def _check_fisher(found: tuple[Tensor, Tensor], where: str) -> None:
 
 
 def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
-    """All columns of the bases of a layer's candidates, float64, with their singular values."""
+    """Write all columns of the bases of a layer's candidates, float64, with their singular values."""
     tensors: dict[str, Tensor] = {}
     for key, candidate in bases.items():
         for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
@@ -251,7 +252,7 @@ class RunBases(Sequence[dict[str, LayerBases]]):
 
 
 class ChosenBases(Sequence[LayerBases]):
-    """One candidate of each layer; read when it is asked for, and not kept."""
+    """Bases of one candidate of each layer; read when it is asked for, and not kept."""
 
     def __init__(self, bases: RunBases, choice: Sequence[str]) -> None:
         self.bases, self.choice = bases, tuple(choice)

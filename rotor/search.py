@@ -26,18 +26,8 @@ from .layout import Domain
 from .metrics import accuracy_field, make_metric
 from .probe import Prober
 from .progress import Progress
-from .ranks import (
-    FisherPath,
-    RankPath,
-    RankPlan,
-    RemovalRatePath,
-    Sensitivity,
-    Spectra,
-    UniformPath,
-    WaterFillingPath,
-)
+from .ranks import Cost, GroupCost, RankInputs, RankPath, RankPlan, RemovalRatePath, Sensitivity, Spectra
 from .ranks.plan import SLACK
-from .ranks.water_filling import Cost, GroupCost
 from .recipe import Recipe
 from .run import TABLE_VERSION, Run, RunBases, read_fisher
 
@@ -48,23 +38,27 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
     """All rank plans that the recipe's rank method can give for these bases.
 
     Args:
-        sensitivities: what `probe` measured; needed by the method `global` only.
+        sensitivities: what `probe` measured; needed by methods that ask for it only.
     """
     layers = [bases.spectra(layer) for layer in range(len(bases))]
     spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
-    if ranks.method == "uniform":
-        return UniformPath(spectra, run.shape, ranks.multiple_of)
-    if ranks.method == "fisher":
-        size = next(iter(run.info["candidates"].values()))["group_size"]
-        information = [
-            tuple(side.reshape(-1, size).sum(-1) for side in read_fisher(run.folder, layer))
-            for layer in range(run.shape.num_layers)
-        ]
-        return FisherPath(spectra, run.shape, ranks.multiple_of, information)  # type: ignore[arg-type]
-    if ranks.method == "global":
-        assert sensitivities is not None
-        return WaterFillingPath(spectra, run.shape, ranks.multiple_of, sensitivities, *costs(run, recipe))
-    return RemovalRatePath(spectra, run.shape, ranks.multiple_of, ranks.spectrum == "squares")
+    inputs = RankInputs(
+        spectra,
+        run.shape,
+        ranks.multiple_of,
+        squares=ranks.spectrum == "squares",
+        gradients=lambda: _gradients(run),
+        sensitivities=sensitivities,
+        costs=lambda: costs(run, recipe),
+    )
+    return ranks.rule.path(inputs)
+
+
+def _gradients(run: Run) -> list[tuple[Tensor, Tensor]]:
+    """Summed squared gradients of W_k and W_v of each layer's groups; see FisherPath."""
+    size = next(iter(run.info["candidates"].values()))["group_size"]
+    both = (read_fisher(run.folder, layer) for layer in range(run.shape.num_layers))
+    return [(keys.reshape(-1, size).sum(-1), values.reshape(-1, size).sum(-1)) for keys, values in both]
 
 
 def costs(run: Run, recipe: Recipe) -> tuple[Cost, GroupCost]:
@@ -172,7 +166,7 @@ class Measurer:
 
     def path(self) -> RankPath:
         """All rank plans of the recipe's method, after measuring what it needs."""
-        if self.table.recipe.ranks.method == "global":
+        if "sensitivities" in self.table.recipe.ranks.rule.needs:
             self.probe()
         return rank_path(self.bases, self.table.run, self.table.recipe, self.table.sensitivities)
 

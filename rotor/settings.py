@@ -1,4 +1,4 @@
-"""What a calibration or an export is asked to do: one object for the command, its dry run and the Python function."""
+"""Settings of a calibration or an export: one object for the command, its dry run and the Python function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .recipe import Recipe
 
 @dataclass(frozen=True)
 class Compute:
-    """Where and in what the forward passes run.
+    """Device and dtype of the forward passes.
 
     device, dtype: `auto` is the GPU if there is one, and float32 on a CPU. Statistics are float64 in any case.
     offload: `always` reads one layer of weights at a time, `never` loads all, `auto` does what fits.
@@ -26,7 +26,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What `rotor.calibrate` is asked to do; its arguments are explained there."""
+    """Settings of `rotor.calibrate`; its arguments are explained there."""
 
     model: str | Path
     out: str | Path
@@ -76,7 +76,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What `rotor.export` is asked to do; its arguments are explained there."""
+    """Settings of `rotor.export`; its arguments are explained there."""
 
     run: str | Path
     out: str | Path

@@ -16,10 +16,11 @@ from .comparison import relative_difference
 from .compress import CompressibleModel
 from .errors import DataError
 from .evaluation import EvaluationData, Scores, evaluation_data, score
+from .layout import LayerRanks
 from .metrics import Recall
 from .placement import Placement
 from .progress import Progress
-from .ranks import LayerRanks, RankPlan
+from .ranks import RankPlan
 from .recipe import Evaluation
 from .search import Measurer
 

@@ -14,7 +14,7 @@ from .comparison import (
     SIDES,
     basis_difference,
     coefficient_of_variation,
-    columns,
+    encoders,
     largest_singular_values,
     mean_spectrum,
     principal_angles,
@@ -254,7 +254,7 @@ def compare_bases(bases: list[LayerBases], others: list[LayerBases]) -> dict[str
     """Per side: epsilon, delta, their ratio, and the mean and largest principal angles in degrees at ANGLE_SHARES."""
     result: dict[str, Any] = {}
     for side in SIDES:
-        first, second = columns(bases, side), columns(others, side)
+        first, second = encoders(bases, side), encoders(others, side)
         difference = basis_difference(first, second)
         angles = {}
         for share in ANGLE_SHARES:

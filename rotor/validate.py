@@ -12,19 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .cache_size import cache_bytes_per_token
 from .checkpoint import Checkpoint, file_sha256
 from .compress import CompressibleModel, compressed_weights, weights_of
+from .compressed import CompressedCheckpoint
 from .errors import DataError, RotorError
 from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
-from .export import RECIPE
 from .families import FAMILIES
+from .file_names import RECIPE
+from .formats import CheckpointInfo, SourceInfo
 from .hardware import pick_device, pick_dtype
 from .integrity import Validation, check_integrity
 from .layerwise import LayerwiseModel
-from .layout import LayerLayout
 from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
 from .placement import Placement
-from .probe import columns
+from .probe import full_ranks
 from .progress import Progress, StageTimes
 from .recipe import Evaluation, Recipe, load_recipe
 from .run import Run
@@ -63,14 +65,13 @@ def validate(
     times = StageTimes()
     result = Validation(Path(folder))
     with times.stage("integrity"):
-        checkpoint, report, layouts = check_integrity(result, progress)
+        checkpoint = check_integrity(result, progress)
+    report = checkpoint.report
     if not result.damaged:
-        source = _find(model, report, "source", "path", Path(folder), Checkpoint)
-        opened = _find(run, report, None, "run", Path(folder), Run.open)
+        source = _find(model, checkpoint.source_folder, Checkpoint)
+        opened = _find(run, checkpoint.run_folder, Run.open)
         with times.stage("numerics and accuracy"):
-            _against_source(
-                result, checkpoint, report, layouts, source, opened, Compute(device, dtype, offload), progress
-            )
+            _against_source(result, checkpoint, report, source, opened, Compute(device, dtype, offload), progress)
     result.summary = {
         "recipe": report.get("recipe"),
         "compression": report.get("compression"),
@@ -81,14 +82,10 @@ def validate(
     return result
 
 
-def _find(
-    given: str | Path | None, report: dict[str, Any], section: str | None, key: str, folder: Path, opener: Callable
-) -> Any:
+def _find(given: str | Path | None, recorded: Path, opener: Callable) -> Any:
     """What `opener` makes of a path given by the user or recorded in rotor.json; an error text if it is not there."""
-    recorded = (report.get(section, {}) if section else report).get(key)
-    path = Path(given) if given is not None else folder.resolve() / str(recorded)
     try:
-        return opener(path)
+        return opener(recorded if given is None else Path(given))
     except RotorError as error:
         if given is not None:
             raise
@@ -97,9 +94,8 @@ def _find(
 
 def _against_source(
     result: Validation,
-    checkpoint: Checkpoint,
-    report: dict[str, Any],
-    layouts: list[LayerLayout],
+    checkpoint: CompressedCheckpoint,
+    report: CheckpointInfo,
     source: Checkpoint | str,
     run: Run | str,
     compute: Compute,
@@ -110,7 +106,7 @@ def _against_source(
     with progress.task("load text", None, ""):
         data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
     place = _placement(source, checkpoint, recipe, compute, progress)
-    _check_stored_bases(result, checkpoint, layouts)
+    _check_stored_bases(result, checkpoint)
     if isinstance(run, str):
         result.skip("bases at full rank", f"run folder not found ({run}); pass --run")
     else:
@@ -131,7 +127,7 @@ def _against_source(
                 _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS], place.streamed)
         reference = _reference(source, place, data.report, recipe.evaluation, checkpoint, progress)
     with progress.task("load model", None, ""):
-        weights = compressed_weights(checkpoint, layouts, place.device, place.dtype, place.streamed)
+        weights = compressed_weights(checkpoint, place.device, place.dtype, place.streamed)
     compressed = LayerwiseModel(weights)
     if reference is not None:
         _check_accuracy(result, reference, compressed, report, data.report, progress)
@@ -139,7 +135,7 @@ def _against_source(
     _measure_cache(result, compressed, checkpoint, report, data.report[:1])
 
 
-def _check_source(result: Validation, source: Checkpoint, recorded: dict[str, Any]) -> None:
+def _check_source(result: Validation, source: Checkpoint, recorded: SourceInfo) -> None:
     """The source's files are those that were calibrated."""
     expected = {**recorded["shards"], **(recorded.get("files") or {})}
     problems = []
@@ -196,36 +192,30 @@ def _reference(
 
 
 def _measure_cache(
-    result: Validation, network: LayerwiseModel, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
+    result: Validation, network: LayerwiseModel, checkpoint: Checkpoint, report: CheckpointInfo, rows: Tensor
 ) -> None:
-    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan.
-
-    Per token that a layer keeps: one with a sliding window drops the older ones.
-    """
+    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
     if network.source.streamed:
         result.skip("KV bytes per token", "measured only with all weights in memory (--offload never)")
         return
     model = network.model.to(checkpoint.config.dtype or torch.float32)
     with torch.inference_mode():
         cache = model(rows.to(model.device), use_cache=True).past_key_values
-    measured = sum(
-        (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
-        for layer in cache.layers
-    )
+    measured = cache_bytes_per_token(cache)
     planned = report["kv_bytes_per_token"]["after"]
     result.summary["measured_kv_bytes_per_token"] = measured
     result.summary["measured_compression"] = round(1 - measured / report["kv_bytes_per_token"]["before"], 6)
     result.add("KV bytes per token", measured == planned, f"measured {measured:g}, planned {planned}")
 
 
-def _check_stored_bases(result: Validation, checkpoint: Checkpoint, layouts: list[LayerLayout]) -> None:
+def _check_stored_bases(result: Validation, checkpoint: CompressedCheckpoint) -> None:
     """Where a layer stores both bases: key_basis^T query_basis = I in each group, within the rounding of its dtype.
 
     For an orthonormal pair that is the orthonormality of its columns. Deviations are relative to the columns' norms.
     """
     family = FAMILIES[checkpoint.config.model_type]
     worst, allowed, groups = 0.0, 0.0, 0
-    for index, layout in enumerate(layouts):
+    for index, layout in enumerate(checkpoint.layouts):
         if layout.folded_keys:
             continue
         prefix = family.stored_prefix(index, checkpoint.names)
@@ -268,7 +258,7 @@ def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Ten
     error = 0.0
     for key in bases[0]:
         chosen = bases.select([key] * len(bases))
-        network.compress(chosen, [[columns(b)] * len(b.qk.encode) for b in chosen])
+        network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
         got = batch_logits(network, rows)
         error = max(error, float((got - expected).norm() / expected.norm()))
     result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, f"relative error of float32 logits {error:.1e}")
@@ -278,7 +268,7 @@ def _check_accuracy(
     result: Validation,
     reference: _Reference,
     compressed: LayerwiseModel,
-    report: dict[str, Any],
+    report: CheckpointInfo,
     rows: Tensor,
     progress: Progress,
 ) -> None:

@@ -320,4 +320,4 @@ def test_validate_exit_codes(demo_run, tmp_path: Path, capsys) -> None:
     data[-1] ^= 4
     weights.write_bytes(data)
     assert rotor(capsys, "validate", tmp_path / "out")[0] == 1
-    expect_error(capsys, 1, "rotor.json: no such file", "validate", DEMO_MODEL)
+    expect_error(capsys, 1, "demo-model: not a compressed checkpoint", "validate", DEMO_MODEL)

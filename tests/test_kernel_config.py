@@ -19,6 +19,7 @@ from rotor.errors import CheckpointError
 from rotor.export import export
 from rotor.integration import RotorConfig, find_kernel_config
 from rotor.integrity import Validation, check_integrity
+from rotor.kernel_choice import kernels_of
 from rotor.kernel_config import KERNEL_CONFIG, KernelConfig
 from rotor.kernels.decode import decode_variants
 from rotor.kernels.defaults import default_config, default_layer
@@ -27,7 +28,7 @@ from rotor.kernels.shapes import prefill_constants
 from rotor.layout import AttentionShape
 from rotor.modeling import RotorAttention
 from rotor.progress import Progress
-from rotor.rewrite import truncate_layer
+from rotor.truncation import truncate_layer
 
 SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, hidden_size=48)
 LAYOUTS = [layer("pre", 2, (48, 24), (16, 16)), layer("pre", 2, (32, 32), (32, 32))]
@@ -147,12 +148,12 @@ def test_a_profile_of_other_ranks_goes_by_the_rule(tmp_path: Path) -> None:
         return default_config(layouts, SHAPE)
 
     path.write_text(json.dumps(written("0.9").to_dict() | {"schedule": "lpt"}))
-    assert config.kernel_config(path, SHAPE, "0.9") == KernelConfig("lpt", written("0.9").layers)
-    assert config.kernel_config(path, SHAPE, "0.8") == written("0.8")
-    assert config.kernel_config(None, SHAPE, "0.9") == written("0.9")
+    assert kernels_of(config, path, SHAPE, "0.9") == KernelConfig("lpt", written("0.9").layers)
+    assert kernels_of(config, path, SHAPE, "0.8") == written("0.8")
+    assert kernels_of(config, None, SHAPE, "0.9") == written("0.9")
     path.write_text(json.dumps(default_config([LAYOUTS[1], LAYOUTS[0]], SHAPE).to_dict()))
     with pytest.raises(CheckpointError, match=r"layers\[0\].classes: got"):
-        config.kernel_config(path, SHAPE, "0.8")
+        kernels_of(config, path, SHAPE, "0.8")
 
 
 def test_the_file_is_looked_for_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from rotor.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.devices import bundled_devices
 from rotor.errors import DataError, RecipeError, UsageError
 from rotor.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
-from rotor.recipe import Recipe, Tokens, load_recipe
+from rotor.recipe import Tokens, load_recipe
 from rotor.run import Run
 from rotor.search import rank_path
 from rotor.study import parse_ablations, parse_counts, same_conditions, study
@@ -361,15 +361,23 @@ def test_plots_are_written(small) -> None:
         assert b"<svg" in png.with_suffix(".svg").read_bytes()
 
 
-def test_pruning_needs_the_section(small, tmp_path: Path) -> None:
+def test_pruning_measures_shares_and_centroids(small) -> None:
     result, _ = small
-    if hasattr(Recipe("x", ""), "prune"):
-        found = {key: r for key, r in result.records.items() if key.startswith("pruning/")}
-        assert [(r["share"], r["kmeans"]) for r in found.values()] == [(0.0, None), (0.5, None), (0.5, 16)]
-        assert all("skipped" in r or r["report"]["kl_div"] > 0 for r in found.values())
-    else:
-        with pytest.raises(UsageError, match="no section `prune`"):
-            study(DEMO_MODEL, tmp_path / "study", ["fdc"], SMALL, parts=["pruning"])
+    found = {key: r for key, r in result.records.items() if key.startswith("pruning/")}
+    assert [(r["share"], r["kmeans"]) for r in found.values()] == [(0.0, None), (0.5, None), (0.5, 16)]
+    assert all("skipped" in r or r["report"]["kl_div"] > 0 for r in found.values())
+
+
+def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
+    for parts, message in (
+        (["curves", "tables"], "--parts tables: expected some of curves, sources, tokens"),
+        ([], "--parts is empty"),
+        (["ablation"], "--parts ablation: there are no ablations"),
+        (["front"], "--parts front: the ranks of fdc do not choose"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            study(DEMO_MODEL, tmp_path / "study", ["fdc"], SMALL, parts=parts, plots=False)
+    assert not (tmp_path / "study").exists()
 
 
 def test_pruning_tables_and_plots(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from conftest import calibrated, close
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rotor.checkpoint import Checkpoint
 from rotor.compress import compressed_weights
+from rotor.compressed import CompressedCheckpoint
 from rotor.errors import RotorError, UsageError
 from rotor.export import export
 from rotor.integrity import Validation, check_integrity, difference
@@ -304,7 +304,7 @@ def test_one_layer_of_weights_at_a_time_finds_the_same(family: str, domain: str,
 
 
 def test_an_elastic_checkpoint_is_loaded_as_a_whole(good: Path) -> None:
-    checkpoint = Checkpoint(good)
+    checkpoint = CompressedCheckpoint(good)
     checkpoint.config_dict["quantization_config"]["profiles"] = {"0.9": []}
     with pytest.raises(UsageError, match="an elastic checkpoint is loaded as a whole"):
-        compressed_weights(checkpoint, [], torch.device("cpu"), torch.float32, True)
+        compressed_weights(checkpoint, torch.device("cpu"), torch.float32, True)
