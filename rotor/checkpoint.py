@@ -20,14 +20,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
+from .source_config import check_config, check_generation_config
+from .tokenizer import load_tokenizer
 from .typed import shorten
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
-MAX_COUNT = 1 << 14
-"""Fields of config.json that say how many of something there are, and more than any model has of it."""
-
 MAX_JSON_BYTES = 1 << 27
 """The index of a model of a million tensors is smaller."""
 
@@ -47,15 +45,10 @@ class Checkpoint:
             raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
         _refuse_other_formats(self.folder)
         self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
-        self._check_config()
+        check_config(self.folder / "config.json", self.config_dict)
         self.file_of = self._locate()
         self._handles: dict[str, Any] = {}
-        found = {file: set(self._open(file).keys()) for file in self.files}
-        for name, file in self.file_of.items():
-            if name not in found[file]:
-                raise CheckpointError(
-                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it.", "Download it again."
-                )
+        self._check_index()
 
     @property
     def files(self) -> list[str]:
@@ -73,15 +66,8 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or None."""
-        if not any((self.folder / n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            return None
-        from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
-
-        try:
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # likewise: many classes, each with errors of its own
-            raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded: {_one_line(error)}") from error
+        """The tokenizer in the folder, or None; tried in a child process before (see rotor.tokenizer)."""
+        return load_tokenizer(self.folder, self.config.vocab_size)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
@@ -161,14 +147,31 @@ class Checkpoint:
     def total_bytes(self) -> int:
         return sum((self.folder / file).stat().st_size for file in self.files)
 
-    def _check_config(self) -> None:
-        """Numbers in config.json for which transformers would make a list or a table, before it sees them."""
-        path = self.folder / "config.json"
-        for key, value in self.config_dict.items():
-            if isinstance(value, int) and key in COUNTS and not 0 <= value <= MAX_COUNT:
+    def _check_index(self) -> None:
+        """The index names what the shards hold, no more and no less: transformers reads all that is in them."""
+        holder: dict[str, str] = {}
+        for file in self.files:
+            for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
+                if name in holder:
+                    raise CheckpointError(
+                        f"{self.folder}: tensor {name} is in {holder[name]} and again in {file}.",
+                        "Only one of them can be meant; download the model again.",
+                    )
+                holder[name] = file
+        for name, file in self.file_of.items():
+            if holder.get(name) != file:
+                where = f"it is in {holder[name]}" if name in holder else "no shard has it"
                 raise CheckpointError(
-                    f"{path}: {key} is {shorten(value)}, expected at most {MAX_COUNT}.", "The file is damaged."
+                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it; {where}.",
+                    "Download it again.",
                 )
+        unnamed = sorted(holder.keys() - self.file_of.keys())
+        if unnamed:
+            raise CheckpointError(
+                f"{self.folder / holder[unnamed[0]]}: tensor {unnamed[0]} is not in the index ({INDEX_FILE}), though "
+                "transformers would load it.",
+                "Index and shards are not of one model; download it again.",
+            )
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> shard file name."""
@@ -184,6 +187,11 @@ class Checkpoint:
                     )
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")
+            if (self.folder / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
+                raise CheckpointError(
+                    f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
+                    f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
+                )
             return dict(weight_map)
         single = self.folder / SINGLE_FILE
         if single.is_file():
@@ -209,8 +217,13 @@ def config_of(folder: Path) -> Any:
     """The transformers config of a model folder; code in it is never run.
 
     Raises:
-        CheckpointError: config.json is missing or not one that transformers knows.
+        CheckpointError: config.json is missing or not one that transformers knows, or what it or generation_config.json
+            says is refused (see rotor.source_config).
     """
+    check_config(folder / "config.json", read_json(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        check_generation_config(generation, read_json(generation))
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except RotorError:
@@ -257,7 +270,10 @@ def read_json(path: Path, hint: str = "") -> dict[str, Any]:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)
-        data = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        if "\\ud" in text.lower():  # escaped halves of characters, which no file in UTF-8 can hold
+            json.dumps(data, ensure_ascii=False).encode()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.", hint) from error
     except (OSError, ValueError, RecursionError) as error:
@@ -265,6 +281,17 @@ def read_json(path: Path, hint: str = "") -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}.", hint)
     return data
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is more than a float holds")
+    return value
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -18,7 +18,7 @@ from .families import longest_row
 from .layerwise import LayerwiseModel
 from .progress import Advance
 from .recipe import Evaluation
-from .tokens import read_documents, spread_rows, stdlib_documents, text_rows
+from .tokens import check_ids, read_documents, spread_rows, stdlib_documents, text_rows
 
 KL_POSITIONS_BYTES = 1 << 24
 """Memory that one float32 tensor of the positions compared at a time may take."""
@@ -57,6 +57,8 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any) -> Evaluation
         spread_rows(text_rows(part, tokenizer, seq_len), count, f"evaluation, {name} split of {description}")
         for part, count, name in zip(parts, counts, ("search", "report"), strict=True)
     )
+    for rows in (search, report):
+        check_ids(rows, config)
     return EvaluationData(search, report, description)
 
 

@@ -188,6 +188,29 @@ class Recipe:
         return yaml.safe_dump(data, sort_keys=False, width=120)
 
 
+LARGEST: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "tokens.count",
+            "ranks.probe_tokens",
+            "ranks.fisher_tokens",
+            "evaluation.search_tokens",
+            "evaluation.report_tokens",
+        ),
+        1 << 26,
+    ),
+    **dict.fromkeys(("tokens.seq_len", "evaluation.seq_len", "prune.kmeans"), 1 << 20),
+    **dict.fromkeys(("groups.size", "ranks.multiple_of", "objective.batch_size"), 1 << 16),
+    **dict.fromkeys(("evaluation.recall_prompts", "evaluation.recall_keys", "evaluation.recall_questions"), 1 << 14),
+    "evaluation.lm_eval_limit": 1 << 24,
+    "objective.context_tokens": 1 << 32,
+}
+"""The most that a count of a recipe may be: far more than anybody needs, and less than what fills a machine's memory
+before anything is said."""
+
+LONGEST_LIST = 256
+"""Entries of search.targets and of ranks.probe_shares; each is measured."""
+
 POST_ONLY, PRE_ONLY = ("svd", "rope-pairs"), ("palu", "whitened")
 """Query/key bases that work in one domain only; on a model without RoPE all but rope-pairs do."""
 
@@ -368,6 +391,14 @@ def _check(recipe: Recipe, where: str) -> None:
             "kq or kq-centred, as groups.domain is any",
         ),
     ]
+    for name, most in LARGEST.items():
+        section, _, key = name.partition(".")
+        value = getattr(getattr(recipe, section), key)
+        rules.append((not isinstance(value, int) or value <= most, name, value, f"at most {most}"))
+    for name, values in (("search.targets", search.targets), ("ranks.probe_shares", ranks.probe_shares)):
+        rules.append((len(values) <= LONGEST_LIST, name, values, f"at most {LONGEST_LIST} values"))
+    for name, seed in (("tokens.seed", tokens.seed), ("evaluation.seed", evaluation.seed)):
+        rules.append((0 <= seed < 2**63, name, seed, "a number from 0"))
     for ok, name, got, expected in rules:
         if not ok:
             raise Reader(f"recipe {where}").fail(name, got, expected)
