@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from .typed import shorten
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+NUMBERED = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d+)\.safetensors")
+"""Names of the shards of one model."""
+
 MAX_JSON_BYTES = 1 << 27
 """The index of a model of a million tensors is smaller."""
 
@@ -192,6 +196,7 @@ class Checkpoint:
                     f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
                     f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
                 )
+            self._check_numbered(set(weight_map.values()))
             return dict(weight_map)
         single = self.folder / SINGLE_FILE
         if single.is_file():
@@ -206,6 +211,17 @@ class Checkpoint:
         raise CheckpointError(
             f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
         )
+
+    def _check_numbered(self, indexed: set[str]) -> None:
+        """No shard of a numbered series is left out of the index: what it holds would be made up at random."""
+        series = {(match["stem"], match["total"]) for file in indexed if (match := NUMBERED.fullmatch(file))}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            match = NUMBERED.fullmatch(path.name)
+            if match and (match["stem"], match["total"]) in series and path.name not in indexed:
+                raise CheckpointError(
+                    f"{path}: a shard that is not in the index ({INDEX_FILE}).",
+                    "Index and shards are not of one model; download it again.",
+                )
 
     def _open(self, file: str) -> Any:
         if file not in self._handles:

@@ -44,7 +44,7 @@ class PositionCheck:
 
         Args:
             positions: [batch_size or 1, seq_len], or None if the model was given none.
-            mask: [batch_size or 1, 1 or num_heads, seq_len, kv_len], boolean (True is seen) or additive; None is causal.
+            mask: [batch_size or 1, 1 or num_heads, seq_len, kv_len], boolean (True is seen) or additive; None: causal.
             cache: the cache that keys go into, or None. query_offset: index there of the first query.
             kv_offset: index of the first key that the mask has.
         Raises:
@@ -77,7 +77,7 @@ class PositionCheck:
         return False
 
     def _with_known(self, new: Tensor, cache: Any, start: int) -> Tensor:
-        """The shifts of all indices so far, [batch_size, start + seq_len]; steps that were not looked at had the last."""
+        """The shifts of all indices so far, [batch_size, start + seq_len]; steps left out had the one before."""
         if cache is None:
             return new
         known = self._shifts.get(cache)

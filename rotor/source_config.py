@@ -1,4 +1,4 @@
-"""What config.json and generation_config.json of a model of unknown origin may say, checked before transformers sees it.
+"""What config.json and generation_config.json of unknown origin may say, checked before transformers sees them.
 
 transformers builds lists, tables and modules from these files, fetches code that they name from the hub, and lets them
 change what a forward pass returns. Checked here is what would do so; everything else is transformers' to judge.

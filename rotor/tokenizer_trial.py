@@ -1,8 +1,8 @@
 """Load a tokenizer of unknown origin and use it once, in a process of its own that may die of it.
 
-Run as a file: arguments are the model folder, the bytes of memory and the seconds of processor time that it may take, and
-the text of the trial is its standard input. It prints one line of JSON: `largest`, the largest id of the vocabulary that
-text can give, or `error`. It imports neither rotor nor torch, so that it starts within a second.
+Run as a file: its arguments are the model folder, the bytes of memory and the seconds of processor time that it may
+take, and its standard input is the text of the trial. It prints one line of JSON: `largest`, the largest id of the
+vocabulary that text can give, or `error`. It imports neither rotor nor torch, so that it starts within a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def limit(memory_bytes: int, cpu_s: int) -> None:
-    """Bound memory and processor time, write no files; where the system has no such limits, the parent's timeout is all."""
+    """Bound memory and processor time, write no files; a system without such limits has the parent's timeout alone."""
     try:
         import resource
     except ImportError:  # Windows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +12,33 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO_MODEL
+import yaml
+from conftest import DEMO_MODEL, ROOT, calibrated
 from test_cli import rotor
 
 import rotor.tokenizer as tokenizer_module
 from rotor.calibrate import calibrate
 from rotor.checkpoint import Checkpoint
 from rotor.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UsageError
+from rotor.export import export
 from rotor.recipe import LARGEST, load_recipe, override
 from rotor.tokens import calibration_tokens, check_ids
+from rotor.trusted import TrustedEvaluation, trusted_evaluation
+from rotor.validate import validate
 
 
 @pytest.fixture
 def model(tiny, tmp_path: Path) -> Path:
     return shutil.copytree(tiny("llama"), tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def exported(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint beside its run and model; do not write to it."""
+    folder = tmp_path_factory.mktemp("untrusted")
+    run = calibrated(shutil.copytree(tiny("llama"), folder / "model"), folder / "run", "post", 1)
+    export(run.folder, folder / "out", compression=0.3)
+    return folder / "out"
 
 
 def edit(path: Path, **values: Any) -> None:
@@ -48,6 +62,77 @@ def test_no_kernel_of_the_hub_that_a_config_names_is_reached(values: dict[str, A
     edit(model / "config.json", **values)
     with pytest.raises(CheckpointError, match="code that transformers would fetch from the hub"):
         Checkpoint(model)
+
+
+TASK = """
+task: planted
+dataset_path: json
+test_split: test
+output_type: multiple_choice
+doc_to_text: !function planted.touch
+doc_to_choice: [a, b]
+doc_to_target: 0
+"""
+
+
+def planted(out: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of a checkpoint with a task in it whose code leaves a mark when it is run; the copy, and the mark."""
+    folder, mark = tmp_path / "away" / "out", tmp_path / "mark"
+    shutil.copytree(out.parent, tmp_path / "away")
+    (folder / "task.yaml").write_text(TASK)
+    (folder / "planted.py").write_text(f"open({str(mark)!r}, 'w')\ndef touch(doc): return ''\n")
+    return folder, mark
+
+
+def set_evaluation(folder: Path, **values: Any) -> None:
+    path = folder / "recipe.yaml"
+    data = yaml.safe_load(path.read_text())
+    data["evaluation"].update(values)
+    path.write_text(yaml.safe_dump(data))
+
+
+def test_a_task_that_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -> None:
+    """`rotor validate` would run the code of its !function."""
+    folder, mark = planted(exported, tmp_path)
+    set_evaluation(folder, source="stdlib", path=None, metric=f"lm-eval:{folder / 'task.yaml'}")
+    result = validate(folder)
+    (check,) = (check for check in result.checks if check.name == "accuracy target")
+    assert check.status == "skipped"
+    assert check.detail.startswith("recipe.yaml names the task 'lm-eval:/")
+    assert "pass --set evaluation.metric=... or --recipe FILE" in check.detail
+    assert "accuracy" not in result.summary
+    assert "full-rank rewrite" in {check.name for check in result.checks if check.status == "pass"}
+    assert not mark.exists()
+
+
+def test_a_text_that_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path, capsys) -> None:
+    """A FIFO would be waited for without end, and any file of this machine be read."""
+    folder, _ = planted(exported, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    set_evaluation(folder, source="text", path=str(tmp_path / "pipe"))
+    code, text, _ = rotor(capsys, "validate", folder, "--json")
+    assert code == 0
+    (check,) = (c for c in json.loads(text)["checks"] if c["name"] == "accuracy target")
+    assert check["status"] == "skipped"
+    assert check["detail"].startswith("recipe.yaml names the text '/")
+    assert "pass --set evaluation.path=... or --recipe FILE" in check["detail"]
+
+
+def test_what_the_user_names_is_opened(exported: Path, tmp_path: Path) -> None:
+    named = validate(exported, overrides=[f"evaluation.path={ROOT / 'LICENSE'}"])
+    assert named.summary["same_data_as_export"]
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text((exported / "recipe.yaml").read_text())
+    assert validate(exported, recipe=str(recipe)).summary["accuracy"] == named.summary["accuracy"]
+    with pytest.raises(RecipeError, match="only evaluation can be changed"):
+        validate(exported, overrides=["tokens.count=5"])
+
+
+def test_nothing_else_of_a_recipe_is_withheld() -> None:
+    stored = load_recipe("fdc")
+    trusted = trusted_evaluation(stored, None, ["evaluation.metric=kl_div"])
+    assert (trusted.withheld, trusted.spec.metric) == ("", "kl_div")
+    assert trusted_evaluation(stored, None, ()) == TrustedEvaluation(stored.evaluation)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +252,7 @@ def test_a_tokenizer_is_tried_once_a_content(model: Path, monkeypatch) -> None:
 
 
 def test_a_text_that_names_an_added_token_beyond_the_model(tmp_path: Path) -> None:
-    """As in Gemma 3, whose tokenizer has one more than the model has embeddings: only a text that names it is refused."""
+    """As in Gemma 3, whose tokenizer has one more than there are embeddings: only a text that names it is refused."""
     config = Checkpoint(DEMO_MODEL).config
     with pytest.raises(DataError, match=f"gives the id {config.vocab_size}, config.json says"):
         check_ids(torch.tensor([[1, config.vocab_size]]), config)
