@@ -23,8 +23,8 @@ def check_fit(checkpoint: Checkpoint) -> None:
     """Compare shapes of parameters that model and shards both have, and the size of the whole.
 
     Raises:
-        CheckpointError: a tensor has another shape than config.json implies (names it, with both), the head is missing,
-            or the model would be far larger than the shards.
+        CheckpointError: a tensor has another shape than config.json implies (names it, with both), or the model would
+            be far larger than the shards.
     """
     where = checkpoint.folder / "config.json"
     try:
@@ -49,7 +49,6 @@ def check_fit(checkpoint: Checkpoint) -> None:
                 f"{where}: describes a model of {wanted} elements in {kind}, the shards hold {held}.",
                 "Check that config.json belongs to these weights.",
             )
-    _check_head(checkpoint, model)
     if "quantization_config" in checkpoint.config_dict:
         return  # its modules have other shapes, which the quantiser checks
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -59,19 +58,6 @@ def check_fit(checkpoint: Checkpoint) -> None:
                 f"{list(parameter.shape)}.",
                 "Check that config.json belongs to these weights.",
             )
-
-
-def _check_head(checkpoint: Checkpoint, model: Any) -> None:
-    """A head of its own is in the shards: where it is missing, transformers would make up a random one."""
-    head = model.get_output_embeddings()
-    if head is None or model.config.tie_word_embeddings:
-        return
-    name = next(f"{path}.weight" for path, module in model.named_modules() if module is head)
-    if name not in checkpoint.names:
-        raise CheckpointError(
-            f"{checkpoint.folder}: tensor {name} is missing, and config.json does not tie it to the embedding.",
-            "Download the model again.",
-        )
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> int:

@@ -105,7 +105,7 @@ def test_a_head_that_is_neither_there_nor_tied(streamed: bool, sharded: Path) ->
     """transformers would make up a random one, which is the same for both models, so that accuracy would look fine."""
     holder(sharded, HEAD).unlink()
     in_index(sharded, lambda names: names.pop(HEAD))
-    with pytest.raises(CheckpointError, match=f"tensor {HEAD} is missing, and config.json does not tie it"):
+    with pytest.raises(CheckpointError, match=rf"missing.*: {HEAD}"):
         weights_of(Checkpoint(sharded), torch.device("cpu"), torch.float32, streamed)
 
 
