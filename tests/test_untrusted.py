@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import rotor.tokenizer as tokenizer_module
 from rotor.calibrate import calibrate
 from rotor.checkpoint import Checkpoint
 from rotor.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UsageError
+from rotor.evaluation import logit_errors
 from rotor.export import export
 from rotor.recipe import LARGEST, load_recipe, override
 from rotor.tokens import calibration_tokens, check_ids
@@ -304,3 +307,19 @@ def test_a_run_begun_with_other_threads_is_not_resumed(tiny, tmp_path: Path, mon
     finally:
         torch.set_num_threads(threads)
     calibrate(tiny("llama"), tmp_path / "run", "fdc", overrides, resume=True)
+
+
+def test_logits_that_are_exactly_zero_have_an_error() -> None:
+    """0 / 0 would fail a sound checkpoint, and be no JSON."""
+
+    class Network:
+        device = torch.device("cpu")
+        config = SimpleNamespace(vocab_size=4)
+
+        @contextmanager
+        def head(self) -> Any:
+            yield lambda states: states
+
+    reference, states = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
+    states[0, 1] = 1.0
+    assert logit_errors(Network(), torch.zeros(1, 3), reference, states).tolist() == [0.0, 2.0]  # type: ignore[arg-type]
