@@ -113,7 +113,7 @@ class PositionCheck:
             seen = seen[..., :count] & seen[:, own, own + rows.start - first, None]  # padding does not see itself
         wrong = differs & seen
         if bool(wrong.any()):
-            row, query, key = (int(i) for i in wrong.nonzero()[0])
+            row, query, key = wrong.nonzero()[0].tolist()
             raise UsageError(
                 f"row {row}: the tokens at {first + key} and {rows.start + query} of the cache are "
                 f"{rows.start + query - first - key} apart there, but not by position_ids, and this checkpoint stores "

@@ -41,7 +41,7 @@ def trusted_evaluation(stored: Recipe, given: str | Recipe | None, overrides: It
     if given is not None:
         return TrustedEvaluation(spec)
     named = {item.partition("=")[0].strip() for item in overrides}
-    withheld = []
+    withheld: list[tuple[str, str, str | None]] = []
     if spec.metric.startswith(LM_EVAL) and "evaluation.metric" not in named:
         withheld.append(("task", "evaluation.metric", spec.metric))
         spec = dataclasses.replace(spec, metric="default")
