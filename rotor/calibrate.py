@@ -135,6 +135,7 @@ class Calibration:
             "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
             "batch_tokens": self.job.settings.batch_tokens,
             "processes": self.processes.count,
+            "threads": torch.get_num_threads(),
             "device": self.job.device.type,
             "dtype": str(self.job.dtype),
             "versions": versions(),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +23,14 @@ from transformers import AutoConfig
 from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
 from .file_names import ADDED
 from .json_files import read_json
+from .source_config import check_config, check_generation_config
+from .tokenizer import load_tokenizer
 from .typed import shorten
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
-MAX_COUNT = 1 << 14
-"""Fields of config.json that say how many of something there are, and more than any model has of it."""
+NUMBERED = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d+)\.safetensors")
+"""Names of the shards of one model."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -46,15 +48,10 @@ class Checkpoint:
             raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
         _refuse_other_formats(self.folder)
         self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
-        self._check_config()
+        check_config(self.folder / "config.json", self.config_dict)
         self.file_of = self._locate()
         self._handles: dict[str, Any] = {}
-        found = {file: set(self._open(file).keys()) for file in self.files}
-        for name, file in self.file_of.items():
-            if name not in found[file]:
-                raise CheckpointError(
-                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it.", "Download it again."
-                )
+        self._check_index()
 
     @property
     def files(self) -> list[str]:
@@ -72,15 +69,8 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or None."""
-        if not any((self.folder / n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            return None
-        from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
-
-        try:
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # likewise: many classes, each with errors of its own
-            raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded: {_one_line(error)}") from error
+        """The tokenizer in the folder, or None; tried in a child process before (see rotor.tokenizer)."""
+        return load_tokenizer(self.folder, self.config.vocab_size)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
@@ -160,14 +150,31 @@ class Checkpoint:
     def total_bytes(self) -> int:
         return sum((self.folder / file).stat().st_size for file in self.files)
 
-    def _check_config(self) -> None:
-        """Numbers in config.json for which transformers would make a list or a table, before it sees them."""
-        path = self.folder / "config.json"
-        for key, value in self.config_dict.items():
-            if isinstance(value, int) and key in COUNTS and not 0 <= value <= MAX_COUNT:
+    def _check_index(self) -> None:
+        """The index names what the shards hold, no more and no less: transformers reads all that is in them."""
+        holder: dict[str, str] = {}
+        for file in self.files:
+            for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
+                if name in holder:
+                    raise CheckpointError(
+                        f"{self.folder}: tensor {name} is in {holder[name]} and again in {file}.",
+                        "Only one of them can be meant; download the model again.",
+                    )
+                holder[name] = file
+        for name, file in self.file_of.items():
+            if holder.get(name) != file:
+                where = f"it is in {holder[name]}" if name in holder else "no shard has it"
                 raise CheckpointError(
-                    f"{path}: {key} is {shorten(value)}, expected at most {MAX_COUNT}.", "The file is damaged."
+                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it; {where}.",
+                    "Download it again.",
                 )
+        unnamed = sorted(holder.keys() - self.file_of.keys())
+        if unnamed:
+            raise CheckpointError(
+                f"{self.folder / holder[unnamed[0]]}: tensor {unnamed[0]} is not in the index ({INDEX_FILE}), though "
+                "transformers would load it.",
+                "Index and shards are not of one model; download it again.",
+            )
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> shard file name."""
@@ -183,6 +190,12 @@ class Checkpoint:
                     )
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")
+            if (self.folder / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
+                raise CheckpointError(
+                    f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
+                    f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
+                )
+            self._check_numbered(set(weight_map.values()))
             return dict(weight_map)
         single = self.folder / SINGLE_FILE
         if single.is_file():
@@ -198,6 +211,17 @@ class Checkpoint:
             f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
         )
 
+    def _check_numbered(self, indexed: set[str]) -> None:
+        """No shard of a numbered series is left out of the index: what it holds would be made up at random."""
+        series = {(match["stem"], match["total"]) for file in indexed if (match := NUMBERED.fullmatch(file))}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            match = NUMBERED.fullmatch(path.name)
+            if match and (match["stem"], match["total"]) in series and path.name not in indexed:
+                raise CheckpointError(
+                    f"{path}: a shard that is not in the index ({INDEX_FILE}).",
+                    "Index and shards are not of one model; download it again.",
+                )
+
     def _open(self, file: str) -> Any:
         if file not in self._handles:
             self._handles[file] = _safetensors(self.folder / file)
@@ -208,8 +232,13 @@ def config_of(folder: Path) -> Any:
     """The transformers config of a model folder; code in it is never run.
 
     Raises:
-        CheckpointError: config.json is missing or not one that transformers knows.
+        CheckpointError: config.json is missing or not one that transformers knows, or what it or generation_config.json
+            says is refused (see rotor.source_config).
     """
+    check_config(folder / "config.json", read_json(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        check_generation_config(generation, read_json(generation))
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except RotorError:

@@ -18,7 +18,7 @@ from .families import longest_row
 from .layerwise import LayerwiseModel
 from .progress import Advance
 from .recipe import Evaluation
-from .tokens import read_documents, spread_rows, stdlib_documents, text_rows
+from .tokens import check_ids, read_documents, spread_rows, stdlib_documents, text_rows
 
 KL_POSITIONS_BYTES = 1 << 24
 """Memory that one float32 tensor of the positions compared at a time may take."""
@@ -57,6 +57,8 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any) -> Evaluation
         spread_rows(text_rows(part, tokenizer, seq_len), count, f"evaluation, {name} split of {description}")
         for part, count, name in zip(parts, counts, ("search", "report"), strict=True)
     )
+    for rows in (search, report):
+        check_ids(rows, config)
     return EvaluationData(search, report, description)
 
 
@@ -206,12 +208,16 @@ def score(
 
 
 def logit_errors(network: LayerwiseModel, rows: Tensor, reference: Tensor, states: Tensor) -> Tensor:
-    """Relative error of the logits of each position, [n], by final hidden states of two models with one head."""
+    """Relative error of the logits of each position, [n], by final hidden states of two models with one head.
+
+    Where all of the reference's logits are exactly 0 (behind a zero embedding of padding), the error is absolute.
+    """
     errors = []
     with network.head() as head:
         for batch, positions in logit_batches(network, rows):
             expected, got = (head(s[batch, positions]).float().flatten(0, 1) for s in (reference, states))
-            errors.append(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).cpu())
+            size = expected.norm(dim=-1)
+            errors.append(((got - expected).norm(dim=-1) / torch.where(size == 0, 1.0, size)).cpu())
     return torch.cat(errors)
 
 

@@ -47,7 +47,7 @@ class Needs:
 class Inspection:
     """The facts that `rotor inspect` tells.
 
-    kv_cache_bytes: by context length in tokens, for one sequence.
+    kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
     calibrate, export: what the commands take on this machine, as they would be run.
     """
@@ -113,7 +113,7 @@ def inspect(
         rotary=family.rotary is not None,
         key_norm=family.has_key_norm,
         kv_bytes_per_token=per_token,
-        kv_cache_bytes={tokens: tokens * per_token for tokens in CONTEXTS},
+        kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
         recipe=spec.name,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in candidates.items()},
@@ -123,6 +123,20 @@ def inspect(
         available_host_bytes=available_host_bytes(),
         available_device_bytes=available_device_bytes(target),
     )
+
+
+def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: int) -> int:
+    """Bytes of the cache of one sequence.
+
+    As transformers' caches have it: where config.json gives a window but no types of layers, all have it.
+
+    Args:
+        per_token: bytes of all layers together. tokens: length of the sequence.
+    """
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.num_layers
+    kept = [min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in types]
+    return sum(kept[: shape.num_layers]) * per_token // shape.num_layers
 
 
 def _keys(domain: str, folded: bool) -> str:

@@ -57,6 +57,8 @@ class CalibrationJob:
         check_writable(Path(settings.out), settings.overwrite, [source.folder])
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
+        if processes.is_first:
+            _ = checkpoint.tokenizer  # one that cannot be loaded is refused before any work
         candidates = candidates_of(recipe, outline.family, outline.shape)
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(

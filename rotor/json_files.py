@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ def read_json(path: Path, hint: str = "") -> dict[str, Any]:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)
-        data = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        if "\\ud" in text.lower():  # escaped halves of characters, which no file in UTF-8 can hold
+            json.dumps(data, ensure_ascii=False).encode()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.", hint) from error
     except (OSError, ValueError, RecursionError) as error:
@@ -27,3 +31,14 @@ def read_json(path: Path, hint: str = "") -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}.", hint)
     return data
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is more than a float holds")
+    return value

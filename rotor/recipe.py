@@ -200,6 +200,29 @@ class Recipe:
         return yaml.safe_dump(data, sort_keys=False, width=120)
 
 
+LARGEST: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "tokens.count",
+            "ranks.probe_tokens",
+            "ranks.fisher_tokens",
+            "evaluation.search_tokens",
+            "evaluation.report_tokens",
+        ),
+        1 << 26,
+    ),
+    **dict.fromkeys(("tokens.seq_len", "evaluation.seq_len", "prune.kmeans"), 1 << 20),
+    **dict.fromkeys(("groups.size", "ranks.multiple_of", "objective.batch_size"), 1 << 16),
+    **dict.fromkeys(("evaluation.recall_prompts", "evaluation.recall_keys", "evaluation.recall_questions"), 1 << 14),
+    "evaluation.lm_eval_limit": 1 << 24,
+    "objective.context_tokens": 1 << 32,
+}
+"""The most that a count of a recipe may be: far more than anybody needs, and less than what fills a machine's memory
+before anything is said."""
+
+LONGEST_LIST = 256
+"""Entries of search.targets and of ranks.probe_shares; each is measured."""
+
 EXPORT_SECTIONS = ("ranks", "evaluation", "search", "objective")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
 
@@ -295,6 +318,10 @@ def _share(value: float) -> bool:
     return 0 < value < 1
 
 
+def _seed(value: int) -> bool:
+    return 0 <= value < 2**63
+
+
 def _unless_null(test: Test) -> Test:
     return lambda value: value is None or test(value)
 
@@ -310,7 +337,9 @@ RANGES: dict[str, tuple[Test, str]] = {
     "tokens.seq_len": (_at_least_two, "at least 2 tokens"),
     "prune.share": (lambda share: 0 <= share < 1, "a share from 0 to below 1"),
     "prune.kmeans": (_unless_null(_positive), "null or a positive number"),
-    "prune.seed": (lambda seed: 0 <= seed < 2**63, "a number from 0"),
+    "prune.seed": (_seed, "a number from 0"),
+    "tokens.seed": (_seed, "a number from 0"),
+    "evaluation.seed": (_seed, "a number from 0"),
     "groups.size": (_unless_word(_positive), "all, any or a positive number of KV heads"),
     "ranks.multiple_of": (_positive, "a positive number"),
     "ranks.probe_shares": (lambda shares: len(shares) > 0 and all(map(_share, shares)), "shares between 0 and 1"),
@@ -401,6 +430,12 @@ def _check(recipe: Recipe, where: str) -> None:
     for name, (test, expected) in RANGES.items():
         if not test(value(name)):
             raise reader.fail(name, value(name), expected)
+    for name, most in LARGEST.items():
+        if isinstance(value(name), int) and value(name) > most:
+            raise reader.fail(name, value(name), f"at most {most}")
+    for name in ("search.targets", "ranks.probe_shares"):
+        if len(value(name)) > LONGEST_LIST:
+            raise reader.fail(name, value(name), f"at most {LONGEST_LIST} values")
     for name, fits, expectation in CONDITIONS:
         if not fits(recipe):
             raise reader.fail(name, value(name), expectation(recipe))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .checkpoint import Checkpoint, read_json
 from .compressed import read_report
@@ -246,18 +247,20 @@ def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: di
         data.absent["sizes"] = f"The source model is not where run.json says: {error.message}"
     try:
         bases = run.bases()
+        spectra = [bases.spectra(layer) for layer in range(len(bases))]  # not the bases, which are far larger
     except RotorError as error:
         data.absent["spectra"] = error.message
         return
-    first = [next(iter(layer)) for layer in bases]
-    choice = point["choice"] if point else first
-    for layer, key in zip(bases, choice, strict=True):
-        data.spectra.append({side: _mean_spectrum(getattr(layer[key], side).singular_values) for side in SIDES})
+    choice = point["choice"] if point else [next(iter(layer)) for layer in spectra]
+    chosen = [layer[key] for layer, key in zip(spectra, choice, strict=True)]
+    data.spectra = [
+        {side: _mean_spectrum(values) for side, values in zip(SIDES, layer, strict=True)} for layer in chosen
+    ]
     if point and not data.ranks:
-        data.ranks = _ranks_of_point(bases, point)
+        data.ranks = _ranks_of_point(run, chosen, point)
     sensitivities = table and table.get("sensitivities")
     if sensitivities and len(sensitivities) == len(bases):
-        data.losses = [_loss(bases[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
+        data.losses = [_loss(chosen[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
     else:
         probing = [name for name, method in RANK_METHODS.items() if "sensitivities" in method.needs]
         data.absent["losses"] = (
@@ -269,7 +272,7 @@ def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: di
 
 
 def _loss(
-    layer: dict[str, Any],
+    spectra: tuple[Tensor, Tensor],
     sensitivity: dict[str, Any],
     key: str,
     index: int,
@@ -277,8 +280,8 @@ def _loss(
 ) -> LayerLoss:
     """The KL of the deepest probe is its sensitivity times what it dropped; the prediction takes the chosen ranks."""
     probed, predicted = [], []
-    for number, side in enumerate(SIDES):
-        energy = getattr(layer[key], side).singular_values.square()
+    for number in range(len(SIDES)):
+        energy = spectra[number].square()
         at = sensitivity[key][number]
         probed.append(at[0][1] * float(energy[:, at[0][0] :].sum()) if at else 0.0)
         if point:
@@ -288,10 +291,10 @@ def _loss(
     return LayerLoss((probed[0], probed[1]), (predicted[0], predicted[1]) if predicted else None)
 
 
-def _ranks_of_point(bases: Sequence[dict[str, Any]], point: dict[str, Any]) -> list[list[Cell]]:
+def _ranks_of_point(run: Run, spectra: Sequence[tuple[Tensor, Tensor]], point: dict[str, Any]) -> list[list[Cell]]:
     cells = []
-    for layer, key, ranks in zip(bases, point["choice"], point["ranks"]["stored"], strict=True):
-        size, width = layer[key].group_size, layer[key].qk.singular_values.shape[-1]
+    for layer, key, ranks in zip(spectra, point["choice"], point["ranks"]["stored"], strict=True):
+        size, width = int(run.info["candidates"][key]["group_size"]), layer[0].shape[-1]
         heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(ranks))]
         cells.append([Cell(h, qk, v, width) for h, (qk, v) in zip(heads, ranks, strict=True)])
     return cells

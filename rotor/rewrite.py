@@ -93,8 +93,11 @@ def rewrite_layer(
         tensors["key_basis"] = torch.cat(qk_encode, dim=-1)
     if layout.domain != "none":
         tensors["query_basis"] = torch.cat(qk_decode, dim=-1)
-    dtype = weights.v_weight.dtype
-    return {name: _cast(tensor, dtype, weights.prefix + name) for name, tensor in tensors.items() if tensor is not None}
+    return {
+        name: _cast(tensor, _dtype_of(name, weights), weights.prefix + name)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
 
 
 def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> Tensor:
@@ -163,6 +166,14 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
         return None
     blocks = (block.flatten(0, 2).to(torch.float64) for block in _per_group(tensor, layout))
     return torch.cat([basis.T @ block for basis, block in zip(encode, blocks, strict=True)])
+
+
+def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
+    """That of the tensor which a new one replaces; the bases replace none, and take the value projection's."""
+    replaced: Tensor = (
+        getattr(weights, f"{name[0]}_{name.rpartition('.')[2]}") if "_proj." in name else weights.v_weight
+    )
+    return replaced.dtype
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

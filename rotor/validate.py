@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from .progress import Progress, StageTimes
 from .recipe import Evaluation, Recipe, load_recipe
 from .run import Run
 from .settings import Compute
+from .trusted import TrustedEvaluation, trusted_evaluation
 
 FULL_RANK_TOLERANCE = 1e-5
 """Relative error that a full-rank rewrite may have in float32 logits."""
@@ -47,6 +48,8 @@ def validate(
     *,
     model: str | Path | None = None,
     run: str | Path | None = None,
+    recipe: str | Recipe | None = None,
+    overrides: Iterable[str] = (),
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
@@ -57,6 +60,8 @@ def validate(
     Args:
         folder: what `rotor export` wrote.
         model: the source model; by default where rotor.json says. run: likewise the run folder.
+        recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
+            the checkpoint's recipe.yaml says, but no text or task is opened that only the checkpoint names.
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
@@ -71,7 +76,10 @@ def validate(
         source = _find(model, checkpoint.source_folder, Checkpoint)
         opened = _find(run, checkpoint.run_folder, Run.open)
         with times.stage("numerics and accuracy"):
-            _against_source(result, checkpoint, report, source, opened, Compute(device, dtype, offload), progress)
+            stored = load_recipe(str(checkpoint.folder / RECIPE))
+            trusted = trusted_evaluation(stored, recipe, overrides)
+            compute = Compute(device, dtype, offload)
+            _against_source(result, checkpoint, report, source, opened, stored, trusted, compute, progress)
     result.summary = {
         "recipe": report.get("recipe"),
         "compression": report.get("compression"),
@@ -98,13 +106,14 @@ def _against_source(
     report: CheckpointInfo,
     source: Checkpoint | str,
     run: Run | str,
+    recipe: Recipe,
+    trusted: TrustedEvaluation,
     compute: Compute,
     progress: Progress,
 ) -> None:
     """Everything that needs a forward pass."""
-    recipe = load_recipe(str(checkpoint.folder / RECIPE))
     with progress.task("load text", None, ""):
-        data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+        data = evaluation_data(trusted.spec, checkpoint.config, checkpoint.tokenizer)
     place = _placement(source, checkpoint, recipe, compute, progress)
     _check_stored_bases(result, checkpoint)
     if isinstance(run, str):
@@ -125,7 +134,10 @@ def _against_source(
         else:
             with progress.task("full-rank rewrite", None, ""):
                 _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS], place.streamed)
-        reference = _reference(source, place, data.report, recipe.evaluation, checkpoint, progress)
+        if trusted.withheld:
+            result.skip("accuracy target", trusted.withheld)
+        else:
+            reference = _reference(source, place, data.report, trusted.spec, checkpoint, progress)
     with progress.task("load model", None, ""):
         weights = compressed_weights(checkpoint, place.device, place.dtype, place.streamed)
     compressed = LayerwiseModel(weights)

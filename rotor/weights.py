@@ -94,6 +94,7 @@ class StreamedWeights:
         for name, buffer in self.model.named_buffers():
             _set(self.model, name, buffer.to(device))
         self._load(None)
+        self._check_head()
 
     @contextmanager
     def loaded(self, part: Part) -> Iterator[None]:
@@ -103,6 +104,16 @@ class StreamedWeights:
             yield
         finally:
             self._drop(part)
+
+    def _check_head(self) -> None:
+        """A head is in the shards or tied to the embedding; transformers would make up a random one."""
+        name = self._vocabulary["head"] + "weight"
+        tied = any(name in group for group in self._aliases)
+        if "head" in self._sources and not tied and self.model.get_parameter(name).is_meta:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: missing on loading: {name}, which config.json does not tie.",
+                "Check that config.json belongs to these weights.",
+            )
 
     def _part_of(self, name: str) -> Part | None:
         """The part of a parameter, or of a tensor of the checkpoint; the names of a bare model lack the first part."""

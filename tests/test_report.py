@@ -18,6 +18,7 @@ from rotor import report as report_module
 from rotor.errors import CheckpointError, UsageError
 from rotor.export import export
 from rotor.report import report
+from rotor.report_data import collect
 from rotor.run import Run
 
 VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line", "polygon", "stop"}
@@ -273,3 +274,16 @@ def test_in_a_browser(width: int, dark: bool, background: str, exported, tmp_pat
 def test_the_browser_does_report_console_errors(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("<!doctype html><title>x</title><script>nothing.here()</script>")
     assert browse(tmp_path / "page.html", 390, False, tmp_path / "profile")[1] != []
+
+
+def test_a_report_reads_no_bases(demo_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Singular values are all that it shows of them; those of a large model are hundreds of megabytes."""
+
+    def refuse(run: Run, layer: int) -> None:
+        raise AssertionError(f"the bases of layer {layer} were read")
+
+    monkeypatch.setattr(Run, "layer_bases", refuse)
+    run = demo_run("fdc")
+    data = collect(run.folder)
+    assert len(data.spectra) == run.shape.num_layers
+    assert all(layer[side][0] == 1 for layer in data.spectra for side in ("qk", "vo"))

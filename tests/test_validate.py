@@ -185,8 +185,8 @@ def lost_shard(folder: Path) -> None:
     [
         (dropped, "error", LAYER + "o_proj.weight is missing"),
         (dropped_from_the_index_too, "tensor names", LAYER + "o_proj.weight is missing"),
-        (dropped_from_the_index_alone, "tensor names", LAYER + "o_proj.weight is not in the index"),
-        (added, "tensor names", "extra.weight in model-0000"),
+        (dropped_from_the_index_alone, "error", LAYER + "o_proj.weight is not in the index"),
+        (added, "error", "tensor extra.weight is not in the index"),
         (added_to_the_index_too, "tensor names", "extra.weight in model-0000"),
         (renamed, "tensor names", LAYER + "o_proj.weight is missing; other.weight in model-0000"),
         (reshaped, "tensor shapes and dtypes", LAYER + "o_proj.weight is float32 ["),

@@ -191,6 +191,10 @@ def validate(
     folders: Annotated[list[Path], typer.Argument(help="One or more folders that `rotor export` wrote.")],
     model: SourceModel = None,
     run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe whose section evaluation says how accuracy is measured.")
+    ] = None,
+    overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "auto",
@@ -200,13 +204,24 @@ def validate(
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
+    A text or an lm-eval task that only the checkpoint names is not opened: name it with --set or --recipe.
     Exit code 3: everything is sound, but the stored accuracy target is not met.
     """
     from ..validate import validate as run_validate
 
     progress = show_progress(quiet, verbose)
     results = [
-        run_validate(folder, model=model, run=run, device=device, dtype=dtype, offload=offload, progress=progress)
+        run_validate(
+            folder,
+            model=model,
+            run=run,
+            recipe=recipe,
+            overrides=overrides or (),
+            device=device,
+            dtype=dtype,
+            offload=offload,
+            progress=progress,
+        )
         for folder in folders
     ]
     if as_json:
