@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from .atomic import write_text
 from .errors import UsageError
 from .report_data import ReportData, collect, format_bytes
 from .report_plots import figures
@@ -52,12 +52,10 @@ def report(folder: str | Path, out: str | Path | None = None, *, study: str | Pa
 
 
 def write(data: ReportData, path: Path) -> Report:
-    """Render to a temporary name first, so that an interrupted write keeps the old file."""
     drawn = _figures(data)
-    temporary = path.with_name(f".{path.name}.tmp")
+    page = render(data, drawn)
     try:
-        temporary.write_text(render(data, drawn), "utf-8")
-        os.replace(temporary, path)
+        write_text(path, page)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}).", "Choose another place.") from error
     return Report(path, list(drawn or {}), data.absent)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, file_sha256
+from .checkpoint import Checkpoint
 from .compress import CompressibleModel, compressed_weights, weights_of
 from .errors import DataError, RotorError
 from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
@@ -48,6 +48,7 @@ def validate(
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
+    digest: str | None = None,
     progress: Progress | None = None,
 ) -> Validation:
     """Check a compressed checkpoint.
@@ -55,6 +56,7 @@ def validate(
     Args:
         folder: what `rotor export` wrote.
         model: the source model; by default where rotor.json says. run: likewise the run folder.
+        digest: what export printed; the manifest must have it. Without, the files are only compared with the manifest.
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
@@ -63,7 +65,7 @@ def validate(
     times = StageTimes()
     result = Validation(Path(folder))
     with times.stage("integrity"):
-        checkpoint, report, layouts = check_integrity(result, progress)
+        checkpoint, report, layouts = check_integrity(result, progress, digest)
     if not result.damaged:
         source = _find(model, report, "source", "path", Path(folder), Checkpoint)
         opened = _find(run, report, None, "run", Path(folder), Run.open)
@@ -142,15 +144,7 @@ def _against_source(
 def _check_source(result: Validation, source: Checkpoint, recorded: dict[str, Any]) -> None:
     """The source's files are those that were calibrated."""
     expected = {**recorded["shards"], **(recorded.get("files") or {})}
-    problems = []
-    for file in sorted({*expected, *source.files}):
-        path = source.folder.resolve() / file
-        if not path.is_file():
-            problems.append(f"{path} is gone")
-        elif file not in expected:
-            problems.append(f"{path} was not there at calibration")
-        elif file_sha256(path) != expected[file]:
-            problems.append(f"{path} changed since calibration")
+    problems = source.changes(expected)
     result.judge("source unchanged", problems, f"{len(expected)} file(s), {len(source.files)} of them shards")
 
 
