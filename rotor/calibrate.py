@@ -20,7 +20,7 @@ from .bases import LayerBases, layer_bases
 from .checkpoint import file_sha256
 from .collect import layer_statistics
 from .compress import weights_of
-from .errors import DataError, NumericsError
+from .errors import DataError, NumericsError, system_errors
 from .families import Family, read_attention
 from .job import Job
 from .layerwise import LayerwiseModel
@@ -85,6 +85,7 @@ def calibrate(
     return run_calibration(settings, progress)
 
 
+@system_errors()
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
     """What `calibrate` does, with its arguments in one object; raises likewise."""
     processes, times = Processes.from_environment(), StageTimes()

@@ -15,6 +15,7 @@ from .atomic import write_json, write_text
 from .bases import LayerBases
 from .checkpoint import INDEX_FILE, Checkpoint, tensor_sha256
 from .compress import bias_names
+from .errors import system_errors
 from .export_job import ExportJob
 from .families import read_attention
 from .integration import ATTENTION, FORMAT_VERSION, METHOD
@@ -100,6 +101,7 @@ def export(
     return run_export(settings, progress)
 
 
+@system_errors()
 def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
     """What `export` does, with its arguments in one object; raises likewise."""
     job = ExportJob.check(settings)
