@@ -16,6 +16,7 @@ from test_end_to_end import contents
 from rotor.calibrate import calibrate
 from rotor.errors import RotorError, UsageError
 from rotor.export import export
+from rotor.manifest import Manifest
 from rotor.places import OutputFolder, check_removable, is_same_or_inside, mark_unfinished, remove
 from rotor.run import Run
 
@@ -128,7 +129,7 @@ def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(run: Run, tmp
     assert export(run.folder, tmp_path / "dangling", compression=0.4).folder == tmp_path / "new"
 
 
-@pytest.mark.parametrize("name", ["m[ab]", "*", "**", "?", "a b", "-rf", ".hidden", "[/b]"])
+@pytest.mark.parametrize("name", ["m[ab]", "**", "-rf [b]"])
 def test_names_with_a_meaning_to_others(run: Run, tmp_path: Path, name: str) -> None:
     """Neighbours that a pattern would match stay; so does the backup of `.ma`, which `m[ab]` once took."""
     neighbours = [tmp_path / f".{other}.rotor-0123456789abcdef{end}" for other in ("ma", "x") for end in ("", "-old")]
@@ -168,7 +169,7 @@ def test_the_root_files_and_long_names(run: Run, tmp_path: Path, capsys) -> None
         ("/", "is the root of the file system"),
         ("/..", "is the root of the file system"),
         (tmp_path / "file", "is a file"),
-        (tmp_path / "file" / "x", "Not a directory"),
+        (tmp_path / "file" / "x", "cannot be written"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):
         for command in (["export", run.folder, "--compression", "0.5"], ["calibrate", run.model_folder]):
@@ -209,6 +210,7 @@ MOUNTS = """
 import subprocess, sys
 from pathlib import Path
 import rotor
+from rotor.manifest import Manifest
 from rotor.places import OutputFolder, is_mount
 
 run, model, place = map(Path, sys.argv[1:])
@@ -280,7 +282,10 @@ def test_mounts(run: Run, tmp_path: Path) -> None:
     said = done.stdout.splitlines()
     assert [line.split(" ")[0] for line in said[:5]] == ["lies", "lies", "lies", "contains", "contains"]
     whole = contents(run.folder.parent / "out")
-    assert said[5] == said[7] != said[6] == said[8]
+    for name, digest in (("out", said[6]), ("a [b] c", said[8])):
+        (place / "disk" / name / "mine.txt").unlink(missing_ok=True)
+        manifest = Manifest.read(place / "disk" / name)
+        assert (manifest.digest, manifest.problems()) == (digest, {})
     assert contents(place / "disk" / "a [b] c").keys() == whole.keys()
     assert "in use by" in said[9]
     assert said[10] == "holds mine.txt, which rotor did not write."
