@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from .atomic import write_text
 from .errors import UsageError
-from .report_data import ReportData, collect, format_bytes
+from .report_data import ROTOR_JSON, ReportData, collect, format_bytes
 from .report_plots import figures
 from .run import Run
 
@@ -39,16 +39,24 @@ def report(folder: str | Path, out: str | Path | None = None, *, study: str | Pa
     """Write the report of a run or of a checkpoint.
 
     Args:
-        folder: what calibrate or export wrote. out: the HTML file; by default report.html in the folder.
+        folder: what calibrate or export wrote. out: the HTML file; by default report.html in a run, and
+            OUT-report.html beside a checkpoint, whose files stay as its manifest says.
         study: folder of a study whose comparison of token sources is to be in it.
     Raises:
         UsageError: `out` is not an .html file, or its folder does not exist. CheckpointError: a damaged folder.
     """
-    path = Path(folder) / NAME if out is None else Path(out)
+    path = _place(Path(folder)) if out is None else Path(out)
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise UsageError(f"{path}: a report is an .html file.", "Example: -o report.html")
     data = collect(Path(folder), study=None if study is None else Path(study))
     return write(data, path)
+
+
+def _place(folder: Path) -> Path:
+    if not (folder / ROTOR_JSON).is_file():
+        return folder / NAME
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}-{NAME}")
 
 
 def write(data: ReportData, path: Path) -> Report:
