@@ -40,10 +40,16 @@ class OutputFolder:
 
     @classmethod
     def at(cls, given: str | Path, kind: Kind) -> OutputFolder:
-        """Raises UsageError for the root of the file system."""
+        """Raises UsageError for the root of the file system, and a name that safetensors cannot open."""
         path = Path(os.path.realpath(given))
         if not path.name:
             raise UsageError(f"{given}: is the root of the file system.", "Choose a folder in it.")
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{path}: is not UTF-8.", "safetensors opens no other names; choose one in UTF-8."
+            ) from error
         return cls(path, kind)
 
     @property

@@ -50,7 +50,9 @@ class StudyStore:
         stored = data.get("settings", {})
         differing = list(differences(stored, settings, optional=lambda name: name in ADDED_LATER))
         if differing:
-            shown = "; ".join(f"{name} was {shorten_json(old)}, now {shorten_json(new)}" for name, old, new in differing[:4])
+            shown = "; ".join(
+                f"{name} was {shorten_json(old)}, now {shorten_json(new)}" for name, old, new in differing[:4]
+            )
             more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
             raise UsageError(
                 f"{path}: was measured with other settings: {shown}{more}.",
@@ -78,4 +80,3 @@ class StudyStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         data = {"version": STORE_VERSION, "settings": self.settings, "records": self.records}
         write_json(self.folder / RESULTS, data)
-

@@ -46,7 +46,9 @@ def test_the_name_is_on_the_disk_before_the_write_returns(tmp_path: Path, monkey
     """File, then rename, then folder."""
     steps = []
     fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd)))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (steps.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd))
+    )
     monkeypatch.setattr(os, "replace", lambda old, new: (steps.append("rename"), replace(old, new)))
     write_json(tmp_path / "a.json", {})
     assert steps == [".a.json.tmp", "rename", tmp_path.name]
