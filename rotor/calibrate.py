@@ -15,11 +15,12 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from .atomic import write_json, write_text
 from .bases import LayerBases, layer_bases
-from .checkpoint import check_space, check_writable, file_sha256, write_json
+from .checkpoint import file_sha256
 from .collect import layer_statistics
 from .compress import weights_of
-from .errors import DataError, NumericsError
+from .errors import DataError, NumericsError, system_errors
 from .families import Family, read_attention
 from .file_names import RECIPE
 from .job import CalibrationJob
@@ -31,6 +32,7 @@ from .partial import PartialRun
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .pruning import check_clusters, prune_rows
+from .publishing import check_space
 from .recipe import Recipe
 from .run import FISHER, INFO, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
@@ -60,7 +62,7 @@ def calibrate(
 ) -> Run:
     """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
 
-    The folder `OUT.partial` holds what is done until everything is. Processes started by torchrun share the tokens.
+    The folder `OUT.partial` holds what is done until everything is (where OUT is a mount point, one inside). Processes started by torchrun share the tokens.
 
     Args:
         model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
@@ -84,20 +86,21 @@ def calibrate(
     return run_calibration(settings, progress)
 
 
+@system_errors()
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
     """Calibrate, with the arguments in one object; raises likewise."""
-    processes, out = Processes.from_environment(), Path(settings.out)
+    processes, times = Processes.from_environment(), StageTimes()
     progress = progress if progress is not None and processes.is_first else Progress()
-    times, partial = StageTimes(), PartialRun(out)
     with processes.together():
         job = CalibrationJob.check(settings, processes)
         streamed, line = job.streams()
+    partial = PartialRun(job.out)
     streamed = processes.from_first(streamed)
     with ExitStack() as held:
         with processes.together():
             if processes.is_first:
-                held.enter_context(exclusive(out, "calibrate"))
-                check_writable(out, settings.overwrite, [job.source.folder])  # again: who held it may have written
+                held.enter_context(exclusive(job.out.path, "calibrate"))
+                job.check_out()  # again: who held it may have written
                 partial.check(settings.resume, settings.overwrite)
                 check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)
                 partial.open(settings.resume)
@@ -113,7 +116,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
             if processes.is_first and not partial.finished_layers and not settings.resume:
                 partial.remove()
             raise
-    return Run.open(out)
+    return Run.open(job.out.path)
 
 
 class Calibration:
@@ -239,10 +242,12 @@ class Calibration:
             network = LayerwiseModel(self.weights(), job.settings.batch_tokens)
         size = (*mine.shape, job.shape.hidden_size)
         with processes.together():
-            states = partial.states(start, processes.rank, size, job.dtype)
             if start == 0:
+                states = partial.states(start, processes.rank, size, job.dtype)
                 with self.times.stage("capture"):
                     network.embed(mine, states)
+            else:
+                states = partial.kept_states(start, processes.rank, size, job.dtype)
         with self.progress.task("calibrate", (layers - start) * mine.numel(), "token layers") as advance:
             for layer in range(start, layers):
                 with self.times.stage("capture"):
@@ -251,11 +256,13 @@ class Calibration:
                         moments = layer_statistics(
                             network, layer, states, out, job.group_size, job.wanted, self.recipe.prune, advance
                         )
-                        partial.sync_states(layer + 1, processes.rank)
+                        if layer + 1 < layers:
+                            partial.keep_states(layer + 1, processes.rank)
                     processes.add_up(moments)
                 with processes.together():
                     if processes.is_first:
                         self._commit(layer, moments)
+                partial.drop_states(layer, processes.rank)
                 states = out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
@@ -296,7 +303,7 @@ class Calibration:
             "versions": versions(),
             "stages": self.times.stages,
         }
-        (folder / RECIPE).write_text(self.recipe.to_yaml(), "utf-8")
+        write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()
 

@@ -1,28 +1,22 @@
-"""Reading source checkpoints and writing output folders: the only module that touches model files."""
+"""Reading checkpoints: shards, configuration, tokenizer. What is written is in rotor.publishing."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
-from .file_names import ADDED
+from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError
 from .json_files import read_json
+from .sidecars import sidecars
 from .source_config import check_config, check_generation_config
 from .tokenizer import load_tokenizer
 from .typed import shorten
@@ -122,30 +116,33 @@ class Checkpoint:
 
     def other_hashes(self) -> dict[str, str]:
         """SHA-256 by name of what a run depends on beside the shards: config.json, the index, and the sidecars."""
-        own = [self.folder / name for name in ("config.json", INDEX_FILE)]
-        return {path.name: file_sha256(path) for path in (*own, *self.sidecars()) if path.is_file()}
+        return {name: file_sha256(self.folder / name) for name in self.other_files()}
 
-    def sidecars(self) -> list[Path]:
-        """Files to take along unchanged: everything but the weights, the index and config.json."""
-        skip = {"config.json", INDEX_FILE, *self.files}
-        return sorted(
-            p
-            for p in self.folder.iterdir()
-            if p.is_file()
-            and self._belongs(p)
-            and p.name not in skip
-            and p.suffix not in (".safetensors", *PICKLE_SUFFIXES)
-            and not p.name.startswith(".")
-            and p.name not in ADDED
-        )
+    def other_files(self) -> list[str]:
+        """Names of what a run depends on beside the shards."""
+        own = [name for name in ("config.json", INDEX_FILE) if (self.folder / name).is_file()]
+        return [*own, *self.sidecars()]
 
-    def _belongs(self, path: Path) -> bool:
-        """Not a link to somewhere else, whose content a published checkpoint would give away.
+    def sidecars(self) -> list[str]:
+        """Names of the files to take along unchanged; see rotor.sidecars."""
+        return sidecars(self.folder)
 
-        Links to where config.json lies too are those of the hub's cache, or of somebody who linked a whole model.
+    def changes(self, recorded: dict[str, str]) -> list[str]:
+        """What is not as it was at calibration, `FILE is gone`, `... was added`, `... changed`.
+
+        Args:
+            recorded: SHA-256 of every shard and of the other files, by name.
         """
-        places = {self.folder.resolve(), (self.folder / "config.json").resolve().parent}
-        return path.resolve().parent in places
+        found = []
+        for file in sorted({*recorded, *self.files, *self.other_files()}):
+            path = self.folder.resolve() / file
+            if not path.is_file():
+                found.append(f"{path} is gone")
+            elif file not in recorded:
+                found.append(f"{path} was added since calibration")
+            elif file_sha256(path) != recorded[file]:
+                found.append(f"{path} changed since calibration")
+        return found
 
     def total_bytes(self) -> int:
         return sum((self.folder / file).stat().st_size for file in self.files)
@@ -279,23 +276,6 @@ def _safetensors(path: Path) -> Any:
         ) from error
 
 
-def write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
-
-
-def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one safetensors file of a checkpoint."""
-    write_tensors(path, {name: t.contiguous() for name, t in sorted(tensors.items())}, {"format": "pt"})
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone."""
-    with path.open("wb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-    save_file(tensors, path, metadata=metadata)
-    path.chmod(mode)
-
-
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.sha256()
@@ -316,126 +296,6 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.element_size() == 1:  # torch has no extremes for numbers of 8 bits
         tensor = tensor.float()
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
-
-
-@contextmanager
-def staged_folder(out: Path, overwrite: bool, sources: list[Path], needed_bytes: int) -> Iterator[Path]:
-    """A folder that appears whole or not at all: written beside `out`, flushed to disk, then renamed.
-
-    Args:
-        out: where it is to appear.
-        overwrite: allow a non-empty folder there; it is replaced only when the new one is complete.
-        sources: folders that must not be written to; `out` in or equal to one of them is refused.
-        needed_bytes: checked against the free disk space first.
-    Raises:
-        UsageError: `out` must not be written. CheckpointError: the disk is too small or fails.
-    """
-    out = Path(os.path.abspath(out))
-    check_writable(out, overwrite, sources)
-    parent = out.parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _clean_leftovers(out)
-    except OSError as error:
-        raise CheckpointError(f"{parent}: cannot be written ({error.strerror}).", "Choose another place.") from error
-    check_space(out, needed_bytes)
-    staging = _staging(out)
-    try:
-        staging.mkdir()
-        yield staging
-        publish_folder(staging, out)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{out}: writing failed: {_one_line(error)}", "Nothing was changed there.") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def check_writable(out: Path, overwrite: bool, sources: list[Path]) -> None:
-    """Raises UsageError where an output folder must not be written."""
-    resolved = out.resolve()
-    for source in sources:
-        if resolved == source.resolve() or source.resolve() in resolved.parents:
-            raise UsageError(f"{out}: lies in {source}, which rotor reads from.", "Choose a folder outside of it.")
-        linked = source.iterdir() if source.is_dir() else ()
-        for path in (source, *linked):  # files of a source may be links to where they really are
-            if resolved in path.resolve().parents:
-                raise UsageError(f"{out}: contains {path}, which rotor reads from.", "Choose another folder.")
-    if out.is_file():
-        raise UsageError(f"{out}: is a file.", "Choose another name.")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise UsageError(f"{out}: exists and is not empty.", "Give --overwrite to replace it.")
-
-
-def check_space(out: Path, needed_bytes: int) -> None:
-    """Raises CheckpointError if the disk that `out` is to lie on has less free space than needed."""
-    place = Path(os.path.abspath(out)).parent
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < needed_bytes:
-        raise CheckpointError(
-            f"{place}: {free / 1e9:.2f} GB free, {needed_bytes / 1e9:.2f} GB needed.", "Free space, or choose another."
-        )
-
-
-def _staging(out: Path) -> Path:
-    """Where this process writes what is to become `out`."""
-    return out.with_name(f".{out.name}.rotor-{os.getpid()}")
-
-
-def publish_folder(staging: Path, out: Path) -> None:
-    """Flush a folder that lies beside `out` to disk and rename it to that, in place of what is there."""
-    _clean_leftovers(out)
-    for path in sorted(staging.rglob("*")):
-        if path.is_file():
-            sync(path)
-    sync(staging)
-    if out.is_dir():
-        old = _staging(out).with_name(f"{_staging(out).name}-old")
-        try:
-            os.rename(out, old)
-            os.rename(staging, out)
-        except BaseException:  # also an interruption between the two
-            if old.exists() and not out.exists():
-                os.rename(old, out)
-            raise
-        gone = _staging(out)  # a name that nobody restores, since from here on it may be there in part
-        os.rename(old, gone)
-        shutil.rmtree(gone, ignore_errors=True)
-    else:
-        os.rename(staging, out)
-    sync(out.parent)
-
-
-def _clean_leftovers(out: Path) -> None:
-    """Remove what a killed process left beside `out`; put the old folder back if it was killed between two renames."""
-    for path in out.parent.glob(f".{out.name}.rotor-*"):
-        pid = path.name.rpartition("rotor-")[2].removesuffix("-old")
-        if not pid.isdigit() or _is_alive(int(pid)):
-            continue
-        if path.name.endswith("-old") and not out.exists():
-            os.rename(path, out)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _one_line(error: BaseException) -> str:

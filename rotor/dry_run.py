@@ -7,7 +7,6 @@ that are known beforehand, at a rate that is measured for a fraction of a second
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from .bases import BasisPair, LayerBases
 from .candidates import Candidates
-from .checkpoint import check_space
 from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops
 from .export_job import ExportJob
 from .job import CalibrationJob
@@ -30,6 +28,7 @@ from .partial import PartialRun
 from .placement import Placement
 from .processes import Processes
 from .progress import Progress, StageTimes
+from .publishing import check_space
 from .rank_search import RankSearch, stored_ranks
 from .ranks import RankPlan
 from .recipe import Search
@@ -114,9 +113,8 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     Raises:
         RotorError: as calibrate would at its start. UsageError: the weights of a hub id are not in the hub's cache.
     """
-    out = Path(settings.out)
-    partial, resume = PartialRun(out), settings.resume
     job = CalibrationJob.check(settings, Processes(), fetch=False)
+    out, partial, resume = job.out.path, PartialRun(job.out), settings.resume
     partial.check(resume, settings.overwrite)
     streamed, _ = job.streams()
     estimate, spec = job.estimates()[streamed], job.recipe
@@ -169,7 +167,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         estimate = Estimate({}, {}, {})  # nothing runs: the shards are rewritten one by one
     return ExportPlan(
         run=str(job.run.folder),
-        out=str(job.out),
+        out=str(job.out.path),
         recipe=job.recipe.name,
         goal={name: value for name, value in asdict(job.goal).items() if value is not None},
         choice=choice,
@@ -184,7 +182,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         needs=_needs(
             estimate,
             place.streamed,
-            job.out,
+            job.out.path,
             job.needed_bytes,
             job.needed_bytes if after is None else after,
             _export_seconds(job, outline.sizes, place, points, probed),
@@ -268,7 +266,7 @@ def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points
 
 
 def _needs(estimate: Estimate, streamed: bool, out: Path, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
-    place = Path(os.path.abspath(out))
+    place = out
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_json, write_text
 from .bases import LayerBases
-from .checkpoint import INDEX_FILE, Checkpoint, file_sha256, staged_folder, tensor_sha256, write_json, write_shard
+from .checkpoint import INDEX_FILE, Checkpoint, tensor_sha256
 from .compress import bias_names
+from .errors import system_errors
 from .export_job import ExportJob
 from .families import read_attention
 from .file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
@@ -21,8 +23,10 @@ from .kernels.defaults import default_config
 from .layout import LayerLayout, LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .locks import exclusive
 from .logs import log_file
+from .manifest import CARD, write_manifest
 from .model_card import model_card
 from .progress import Progress, StageTimes
+from .publishing import staged_folder, write_shard
 from .rank_search import RankSearch, rank_profiles, stored_ranks
 from .recipe import Recipe
 from .report import write_with_checkpoint
@@ -37,10 +41,14 @@ log = logging.getLogger("rotor")
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none)."""
+    """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none).
+
+    digest: SHA-256 of manifest.json, which has that of every other file: `rotor validate OUT --digest HEX`.
+    """
 
     folder: Path
     report: dict[str, Any]
+    digest: str
     seconds: dict[str, float]
     measured_points: int
 
@@ -91,10 +99,11 @@ def export(
     return run_export(settings, progress)
 
 
+@system_errors()
 def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
     """What `export` does, with its arguments in one object; raises likewise."""
     job = ExportJob.check(settings)
-    with exclusive(job.run.folder, "export"), exclusive(job.out, "export"), log_file(job.run.folder, "export"):
+    with exclusive(job.run.folder, "export"), exclusive(job.out.path, "export"), log_file(job.run.folder, "export"):
         job = ExportJob.check(settings)  # again: who held the folders until now may have written to them
         return _export(job, RankSearch(job, StageTimes(), progress or Progress()))
 
@@ -106,9 +115,9 @@ def _export(job: ExportJob, search: RankSearch) -> ExportResult:
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
         profiles = rank_profiles(table, point, job.goal.accuracy, job.recipe) if job.settings.elastic else {}
         chosen = search.bases.select(point["choice"])
-        report = _write(staging, job, chosen, ranks, point, table, profiles, search.progress)
+        report, digest = _write(staging, job, chosen, ranks, point, table, profiles, search.progress)
     log.info("compression %.4f, ranks of %s", point["compression"]["stored"], job.recipe.ranks.method)
-    return ExportResult(job.out, report, times.seconds, search.measured_points)
+    return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
 
 
 def _write(
@@ -120,8 +129,8 @@ def _write(
     table: RankTable,
     profiles: dict[str, Any],
     progress: Progress,
-) -> dict[str, Any]:
-    """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json."""
+) -> tuple[dict[str, Any], str]:
+    """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
     run, recipe, checkpoint, family, accuracy = job.run, job.recipe, job.checkpoint, job.family, job.goal.accuracy
     layouts = [layout for layout, _ in planned_layouts(bases, ranks, family.has_key_norm)]
     planned = planned_layouts(bases, stored_ranks(bases, ranks, bool(profiles)), family.has_key_norm)
@@ -130,8 +139,9 @@ def _write(
     tensors = write_shards(staging, job, contents, progress)
     for file in run.info["model"].get("files", {}):
         job.check_unchanged(file)
-    for path in checkpoint.sidecars():
-        shutil.copyfile(path, staging / path.name)
+    for name in checkpoint.sidecars():
+        (staging / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint.folder / name, staging / name)
 
     config = dict(checkpoint.config_dict)
     first = read_attention(family, 0, checkpoint.names, checkpoint.tensor, run.shape)
@@ -147,18 +157,17 @@ def _write(
         config["rank_profile"] = str(accuracy)
     write_json(staging / "config.json", config)
     write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
-    (staging / RECIPE).write_text(recipe.to_yaml(), "utf-8")
+    write_text(staging / RECIPE, recipe.to_yaml())
     report = _report(run, recipe, checkpoint, layouts, point, table, accuracy, tensors, first.v_weight.element_size())
     if profiles:
         report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
-    report["files"] = {file: file_sha256(staging / file) for file in checkpoint.files}
-    report["run"] = _relative(run.folder, job.out)
-    report["source"]["path"] = _relative(checkpoint.folder, job.out)
+    report["run"] = _relative(run.folder, job.out.path)
+    report["source"]["path"] = _relative(checkpoint.folder, job.out.path)
     write_json(staging / ROTOR_JSON, report)
-    (staging / CARD).write_text(model_card(report, recipe), "utf-8")
+    write_text(staging / CARD, model_card(report, recipe))
     with progress.task("report", None, ""):
-        write_with_checkpoint(staging, run, job.out.name)
-    return report
+        write_with_checkpoint(staging, run, job.out.path.name)
+    return report, write_manifest(staging, "checkpoint")
 
 
 def write_shards(

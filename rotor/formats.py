@@ -197,7 +197,6 @@ class _CheckpointInfo(TypedDict):
     accuracy: AccuracyInfo
     ranks: PointRanks
     layouts: list[LayoutDict]
-    files: dict[str, str]
     tensors: dict[str, TensorInfo]
 
 

@@ -7,14 +7,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, file_sha256, tensor_sha256
+from .checkpoint import Checkpoint, tensor_sha256
 from .compressed import CompressedCheckpoint
-from .errors import RotorError
+from .errors import CheckpointError, RotorError
 from .families import FAMILIES
-from .file_names import CARD, KERNEL_CONFIG, RECIPE
+from .file_names import KERNEL_CONFIG
+from .json_differences import differences
 from .json_files import read_json
 from .kernels.defaults import default_config
 from .layout import compression, kv_bytes_per_token
+from .manifest import Manifest
 from .progress import Progress
 from .typed import shorten
 
@@ -70,14 +72,17 @@ class Validation:
         self.checks.append(Check(name, "skipped", why))
 
 
-def check_integrity(result: Validation, progress: Progress) -> CompressedCheckpoint:
+def check_integrity(result: Validation, progress: Progress, digest: str | None = None) -> CompressedCheckpoint:
     """Add the checks that need no forward pass to `result`; returns the folder, opened.
 
+    Args:
+        digest: SHA-256 that manifest.json must have.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
     checkpoint = CompressedCheckpoint(result.folder)
     with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
+        _check_manifest(result, digest)
         _integrity(result, checkpoint, advance)
     return checkpoint
 
@@ -91,7 +96,6 @@ def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Ca
     problems += [f"{name} in {_holder(checkpoint, name)} is unexpected" for name in sorted(stored - set(recorded))]
     problems += [f"{name} is not in the index" for name in sorted(stored & set(recorded) - checkpoint.names)]
     result.judge("tensor names", problems, f"{len(recorded)} tensors")
-    result.judge("shards", _shard_problems(checkpoint, report["files"]), f"{len(report['files'])} file(s)")
     wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
     for file in checkpoint.files:
         for name in checkpoint.names_in(file):
@@ -118,10 +122,21 @@ def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Ca
     except RotorError as error:
         problem = error.message
     result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
-    absent = [
-        f"{name} is missing" for name in (KERNEL_CONFIG, RECIPE, CARD) if not (checkpoint.folder / name).is_file()
-    ]
-    result.judge("files", absent, "all there")
+
+
+def _check_manifest(result: Validation, digest: str | None) -> None:
+    """Every file against manifest.json, and that against the digest which was given."""
+    try:
+        manifest = Manifest.read(result.folder)
+    except CheckpointError as error:
+        result.add("files", False, error.message)
+        return
+    problems = [f"{name} {problem}" for name, problem in manifest.problems().items()]
+    result.judge("files", problems, f"{len(manifest.files)}, as manifest.json says")
+    if digest is not None:
+        same = manifest.digest == digest.strip().lower()
+        result.add("digest", same, manifest.digest if same else f"is {manifest.digest}, expected {shorten(digest)}")
+    result.summary["digest"] = manifest.digest
 
 
 def _holder(checkpoint: Checkpoint, name: str) -> str:
@@ -130,17 +145,6 @@ def _holder(checkpoint: Checkpoint, name: str) -> str:
 
 def _kind(shape: list[int], dtype: str, file: str) -> str:
     return f"{dtype} {shape} in {file}"
-
-
-def _shard_problems(checkpoint: Checkpoint, recorded: dict[str, str]) -> list[str]:
-    """Weight files that are missing, differ from their SHA-256, or that a loader might take for part of the model."""
-    present = {path.name for path in checkpoint.folder.glob("*.safetensors")}
-    problems = [f"{file} is missing" for file in sorted(set(recorded) - present)]
-    problems += [f"{file} is unexpected" for file in sorted(present - set(recorded))]
-    for file in sorted(present & set(recorded)):
-        if file_sha256(checkpoint.folder / file) != recorded[file]:
-            problems.append(f"{file} differs from its SHA-256")
-    return problems
 
 
 def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
@@ -194,12 +198,6 @@ def difference(got: Any, expected: Any, where: str, source: str) -> str:
     Args:
         where: names the file and section of `got`. source: names where `expected` comes from.
     """
-    got, expected = (list(v) if isinstance(v, tuple) else v for v in (got, expected))
-    if type(got) is type(expected) and isinstance(got, dict) and got.keys() == expected.keys():
-        pairs = [(f"{where}.{key}", got[key], expected[key]) for key in expected]
-    elif type(got) is type(expected) and isinstance(got, list) and len(got) == len(expected):
-        pairs = [(f"{where}[{i}]", *values) for i, values in enumerate(zip(got, expected, strict=True))]
-    else:
-        same = type(got) is type(expected) and got == expected
-        return "" if same else f"{where}: {shorten(got)}, {source} implies {shorten(expected)}"
-    return next((found for name, a, b in pairs if (found := difference(a, b, name, source))), "")
+    for name, first, second in differences(got, expected, where):
+        return f"{name}: {shorten(first)}, {source} implies {shorten(second)}"
+    return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .candidates import Candidates, candidates_of, wanted_moments
-from .checkpoint import Checkpoint, check_writable
+from .checkpoint import Checkpoint
 from .errors import UsageError
 from .families import Family
 from .hardware import pick_device, pick_dtype
@@ -16,6 +16,7 @@ from .hub import ModelSource, find_model
 from .layout import AttentionShape
 from .memory import check_offload, stream_weights
 from .outline import Estimates, ModelOutline
+from .places import OutputFolder
 from .processes import Processes
 from .recipe import Recipe, load_recipe
 from .settings import CalibrationSettings
@@ -29,6 +30,7 @@ class CalibrationJob:
     """
 
     settings: CalibrationSettings
+    out: OutputFolder
     source: ModelSource
     checkpoint: Checkpoint
     outline: ModelOutline
@@ -47,14 +49,13 @@ class CalibrationJob:
         Args:
             fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
         """
-        recipe = load_recipe(settings.recipe, settings.overrides)
+        recipe, out = load_recipe(settings.recipe, settings.overrides), OutputFolder.at(settings.out, "run")
         source = find_model(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(
                 f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",
                 f"`rotor inspect {source.hub_id}` tells what it takes from the headers alone.",
             )
-        check_writable(Path(settings.out), settings.overwrite, [source.folder])
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
         if processes.is_first:
@@ -71,8 +72,9 @@ class CalibrationJob:
                 "Choose one of the two.",
             )
         device = pick_device(processes.device(settings.compute.device))
-        return cls(
+        job = cls(
             settings,
+            out,
             source,
             checkpoint,
             outline,
@@ -84,6 +86,13 @@ class CalibrationJob:
             pick_dtype(settings.compute.dtype, outline.dtype, device),
             processes,
         )
+        job.check_out()
+        return job
+
+    def check_out(self) -> None:
+        """Raises UsageError where the run folder must not be written."""
+        text = self.recipe.tokens.path
+        self.out.check(self.settings.overwrite, [self.source.folder], [] if text is None else [Path(text)])
 
     @property
     def family(self) -> Family:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
 
+from .manifest import NO_DIGEST
 from .metrics import describe
 from .recipe import Recipe
 
@@ -19,8 +21,9 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
     if accuracy["interval_95"] is not None:
         interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
     target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
+    base_model, name = report["source"]["hub_id"] or name, markdown(name)
     metadata = {
-        "base_model": report["source"]["hub_id"] or name,
+        "base_model": base_model,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["rotor", "kv-cache", "compression"],
@@ -34,12 +37,12 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
 
 # {name}, KV cache compressed by rotor
 
-The weights of `{name}` with value, output and (where folded) key projections rotated and truncated. The KV cache
+The weights of {name} with value, output and (where folded) key projections rotated and truncated. The KV cache
 holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report["compression"]["stored"]:.1f} % less).
 
 | | |
 |---|---|
-| recipe | `{recipe.name}`: {recipe.summary} |
+| recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 | compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
@@ -62,7 +65,21 @@ model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
 
 Without `import rotor` transformers cannot run this checkpoint. `rotor validate` checks its integrity and its numbers;
 `rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
+
+`manifest.json` has the SHA-256 of every file. That of `manifest.json` itself, as it was written, is the digest
+
+```
+{NO_DIGEST}
+```
+
+With the digest from somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
+
+
+def markdown(text: str) -> str:
+    """Text of unknown origin so that Markdown, and HTML in it, shows it as it is, on one line."""
+    line = "".join(character if character.isprintable() else " " for character in text)
+    return re.sub(r"([\\`*_\[\]<>&|~$#!])", r"\\\1", line)
 
 
 def _domain(domain: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,13 +18,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .atomic import replacing, write_json
 from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
-from .checkpoint import read_json, sync, write_json, write_tensors
+from .checkpoint import read_json
 from .errors import CheckpointError, NumericsError, UsageError
 from .file_names import RECIPE
 from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
 from .hub import find_model
 from .layout import AttentionShape, Domain
+from .manifest import Manifest
+from .publishing import write_tensors
 from .recipe import Recipe, accuracy_field, load_recipe
 from .statistics import LayerStatistics, pack_symmetric, unpack_symmetric
 from .typed import Reader
@@ -52,12 +55,9 @@ def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> N
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """To a temporary name first, and to disk before it gets its own."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    write_tensors(temporary, tensors, metadata)
-    sync(temporary)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        write_tensors(temporary, tensors, metadata)
 
 
 def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
@@ -135,16 +135,34 @@ class Run:
     folder: Path
     recipe: Recipe
     info: dict[str, Any]
+    manifest: Manifest
+    _verified: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
-        """Raises CheckpointError if the folder is not a finished run."""
+        """Raises CheckpointError if the folder is not a finished run, or not as calibrate wrote it."""
         path = Path(folder)
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
-        return cls(path, load_recipe(str(path / RECIPE)), info)
+        run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))
+        for name in run.manifest.added():
+            raise CheckpointError(f"{path / name}: is unexpected; rotor did not write it.", "Move it elsewhere.")
+        for name in (INFO, RECIPE, FISHER):
+            if name in run.manifest.files or (path / name).exists():
+                run.verify(path / name)
+        return run
+
+    def verify(self, path: Path) -> None:
+        """Raises CheckpointError if a file is not as calibrate wrote it; looks at each once."""
+        name = path.relative_to(self.folder).as_posix()
+        if name in self._verified:
+            return
+        problem = self.manifest.problem(name)
+        if problem:
+            raise CheckpointError(f"{path}: {problem}.", CALIBRATE_AGAIN)
+        self._verified.add(name)
 
     @property
     def shape(self) -> AttentionShape:
@@ -152,11 +170,19 @@ class Run:
 
     @property
     def model_folder(self) -> Path:
-        """The folder of the calibrated model; one from the hub is fetched again if its cache was emptied since."""
+        """Where the calibrated model was."""
+        return Path(self.info["model"]["path"])
+
+    def fetch_model(self) -> Path:
+        """The folder of the calibrated model; one from the hub is fetched again if its cache was emptied since.
+
+        Raises:
+            CheckpointError: it is not to be had.
+        """
         model = self.info["model"]
-        if not Path(model["path"]).is_dir() and model.get("hub_id"):
+        if not self.model_folder.is_dir() and model.get("hub_id"):
             return find_model(model["hub_id"], model["revision"]).folder
-        return Path(model["path"])
+        return self.model_folder
 
     def bases(self) -> RunBases:
         """The bases of each layer's candidates (a domain and a group size) by key, read when they are asked for."""
@@ -172,9 +198,13 @@ class Run:
         tensors, _ = _load(path)
         outputs = read_statistics(self.folder, layer, self.shape) if self.recipe.bases.refit else None
         try:
-            return {key: self._candidate(tensors, layer, key, outputs) for key in self.info["candidates"]}
+            found = {key: self._candidate(tensors, layer, key, outputs) for key in self.info["candidates"]}
         except KeyError as error:
             raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
+        self.verify(path)
+        if outputs is not None:
+            self.verify(statistics_path(self.folder, layer))
+        return found
 
     def _candidate(
         self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
@@ -208,10 +238,7 @@ class Run:
         return table
 
     def write_rank_table(self, table: dict[str, Any]) -> None:
-        """Written to a temporary name first, so that an interrupted write keeps the old table."""
-        temporary = self.folder / f"{RANK_TABLE}.tmp"
-        write_json(temporary, table)
-        temporary.replace(self.folder / RANK_TABLE)
+        write_json(self.folder / RANK_TABLE, table)
 
 
 class RunBases(Sequence[dict[str, LayerBases]]):
@@ -244,6 +271,7 @@ class RunBases(Sequence[dict[str, LayerBases]]):
             check_stored(values, expected, f"{path}: {key}: {side}.singular_values")
             return values
 
+        self.run.verify(path)
         return {key: (read(key, "qk"), read(key, "vo")) for key in sizes}
 
     def select(self, choice: Sequence[str]) -> ChosenBases:

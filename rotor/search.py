@@ -316,11 +316,7 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
         UsageError: the share cannot be reached at these rank multiples; names the largest that can.
     """
     if removal_rate is not None:
-        if not isinstance(path, RemovalRatePath):
-            raise UsageError(
-                "--removal-rate: this recipe does not choose ranks by a removal rate.",
-                "Give --accuracy or --compression.",
-            )
+        assert isinstance(path, RemovalRatePath)  # ExportJob.check
         return path.plan(removal_rate)
     assert compression is not None
     plan = path.at_compression(compression)

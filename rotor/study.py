@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, check_writable, file_sha256
+from .checkpoint import Checkpoint, file_sha256
 from .errors import RecipeError, UsageError
 from .hub import find_model
 from .locks import exclusive
 from .logs import log_file
 from .placement import Placement
+from .places import check_apart
 from .plots import require_matplotlib, write_plots
 from .progress import Progress
 from .ranks import CHOOSING
@@ -96,7 +97,7 @@ def study(
     request = StudyPlan.of(list(recipes), list(overrides), parts, focus, ablations or {}, ablation_base, tuple(counts))
     progress = progress or Progress()
     source = find_model(model)
-    check_writable(Path(out), True, [source.folder])
+    check_apart(Path(out), [source.folder])
     with ExitStack() as held:
         held.enter_context(exclusive(Path(out), "study"))
         checkpoint = Checkpoint(source.folder)

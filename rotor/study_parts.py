@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +21,7 @@ from .comparison import (
 )
 from .errors import AccuracyError, DataError, UsageError
 from .evaluation import held_out_documents
+from .places import remove
 from .progress import Progress
 from .recipe import Recipe, Tokens, override
 from .run import Run
@@ -171,7 +172,6 @@ class StudyParts:
     ) -> None:
         """Calibrate into a folder that is removed again, and record a point at the study's fixed compression."""
         folder = self.store.folder / "runs" / "variant"
-        shutil.rmtree(folder, ignore_errors=True)
         try:
             run = calibrate(self.bench.checkpoint.folder, folder, recipe, overwrite=True, **self._calibrate_options)
             table = RankTable.open(run, recipe)
@@ -187,7 +187,8 @@ class StudyParts:
             self.store.put(key, record)
             self.progress.message(f"{key}: KL {record['report']['kl_div']:.5f} (report split)")
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir():
+                remove(folder, "run")
 
     def _token_variants(self, recipe: Recipe) -> dict[str, Recipe]:
         """Variants of the recipe by their calibration tokens.
@@ -211,9 +212,8 @@ class StudyParts:
         """A folder with the documents of one half of the held-out text, one file each."""
         folder = self.store.folder / "text" / split
         if not folder.is_dir():
-            staging = folder.with_name(f"{split}.tmp")
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+            folder.parent.mkdir(exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=f".{split}-", dir=folder.parent))
             for index, document in enumerate(held_out_documents(recipe.evaluation)[0][SPLITS.index(split)]):
                 (staging / f"{index:05d}.txt").write_text(document, "utf-8")
             staging.rename(folder)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_text
 from .study_measure import METRICS, SPLITS
 from .study_store import StudyStore
 
@@ -263,7 +264,5 @@ def _point_cells(record: dict[str, Any]) -> list[str]:
 
 def _write(store: StudyStore, name: str, text: str) -> Path:
     path = store.folder / name
-    temporary = path.with_name(f"{name}.tmp")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(path)
+    write_text(path, text)
     return path

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cache_size import cache_bytes_per_token
-from .checkpoint import Checkpoint, file_sha256
+from .checkpoint import Checkpoint
 from .compress import CompressibleModel, compressed_weights, weights_of
 from .compressed import CompressedCheckpoint
 from .errors import DataError, RotorError
@@ -53,6 +53,7 @@ def validate(
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
+    digest: str | None = None,
     progress: Progress | None = None,
 ) -> Validation:
     """Check a compressed checkpoint.
@@ -62,6 +63,7 @@ def validate(
         model: the source model; by default where rotor.json says. run: likewise the run folder.
         recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
             the checkpoint's recipe.yaml says, but no text or task is opened that only the checkpoint names.
+        digest: what export printed; the manifest must have it. Without, the files are only compared with the manifest.
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
@@ -70,7 +72,7 @@ def validate(
     times = StageTimes()
     result = Validation(Path(folder))
     with times.stage("integrity"):
-        checkpoint = check_integrity(result, progress)
+        checkpoint = check_integrity(result, progress, digest)
     report = checkpoint.report
     if not result.damaged:
         source = _find(model, checkpoint.source_folder, Checkpoint)
@@ -150,15 +152,7 @@ def _against_source(
 def _check_source(result: Validation, source: Checkpoint, recorded: SourceInfo) -> None:
     """The source's files are those that were calibrated."""
     expected = {**recorded["shards"], **(recorded.get("files") or {})}
-    problems = []
-    for file in sorted({*expected, *source.files}):
-        path = source.folder.resolve() / file
-        if not path.is_file():
-            problems.append(f"{path} is gone")
-        elif file not in expected:
-            problems.append(f"{path} was not there at calibration")
-        elif file_sha256(path) != expected[file]:
-            problems.append(f"{path} changed since calibration")
+    problems = source.changes(expected)
     result.judge("source unchanged", problems, f"{len(expected)} file(s), {len(source.files)} of them shards")
 
 

@@ -29,6 +29,7 @@ import rotor
 from rotor.calibrate import calibrate
 from rotor.checkpoint import Checkpoint
 from rotor.compress import CompressibleModel
+from rotor.manifest import NO_DIGEST, Manifest, write_manifest
 from rotor.run import Run
 
 ROOT = Path(rotor.__file__).parent.parent
@@ -206,6 +207,15 @@ def calibrated(model: Path, out: Path, domain: str, size: int | str, **bases: st
         *SHORT_TEXT,
     ]
     return calibrate(model, out, "fdc", overrides)
+
+
+def reseal(folder: Path) -> str:
+    """Give an edited run or checkpoint a manifest that fits, as somebody might who means harm; its new digest."""
+    manifest = Manifest.read(folder)
+    card = folder / "README.md"
+    if card.is_file():
+        card.write_text(card.read_text().replace(manifest.digest, NO_DIGEST))
+    return write_manifest(folder, manifest.kind)
 
 
 def in_memory(run: Run, rewrite_dtype: torch.dtype | None = None) -> CompressibleModel:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION
+from conftest import DEMO_MODEL, FAST_EVALUATION, reseal
 from safetensors.torch import load_file, save_file
 from test_end_to_end import contents
 
@@ -257,10 +257,17 @@ def test_a_failing_disk_leaves_nothing_and_the_old_folder(demo_run, tmp_path: Pa
 def test_overwrite_replaces_the_whole_folder(demo_run, tmp_path: Path, capsys) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "stale.safetensors").write_text("old")
-    assert rotor(capsys, "export", run, "-o", out, "--compression", "0.5", "--overwrite", "-q")[0] == 0
-    assert not (out / "stale.safetensors").exists()
+    assert rotor(capsys, "export", run, "-o", out, "--compression", "0.3", "-q")[0] == 0
+    (out / "report.html").unlink()
+    before = contents(out)
+    again = ["export", run, "-o", out, "--compression", "0.5", "--overwrite", "-q"]
+    (out / "mine.txt").write_text("keep")
+    expect_error(capsys, 2, "holds mine.txt, which rotor did not write", *again)
+    (out / "mine.txt").unlink()
+    assert rotor(capsys, *again)[0] == 0
+    after = contents(out)
+    assert after["model.safetensors"] != before["model.safetensors"]
+    assert after.keys() - before.keys() == {"report.html"}
     assert {p.name for p in tmp_path.iterdir()} == {"run", "out"}
 
 
@@ -314,6 +321,7 @@ def test_validate_exit_codes(demo_run, tmp_path: Path, capsys) -> None:
     report = json.loads((tmp_path / "out" / "rotor.json").read_text())
     report["accuracy"]["target"] = 0.9999
     (tmp_path / "out" / "rotor.json").write_text(json.dumps(report))
+    reseal(tmp_path / "out")
     assert rotor(capsys, "validate", tmp_path / "out")[0] == 3
     weights = tmp_path / "out" / "model.safetensors"
     data = bytearray(weights.read_bytes())

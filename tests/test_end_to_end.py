@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
+from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated, reseal
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -131,6 +131,7 @@ def test_a_missed_target_is_reported_and_not_called_damage(run_copy, tmp_path: P
     report = json.loads((tmp_path / "out" / "rotor.json").read_text())
     report["accuracy"]["target"] = 0.999
     (tmp_path / "out" / "rotor.json").write_text(json.dumps(report))
+    reseal(tmp_path / "out")
     result = validate(tmp_path / "out")
     assert not result.target_met
     assert not result.damaged

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL
+from conftest import DEMO_MODEL, reseal
 from test_cli import expect_error, rotor
 
 from rotor import report as report_module
@@ -150,7 +150,8 @@ def test_a_checkpoint_without_its_run(exported, tmp_path: Path) -> None:
     _, out = exported("fdc")
     moved = shutil.copytree(out, tmp_path / "far" / "away")
     result = report(moved)
-    page = read(moved / "report.html")
+    assert result.path == tmp_path / "far" / "away-report.html"
+    page = read(result.path)
     assert result.figures == ["points"]
     assert set(result.absent) == {"spectra", "losses", "timings", "tokens"}
     assert "The run folder is not where rotor.json says" in page.text
@@ -187,6 +188,7 @@ def test_text_of_a_recipe_is_escaped(demo_run, tmp_path: Path) -> None:
     folder = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     text = (folder / "recipe.yaml").read_text()
     (folder / "recipe.yaml").write_text(re.sub("summary: .*", "summary: <script>alert(1)</script>", text))
+    reseal(folder)
     report(folder)
     assert "<script>alert(1)</script>" in read(folder / "report.html").text
 

@@ -130,8 +130,9 @@ def drive(program: str, model: Path, out: Path, *overrides: str) -> str:
 
 
 def tensors(run: Run) -> dict[str, bytes]:
-    """The files that must not depend on how a run came about: all but the times in run.json and the log."""
-    files = sorted(p for p in run.folder.rglob("*") if p.is_file() and p.name not in ("run.json", "log.txt"))
+    """The files that must not depend on how a run came about: all but the times in run.json, its hash, and the log."""
+    times = ("run.json", "manifest.json", "log.txt")
+    files = sorted(p for p in run.folder.rglob("*") if p.is_file() and p.name not in times)
     return {str(path.relative_to(run.folder)): path.read_bytes() for path in files}
 
 
@@ -143,7 +144,8 @@ def test_killed_after_and_within_each_layer(model: Path, whole: Run, tmp_path: P
         out = tmp_path / f"run-{layer}-{half}"
         assert not out.exists()
         partial = out.with_name(f"{out.name}.partial")
-        assert json.loads((partial / "progress.json").read_text()) == {"finished_layers": layer}
+        progress = json.loads((partial / "work" / "progress.json").read_text())
+        assert (progress["finished_layers"], len(progress["files"])) == (layer, 2 * layer)
         with pytest.raises(CheckpointError):
             Run.open(partial)
         resumed = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, offload="always", resume=True)

@@ -77,7 +77,7 @@ def test_a_bit_flipped_in_the_data_of_any_tensor_names_it_and_its_file(out: Path
                 path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
                 found = problems(out)
                 assert found["tensor hashes"] == f"{name} in {path.name} differs from its SHA-256"
-                assert found["shards"] == f"{path.name} differs from its SHA-256"
+                assert found["files"] == f"{path.name} differs from its SHA-256"
                 tried += 1
         path.write_bytes(data)
     assert tried == len(json.loads((out / "rotor.json").read_text())["tensors"])
@@ -92,7 +92,7 @@ def test_a_bit_flipped_in_the_header_of_any_shard_is_found(step: int, out: Path)
         for at in range(step, end, 151):
             path.write_bytes(data[:at] + bytes([data[at] ^ (1 << step)]) + data[at + 1 :])
             found = problems(out)
-            assert path.name in found.get("shards", "") + found.get("error", ""), (at, found)
+            assert path.name in found.get("files", "") + found.get("error", ""), (at, found)
         path.write_bytes(data)
 
 
@@ -197,7 +197,7 @@ def lost_shard(folder: Path) -> None:
         (swapped_bases, "tensor hashes", LAYER + "key_basis in model-0000"),
         (swapped_bases, "tensor hashes", LAYER + "query_basis in model-0000"),
         (not_finite, "tensors finite", LAYER + "o_proj.weight has 2 elements that are NaN or Inf"),
-        (stray_shard, "shards", "model-00009-of-00009.safetensors is unexpected"),
+        (stray_shard, "files", "model-00009-of-00009.safetensors is unexpected"),
         (lost_shard, "error", "missing shard"),
     ],
 )
@@ -284,7 +284,7 @@ def test_the_command_finds_a_flipped_bit(out: Path, good: Path) -> None:
     path.write_bytes(data)
     result = validate(moved)
     assert result.damaged
-    assert {check.name for check in result.checks if check.status == "fail"} >= {"shards"}
+    assert {check.name for check in result.checks if check.status == "fail"} >= {"files"}
     assert "numerics and accuracy" not in result.seconds
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from ..errors import UsageError
 from . import is_first_process
 from .app import (
     AsJson,
@@ -101,8 +102,9 @@ def calibrate(
 
 def _how_to_resume(out: Path) -> str:
     from ..partial import PartialRun
+    from ..places import OutputFolder
 
-    partial = PartialRun(out)
+    partial = PartialRun(OutputFolder.at(out, "run"))
     if not partial.exists:
         return "No layer was finished and nothing was written; give the same command again."
     return (
@@ -170,7 +172,8 @@ def export(
     report = result.report
     if as_json:
         shown = {k: v for k, v in report.items() if k not in ("tensors", "layouts")}
-        print_json({"folder": str(out), **shown, "seconds": result.seconds, "measured_points": result.measured_points})
+        more = {"digest": result.digest, "seconds": result.seconds, "measured_points": result.measured_points}
+        print_json({"folder": str(out), **shown, **more})
         return
     size, value = report["kv_bytes_per_token"], report["accuracy"]
     say(
@@ -178,6 +181,7 @@ def export(
         f"token), accuracy {value['report']:.4f}{in_interval(value)}, {result.measured_points} point(s) measured"
     )
     print_seconds(result.seconds)
+    say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {out}")
 
 
@@ -195,6 +199,9 @@ def validate(
         str | None, typer.Option(help="Recipe whose section evaluation says how accuracy is measured.")
     ] = None,
     overrides: RecipeOverrides = None,
+    digest: Annotated[
+        str | None, typer.Option(metavar="HEX", help="What `rotor export` printed: the digest of every file.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "auto",
@@ -209,6 +216,8 @@ def validate(
     """
     from ..validate import validate as run_validate
 
+    if digest is not None and len(folders) > 1:
+        raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
     progress = show_progress(quiet, verbose)
     results = [
         run_validate(
@@ -217,6 +226,7 @@ def validate(
             run=run,
             recipe=recipe,
             overrides=overrides or (),
+            digest=digest,
             device=device,
             dtype=dtype,
             offload=offload,

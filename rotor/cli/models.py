@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..logs import printable
 from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
 from .console import show_progress
 from .plans import print_inspection
@@ -32,7 +33,7 @@ def generate(
     if as_json:
         print_json(result)
     else:
-        print(result["text"])
+        print(printable(result["text"]))
 
 
 @app.command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")

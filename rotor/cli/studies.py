@@ -125,7 +125,10 @@ def _print_targets(records: dict[str, dict[str, Any]]) -> None:
 def report(
     folder: Annotated[Path, typer.Argument(help="Folder that `rotor calibrate` or `rotor export` wrote.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="HTML file to write; by default report.html in the folder.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="HTML file to write; by default report.html in a run, OUT-report.html beside OUT."
+        ),
     ] = None,
     study: Annotated[
         Path | None, typer.Option(help="Study folder; its comparison of calibration tokens is shown.")
