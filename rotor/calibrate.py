@@ -33,8 +33,9 @@ from .pruning import check_clusters, prune_rows
 from .recipe import Recipe
 from .run import FISHER, INFO, RECIPE, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
+from .splits import calibration_share, digest
 from .statistics import LayerStatistics
-from .tokens import CalibrationTokens, calibration_tokens
+from .tokens import CalibrationTokens, Document, calibration_tokens
 from .weights import Weights
 
 TOKENS = "tokens.safetensors"
@@ -192,7 +193,9 @@ class Calibration:
             sample = CalibrationTokens(stored, (spec.source,) * len(stored))
         else:
             model = self.weights().model if spec.source == "synthetic" else None
-            sample = calibration_tokens(spec, job.checkpoint.config, job.checkpoint.tokenizer, model, self.progress)
+            sample = calibration_tokens(
+                spec, job.checkpoint.config, job.checkpoint.tokenizer, model, self.progress, self._not_held_out
+            )
         pruned = prune_rows(sample, self.recipe.prune)
         tokens, least = pruned.rows, job.group_size * job.shape.head_dim
         if tokens.numel() < least:
@@ -210,7 +213,14 @@ class Calibration:
             "topics": pruned.topic_counts(),
             "pruned_rows": sample.rows.shape[0] - tokens.shape[0],
             "kmeans": self.recipe.prune.kmeans,
+            "documents_sha256": sorted({digest(text) for text in sample.documents}),
         }
+
+    def _not_held_out(self, documents: list[Document]) -> list[Document]:
+        """Of the documents that are held-out text too, a third; the rest of them searches and reports."""
+        if self.recipe.evaluation.source != "text":
+            return documents
+        return calibration_share(documents, self.recipe.evaluation)
 
     def _fisher(self, rows: Tensor) -> None:
         if self.recipe.ranks.method != "fisher":

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .errors import CheckpointError, UsageError
 from .families import FAMILIES, Family, attention_shape
-from .layout import AttentionShape, LayerLayout, check_layouts
+from .layout import AttentionShape, LayerLayout, check_layouts, profile_name
 from .modeling import RotaryTable, RotorAttention, rotor_attention_forward
 from .ranks import LayerRanks
 from .rewrite import truncate_layer
@@ -71,7 +71,7 @@ class RotorConfig(QuantizationConfigMixin):
         if not profiles:
             return None
         with suppress(TypeError, ValueError):
-            name = float(name)  # 0.90 is 0.9
+            name = profile_name(name)  # 0.90 is 0.9
         if str(name) not in profiles:
             raise UsageError(
                 f"rank_profile {name}: not stored in this checkpoint.", f"Stored profiles: {', '.join(profiles)}."

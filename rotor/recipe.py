@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from .errors import RecipeError
+from .metric_registry import LM_EVAL, METRICS
 from .typed import Reader, nearest_name, read_yaml
 
 
@@ -102,20 +103,15 @@ class Ranks:
     fisher_tokens: int = 4096
 
 
-METRICS = ("default", "token_accuracy", "ppl_ratio", "top1_agreement", "kl_div", "recall")
-"""Names that `evaluation.metric` may have, besides LM_EVAL and a task."""
-
-LM_EVAL = "lm-eval:"
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out text and the metric that accuracy means.
 
     source: `stdlib` reads modules of the running Python's standard library; `text` reads the file or folder `path`.
-    metric: one of METRICS, or `lm-eval:TASK` (see rotor/metrics). `default` is the smaller of next-token accuracy ratio
-        and perplexity ratio; each also by its own name.
-    recall_prompts, recall_keys, recall_questions: look-up prompts in each split, keys and questions in each prompt.
+    metric: one of METRICS (rotor/metric_registry.py), or `lm-eval:TASK`. `default` is the smallest of the next-token
+        accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be copied).
+    lookup_prompts, lookup_keys: look-up rows in each split, and the most keys in each.
+    copy_prompts, copy_tokens: copying rows in each split, and the most random tokens in each.
     lm_eval_limit: documents of the task in each split; null takes half of them all.
     """
 
@@ -126,24 +122,23 @@ class Evaluation:
     report_tokens: int = 24576
     metric: str = "default"
     seed: int = 0
-    recall_prompts: int = 32
-    recall_keys: int = 8
-    recall_questions: int = 16
+    lookup_prompts: int = 64
+    lookup_keys: int = 16
+    copy_prompts: int = 32
+    copy_tokens: int = 64
     lm_eval_limit: int | None = 200
 
 
 @dataclass(frozen=True)
 class Search:
-    """How finely the table from accuracy to ranks is measured.
+    """How the point of an accuracy is searched.
 
-    targets: accuracies around which neighbouring points end up at most `resolution` of compression apart.
-    step: distance of points elsewhere below the largest target. floor: accuracy at which measuring stops.
+    resolution: bisection ends when what reaches the target and what does not are this much of compression apart.
+    targets: accuracies whose points become the profiles of an elastic checkpoint.
     """
 
     targets: tuple[float, ...] = (0.995, 0.99, 0.98, 0.95, 0.9)
     resolution: float = 0.01
-    step: float = 0.05
-    floor: float = 0.85
 
 
 @dataclass(frozen=True)
@@ -328,9 +323,10 @@ def _check(recipe: Recipe, where: str) -> None:
             evaluation.path,
             "a file or folder, as source is text",
         ),
-        (evaluation.recall_prompts > 0, "evaluation.recall_prompts", evaluation.recall_prompts, "a positive number"),
-        (evaluation.recall_keys > 0, "evaluation.recall_keys", evaluation.recall_keys, "a positive number"),
-        (evaluation.recall_questions > 0, "evaluation.recall_questions", evaluation.recall_questions, "at least 1"),
+        (evaluation.lookup_prompts > 0, "evaluation.lookup_prompts", evaluation.lookup_prompts, "a positive number"),
+        (evaluation.lookup_keys > 1, "evaluation.lookup_keys", evaluation.lookup_keys, "at least 2"),
+        (evaluation.copy_prompts > 0, "evaluation.copy_prompts", evaluation.copy_prompts, "a positive number"),
+        (evaluation.copy_tokens > 1, "evaluation.copy_tokens", evaluation.copy_tokens, "at least 2"),
         (
             evaluation.lm_eval_limit is None or evaluation.lm_eval_limit > 0,
             "evaluation.lm_eval_limit",
@@ -338,8 +334,6 @@ def _check(recipe: Recipe, where: str) -> None:
             "null or a positive number of documents",
         ),
         (0 < search.resolution < 1, "search.resolution", search.resolution, "a share between 0 and 1"),
-        (0 < search.step < 1, "search.step", search.step, "a share between 0 and 1"),
-        (0 <= search.floor < 1, "search.floor", search.floor, "a share below 1"),
         (all(0 < t <= 1 for t in search.targets), "search.targets", search.targets, "accuracies above 0, at most 1"),
         (
             isinstance(objective.kind, str) or 0 <= objective.kind <= 1,
@@ -377,8 +371,3 @@ def _check(recipe: Recipe, where: str) -> None:
             f"recipe {where}: evaluation.metric: got {metric!r}, expected one of {', '.join(METRICS)} "
             f"or {LM_EVAL}TASK{nearest_name(metric, [*METRICS, LM_EVAL])}"
         )
-
-
-def accuracy_field(name: str) -> str:
-    """The field of a measured point that holds the accuracy of a metric: its name, but kl_div is in nats."""
-    return "kl_accuracy" if name == "kl_div" else name
