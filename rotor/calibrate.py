@@ -33,7 +33,7 @@ from .pruning import check_clusters, prune_rows
 from .recipe import Recipe
 from .run import FISHER, INFO, RECIPE, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
-from .splits import calibration_share, digest
+from .splits import calibration_share, digests
 from .statistics import LayerStatistics
 from .tokens import CalibrationTokens, Document, calibration_tokens
 from .weights import Weights
@@ -213,11 +213,11 @@ class Calibration:
             "topics": pruned.topic_counts(),
             "pruned_rows": sample.rows.shape[0] - tokens.shape[0],
             "kmeans": self.recipe.prune.kmeans,
-            "documents_sha256": sorted({digest(text) for text in sample.documents}),
+            "documents_sha256": digests(sample.documents),
         }
 
     def _not_held_out(self, documents: list[Document]) -> list[Document]:
-        """Of the documents that are held-out text too, a third; the rest of them searches and reports."""
+        """Without the documents that search and report."""
         if self.recipe.evaluation.source != "text":
             return documents
         return calibration_share(documents, self.recipe.evaluation)

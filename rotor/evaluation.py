@@ -163,7 +163,8 @@ def logit_errors(network: LayerwiseModel, rows: Tensor, reference: Tensor, state
 class AnswerScores:
     """What a model makes of the marked tokens of rows, each [rows].
 
-    hits: right first choices. probability: the sum of the probabilities that it gives them. answers: how many there are.
+    hits: right first choices. probability: the sum of the probabilities that it gives them. answers: how many there
+    are.
     """
 
     hits: np.ndarray
@@ -183,7 +184,7 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
     """Score the marked tokens alone; the head runs for no other position.
 
     Args:
-        rows: [n, seq_len] int64. answers: [n, seq_len] bool, true at tokens to be predicted, none of them a row's first.
+        rows: [n, seq_len] int64. answers: [n, seq_len] bool, true at tokens to be predicted, none a row's first.
         states: [n, seq_len, hidden_size], the model's final hidden states.
     """
     row, position = answers[:, 1:].nonzero(as_tuple=True)

@@ -66,7 +66,7 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class View:
-    """What a model made of a split: final hidden states of the text [rows, seq_len, hidden_size], and what metrics see."""
+    """What a model made of a split: final states of the text [rows, seq_len, hidden_size], and what metrics see."""
 
     states: Tensor
     text: Scores

@@ -50,8 +50,8 @@ holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report
 {ratios}
 | measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens of the report split, which chose nothing |
 
-Accuracy is {describe(metric)}. It is measured once on text that neither calibration nor the search saw; it may lie below
-the target by what the interval says.
+Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; it may
+lie below the target by what the interval says.
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
 
 ## Load it

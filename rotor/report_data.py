@@ -43,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ShownPoint:
-    """A measured point: stored compression, and on each split that it was measured on its accuracy and 95 % interval."""
+    """A measured point: stored compression, accuracy and 95 % interval on each split that it was measured on."""
 
     stored: float
     search: float | None

@@ -1,7 +1,8 @@
-"""The three splits of text that never meet: what is calibrated on, what chooses the ranks, and what is reported.
+"""The three splits of text that never meet: what may be calibrated on, what chooses the ranks, and what is reported.
 
-A run keeps the SHA-256 of the documents that it was calibrated on, and held-out text is what is left without them.
-Where a recipe names one text for both, calibration takes a third of its documents, and the other two splits a third each.
+The documents of the held-out text are dealt to the three. A calibration that reads the same text takes its own share
+alone, and a run keeps the SHA-256 of what it was calibrated on, so that whatever of it lies in the other two is left out
+there.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .recipe import Evaluation
 from .tokens import Document, read_documents, spread_rows, stdlib_documents, text_rows
 
 SPLITS = ("search", "report")
-PIECES = 6
-"""A text of one document is cut into so many pieces, which are then its documents."""
+FEW, PIECES = 3, 6
+"""Of fewer documents than FEW each is cut into PIECES, which are then the documents."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +52,25 @@ class EvaluationData:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of each split. calibration: empty unless they were asked for."""
+    """The documents of each split. excluded: digests of those left out, as they were calibrated on."""
 
+    calibration: list[str]
     search: list[str]
     report: list[str]
-    calibration: list[str]
     description: str
     excluded: tuple[str, ...]
 
 
-def evaluation_data(
-    spec: Evaluation, config: Any, tokenizer: Any, calibrated: Collection[str] = (), reserve: bool = False
-) -> EvaluationData:
+def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: Collection[str] = ()) -> EvaluationData:
     """Read the text that a recipe names and split it.
 
     Args:
-        calibrated: digests of the documents that were calibrated on. reserve: as for held_out_documents.
+        calibrated: digests of the documents that were calibrated on.
     Raises:
         DataError: no text, or too little of it.
     """
     seq_len = longest_row(spec.seq_len, config)
-    found = held_out_documents(spec, calibrated, reserve)
+    found = held_out_documents(spec, calibrated)
     counts = -(-spec.search_tokens // seq_len), -(-spec.report_tokens // seq_len)
     search, report = (
         spread_rows(text_rows(part, tokenizer, seq_len), count, f"evaluation, {name} split of {found.description}")
@@ -80,57 +79,64 @@ def evaluation_data(
     return EvaluationData(search, report, found.description, found.excluded)
 
 
-def held_out_documents(spec: Evaluation, calibrated: Collection[str] = (), reserve: bool = False) -> Documents:
+def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Documents:
     """The documents of each split that a recipe names.
 
     Args:
-        calibrated: digests of the documents that were calibrated on, which are left out.
-        reserve: keep a third of them for calibration.
+        calibrated: digests of the documents that were calibrated on, which are left out of search and report.
     Raises:
-        DataError: there is no text, or all of it was calibrated on.
+        DataError: there is no text, or all of a split was calibrated on.
     """
     documents, description = _read(spec)
-    units, excluded = [], []
-    for unit in divided(documents):
-        name = digest(unit)
-        if name in calibrated or (len(documents) == 1 and digest(documents[0]) in calibrated):
-            excluded.append(name)
-        else:
-            units.append(unit)
-    if len(units) < (3 if reserve else 2):
+    units = divided(documents)
+    cut = len(units) > len(documents)
+    if cut:  # neighbours stay together, so that as few sentences as possible are torn
+        step = -(-len(units) // 3)
+        parts = [units[start : start + step] for start in range(0, 3 * step, step)]
+    else:
+        ordered = in_order(units, spec.seed)
+        parts = [ordered[start::3] for start in range(3)]
+    known = set(calibrated)
+    if cut:
+        known |= {digest(p) for d in documents if digest(d) in known for p in divided([d])}
+    kept = [[unit for unit in part if digest(unit) not in known] for part in parts[1:]]
+    excluded = tuple(sorted({digest(unit) for part in parts[1:] for unit in part} & known))
+    if not all(kept):
+        empty = "report" if kept[0] else "search"
         raise DataError(
-            f"evaluation, {description}: {len(units)} document(s) that were not calibrated on ({len(excluded)} were), "
-            "too few to search on some and report on others.",
+            f"evaluation, {description}: the {empty} split has no document left that was not calibrated on "
+            f"({len(excluded)} were).",
             "Name other text with --set evaluation.path=FILE, or the standard library's with evaluation.source=stdlib.",
         )
-    if len(documents) > 1:
-        units = in_order(units, spec.seed)
-    parts = _interleaved(units, 3 if reserve else 2) if len(documents) > 1 else _consecutive(units, 3 if reserve else 2)
-    return Documents(parts[-2], parts[-1], parts[0] if reserve else [], description, tuple(sorted(excluded)))
+    return Documents(parts[0], kept[0], kept[1], description, excluded)
 
 
 def calibration_share(documents: list[Document], spec: Evaluation) -> list[Document]:
-    """Those of a calibration text to calibrate on: all, but of those that are held-out text too a third.
+    """Those of a calibration text that are in neither of the splits that search and report.
 
     Args:
         spec: names the held-out text.
     """
-    held = {digest(unit) for unit in divided(_read(spec)[0])}
-    if len(documents) == 1:
-        pieces = [Document(piece, documents[0].topic) for piece in divided([documents[0].text])]
-        whole = not any(digest(piece.text) in held for piece in pieces)
-        documents = documents if whole else pieces
-    shared = sorted({digest(document.text) for document in documents} & held)
-    order = torch.randperm(len(shared), generator=torch.Generator().manual_seed(spec.seed)).tolist()
-    kept = {shared[i] for i in order[: max(1, len(shared) // 3)]}
-    return [document for document in documents if digest(document.text) in kept or digest(document.text) not in held]
+    held = held_out_documents(spec)
+    others = {digest(unit) for unit in (*held.search, *held.report)}
+    units = [Document(piece, d.topic) for d in documents for piece in _pieces(d.text)]
+    if len(documents) >= FEW or not others & {digest(unit.text) for unit in units}:
+        units = documents
+    return [unit for unit in units if digest(unit.text) not in others]
+
+
+def digests(documents: Sequence[str]) -> list[str]:
+    """Digests of documents that are calibrated on, and of the pieces that few of them are cut into."""
+    return sorted({digest(unit) for unit in (*documents, *divided(documents))})
 
 
 def divided(documents: Sequence[str]) -> list[str]:
-    """The documents; a single one in PIECES of equal length."""
-    if len(documents) != 1:
-        return list(documents)
-    text, step = documents[0], -(-len(documents[0]) // PIECES)
+    """The documents; where there are fewer than FEW, each in PIECES of equal length."""
+    return list(documents) if len(documents) >= FEW else [piece for d in documents for piece in _pieces(d)]
+
+
+def _pieces(text: str) -> list[str]:
+    step = -(-len(text) // PIECES)
     return [text[start : start + step] for start in range(0, len(text), step)]
 
 
@@ -150,12 +156,3 @@ def _read(spec: Evaluation) -> tuple[list[str], str]:
         return stdlib_documents(), "source of the Python standard library (modules held out)"
     assert spec.path is not None
     return read_documents(Path(spec.path)), f"text {Path(spec.path).name}"
-
-
-def _interleaved(units: list[str], count: int) -> list[list[str]]:
-    return [units[start::count] for start in range(count)]
-
-
-def _consecutive(units: list[str], count: int) -> list[list[str]]:
-    step = -(-len(units) // count)
-    return [units[start : start + step] for start in range(0, step * count, step)]

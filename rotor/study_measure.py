@@ -50,12 +50,12 @@ class Bench:
 
     @cached_property
     def data(self) -> EvaluationData:
-        """Held-out text; a third of its documents is kept for calibrations on text."""
-        return evaluation_data(self.evaluation, self.checkpoint.config, self.checkpoint.tokenizer, reserve=True)
+        """Held-out text."""
+        return evaluation_data(self.evaluation, self.checkpoint.config, self.checkpoint.tokenizer)
 
     def calibration_rows(self, count: int) -> Tensor:
         """Rows [count, seq_len] of the text that is kept for calibrations."""
-        found = held_out_documents(self.evaluation, reserve=True)
+        found = held_out_documents(self.evaluation)
         rows = text_rows(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
         return spread_rows(rows, count, f"study, calibration part of {found.description}")
 

@@ -203,8 +203,9 @@ class StudyParts:
         if "synthetic" in get_args(get_type_hints(Tokens)["source"]):
             synthetic: Any = "synthetic"
             variants["synthetic"] = replace(tokens, source=synthetic, path=None)
-        # What is held out was set aside for all of the study, so that a calibration need not leave any out again.
-        return {s: replace(recipe, tokens=changed, evaluation=Evaluation()) for s, changed in variants.items()}
+        # The folders hold one split each: with other held-out text, nothing is left out of them.
+        apart = Evaluation()
+        return {s: replace(recipe, tokens=changed, evaluation=apart) for s, changed in variants.items()}
 
     def _text(self, recipe: Recipe, split: str) -> Path:
         """A folder with the documents of a third of the held-out text, one file each."""
@@ -213,7 +214,7 @@ class StudyParts:
             staging = folder.with_name(f"{split}.tmp")
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            documents = held_out_documents(recipe.evaluation, reserve=True)
+            documents = held_out_documents(recipe.evaluation)
             for index, document in enumerate(getattr(documents, split)):
                 (staging / f"{index:05d}.txt").write_text(document, "utf-8")
             staging.rename(folder)

@@ -107,7 +107,7 @@ def _target_table(found: Curves) -> list[str]:
         rows.append([f"`{recipe}`", *(_target_cell(point) for point in reached)])
     return [
         "",
-        "Compression at a target accuracy, chosen by the search split; in brackets accuracy on the report split with its "
+        "Compression at a target accuracy, chosen by the search split; in brackets that of the report split with its "
         "95 % interval.",
         *table(["recipe", *(f"at {float(target):g}" for target in targets)], rows),
     ]

@@ -348,5 +348,5 @@ def test_equal_requests_give_equal_bytes_with_any_hash_seed_and_number_of_thread
     assert done.returncode == 0, done.stderr
     there = contents(tmp_path / "there")
     times = {f"run/{name}" for name in ("log.txt", "run.json", "report.html")}  # they say how long it took
-    assert times | {"run/rank_table.json", "run/bases/layer-0000.safetensors", "out/report.html"} <= here.keys()
+    assert times | {"run/tables/latest.json", "run/bases/layer-0000.safetensors", "out/report.html"} <= here.keys()
     assert {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)} <= times

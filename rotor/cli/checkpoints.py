@@ -151,7 +151,8 @@ def export(
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
     An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
-    once, for the point that is written. Only the recipe's sections ranks, evaluation, search and objective can still be changed with --set.
+    once, for the point that is written. Only the recipe's sections ranks, evaluation, search and objective can still
+    be changed with --set.
     """
     from ..dry_run import plan_export
     from ..export import run_export

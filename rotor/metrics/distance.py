@@ -2,7 +2,7 @@
 
 A look-up row states keys with two-digit values as a dict literal, goes on with held-out text, and ends by asking for
 each of them once, in another order, as assertions about the dict. A copying row begins with random tokens, goes on with
-held-out text, and repeats them. The answers stand in the row (teacher forcing), so that one forward pass scores them all.
+held-out text, and repeats them. The answers stand in the row (teacher forcing), so that one forward pass scores all.
 
 The mean probability of the right answers is compared, not the share of right first choices: it is the less noisy of
 the two (artifacts/NOTES.md).
