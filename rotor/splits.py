@@ -1,8 +1,7 @@
 """The three splits of text that never meet: what may be calibrated on, what chooses the ranks, and what is reported.
 
 The documents of the held-out text are dealt to the three. A calibration that reads the same text takes its own share
-alone, and a run keeps the SHA-256 of what it was calibrated on, so that whatever of it lies in the other two is left out
-there.
+alone, and a run keeps the SHA-256 of what it was calibrated on, so that what of it lies in the other two is left out.
 """
 
 from __future__ import annotations

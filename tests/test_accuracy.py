@@ -1,4 +1,4 @@
-"""Accuracy that means what it says: splits that never meet, tables by context, and what a target asks of which split."""
+"""Accuracy that means what it says: splits that never meet, tables by context, what a target asks of which split."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.export import export
 from rotor.fidelity import Fidelity
 from rotor.layout import profile_name
+from rotor.metric_registry import METRICS
 from rotor.point import Point
 from rotor.recipe import Evaluation, load_recipe
 from rotor.run import Run
-from rotor.splits import EvaluationData, calibration_share, digests, evaluation_data, held_out_documents
+from rotor.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.table import Context, ProbeTable, RankTable
 from rotor.tokens import Document
 from rotor.typed import Reader
@@ -74,7 +75,7 @@ def test_a_calibration_on_the_held_out_text_takes_its_own_share_alone(texts: Pat
 def test_what_was_calibrated_on_is_left_out_and_nothing_left_is_an_error(texts: Path) -> None:
     spec = Evaluation("text", str(texts))
     free = held_out_documents(spec)
-    known = digests(free.search[:1])
+    known = [digest(free.search[0])]
     found = held_out_documents(spec, known)
     assert found.excluded == tuple(known)
     assert found.search == free.search[1:]
@@ -274,4 +275,10 @@ def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copie
     for target, code in ((value + (high - value) / 2, 0), (high + 0.01, 3)):
         report["accuracy"]["target"] = target
         path.write_text(json.dumps(report))
-        assert rotor(capsys, "validate", out, "-q")[0] == code
+        assert rotor(capsys, "validate", out, "--model", DEMO_MODEL, "-q")[0] == code
+
+
+def test_the_reference_of_metrics_lists_them_all() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "commands.md").read_text()
+    table = page[page.index("### What accuracy means") : page.index("### What is saved")]
+    assert all(f"`{name}`" in table for name in METRICS)

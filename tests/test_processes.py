@@ -18,6 +18,7 @@ from test_cli import rotor
 
 from rotor.export import export
 from rotor.run import Run
+from rotor.table import RankTable
 
 SERVER = """
 import json, os, sys, time
