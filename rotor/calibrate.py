@@ -36,8 +36,9 @@ from .publishing import check_space
 from .recipe import Recipe
 from .run import FISHER, INFO, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
+from .splits import calibration_share, digests
 from .statistics import LayerStatistics
-from .tokens import CalibrationTokens, calibration_tokens
+from .tokens import CalibrationTokens, Document, calibration_tokens
 from .weights import Weights
 
 TOKENS = "tokens.safetensors"
@@ -62,7 +63,8 @@ def calibrate(
 ) -> Run:
     """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
 
-    The folder `OUT.partial` holds what is done until everything is (where OUT is a mount point, one inside). Processes started by torchrun share the tokens.
+    The folder `OUT.partial` holds what is done until everything is (where OUT is a mount point, one inside).
+    Processes started by torchrun share the tokens.
 
     Args:
         model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
@@ -199,7 +201,9 @@ class Calibration:
             sample = CalibrationTokens(stored, (spec.source,) * len(stored))
         else:
             model = self.weights().model if spec.source == "synthetic" else None
-            sample = calibration_tokens(spec, job.checkpoint.config, job.checkpoint.tokenizer, model, self.progress)
+            sample = calibration_tokens(
+                spec, job.checkpoint.config, job.checkpoint.tokenizer, model, self.progress, self._not_held_out
+            )
         pruned = prune_rows(sample, self.recipe.prune)
         tokens, least = pruned.rows, job.group_size * job.shape.head_dim
         if tokens.numel() < least:
@@ -217,7 +221,14 @@ class Calibration:
             "topics": pruned.topic_counts(),
             "pruned_rows": sample.rows.shape[0] - tokens.shape[0],
             "kmeans": self.recipe.prune.kmeans,
+            "documents_sha256": digests(sample.documents),
         }
+
+    def _not_held_out(self, documents: list[Document]) -> list[Document]:
+        """Without the documents that search and report."""
+        if self.recipe.evaluation.source != "text":
+            return documents
+        return calibration_share(documents, self.recipe.evaluation)
 
     def _fisher(self, rows: Tensor) -> None:
         if "gradients" not in self.recipe.ranks.rule.needs:

@@ -6,7 +6,6 @@ that are known beforehand, at a rate that is measured for a fraction of a second
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .bases import BasisPair, LayerBases
 from .candidates import Candidates
-from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops
+from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
 from .export_job import ExportJob
 from .job import CalibrationJob
 from .layout import LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
@@ -31,7 +30,7 @@ from .progress import Progress, StageTimes
 from .publishing import check_space
 from .rank_search import RankSearch, stored_ranks
 from .ranks import RankPlan
-from .recipe import Search
+from .search import most_points
 from .settings import CalibrationSettings, ExportSettings
 from .shards import ShardContents, planned_layouts
 
@@ -153,11 +152,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
     found = search.known()
     choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
     if found is not None:
-        if isinstance(found, RankPlan):
-            choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
-        else:
-            choice, share = found["choice"], found["compression"]["stored"]
-            ranks = [[(qk, v) for qk, v in layer] for layer in found["ranks"]["stored"]]
+        choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
         tensors, after, cache = _sizes(job, search, choice, ranks, element_bytes)
     points, probed = _to_measure(search, found)
     outline = ModelOutline.of(job.checkpoint)
@@ -190,25 +185,18 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
     )
 
 
-def _to_measure(search: RankSearch, found: RankPlan | dict[str, Any] | None) -> tuple[int, int]:
+def _to_measure(search: RankSearch, found: RankPlan | None) -> tuple[int, int]:
     """About how many points, and how many layers, would be measured."""
-    table, layers = search.table, search.job.run.shape.num_layers
-    probed = layers - len(table.probed) if search.needs_probes else 0
-    if isinstance(found, dict) or (isinstance(found, RankPlan) and table.find(found) is not None):
-        return 0, probed
-    if search.job.goal.accuracy is None:
+    job = search.job
+    probed = job.run.shape.num_layers - len(search.probes.sensitivities) if search.needs_probes else 0
+    if found is not None:
+        point = search.table.find(found)
+        measured = point is not None and point.has("search") and point.has("report")
+        return int(not measured), probed
+    if job.goal.accuracy is None:
         return 1, probed
-    about, path = points_of_a_walk(search.job.recipe.search), search.path()
-    if path is not None:
-        about = min(about, len(path.steps()))
-    return max(1, about - len(table.points)), probed
-
-
-def points_of_a_walk(settings: Search) -> int:
-    """About how many points `complete_table` measures on a path from nothing to all: one a `step`, and a bisection from
-    there to `resolution` at every target."""
-    halvings = max(0, math.ceil(math.log2(settings.step / settings.resolution)))
-    return math.ceil(1 / settings.step) + 1 + halvings * len(settings.targets)
+    about, path = most_points(job.recipe.search.resolution), search.path()
+    return (about if path is None else min(about, len(path.steps()))), probed
 
 
 def _sizes(
@@ -254,7 +242,7 @@ def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points
         return {}
     recipe, layers = job.recipe, job.run.shape.num_layers
     rate = matmul_rate(place.device, place.dtype)
-    rows = recipe.evaluation.search_tokens + recipe.evaluation.report_tokens
+    rows = measured_tokens(recipe.evaluation)
     seconds = {"points": (points + 1) * forward_flops(sizes, rows, head=True) / rate}
     if probed:
         probes = 2 * len(recipe.ranks.probe_shares) * len(job.run.info["candidates"])

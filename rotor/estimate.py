@@ -7,13 +7,14 @@ pages when memory is short.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .families import Family
 from .layout import AttentionShape, Domain
-from .recipe import Recipe
+from .metric_registry import primitive_metrics
+from .recipe import Evaluation, Recipe
 from .statistics import CHUNK_BYTES
 
 LIBRARIES_BYTES = 600 << 20
@@ -191,11 +192,22 @@ def evaluation_estimate(
     weights = _weight_bytes(sizes, compute_bytes, streamed)
     if not streamed:
         weights += attention * compute_bytes * shape.num_layers  # the compressed attention stands beside the original
-    rows = spec.search_tokens + spec.report_tokens
+    rows = max(measured_tokens(spec), spec.report_tokens + prompt_tokens(spec))
     host = {"libraries": LIBRARIES_BYTES, "rewriting one layer": rewriting}
     work = {"weights": weights, "activations": max(running, scoring)}
     disk = {"hidden states, removed at the end": 3 * rows * shape.hidden_size * compute_bytes}
     return Estimate(host if on_gpu else {**host, **work}, work if on_gpu else {}, disk)
+
+
+def measured_tokens(spec: Evaluation) -> int:
+    """Of the search split, with the rows that the metric draws: what one point of a search takes."""
+    return spec.search_tokens + prompt_tokens(spec, primitive_metrics(spec.metric))
+
+
+def prompt_tokens(spec: Evaluation, names: Collection[str] = ("lookup", "copy")) -> int:
+    """Of the rows that metrics draw for themselves."""
+    counts = {"lookup": spec.lookup_prompts, "copy": spec.copy_prompts}
+    return spec.seq_len * sum(count for name, count in counts.items() if name in names)
 
 
 def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:

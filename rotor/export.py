@@ -20,21 +20,23 @@ from .export_job import ExportJob
 from .families import read_attention
 from .file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from .kernels.defaults import default_config
-from .layout import LayerLayout, LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from .layout import LayerLayout, kv_bytes_per_token, profile_name, uncompressed_kv_bytes_per_token
 from .locks import exclusive
 from .logs import log_file
-from .manifest import CARD, write_manifest
+from .manifest import write_manifest
 from .model_card import model_card
+from .point import Point
 from .progress import Progress, StageTimes
 from .publishing import staged_folder, write_shard
-from .rank_search import RankSearch, rank_profiles, stored_ranks
+from .rank_search import RankSearch, stored_ranks
 from .recipe import Recipe
 from .report import write_with_checkpoint
 from .run import Run
-from .search import RankTable
 from .section import ATTENTION, FORMAT_VERSION, METHOD
 from .settings import Compute, ExportSettings, Goal
 from .shards import ShardContents, planned_layouts
+from .splits import SPLITS
+from .table import RankTable
 
 log = logging.getLogger("rotor")
 
@@ -60,6 +62,8 @@ def export(
     accuracy: float | None = None,
     compression: float | None = None,
     removal_rate: float | None = None,
+    confidence: float | None = None,
+    targets: Iterable[float] = (),
     overrides: Iterable[str] = (),
     objective: str | float | None = None,
     elastic: bool = False,
@@ -73,14 +77,19 @@ def export(
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
 
     Args:
-        run: folder that calibrate wrote; its rank_table.json gains the points that are measured.
+        run: folder that calibrate wrote; its tables gain the points that are measured.
         out: the checkpoint folder; it appears whole or not at all.
-        accuracy: least accuracy on the search split and on the report split (see Evaluation), in (0, 1].
+        accuracy: least accuracy on the search split (see Evaluation), in (0, 1]; the report split is then measured
+            once.
+        confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
+            the value does.
+        targets: further accuracies to search, whose points are then known; of an elastic checkpoint its profiles.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, evaluation, search and objective.
-        elastic: keep all columns, and store the ranks at each of the recipe's search targets as profiles, chosen at
-            load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs `accuracy`.
+        elastic: keep all columns, and store the ranks at each of `targets` (by default the recipe's search targets) as
+            profiles, chosen at load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs
+            `accuracy`.
         device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
     Raises:
@@ -89,7 +98,8 @@ def export(
     settings = ExportSettings(
         run,
         out,
-        Goal(accuracy, compression, removal_rate),
+        Goal(accuracy, compression, removal_rate, confidence),
+        tuple(targets),
         tuple(overrides),
         objective,
         elastic,
@@ -110,13 +120,15 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
 
 def _export(job: ExportJob, search: RankSearch) -> ExportResult:
     point = search.point()
+    profiles = search.profiles(point) if job.settings.elastic else {}
+    if not job.settings.elastic:
+        search.search_targets()
+    search.close()
     table, times = search.table, search.times
-    ranks: list[LayerRanks] = [[(qk, v) for qk, v in layer] for layer in point["ranks"]["stored"]]
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
-        profiles = rank_profiles(table, point, job.goal.accuracy, job.recipe) if job.settings.elastic else {}
-        chosen = search.bases.select(point["choice"])
-        report, digest = _write(staging, job, chosen, ranks, point, table, profiles, search.progress)
-    log.info("compression %.4f, ranks of %s", point["compression"]["stored"], job.recipe.ranks.method)
+        chosen = search.bases.select(point.choice)
+        report, digest = _write(staging, job, chosen, point, table, profiles, search.progress)
+    log.info("compression %.4f, ranks of %s", point.stored, job.recipe.ranks.method)
     return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
 
 
@@ -124,16 +136,15 @@ def _write(
     staging: Path,
     job: ExportJob,
     bases: Sequence[LayerBases],
-    ranks: list[LayerRanks],
-    point: dict[str, Any],
+    point: Point,
     table: RankTable,
     profiles: dict[str, Any],
     progress: Progress,
 ) -> tuple[dict[str, Any], str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
     run, recipe, checkpoint, family, accuracy = job.run, job.recipe, job.checkpoint, job.family, job.goal.accuracy
-    layouts = [layout for layout, _ in planned_layouts(bases, ranks, family.has_key_norm)]
-    planned = planned_layouts(bases, stored_ranks(bases, ranks, bool(profiles)), family.has_key_norm)
+    layouts = [layout for layout, _ in planned_layouts(bases, point.ranks, family.has_key_norm)]
+    planned = planned_layouts(bases, stored_ranks(bases, point.ranks, bool(profiles)), family.has_key_norm)
     stored = [layout for layout, _ in planned]
     contents = ShardContents(checkpoint, family, run.shape, bases, planned, checkpoint.tensor)
     tensors = write_shards(staging, job, contents, progress)
@@ -154,11 +165,12 @@ def _write(
     }
     if profiles:
         config["quantization_config"]["profiles"] = profiles
-        config["rank_profile"] = str(accuracy)
+        assert accuracy is not None
+        config["rank_profile"] = profile_name(accuracy)
     write_json(staging / "config.json", config)
     write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
-    report = _report(run, recipe, checkpoint, layouts, point, table, accuracy, tensors, first.v_weight.element_size())
+    report = _report(run, recipe, checkpoint, layouts, point, table, job.goal, tensors, first.v_weight.element_size())
     if profiles:
         report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
     report["run"] = _relative(run.folder, job.out.path)
@@ -212,39 +224,45 @@ def _report(
     recipe: Recipe,
     checkpoint: Checkpoint,
     layouts: list[LayerLayout],
-    point: dict[str, Any],
+    point: Point,
     table: RankTable,
-    accuracy: float | None,
+    goal: Goal,
     tensors: dict[str, dict[str, Any]],
     element_bytes: int,
 ) -> dict[str, Any]:
     """The content of rotor.json."""
-    base, source = table.base or {}, run.info["model"]
+    source, context = run.info["model"], table.context
+    fidelity = {split: point.fidelity(split) for split in SPLITS}
+    report = fidelity["report"]
     return {
         "format_version": FORMAT_VERSION,
         "versions": run.info["versions"],
         "recipe": recipe.name,
         "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},
-        "compression": point["compression"],
+        "compression": point.compression_json,
         "rank_method": recipe.ranks.method,
-        "parameter": point["parameter"],
+        "parameter": point.parameter,
         "kv_bytes_per_token": {
             "before": uncompressed_kv_bytes_per_token(run.shape, element_bytes),
             "after": kv_bytes_per_token(layouts, element_bytes),
             "element_bytes": element_bytes,
         },
         "accuracy": {
-            "target": accuracy,
+            "target": goal.accuracy,
+            "confidence": goal.confidence,
             "metric": recipe.evaluation.metric,
-            "search": table.accuracy(point, "search"),
-            "report": table.accuracy(point, "report"),
-            "interval_95": point["report"]["interval"],
-            "measurements": {split: point[split] for split in ("search", "report")},
-            "base": {split: base.get(split) for split in ("search", "report")},
-            "data": base.get("data"),
-            "data_sha256": base.get("data_sha256"),
+            "search": fidelity["search"].accuracy,
+            "report": report.accuracy,
+            "interval_95": None if report.interval is None else list(report.interval),
+            "measurements": {split: found.to_json() for split, found in fidelity.items()},
+            "base": {split: table.base.get(split) for split in SPLITS},
+            "left_out": table.left_out,
+            "data": context.data,
+            "data_sha256": context.data_sha256,
+            "excluded_documents": list(context.excluded),
+            "table": context.key,
         },
-        "ranks": point["ranks"],
+        "ranks": point.ranks_json,
         "layouts": [layout.to_dict() for layout in layouts],
         "removed_tensors": sorted(checkpoint.names - set(tensors)),
         "tensors": dict(sorted(tensors.items())),

@@ -30,6 +30,13 @@ class ExportJob:
     def check(cls, settings: ExportSettings) -> ExportJob:
         """Raises RotorError where the request cannot be carried out; see export."""
         settings.goal.check()
+        for target in settings.targets:
+            if not 0 < target <= 1:
+                raise UsageError(
+                    f"--targets {target:g}: expected accuracies above 0 and at most 1.", "Example: 0.99,0.95"
+                )
+        if settings.targets and settings.goal.accuracy is None:
+            raise UsageError("--targets are searched beside an accuracy.", "Give --accuracy, too.")
         opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
         kind = [] if settings.objective is None else [f"objective.kind={settings.objective}"]
         recipe = override(opened.recipe, [*settings.overrides, *kind], EXPORT_SECTIONS)
@@ -62,6 +69,11 @@ class ExportJob:
     @property
     def goal(self) -> Goal:
         return self.settings.goal
+
+    @property
+    def targets(self) -> tuple[float, ...]:
+        """Further accuracies to search: those asked for, or of an elastic checkpoint the recipe's."""
+        return self.settings.targets or (self.recipe.search.targets if self.settings.elastic else ())
 
     @property
     def sources(self) -> list[Path]:

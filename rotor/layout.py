@@ -242,3 +242,8 @@ def kv_bytes_per_token(layouts: list[LayerLayout], element_bytes: int) -> int:
 
 def uncompressed_kv_bytes_per_token(shape: AttentionShape, element_bytes: int) -> int:
     return element_bytes * shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim
+
+
+def profile_name(accuracy: float) -> str:
+    """The name of an accuracy's rank profile in an elastic checkpoint; equal numbers have one name."""
+    return str(float(accuracy))

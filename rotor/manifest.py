@@ -1,4 +1,4 @@
-"""What a finished folder of rotor's holds: the SHA-256 of every file, in manifest.json, whose own is the folder's digest.
+"""What a finished folder of rotor's holds: the SHA-256 of every file, in manifest.json; its own is the folder's digest.
 
     {"rotor_manifest": 1, "kind": "checkpoint", "files": {"config.json": "9f86d0...", ...}}
 
@@ -19,9 +19,10 @@ from typing import Any, Literal, get_args
 from .atomic import json_bytes, write_bytes, write_json
 from .checkpoint import file_sha256, read_json
 from .errors import CheckpointError
+from .file_names import CARD
 
 Kind = Literal["checkpoint", "run"]
-MANIFEST, UNFINISHED, CARD = "manifest.json", "unfinished.json", "README.md"
+MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
 MARKERS = (MANIFEST, UNFINISHED)
 VERSION = 1
 NO_DIGEST = "0" * 64

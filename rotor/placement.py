@@ -11,9 +11,10 @@ from .checkpoint import Checkpoint
 from .compress import CompressibleModel
 from .hardware import pick_device, pick_dtype
 from .memory import check_offload, stream_weights
+from .metric_registry import LM_EVAL
 from .outline import ModelOutline
 from .progress import Progress
-from .recipe import LM_EVAL, Recipe
+from .recipe import Recipe
 from .settings import Compute
 
 

@@ -18,6 +18,7 @@ import yaml
 
 from .bases import QK_METHODS, VO_METHODS, BasisMethod
 from .errors import RecipeError
+from .metric_registry import LM_EVAL, METRICS
 from .ranks import CHOOSING, RANK_METHODS, RankMethod
 from .typed import Reader, nearest_name, read_yaml
 
@@ -114,20 +115,15 @@ class Ranks:
         return RANK_METHODS[self.method]
 
 
-METRICS = ("default", "token_accuracy", "ppl_ratio", "top1_agreement", "kl_div", "recall")
-"""Names that `evaluation.metric` may have, besides LM_EVAL and a task."""
-
-LM_EVAL = "lm-eval:"
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out text and the metric that accuracy means.
 
     source: `stdlib` reads modules of the running Python's standard library; `text` reads the file or folder `path`.
-    metric: one of METRICS, or `lm-eval:TASK` (see rotor/metrics). `default` is the smaller of next-token accuracy ratio
-        and perplexity ratio; each also by its own name.
-    recall_prompts, recall_keys, recall_questions: look-up prompts in each split, keys and questions in each prompt.
+    metric: one of METRICS (rotor/metric_registry.py), or `lm-eval:TASK`. `default` is the smallest of the next-token
+        accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be copied).
+    lookup_prompts, lookup_keys: look-up rows in each split, and the most keys in each.
+    copy_prompts, copy_tokens: copying rows in each split, and the most random tokens in each.
     lm_eval_limit: documents of the task in each split; null takes half of them all.
     """
 
@@ -138,24 +134,23 @@ class Evaluation:
     report_tokens: int = 24576
     metric: str = "default"
     seed: int = 0
-    recall_prompts: int = 32
-    recall_keys: int = 8
-    recall_questions: int = 16
+    lookup_prompts: int = 64
+    lookup_keys: int = 16
+    copy_prompts: int = 32
+    copy_tokens: int = 64
     lm_eval_limit: int | None = 200
 
 
 @dataclass(frozen=True)
 class Search:
-    """Resolution of the table from accuracy to ranks.
+    """How the point of an accuracy is searched.
 
-    targets: accuracies around which neighbouring points end up at most `resolution` of compression apart.
-    step: distance of points elsewhere below the largest target. floor: accuracy at which measuring stops.
+    resolution: bisection ends when what reaches the target and what does not are this much of compression apart.
+    targets: accuracies whose points become the profiles of an elastic checkpoint.
     """
 
     targets: tuple[float, ...] = (0.995, 0.99, 0.98, 0.95, 0.9)
     resolution: float = 0.01
-    step: float = 0.05
-    floor: float = 0.85
 
 
 @dataclass(frozen=True)
@@ -213,7 +208,10 @@ LARGEST: dict[str, int] = {
     ),
     **dict.fromkeys(("tokens.seq_len", "evaluation.seq_len", "prune.kmeans"), 1 << 20),
     **dict.fromkeys(("groups.size", "ranks.multiple_of", "objective.batch_size"), 1 << 16),
-    **dict.fromkeys(("evaluation.recall_prompts", "evaluation.recall_keys", "evaluation.recall_questions"), 1 << 14),
+    **dict.fromkeys(
+        ("evaluation.lookup_prompts", "evaluation.lookup_keys", "evaluation.copy_prompts", "evaluation.copy_tokens"),
+        1 << 14,
+    ),
     "evaluation.lm_eval_limit": 1 << 24,
     "objective.context_tokens": 1 << 32,
 }
@@ -348,13 +346,12 @@ RANGES: dict[str, tuple[Test, str]] = {
     "evaluation.seq_len": (_at_least_two, "at least 2 tokens"),
     "evaluation.search_tokens": (_positive, "a positive number"),
     "evaluation.report_tokens": (_positive, "a positive number"),
-    "evaluation.recall_prompts": (_positive, "a positive number"),
-    "evaluation.recall_keys": (_positive, "a positive number"),
-    "evaluation.recall_questions": (_positive, "at least 1"),
+    "evaluation.lookup_prompts": (_positive, "a positive number"),
+    "evaluation.lookup_keys": (_at_least_two, "at least 2"),
+    "evaluation.copy_prompts": (_positive, "a positive number"),
+    "evaluation.copy_tokens": (_at_least_two, "at least 2"),
     "evaluation.lm_eval_limit": (_unless_null(_positive), "null or a positive number of documents"),
     "search.resolution": (_share, "a share between 0 and 1"),
-    "search.step": (_share, "a share between 0 and 1"),
-    "search.floor": (lambda floor: 0 <= floor < 1, "a share below 1"),
     "search.targets": (lambda targets: all(0 < t <= 1 for t in targets), "accuracies above 0, at most 1"),
     "objective.kind": (
         _unless_word(lambda weight: 0 <= weight <= 1),
@@ -446,8 +443,3 @@ def _check(recipe: Recipe, where: str) -> None:
             f"recipe {where}: evaluation.metric: got {metric!r}, expected one of {', '.join(METRICS)} "
             f"or {LM_EVAL}TASK{nearest_name(metric, [*METRICS, LM_EVAL])}"
         )
-
-
-def accuracy_field(name: str) -> str:
-    """The field of a measured point that holds the accuracy of a metric: its name, but kl_div is in nats."""
-    return "kl_accuracy" if name == "kl_div" else name

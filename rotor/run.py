@@ -1,7 +1,7 @@
 """The run folder: what calibration found, and what searches measured.
 
 RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases/layer-0000.safetensors ...
-      fisher.safetensors  rank_table.json  log.txt
+      fisher.safetensors  tables/KEY.json ...  probes/KEY.json ...  log.txt
 
 Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
 """
@@ -18,22 +18,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .atomic import replacing, write_json
+from .atomic import replacing
 from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
-from .checkpoint import read_json
 from .errors import CheckpointError, NumericsError, UsageError
 from .file_names import RECIPE
-from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
+from .formats import RunInfo, check_run, read_file
 from .hub import find_model
 from .layout import AttentionShape, Domain
 from .manifest import Manifest
 from .publishing import write_tensors
-from .recipe import Recipe, accuracy_field, load_recipe
+from .recipe import Recipe, load_recipe
 from .statistics import LayerStatistics, pack_symmetric, unpack_symmetric
 from .typed import Reader
 
-INFO, FISHER, RANK_TABLE = "run.json", "fisher.safetensors", "rank_table.json"
-TABLE_VERSION = 2
+INFO, FISHER = "run.json", "fisher.safetensors"
 SIDES = ("qk", "vo")
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
@@ -169,6 +167,11 @@ class Run:
         return AttentionShape(**self.info["shape"])
 
     @property
+    def calibrated_documents(self) -> frozenset[str]:
+        """Digests of the documents that were calibrated on; empty where that was no text."""
+        return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
+
+    @property
     def model_folder(self) -> Path:
         """Where the calibrated model was."""
         return Path(self.info["model"]["path"])
@@ -221,24 +224,6 @@ class Run:
         bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes)
         bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
         return bases
-
-    def read_rank_table(self) -> dict[str, Any] | None:
-        """rank_table.json; None if there is none, or one of another version.
-
-        Raises:
-            CheckpointError: damaged, or of another run.
-        """
-        path, hint = self.folder / RANK_TABLE, "Delete it, and the next export measures again."
-        if not path.is_file() or read_json(path, hint).get("version") != TABLE_VERSION:
-            return None
-        table: Any = read_file(path, RankTableInfo, hint)
-        field = accuracy_field(table["evaluation"]["metric"])
-        info: Any = self.info
-        check_rank_table(table, info, self.shape, field, Reader(str(path), CheckpointError, hint))
-        return table
-
-    def write_rank_table(self, table: dict[str, Any]) -> None:
-        write_json(self.folder / RANK_TABLE, table)
 
 
 class RunBases(Sequence[dict[str, LayerBases]]):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from .errors import CheckpointError, UsageError
-from .layout import AttentionShape, LayerLayout, LayerRanks, check_layouts
+from .layout import AttentionShape, LayerLayout, LayerRanks, check_layouts, profile_name
 from .truncation import truncate_layer
 from .typed import Reader, shorten
 
@@ -66,7 +66,7 @@ class CompressedSection:
         if not profiles:
             return None
         with suppress(TypeError, ValueError):
-            name = float(name)  # 0.90 is 0.9
+            name = profile_name(name)  # 0.90 is 0.9
         if str(name) not in profiles:
             raise UsageError(
                 f"rank_profile {name}: not stored in this checkpoint.", f"Stored profiles: {', '.join(profiles)}."

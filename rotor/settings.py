@@ -8,6 +8,9 @@ from pathlib import Path
 from .errors import UsageError
 from .recipe import Recipe
 
+CONFIDENCE = 0.95
+"""The confidence of the intervals that are measured."""
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -41,11 +44,15 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Goal:
-    """Exactly one of accuracy, compression and removal rate is given."""
+    """Exactly one of accuracy, compression and removal rate is given.
+
+    confidence: with an accuracy, CONFIDENCE asks that the lower end of the interval reaches it; None: the value itself.
+    """
 
     accuracy: float | None = None
     compression: float | None = None
     removal_rate: float | None = None
+    confidence: float | None = None
 
     def check(self) -> None:
         """Raises UsageError if not one, or out of range."""
@@ -72,6 +79,11 @@ class Goal:
             raise UsageError(
                 f"--removal-rate {self.removal_rate}: expected at least 0, below 1.", "Example: --removal-rate 0.1"
             )
+        if self.confidence is not None and (self.confidence != CONFIDENCE or self.accuracy is None):
+            raise UsageError(
+                f"--confidence {self.confidence}: expected {CONFIDENCE}, together with --accuracy.",
+                f"Example: --accuracy 0.99 --confidence {CONFIDENCE}",
+            )
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,7 @@ class ExportSettings:
     run: str | Path
     out: str | Path
     goal: Goal
+    targets: tuple[float, ...] = ()
     overrides: tuple[str, ...] = ()
     objective: str | float | None = None
     elastic: bool = False

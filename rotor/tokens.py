@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,10 +59,12 @@ class CalibrationTokens:
 
     rows: [num_rows, seq_len], int64.
     topics: one label a row; the same for all rows where the source has no topics.
+    documents: the texts that they were taken from; empty where the source is no text.
     """
 
     rows: Tensor
     topics: tuple[str, ...]
+    documents: tuple[str, ...] = ()
 
     def topic_counts(self) -> dict[str, int]:
         """Rows of each topic, sorted by name."""
@@ -69,12 +72,18 @@ class CalibrationTokens:
 
 
 def calibration_tokens(
-    spec: Tokens, config: Any, tokenizer: Any, model: Any = None, progress: Progress | None = None
+    spec: Tokens,
+    config: Any,
+    tokenizer: Any,
+    model: Any = None,
+    progress: Progress | None = None,
+    select: Callable[[list[Document]], list[Document]] = lambda documents: documents,
 ) -> CalibrationTokens:
     """Sequences to calibrate on.
 
     Args:
         spec: what the recipe asks for.
+        select: which documents of a text may be taken; held-out ones may not.
         config: the model's transformers config (vocabulary size, longest sequence).
         tokenizer: the model's tokenizer, or None if the folder has none.
         model: the causal model itself; only the source `synthetic` runs it.
@@ -100,10 +109,12 @@ def calibration_tokens(
             with progress.task("read data set", count * seq_len, "tokens") as advance:
                 documents = dataset_documents(spec, tokenizer, count * seq_len, advance)
             what = f"tokens.dataset {spec.dataset}"
+        documents = select(documents)
         cut = topic_rows(documents, tokenizer, seq_len)
         check_ids(cut.rows, config)
         chosen = spread_indices(cut.rows, count, what)
-        return CalibrationTokens(cut.rows[chosen], tuple(cut.topics[i] for i in chosen.tolist()))
+        topics, texts = tuple(cut.topics[i] for i in chosen.tolist()), tuple(document.text for document in documents)
+        return CalibrationTokens(cut.rows[chosen], topics, texts)
     return CalibrationTokens(rows, (spec.source,) * count)
 
 

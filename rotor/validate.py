@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,24 @@ from .cache_size import cache_bytes_per_token
 from .checkpoint import Checkpoint
 from .compress import CompressibleModel, compressed_weights, weights_of
 from .compressed import CompressedCheckpoint
-from .errors import DataError, RotorError
-from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
+from .errors import RotorError
+from .evaluation import batch_logits, logit_errors
 from .families import FAMILIES
+from .fidelity import Fidelity, FidelityMeter
 from .file_names import RECIPE
 from .formats import CheckpointInfo, SourceInfo
 from .hardware import pick_device, pick_dtype
 from .integrity import Validation, check_integrity
 from .layerwise import LayerwiseModel
-from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
+from .metric_registry import METRICS
+from .metrics import EvaluationContext
 from .placement import Placement
 from .probe import full_ranks
 from .progress import Progress, StageTimes
-from .recipe import Evaluation, Recipe, load_recipe
+from .recipe import Recipe, load_recipe
 from .run import Run
 from .settings import Compute
+from .splits import evaluation_data
 from .trusted import TrustedEvaluation, trusted_evaluation
 
 FULL_RANK_TOLERANCE = 1e-5
@@ -115,7 +117,8 @@ def _against_source(
 ) -> None:
     """Everything that needs a forward pass."""
     with progress.task("load text", None, ""):
-        data = evaluation_data(trusted.spec, checkpoint.config, checkpoint.tokenizer)
+        excluded = report["accuracy"].get("excluded_documents", ())
+        data = evaluation_data(trusted.spec, checkpoint.config, checkpoint.tokenizer, excluded)
     place = _placement(source, checkpoint, recipe, compute, progress)
     _check_stored_bases(result, checkpoint)
     if isinstance(run, str):
@@ -123,7 +126,7 @@ def _against_source(
     else:
         with progress.task("bases", None, ""):
             _check_bases(result, run)
-    reference = None
+    meter = None
     if isinstance(source, str):
         why = f"source model not found ({source}); pass --model"
         for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
@@ -139,12 +142,13 @@ def _against_source(
         if trusted.withheld:
             result.skip("accuracy target", trusted.withheld)
         else:
-            reference = _reference(source, place, data.report, trusted.spec, checkpoint, progress)
+            context = EvaluationContext(trusted.spec, data.rows, checkpoint.tokenizer, checkpoint.config)
+            meter = _measured_source(source, place, context, progress)
     with progress.task("load model", None, ""):
         weights = compressed_weights(checkpoint, place.device, place.dtype, place.streamed)
     compressed = LayerwiseModel(weights)
-    if reference is not None:
-        _check_accuracy(result, reference, compressed, report, data.report, progress)
+    if meter is not None:
+        _check_accuracy(result, meter, compressed, report)
         result.summary["same_data_as_export"] = data.sha256 == report["accuracy"]["data_sha256"]
     _measure_cache(result, compressed, checkpoint, report, data.report[:1])
 
@@ -167,34 +171,15 @@ def _placement(
     return Placement(device, dtype, compute.offload == "always", None)
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """What the source model makes of the report split. The model itself is dropped before the compressed one is loaded.
-
-    states: its final hidden states. recall: the look-up metric with its own answers, or why it has none.
-    """
-
-    states: Tensor
-    scores: Scores
-    metric: Metric
-    recall: tuple[Recall, float] | str
-
-
-def _reference(
-    source: Checkpoint, place: Placement, rows: Tensor, spec: Evaluation, checkpoint: Checkpoint, progress: Progress
-) -> _Reference:
+def _measured_source(
+    source: Checkpoint, place: Placement, context: EvaluationContext, progress: Progress
+) -> FidelityMeter:
+    """What compares with the source on the report split; the source itself is dropped before the other is loaded."""
     with progress.task("load model", None, ""):
         base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
-    with progress.task("source model", rows.numel(), "tokens") as advance:
-        states = base.final_states(rows, advance)
-    scores = score(base, rows, states=states)
-    metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
-    metric.measure_base(base, "report")
-    recall = Recall("recall", spec, checkpoint.tokenizer, checkpoint.config)
-    try:
-        return _Reference(states, scores, metric, (recall, recall.measure_base(base, "report")["recall"]))
-    except DataError as error:
-        return _Reference(states, scores, metric, error.message)
+    meter = FidelityMeter(context, progress)
+    meter.measure_base(base, "report")
+    return meter
 
 
 def _measure_cache(
@@ -271,30 +256,21 @@ def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Ten
 
 
 def _check_accuracy(
-    result: Validation,
-    reference: _Reference,
-    compressed: LayerwiseModel,
-    report: CheckpointInfo,
-    rows: Tensor,
-    progress: Progress,
+    result: Validation, meter: FidelityMeter, compressed: LayerwiseModel, report: CheckpointInfo
 ) -> None:
-    """The compressed model against the source over the report split: accuracy, KL, agreement, recall, logit error."""
-    with progress.task("compressed model", rows.numel(), "tokens") as advance:
-        states = compressed.final_states(rows, advance)
-    before, metric = reference.scores, reference.metric
-    after = score(compressed, rows, reference=reference.states, states=states)
-    found = metric.measure(compressed, "report", before, after)
-    others: list[Metric] = [KLDivergence("kl_div"), Top1Agreement("top1_agreement")]
-    error = logit_errors(compressed, rows, reference.states, states).numpy()
+    """The compressed model against the source over the report split: every ratio, KL, agreement, logit error."""
+    view = meter.look(compressed, "report")
+    found, rows = meter.judge(view, "report"), meter.context.rows["report"]
+    error = logit_errors(compressed, rows, meter.reference("report"), view.states).numpy()
+    target, base = report["accuracy"]["target"], meter.base["report"]
     result.summary["accuracy"] = {
-        "metric": metric.name,
-        "value": found.value,
-        "interval_95": found.interval and list(found.interval),
-        "target": report["accuracy"]["target"],
-        **{name: value for name, value in ratios(before, after).items() if name != "default"},
-        **{k: v for other in others for k, v in other.measure(compressed, "report", before, after).fields.items()},
-        **_recall(reference, compressed, after),
-        **found.fields,
+        "metric": meter.metric,
+        "value": found.accuracy,
+        "interval_95": None if found.interval is None else list(found.interval),
+        "target": target,
+        **found.values,
+        **{f"base_{name}": base[name] for name in base if name in METRICS},
+        "left_out": meter.left_out["report"],
         "logit_error": {
             "mean": round(float(error.mean()), 6),
             "p99": round(float(np.quantile(error, 0.99)), 6),
@@ -306,18 +282,25 @@ def _check_accuracy(
     result.add(
         "logits against source", finite, f"relative error per position: mean {error.mean():.4f}, max {error.max():.4f}"
     )
-    target = report["accuracy"]["target"]
-    bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
-    text = f"{metric.name} {found.value:.4f}{bounds}"
-    if target is None:
-        result.skip("accuracy target", f"none was set; {text}")
+    met, text = judge_target(meter.metric, found, target)
+    if met is None:
+        result.skip("accuracy target", text)
     else:
-        result.add("accuracy target", found.value >= target, f"{text}, target {target}")
+        result.add("accuracy target", met, text)
 
 
-def _recall(reference: _Reference, compressed: LayerwiseModel, after: Scores) -> dict[str, Any]:
-    """Look-up accuracy on the report split as a ratio, and the source's; why not, if the source cannot do it."""
-    if isinstance(reference.recall, str):
-        return {"recall": None, "recall_not_measured": reference.recall}
-    recall, absolute = reference.recall
-    return {**recall.measure(compressed, "report", reference.scores, after).fields, "base_recall": absolute}
+def judge_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
+    """Whether a target is met on the report split, and why; None where none was set.
+
+    It is not met where the whole interval lies below it, or, of a metric without an interval, the value.
+    """
+    bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
+    text = f"{metric} {found.accuracy:.4f}{bounds}"
+    if target is None:
+        return None, f"none was set; {text}"
+    text = f"{text}, target {target}"
+    if found.accuracy >= target:
+        return True, text
+    if found.interval is not None and found.interval[1] >= target:
+        return True, f"{text}: the value is below the target, its 95 % interval is not"
+    return False, f"{text}: {'the whole interval is' if found.interval else 'it is'} below the target"

@@ -164,7 +164,8 @@ FAST_EVALUATION = [
     "evaluation.seq_len=128",
     "evaluation.search_tokens=1024",
     "evaluation.report_tokens=1024",
-    "search.step=0.2",
+    "evaluation.lookup_prompts=8",
+    "evaluation.copy_prompts=8",
     "search.resolution=0.1",
     "search.targets=[0.9]",
 ]

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from test_end_to_end import contents
 
 from rotor import cli
+from rotor.run import Run
+from rotor.table import RankTable
 
 FAST = [item for setting in ["tokens.count=1024", *FAST_EVALUATION] for item in ("--set", setting)]
 FAST_EXPORT = [item for setting in FAST_EVALUATION for item in ("--set", setting)]
@@ -203,10 +206,10 @@ def test_wrong_requests_to_export(demo_run, tmp_path: Path, capsys) -> None:
 def test_a_target_out_of_reach_is_exit_code_3(demo_run, tmp_path: Path, capsys) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     assert rotor(capsys, "export", run, "-o", tmp_path / "a", "--accuracy", "0.9", "-q")[0] == 0
-    table = json.loads((run / "rank_table.json").read_text())
-    for point in table["points"]:
-        point["search"]["default"] = 0.91
-    (run / "rank_table.json").write_text(json.dumps(table))
+    table = RankTable.latest(Run.open(run))
+    assert table is not None
+    table.points = [p.with_fidelity("search", replace(p.fidelity("search"), accuracy=0.91)) for p in table.points]
+    table.save()
     expect_error(capsys, 3, "best measured is 0.91", "export", run, "-o", tmp_path / "b", "--accuracy", "0.92", "-q")
     assert not (tmp_path / "b").exists()
 

@@ -38,7 +38,8 @@ from rotor.progress import Progress
 from rotor.recipe import load_recipe, override, parse_recipe
 from rotor.report_data import collect
 from rotor.run import Run, read_statistics
-from rotor.search import RankTable, choose, rank_path
+from rotor.search import rank_path
+from rotor.table import RankTable, probes_json, read_probes
 
 CASES = {
     "header": 2000,
@@ -424,7 +425,8 @@ def test_run_files(places_for) -> None:
         collect(opened.folder)
 
     (run / "recipe.yaml").write_text("{name: x, summary: y, bases: {qk: kq, vo: kq}, groups: {domain: pre, size: 2}}")
-    (run / "rank_table.json").unlink()
+    shutil.rmtree(run / "tables")
+    shutil.rmtree(run / "probes", ignore_errors=True)
     shutil.rmtree(run / "bases")
     both("run", json.loads((run / "run.json").read_text()), check)
 
@@ -432,23 +434,37 @@ def test_run_files(places_for) -> None:
 def test_rank_tables(places_for) -> None:
     _, folder, _ = places_for
     run = Run.open(folder)
-    recipe = override(run.recipe, [])
     bases = run.bases()
-    base = json.loads((folder / "rank_table.json").read_text())
-    base["sensitivities"] = [{key: [[[16, 1e-9]], [[16, 1e-9]]] for key in layer} for layer in bases]
+    latest = RankTable.latest(run)
+    assert latest is not None
+    path = folder / "tables" / f"{latest.context.key}.json"
 
     def check(data: bytes) -> None:
-        (folder / "rank_table.json").write_bytes(data)
+        path.write_bytes(data)
         clean(use)
 
     def use() -> None:
-        table = RankTable.open(run, recipe)
-        plan = rank_path(bases, run, recipe, table.sensitivities).full()
-        table.find(plan)
-        if table.points:
-            choose(table, 0.5)
+        table = RankTable.open(run, latest.context)
+        table.find(rank_path(bases, run, override(run.recipe, ["ranks.method=uniform"])).full())
+        for point in table.points:
+            point.to_json()
 
-    both("table", base, check)
+    both("table", json.loads(path.read_text()), check)
+
+
+def test_probes(places_for) -> None:
+    _, folder, _ = places_for
+    run = Run.open(folder)
+    path = folder / "probes" / "some.json"
+    path.parent.mkdir(exist_ok=True)
+    layers = [{key: ([(16, 1e-9)], [(16, 1e-9)]) for key in layer} for layer in run.bases()]
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        clean(lambda: read_probes(run, "some"))
+
+    both("table", json.loads(json.dumps(probes_json(layers))), check)
+    path.unlink()
 
 
 def test_checkpoint_files(places_for) -> None:

@@ -17,9 +17,11 @@ from test_cli import expect_error, rotor
 from rotor import report as report_module
 from rotor.errors import CheckpointError, UsageError
 from rotor.export import export
+from rotor.metric_registry import METRICS
 from rotor.report import report
 from rotor.report_data import collect
 from rotor.run import Run
+from rotor.table import RankTable, any_probes
 
 VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line", "polygon", "stop"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -104,10 +106,15 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     assert f"{facts['accuracy']['report']:.4f}" in page.text
     low, high = facts["accuracy"]["interval_95"]
     assert f"{low:.4f} to {high:.4f}" in page.text
-    table = json.loads((run / "rank_table.json").read_text())
-    for point in table["points"]:
-        assert f"{point['compression']['stored']:.3f}" in page.text
-        assert f"{point['report']['default']:.4f}" in page.text
+    table = RankTable.latest(Run.open(run))
+    assert table is not None
+    for point in table.points:
+        assert f"{point.stored:.3f}" in page.text
+        assert f"{point.fidelity('search').accuracy:.4f}" in page.text
+    for name in ("token_accuracy", "ppl_ratio", "top1_agreement"):
+        assert METRICS[name].label in page.text
+        assert f"{facts['accuracy']['measurements']['report']['values'][name]:.4f}" in page.text
+    assert "left out: copy: the uncompressed model" in page.text
     assert "source: synthetic" in page.text if recipe == "rotor" else "source: random" in page.text
     figures = 4 if recipe == "rotor" else 3  # only a probing recipe has losses of single layers
     assert sum(tag == "svg" for tag, _ in page.tags) == figures
@@ -129,16 +136,18 @@ def test_the_losses_are_those_of_the_probe(exported) -> None:
     """Sensitivity times the energy that the probe dropped, from the run's own bases."""
     run, _ = exported("rotor")
     opened = Run.open(run)
-    table = json.loads((run / "rank_table.json").read_text())
+    probes = any_probes(opened)
+    assert probes is not None
     layer = opened.bases()[0]["pre-2"]
     dropped = float(layer.vo.singular_values[:, 16:].square().sum())  # 12.5 % of 128 columns
     page = read(run / "report.html")
-    assert f"{table['sensitivities'][0]['pre-2'][1][0][1] * dropped:.1e}" in page.text
+    assert f"{probes[0]['pre-2'][1][0][1] * dropped:.1e}" in page.text
 
 
 def test_a_run_that_measured_nothing_says_so(demo_run, tmp_path: Path) -> None:
     folder = shutil.copytree(demo_run("rotor").folder, tmp_path / "run")
-    (folder / "rank_table.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "tables", ignore_errors=True)
+    shutil.rmtree(folder / "probes", ignore_errors=True)
     result = report(folder, tmp_path / "page.html")
     page = read(tmp_path / "page.html")
     assert result.figures == ["spectra-qk", "spectra-vo"]

@@ -31,17 +31,17 @@ from rotor.recipe import Tokens, load_recipe
 from rotor.run import Run
 from rotor.search import rank_path
 from rotor.study import parse_ablations, parse_counts, same_conditions, study
-from rotor.study_measure import METRICS, uniform_ranks
+from rotor.study_measure import COLUMNS, uniform_ranks
 from rotor.study_store import StudyStore
 
 SMALL = [
     "tokens.count=1024",
     "tokens.seq_len=64",
-    "evaluation.recall_prompts=4",
+    "evaluation.lookup_prompts=4",
+    "evaluation.copy_prompts=4",
     "evaluation.seq_len=64",
     "evaluation.search_tokens=256",
     "evaluation.report_tokens=512",
-    "search.step=0.2",
     "search.resolution=0.2",
     "search.targets=[0.9]",
 ]
@@ -221,7 +221,7 @@ def test_small_study_measures_every_part(small) -> None:
         targets = records[f"{part}/{name}/targets"]
         assert list(targets) == ["0.99", "0.95", "0.90"]
         for target, point in targets.items():
-            assert "out_of_reach" in point or min(point["search"], point["report"]) >= float(target)
+            assert "out_of_reach" in point or point["search"] >= float(target)
         assert records[f"{part}/{name}/spectra"]["qk"][0] == 1.0
     assert records["curves/rotor/p0.60"]["report"]["kl_div"] < records["curves/fdc/p0.60"]["report"]["kl_div"]
 
@@ -266,7 +266,6 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(study_parts, "calibrate", refuse)
     monkeypatch.setattr("rotor.search.Measurer.measure", refuse)
-    monkeypatch.setattr("rotor.study_measure.Bench.fidelity", refuse)
     monkeypatch.setattr("rotor.study_measure.Bench.degradation", refuse)
     before = (result.folder / "results.json").read_text()
     again = study(DEMO_MODEL, result.folder, **arguments)
@@ -328,7 +327,7 @@ def test_csv_and_summary(small) -> None:
         ("ablation", "rotor-per-head", "0.6"),
     ]
     point = result.records["curves/rotor/p0.60"]
-    assert {f"{split}_{metric}" for split in ("search", "report") for metric in METRICS} <= set(rows[0])
+    assert {f"{split}_{metric}" for split in ("search", "report") for metric in COLUMNS} <= set(rows[0])
     assert float(rows[3]["report_kl_div"]) == point["report"]["kl_div"]
     assert float(rows[3]["compression_stored"]) == point["stored"]
     assert float(rows[3]["report_interval_low"]) == point["interval"][0]

@@ -350,5 +350,5 @@ def test_equal_requests_give_equal_bytes_with_any_hash_seed_and_number_of_thread
     there = contents(tmp_path / "there")
     # They say how long it took, or have a hash of what does.
     times = {f"run/{name}" for name in ("log.txt", "run.json", "manifest.json", "report.html")}
-    assert times | {"run/rank_table.json", "run/bases/layer-0000.safetensors", "out/report.html"} <= here.keys()
+    assert times | {"run/tables/latest.json", "run/bases/layer-0000.safetensors", "out/report.html"} <= here.keys()
     assert {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)} <= times

@@ -31,6 +31,7 @@ from .app import (
     app,
     print_json,
     resumable,
+    shares,
 )
 from .console import in_interval, print_seconds, print_table, say, show_progress
 from .plans import print_calibration_plan, print_export_plan
@@ -117,7 +118,15 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder that `rotor calibrate` wrote.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Checkpoint folder to write.")],
     accuracy: Annotated[
-        float | None, typer.Option(help="Remove as much as keeps this accuracy (ratio to the model).")
+        float | None,
+        typer.Option(help="Remove as much as keeps this accuracy (ratio to the model) on the search split."),
+    ] = None,
+    confidence: Annotated[
+        float | None,
+        typer.Option(help="0.95: the lower end of the 95 % interval has to reach --accuracy, not the value alone."),
+    ] = None,
+    targets: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Further accuracies to search; with --elastic, its profiles.")
     ] = None,
     compression: Annotated[float | None, typer.Option(help="Remove at least this share of the KV cache.")] = None,
     removal_rate: Annotated[float | None, typer.Option(help="Singular-value removal rate.")] = None,
@@ -143,8 +152,9 @@ def export(
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
-    The first --accuracy on a run measures a table from accuracy to ranks; later ones read it. Only the recipe's
-    sections ranks, evaluation, search and objective can still be changed with --set.
+    An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
+    once, for the point that is written. Only the recipe's sections ranks, evaluation, search and objective can still
+    be changed with --set.
     """
     from ..dry_run import plan_export
     from ..export import run_export
@@ -154,7 +164,8 @@ def export(
     settings = ExportSettings(
         run,
         out,
-        Goal(accuracy, compression, removal_rate),
+        Goal(accuracy, compression, removal_rate, confidence),
+        shares("--targets", targets),
         (*(overrides or ()), *_device_overrides(target_device, device_file)),
         objective=objective,
         elastic=elastic,
@@ -178,7 +189,8 @@ def export(
     size, value = report["kv_bytes_per_token"], report["accuracy"]
     say(
         f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
-        f"token), accuracy {value['report']:.4f}{in_interval(value)}, {result.measured_points} point(s) measured"
+        f"token), accuracy {value['report']:.4f}{in_interval(value)} on the report split ({value['search']:.4f} on the "
+        f"search split), {result.measured_points} measurement(s)"
     )
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
@@ -212,7 +224,7 @@ def validate(
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
     A text or an lm-eval task that only the checkpoint names is not opened: name it with --set or --recipe.
-    Exit code 3: everything is sound, but the stored accuracy target is not met.
+    Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
     """
     from ..validate import validate as run_validate
 
