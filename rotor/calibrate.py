@@ -31,7 +31,7 @@ from .partial import PartialRun
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .pruning import check_clusters, prune_rows
-from .publishing import check_space
+from .publishing import check_space, recover
 from .recipe import Recipe
 from .run import FISHER, INFO, RECIPE, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
@@ -61,7 +61,8 @@ def calibrate(
 ) -> Run:
     """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
 
-    The folder `OUT.partial` holds what is done until everything is (where OUT is a mount point, one inside). Processes started by torchrun share the tokens.
+    The folder `OUT.partial` holds what is done until everything is; where OUT is a mount point, a folder inside it.
+    Processes started by torchrun share the tokens.
 
     Args:
         model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
@@ -99,6 +100,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         with processes.together():
             if processes.is_first:
                 held.enter_context(exclusive(job.out.path, "calibrate"))
+                recover(job.out)
                 job.check_out()  # again: who held it may have written
                 partial.check(settings.resume, settings.overwrite)
                 check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)

@@ -7,7 +7,6 @@ that are known beforehand, at a rate that is measured for a fraction of a second
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
@@ -27,8 +26,8 @@ from .outline import ModelOutline
 from .partial import PartialRun
 from .placement import Placement
 from .processes import Processes
-from .publishing import check_space
 from .progress import Progress, StageTimes
+from .publishing import check_space
 from .rank_search import RankSearch, stored_ranks
 from .ranks import LayerRanks, RankPlan
 from .recipe import Search

@@ -1,4 +1,4 @@
-"""What a finished folder of rotor's holds: the SHA-256 of every file, in manifest.json, whose own is the folder's digest.
+"""What a finished folder holds: the SHA-256 of every file, in manifest.json, whose own is the folder's digest.
 
     {"rotor_manifest": 1, "kind": "checkpoint", "files": {"config.json": "9f86d0...", ...}}
 

@@ -179,7 +179,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def check_removable(folder: Path, kind: Kind) -> None:
-    """Raises UsageError unless a folder is empty, an unfinished one of that kind, or a finished one and nothing else."""
+    """Raises UsageError unless a folder is empty, an unfinished one of that kind, or a finished one and no more."""
     if folder.is_symlink() or not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder.", MINE)
     if not any(_contents(folder)) or unfinished_kind(folder) == kind:

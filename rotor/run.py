@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
 from .atomic import replacing, write_json
+from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
 from .checkpoint import read_json
 from .errors import CheckpointError, NumericsError, UsageError
 from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file

@@ -19,7 +19,8 @@ ADDED_LATER = ("recipes", "ablations")
 class StudyStore:
     """Records of a study by key (`part/name/...`), with the settings that they all share.
 
-    A record is measured once: `get` it first, `put` what was missing. Every `put` writes the file anew, so that an interrupted study keeps everything before.
+    A record is measured once: `get` it first, `put` what was missing. Every `put` writes the file anew, so that an
+    interrupted study keeps everything before.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
