@@ -32,7 +32,7 @@ from .partial import PartialRun
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .pruning import check_clusters, prune_rows
-from .publishing import check_space
+from .publishing import check_space, recover
 from .recipe import Recipe
 from .run import FISHER, INFO, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
@@ -102,6 +102,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         with processes.together():
             if processes.is_first:
                 held.enter_context(exclusive(job.out.path, "calibrate"))
+                recover(job.out)
                 job.check_out()  # again: who held it may have written
                 partial.check(settings.resume, settings.overwrite)
                 check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)

@@ -42,6 +42,7 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         raise CheckpointError(
             f"{out.path.parent}: cannot be written ({error.strerror}).", "Choose another place."
         ) from error
+    out.check(overwrite, sources)  # again: an old folder may have been put back
     check_space(out.path, needed_bytes)
     staging = out.new_name()
     try:

@@ -135,7 +135,7 @@ def test_a_run_is_as_calibrate_wrote_it(made: Path, tmp_path: Path) -> None:
             Run.open(run)
         (run / name).write_text(original)
     (run / "fisher.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="fisher.safetensors: is unexpected"):
+    with pytest.raises(CheckpointError, match=r"fisher\.safetensors: is unexpected"):
         Run.open(run)
     (run / "fisher.safetensors").unlink()
     path = run / "bases" / "layer-0001.safetensors"
@@ -145,14 +145,14 @@ def test_a_run_is_as_calibrate_wrote_it(made: Path, tmp_path: Path) -> None:
     bases = Run.open(run).bases()
     assert bases[0]
     for read in (lambda: bases[1], lambda: bases.spectra(1)):
-        with pytest.raises(CheckpointError, match="layer-0001.safetensors: differs from its SHA-256"):
+        with pytest.raises(CheckpointError, match=r"layer-0001\.safetensors: differs from its SHA-256"):
             read()
     (run / "log.txt").write_text("rotor writes to these later")
     (run / "tables").mkdir()
     (run / "tables" / "a.json").write_text("{}")
     Run.open(run)
     (run / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="manifest.json: no such file"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: no such file"):
         Run.open(run)
 
 

@@ -30,9 +30,14 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("keep")
     (tmp_path / ".a.json.tmp").symlink_to(victim)
-    with pytest.raises(ZeroDivisionError), replacing(path) as temporary:
-        temporary.write_text("half")
-        raise ZeroDivisionError
+
+    def interrupted_write() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted_write()
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
@@ -169,7 +174,7 @@ def test_the_folder_itself_is_locked_too(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
 def test_locks_of_other_users(tmp_path: Path) -> None:
-    """A stale lock file of somebody else is taken over; a folder beside which nobody else may write is locked itself."""
+    """A stale lock file of somebody else is taken over; one beside which nobody may write is locked itself."""
     os.chmod(tmp_path.parent, 0o755)
     os.chmod(tmp_path.parent.parent, 0o755)
     folder = tmp_path / "run"
@@ -236,6 +241,6 @@ def test_sidecars_are_those_of_a_model(tmp_path: Path) -> None:
 
 def test_a_removal_rate_is_refused_before_anything_is_probed(tiny, tmp_path: Path) -> None:
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
-    with pytest.raises(UsageError, match="--removal-rate: ranks.method global does not choose"):
+    with pytest.raises(UsageError, match=r"--removal-rate: ranks\.method global does not choose"):
         export(run.folder, tmp_path / "out", removal_rate=0.1, overrides=["ranks.method=global"])
     assert not (run.folder / "rank_table.json").exists()
