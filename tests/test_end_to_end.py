@@ -26,6 +26,7 @@ from rotor.point import as_lists
 from rotor.recipe import override
 from rotor.run import Run, read_statistics
 from rotor.search import rank_path
+from rotor.splits import digests
 from rotor.statistics import LayerStatistics
 from rotor.table import RankTable, any_probes
 from rotor.validate import validate
@@ -214,6 +215,8 @@ def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 500)
     settings = ["tokens.source=text", f"tokens.path={tmp_path / 'text.txt'}", "tokens.count=1024", *FAST_EVALUATION]
     run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", settings)
+    documents = run.info["tokens"].pop("documents_sha256")
+    assert documents == digests([(tmp_path / "text.txt").read_text()])
     assert run.info["tokens"] == {
         "source": "text",
         "count": 1024,

@@ -212,10 +212,11 @@ def test_small_study_measures_every_part(small) -> None:
             point = records[f"{part}/{name}/p{p:.2f}"]
             assert point["stored"] >= p
             for split in ("search", "report"):
-                assert point[split]["kl_div"] >= 0
-                assert 0 < point[split]["top1_agreement"] <= 1
-                smaller = min(point[split]["token_accuracy"], point[split]["ppl_ratio"])
-                assert point[split]["accuracy"] == pytest.approx(smaller, abs=1e-6)
+                parts = ("token_accuracy", "ppl_ratio", "lookup", "copy")
+                smallest = min(point[split][name] for name in parts if name in point[split])
+                assert point[split]["accuracy"] == pytest.approx(smallest, abs=1e-6)
+            assert point["report"]["kl_div"] >= 0
+            assert 0 < point["report"]["top1_agreement"] <= 1
         mild, strong = (records[f"{part}/{name}/p{p:.2f}"]["report"]["kl_div"] for p in (0.3, 0.6))
         assert mild < strong
         targets = records[f"{part}/{name}/targets"]
@@ -419,7 +420,7 @@ def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch
         assert (record["device"], record["context_tokens"], record["batch_size"]) == ("l40s", 1024, 8)
         assert list(record["targets"]) == ["0.99", "0.95", "0.90"]
         for target, point in record["targets"].items():
-            assert min(point["search"], point["report"]) >= float(target)
+            assert point["search"] >= float(target)
             assert point["bytes_share"] == pytest.approx(1 - point["stored"], abs=1e-6)
             layouts = [
                 ordered_by_class(
