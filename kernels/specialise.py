@@ -22,7 +22,7 @@ def config_layouts(config: dict[str, Any]) -> list[LayerLayout]:
         LayerLayout(
             layer["domain"],
             layer["domain"] == "none",
-            tuple(GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in layer["groups"]),
+            tuple(GroupLayout.from_dict(group, "kernel_config.json") for group in layer["groups"]),
         )
         for layer in config["layers"]
     ]
