@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rotor.kernel_config import LayerKernels, Schedule
 from rotor.layout import LayerLayout
 
 from .decode import decode_attention
+from .defaults import SCHEDULE
 from .layer_table import layer_parts
 from .prefill import prefill_attention
 from .slices import DecodeKeys, PrefillKeys
 
 _ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Mask -> its version and its ranges: all layers of a step share one mask."""
+"""Mask -> its version, what it was expanded to, and the ranges: all layers of a step share one mask."""
 
 
 def packed_attention(
@@ -31,6 +34,8 @@ def packed_attention(
     key_rotation: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     softcap: float | None = None,
+    schedule: Schedule = SCHEDULE,
+    kernels: LayerKernels | None = None,
 ) -> Tensor:
     """As `reference.grouped_attention`, but queries of domain `post` come projected.
 
@@ -39,7 +44,8 @@ def packed_attention(
             query heads of qk_rank].
         key, value: [batch_size, 1, kv_len, qk_width] and [batch_size, 1, kv_len, v_width].
         query_basis, key_rotation: domain `pre`.
-        attention_mask: [batch_size, 1, seq_len, kv_len], bool; None is causal.
+        attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal.
+        schedule: of decoding. kernels: the launches of the layer; by default by rule.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank].
     """
@@ -50,22 +56,29 @@ def packed_attention(
     if not pre:
         query_basis = key_rotation = None
     if seq_len == 1:
-        keys = _ranges_of(attention_mask) if attention_mask is not None else _all_keys(batch_size, kv_len, key.device)
+        if attention_mask is None:
+            keys = _all_keys(batch_size, kv_len, key.device)
+        else:
+            keys = _ranges_of(attention_mask, (batch_size, seq_len, kv_len))
         assert isinstance(keys, DecodeKeys)
         output, _ = decode_attention(
             query[:, :, 0] if pre else query[:, 0],
             key,
             value,
-            layer_parts(layout, heads_per_kv, head_dim),
+            layer_parts(layout, heads_per_kv, head_dim, kernels),
             keys,
             heads_per_kv,
             scaling,
             query_basis=query_basis,
             key_rotation=key_rotation,
             softcap=softcap,
+            schedule=schedule,
         )
         return output.unsqueeze(1)
-    chunk = _ranges_of(attention_mask) if attention_mask is not None else _causal(batch_size, seq_len, key.device)
+    if attention_mask is None:
+        chunk = _causal(batch_size, seq_len, key.device)
+    else:
+        chunk = _ranges_of(attention_mask, (batch_size, seq_len, kv_len))
     assert isinstance(chunk, PrefillKeys)
     return prefill_attention(
         query,
@@ -78,6 +91,7 @@ def packed_attention(
         query_basis=query_basis,
         key_rotation=key_rotation,
         softcap=softcap,
+        kernels=kernels,
     )[0]
 
 
@@ -85,16 +99,25 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _ranges_of(mask: Tensor) -> DecodeKeys | PrefillKeys:
-    """The ranges of a mask, computed once a step; anew inside of a CUDA graph, whose replays see other masks."""
-    rows = mask[:, 0]
+def _ranges_of(mask: Tensor, shape: tuple[int, int, int]) -> Any:
+    """The ranges of a mask, computed once a step; anew inside of a CUDA graph, whose replays see other masks.
+
+    Args:
+        mask: broadcastable to [batch_size, 1, seq_len, kv_len].
+        shape: batch_size, seq_len, kv_len.
+    """
     if mask.is_inference() or _capturing():  # no version to know a changed mask by
-        return DecodeKeys.from_mask(rows[:, 0]) if mask.shape[2] == 1 else PrefillKeys.from_mask(rows)
-    version, ranges = _ranges.get(mask, (None, None))
-    if version != mask._version:
-        ranges = DecodeKeys.from_mask(rows[:, 0]) if mask.shape[2] == 1 else PrefillKeys.from_mask(rows)
-        _ranges[mask] = mask._version, ranges
+        return _new_ranges(mask, shape)
+    known, ranges = _ranges.get(mask, (None, None))
+    if known != (mask._version, shape):
+        ranges = _new_ranges(mask, shape)
+        _ranges[mask] = (mask._version, shape), ranges
     return ranges
+
+
+def _new_ranges(mask: Tensor, shape: tuple[int, int, int]) -> DecodeKeys | PrefillKeys:
+    rows = mask[:, 0].expand(shape)
+    return DecodeKeys.from_mask(rows[:, 0]) if shape[1] == 1 else PrefillKeys.from_mask(rows)
 
 
 def _all_keys(batch_size: int, kv_len: int, device: torch.device) -> DecodeKeys:

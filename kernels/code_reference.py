@@ -13,7 +13,7 @@ from torch import Tensor
 from rotor.columns import Columns
 from rotor.layout import GroupClass, LayerLayout
 
-from .reference import class_basis, rotate
+from .reference import class_basis, class_mask, rotate
 from .rows import unpack
 
 BLOCK_ELEMENTS_CPU = 1 << 20
@@ -52,7 +52,8 @@ def coded_attention(
         key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`.
         constant_key: [num_kv_heads, head_dim], in domain `pre`: added to the rebuilt keys of each KV head, before they
             are rotated.
-        attention_mask: [batch_size, 1, seq_len, kv_len], bool (True: attend) or added to the logits; None is causal.
+        attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the model's order; bool (True:
+            attend) or added to the logits; None is causal.
         softcap: bound that the logits are pressed below, before the mask; None for none.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, groups in the order of the layout.
@@ -72,13 +73,13 @@ def coded_attention(
         keys = _Rows(key[:, 0, :kv_len], qk_byte, cls.count, cls.qk_columns, query.dtype)
         values = _Rows(value[:, 0, :kv_len], v_byte, cls.count, cls.v_columns, query.dtype)
         qk_byte, v_byte = keys.end, values.end
+        of_heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
         if domain == "none":
             width = cls.count * size * heads_per_kv * cls.qk_rank
             packed = query[..., column : column + width].unflatten(-1, (cls.count, -1, cls.qk_rank))
             queries, column = packed.permute(0, 2, 3, 1, 4), column + width
         else:
-            heads = query[:, cls.start * size * heads_per_kv : (cls.start + cls.count) * size * heads_per_kv]
-            queries = heads.unflatten(1, (cls.count, size * heads_per_kv))
+            queries = query[:, of_heads].unflatten(1, (cls.count, size * heads_per_kv))
         rebuilding = None
         if domain != "none":
             assert query_basis is not None
@@ -89,8 +90,10 @@ def coded_attention(
             else:
                 assert key_rotation is not None
                 rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), key_rotation)
+        own = class_mask(attention_mask, layout, of_heads, heads_per_kv)
+        mask = None if own is None else own.unflatten(1, (1, 1) if own.shape[1] == 1 else queries.shape[1:3])
         attended = _running_softmax(
-            queries.to(wide), keys, values, rebuilding, scaling, attention_mask, causal, softcap, kv_len
+            queries.to(wide), keys, values, rebuilding, scaling, mask, causal, softcap, kv_len
         )
         outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2).to(query.dtype))
     return torch.cat(outputs, dim=-1)
@@ -146,12 +149,13 @@ def _running_softmax(
     values: _Rows,
     rebuilding: _Rebuilding | None,
     scaling: float,
-    attention_mask: Tensor | None,
+    mask: Tensor | None,
     causal: bool,
     softcap: float | None,
     kv_len: int,
 ) -> Tensor:
-    """Attention of queries [batch_size, count, heads of a group, seq_len, width], float32 or wider.
+    """Attention of queries [batch_size, count, heads of a group, seq_len, width], float32 or wider; `mask` is
+    broadcastable to [batch_size, count, heads of a group, seq_len, kv_len].
 
     Returns [batch_size, count, heads of a group, seq_len, v_rank], zeros for queries that attend to nothing.
     """
@@ -180,9 +184,9 @@ def _running_softmax(
         if causal:
             index = torch.arange(start, seq_len, device=logits.device)
             logits = logits.masked_fill(index[:, None] < index[: end - start], -torch.inf)
-        elif attention_mask is not None:
-            mask = attention_mask[..., start:end].unsqueeze(2)
-            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        elif mask is not None:
+            part = mask if mask.shape[-1] == 1 else mask[..., start:end]
+            logits = logits.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else logits + part
         new_largest = torch.maximum(largest[..., rows, :], logits.amax(-1, keepdim=True))
         reference = new_largest.masked_fill(new_largest == -torch.inf, 0.0)
         weight = torch.exp(logits - reference)

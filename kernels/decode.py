@@ -44,6 +44,7 @@ from .columns import (
     WORK_BEFORE,
 )
 from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
+from .launch import launch
 from .layer_table import Column, LayerParts, table_on
 from .longest_first import assign_variant, longest_first
 from .shapes import HOPPER, Gpu, decode_config, gpu_of, rebuilding_steps, sm_count
@@ -85,7 +86,7 @@ def _rebuilt_scores(
     own = (query_row // HEADS_PER_KV == head) & (query_row < ROWS) & (column < HALF)
     query_0 = tl.load(head_base + column, mask=own, other=0.0).to(tl.float32)
     query_1 = tl.load(head_base + HALF + column, mask=own, other=0.0).to(tl.float32)
-    row_of_start = start + tl.zeros((1,), tl.int32)
+    row_of_start = start + tl.zeros((1,), tl.int64)
     start_cos, start_sin = load_rotation(
         cos, sin, row_of_start, row_of_start < rotation_len, rotation_stride, first, HALF, FREQUENCIES
     )
@@ -205,18 +206,19 @@ def decode_kernel(
     """See `decode_attention`. BODIES: padded (qk_rank, v_rank) of each body; the table says which one serves a part.
 
     Strides come in units of ALIGN elements, so that the compiler knows what divides them (or it would load latents two
-    bytes at a time); of offsets and widths it knows by `multiple_of`.
+    bytes at a time); of offsets and widths it knows by `multiple_of`. Products with strides are of 64 bits, since a
+    large cache has more than 2^31 elements.
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
-    key_block = key_block * ALIGN
-    key_row = key_row * ALIGN
-    value_block = value_block * ALIGN
-    value_row = value_row * ALIGN
-    query_stride = query_stride * ALIGN
-    head_stride = head_stride * ALIGN
+    key_block = key_block.to(tl.int64) * ALIGN
+    key_row = key_row.to(tl.int64) * ALIGN
+    value_block = value_block.to(tl.int64) * ALIGN
+    value_row = value_row.to(tl.int64) * ALIGN
+    query_stride = query_stride.to(tl.int64) * ALIGN
+    head_stride = head_stride.to(tl.int64) * ALIGN
     basis_stride = basis_stride * ALIGN
-    output_stride = output_stride * ALIGN
+    output_stride = output_stride.to(tl.int64) * ALIGN
     rotation_stride = rotation_stride * ALIGN
     if SCHEDULE == "stream":
         total_tiles = tl.load(tile_prefix + batch_size)
@@ -357,8 +359,8 @@ def decode_attention(
     align = alignment(parts, strides)
     query_stride, head_stride, key_block, key_row, value_block, value_row, *rest = (s // align for s in strides)
     rotation_stride, basis_stride, output_stride = rest
-    decode_kernel[(grid,)](
-        query, key, value, partial, partial_lse, output, lse, table, keys.first, keys.end,
+    launch(
+        decode_kernel, (grid,), query, key, value, partial, partial_lse, output, lse, table, keys.first, keys.end,
         keys.first if keys.holes is None else keys.holes, prefix, order, bounds,
         keys.first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
         batch_size, query_stride, head_stride, key_block, key_row, value_block, value_row,
@@ -374,9 +376,9 @@ def decode_attention(
         BATCH_PADDED=triton.next_power_of_2(batch_size),
     )  # fmt: skip
     if schedule == "stream":
-        combine_kernel[(units, parts.rows)](
-            partial, partial_lse, output, lse, table, prefix, batch_size, output.stride(0), lse.stride(0), programs,
-            parts.total_work,
+        launch(
+            combine_kernel, (units, parts.rows), partial, partial_lse, output, lse, table, prefix, batch_size,
+            output.stride(0), lse.stride(0), programs, parts.total_work,
             **combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
         )  # fmt: skip
     return output, lse

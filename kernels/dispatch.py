@@ -4,11 +4,13 @@ The environment variable ROTOR_ATTENTION chooses: `auto` (the default: kernels o
 installed), `reference` (never), `triton` (always, an error where they cannot run at all; on a CPU they need Triton's
 interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch serves what the kernels do not express:
 
-- masks that are added to the logits, or that differ between heads; bool masks of any pattern are served;
+- masks that are added to the logits, or that differ between heads; bool masks of any pattern are served, and those of
+  one row or one sequence for all; empty inputs;
 - dropout, calls outside of torch.no_grad() or inference_mode(), and code that torch.compile is tracing (which
   `generate` does for static caches on CUDA, unless disable_compile=True);
 - widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`), and widths whose smallest tiles exceed the shared memory
   of the GPU at hand (the logger `rotor` says so);
+- GPUs of AMD (the logger `rotor` says so): the kernels give options that only NVIDIA's compiler knows;
 - keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
 """
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rotor.errors import UsageError
+from rotor.kernel_config import LayerKernels
 from rotor.layout import LayerLayout
 from rotor.logs import log
 
@@ -39,6 +42,20 @@ def triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def for_amd() -> bool:
+    """Whether this PyTorch was built for AMD's GPUs, which it calls CUDA devices too."""
+    return torch.version.hip is not None
+
+
+@lru_cache(maxsize=1)
+def _warn_of_amd() -> None:
+    log.warning(
+        "plain PyTorch serves compressed attention on this GPU: rotor's kernels are for NVIDIA's, and this PyTorch is "
+        "built for AMD's (ROCm %s)",
+        torch.version.hip,
+    )
+
+
 def kernels_wanted(device: torch.device) -> bool:
     """Whether kernels run on a device, by what is installed and what the user chose.
 
@@ -50,23 +67,38 @@ def kernels_wanted(device: torch.device) -> bool:
         raise UsageError(f"{VARIABLE}={choice}: expected one of {', '.join(CHOICES)}.", f"Unset {VARIABLE}.")
     if choice == "triton" and not triton_installed():
         raise UsageError(f"{VARIABLE}=triton, but Triton is not installed.", "pip install 'rotor-kv[kernels]'")
+    if device.type == "cuda" and choice != "reference" and triton_installed() and for_amd():
+        _warn_of_amd()
+        return False
     return choice == "triton" or (choice == "auto" and device.type == "cuda" and triton_installed())
 
 
-def widths_fit(layout: LayerLayout, heads_per_kv: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels have tiles for a layer's widths on a device."""
+def widths_fit(
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: LayerKernels | None = None,
+) -> bool:
+    """Whether the kernels have tiles for a layer's widths on a device; `kernels` is by default by rule."""
     limit = MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH
     if max(max(group.qk_rank, group.v_rank) for group in layout.groups) > limit:
         return False
-    return _fits_shared_memory(layout, heads_per_kv, head_dim, dtype, device)
+    return _fits_shared_memory(layout, heads_per_kv, head_dim, dtype, device, kernels)
 
 
 @lru_cache(maxsize=4096)
 def _fits_shared_memory(
-    layout: LayerLayout, heads_per_kv: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: LayerKernels | None,
 ) -> bool:
     gpu = gpu_of(device)
-    fits = fits_shared_memory(layout, heads_per_kv, head_dim, dtype.itemsize, gpu)
+    fits = fits_shared_memory(layout, heads_per_kv, head_dim, dtype.itemsize, gpu, kernels)
     if not fits:
         log.warning(
             "plain PyTorch serves layers of ranks up to %d + %d in %s: their tiles exceed the %d KB of shared memory "
@@ -87,22 +119,33 @@ def kernels_serve(
     attention_mask: Tensor | None,
     dropout: float,
     rotation_fits: bool,
+    kernels: LayerKernels | None = None,
 ) -> bool:
     """Whether the kernels serve a layer's attention for these inputs; else plain PyTorch does.
 
     Args:
-        hidden_states: the layer's input: device, dtype, and whether gradients are wanted.
+        hidden_states: the layer's input, [batch_size, seq_len, hidden_size]: device, dtype, and whether gradients are
+            wanted.
         heads_per_kv, head_dim: of the uncompressed model.
-        attention_mask: as transformers gives it, 4-dimensional.
+        attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len].
         rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
+        kernels: the launches of the layer; by default by rule.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not kernels_wanted(hidden_states.device):
         return False
-    mask_fits = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
     return (
-        mask_fits
+        (attention_mask is None or _mask_fits(attention_mask, *hidden_states.shape[:2]))
+        and hidden_states.numel() > 0
         and rotation_fits
         and dropout == 0.0
         and hidden_states.dtype in DTYPES
-        and widths_fit(layout, heads_per_kv, head_dim, hidden_states.dtype, hidden_states.device)
+        and widths_fit(layout, heads_per_kv, head_dim, hidden_states.dtype, hidden_states.device, kernels)
     )
+
+
+def _mask_fits(mask: Tensor, batch_size: int, seq_len: int) -> bool:
+    """Whether a mask is bool, the same for all heads, and broadcasts to the batch; what it hides does not matter."""
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.numel() == 0:
+        return False
+    sequences, heads, rows, _ = mask.shape
+    return heads == 1 and sequences in (1, batch_size) and rows in (1, seq_len)

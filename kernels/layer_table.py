@@ -9,7 +9,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from rotor.kernel_config import LayerKernels, serving
 from rotor.layout import LayerLayout
+
+from .defaults import default_layer
+from .widths import padded
 
 
 class Column(IntEnum):
@@ -32,30 +36,8 @@ class Column(IntEnum):
     BODY = 9
 
 
-MAX_BODIES = {"post": 3, "none": 3, "pre": 2}
-"""Distinct widths that one decode kernel is compiled for; a narrower part runs in a wider body, its columns masked.
-More would cost registers, since those of all bodies are kept."""
-
 MAX_TILE_ELEMENTS = 1 << 14
 """Query rows times padded v_rank of a tile: the float32 accumulator, a quarter of an SM's registers."""
-
-
-def padded(width: int) -> int:
-    """A power of two of at least 16, what tiles are made of. Masked columns cost no memory traffic; splitting a width
-    into several powers of two would cost more registers than the columns do.
-    """
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def chunks(width: int) -> tuple[int, int]:
-    """A width as at most two powers of two of at least 16, the second 0 where one is enough: 80 is (64, 16), 112 is
-    (128, 0) with 16 columns masked. For kernels limited by arithmetic.
-    """
-    whole = max(16, 1 << (width.bit_length() - 1))
-    if whole >= width:
-        return whole, 0
-    rest = padded(width - whole)
-    return (2 * whole, 0) if rest == whole else (whole, rest)
 
 
 @dataclass(frozen=True)
@@ -69,6 +51,7 @@ class LayerParts:
     rows: query rows of a part.
     bodies: (qk_rank, v_rank) that the kernel is compiled for, widest first.
     table: for each part, a number for each Column.
+    tile: keys of a tile, as `LayerKernels` says.
     """
 
     domain: str
@@ -76,6 +59,7 @@ class LayerParts:
     rows: int
     bodies: tuple[tuple[int, int], ...]
     table: tuple[tuple[int, ...], ...]
+    tile: int
 
     @property
     def total_work(self) -> int:
@@ -83,8 +67,11 @@ class LayerParts:
 
 
 @lru_cache(maxsize=4096)
-def layer_parts(layout: LayerLayout, heads_per_kv: int, head_dim: int) -> LayerParts:
-    """Cut the groups of a layer into parts and choose the bodies that serve them."""
+def layer_parts(
+    layout: LayerLayout, heads_per_kv: int, head_dim: int, kernels: LayerKernels | None = None
+) -> LayerParts:
+    """Cut the groups of a layer into parts and choose the bodies that serve them; `kernels` is by default by rule."""
+    kernels = kernels or default_layer(layout, head_dim)
     widest_value = max(padded(group.v_rank) for group in layout.groups)
     heads, rows = layout.group_size, layout.group_size * heads_per_kv
     if layout.domain != "pre":
@@ -96,11 +83,13 @@ def layer_parts(layout: LayerLayout, heads_per_kv: int, head_dim: int) -> LayerP
         while padded(rows) * widest_value > MAX_TILE_ELEMENTS and heads % 2 == 0:
             heads, rows = heads // 2, rows // 2
     group_rows = layout.group_size * heads_per_kv
-    bodies = _bodies(sorted({(g.qk_rank, g.v_rank) for g in layout.groups}, reverse=True), MAX_BODIES[layout.domain])
+    bodies = tuple(sorted(kernels.specialisations, reverse=True))
     table = []
     work = 0
     for index, (group, (qk_offset, v_offset)) in enumerate(zip(layout.groups, layout.offsets(), strict=True)):
-        body = max(i for i, b in enumerate(bodies) if b[0] >= group.qk_rank and b[1] >= group.v_rank)
+        serves = serving(bodies, group.qk_rank, group.v_rank)
+        assert serves is not None  # KernelConfig.check
+        body = bodies.index(serves)
         for part in range(group_rows // rows):
             table.append(
                 (
@@ -117,26 +106,7 @@ def layer_parts(layout: LayerLayout, heads_per_kv: int, head_dim: int) -> LayerP
                 )
             )
             work += group.qk_rank + group.v_rank
-    return LayerParts(layout.domain, heads, rows, bodies, tuple(table))
-
-
-def _bodies(widths: list[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
-    """At most `count` widths, each pair of `widths` being served by one that is no narrower; fewest padded columns.
-
-    Pairs are merged into the larger of both, cheapest first.
-    """
-    bodies = sorted({(padded(qk), padded(v)) for qk, v in widths}, reverse=True)
-    while len(bodies) > count:
-
-        def waste(pair: tuple[int, int], among: list[tuple[int, int]] = bodies) -> int:
-            (qk, v), (other_qk, other_v) = among[pair[0]], among[pair[1]]
-            return 2 * (max(qk, other_qk) + max(v, other_v)) - qk - v - other_qk - other_v
-
-        first, second = min(((i, j) for i in range(len(bodies)) for j in range(i)), key=waste)
-        merged = tuple(max(a, b) for a, b in zip(bodies[first], bodies[second], strict=True))
-        kept = [b for i, b in enumerate(bodies) if i not in (first, second)]
-        bodies = sorted({*kept, (merged[0], merged[1])}, reverse=True)
-    return tuple(bodies)
+    return LayerParts(layout.domain, heads, rows, bodies, tuple(table), kernels.tile)
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .ahead import Variant
+from .launch import launch
 
 MOST_PROGRAMS = 512
 """Two for each of 256 SMs, more than today's GPUs have."""
@@ -42,7 +43,7 @@ def longest_first(work: Tensor, programs: int) -> tuple[Tensor, Tensor]:
     work = work.flatten()
     tasks = torch.argsort(work, descending=True, stable=True)
     owner = torch.empty_like(work)
-    assign_kernel[(1,)](work[tasks], owner, work.numel(), programs, **constants)
+    launch(assign_kernel, (1,), work[tasks], owner, work.numel(), programs, **constants)
     sorted_owner, order = torch.sort(owner, stable=True)
     bounds = torch.searchsorted(sorted_owner, torch.arange(programs + 1, device=work.device))
     return tasks[order].int(), bounds.int()

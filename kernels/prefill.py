@@ -16,15 +16,19 @@ and those of a last round that would not fill the GPU in pieces, by a launch of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotor.kernel_config import LayerKernels
 from rotor.layout import LayerLayout
 
 from .ahead import Variant
 from .decode import alignment_of, check_page
+from .launch import launch
 from .rebuild import rebuild_keys, rebuild_variant
 from .schedule import last_round
 from .shapes import (
@@ -90,12 +94,18 @@ def prefill_kernel(
     tile_begin = tl.min(tl.where(attends, first, 2147483647), 0) // TILE
     tile_end = (tl.max(tl.where(attends, end, 0), 0) + TILE - 1) // TILE
 
-    query_base = query + (sequence.to(tl.int64) * query_batch + unit * PACK * query_head + query_offset) * ALIGN
+    # Of 64 bits: a large cache, or a long prompt, has more than 2^31 elements.
+    key_block = key_block.to(tl.int64) * ALIGN
+    key_row = key_row.to(tl.int64) * ALIGN
+    value_block = value_block.to(tl.int64) * ALIGN
+    value_row = value_row.to(tl.int64) * ALIGN
+    head_stride = query_head.to(tl.int64) * ALIGN
+    position_stride = query_position.to(tl.int64) * ALIGN
+    query_base = query + sequence * (query_batch.to(tl.int64) * ALIGN)
+    query_base += unit * PACK * head_stride + query_offset.to(tl.int64) * ALIGN
     # Latents are a group's, rebuilt keys a head's.
     key_base = key + (key_offset * ALIGN + (group if PRE else unit) * QK)
     value_base = value + (value_offset * ALIGN + group * V)
-    head_stride = query_head * ALIGN
-    position_stride = query_position * ALIGN
     if PRE:
         width: tl.constexpr = 2 * HALF
         # A pad of the first half would be the second: load each by itself.
@@ -124,9 +134,9 @@ def prefill_kernel(
         # Rows behind the last key of the tile's rows may hold anything, pages behind it may not exist.
         valid = (index < tl.max(end, 0)) & (index >= tl.min(tl.where(attends, first, 2147483647), 0))
         block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
-        latent_0 = load_latents(key_base, block, row, key_block * ALIGN, key_row * ALIGN, QK, valid, 0, K0)
+        latent_0 = load_latents(key_base, block, row, key_block, key_row, QK, valid, 0, K0)
         if K1 > 0:
-            latent_1 = load_latents(key_base, block, row, key_block * ALIGN, key_row * ALIGN, QK, valid, K0, K1)
+            latent_1 = load_latents(key_base, block, row, key_block, key_row, QK, valid, K0, K1)
         if PRE:
             stride = basis_stride * ALIGN
             basis_0 = load_basis(basis_base, stride, basis_row, HALF, QK, 0, K0, HALF_PADDED)
@@ -138,7 +148,11 @@ def prefill_kernel(
                 basis_1 = load_basis(basis_base, stride, basis_row + HALF, HALF, QK, K0, K1, HALF_PADDED)
                 key_0 = tl.dot(latent_1, basis_0, key_0, input_precision=PRECISION)
                 key_1 = tl.dot(latent_1, basis_1, key_1, input_precision=PRECISION)
-            tile_cos, tile_sin = load_rotation(cos, sin, index, valid, rotation_stride * ALIGN, 0, HALF, HALF_PADDED)
+            turn = (start + tl.zeros((), tl.int64)) * (rotation_stride * ALIGN)
+            place_in_tile = tl.arange(0, TILE)
+            tile_cos, tile_sin = load_rotation(
+                cos + turn, sin + turn, place_in_tile, valid, rotation_stride * ALIGN, 0, HALF, HALF_PADDED
+            )
             key_0, key_1 = rotate_tile(key_0, key_1, tile_cos, tile_sin)
             scores = tl.dot(query_0, tl.trans(key_0.to(query_0.dtype)), input_precision=PRECISION)
             scores = tl.dot(query_1, tl.trans(key_1.to(query_0.dtype)), scores, input_precision=PRECISION)
@@ -158,19 +172,19 @@ def prefill_kernel(
         shrink = tl.exp2(largest - reference)
         total = total * shrink + tl.sum(weight, 1)
         largest = new_largest
-        value_0 = load_latents(value_base, block, row, value_block * ALIGN, value_row * ALIGN, V, valid, 0, V0)
+        value_0 = load_latents(value_base, block, row, value_block, value_row, V, valid, 0, V0)
         weight = weight.to(value_0.dtype)
         sum_0 = tl.dot(weight, value_0, sum_0 * shrink[:, None], input_precision=PRECISION)
         if V1 > 0:
-            value_1 = load_latents(value_base, block, row, value_block * ALIGN, value_row * ALIGN, V, valid, V0, V1)
+            value_1 = load_latents(value_base, block, row, value_block, value_row, V, valid, V0, V1)
             sum_1 = tl.dot(weight, value_1, sum_1 * shrink[:, None], input_precision=PRECISION)
 
     safe_total = tl.where(total == 0.0, 1.0, total)
     head = unit * PACK + rows % PACK
     natural = (largest + tl.log2(safe_total)) * 0.6931471805599453
-    lse_place = lse + sequence.to(tl.int64) * lse_batch + (lse_offset + head) * lse_head + rows // PACK
+    lse_place = lse + sequence.to(tl.int64) * lse_batch + (lse_offset + head).to(tl.int64) * lse_head + rows // PACK
     tl.store(lse_place, natural, mask=in_range)
-    offset = sequence.to(tl.int64) * (output_batch * ALIGN) + (rows // PACK).to(tl.int64) * (output_position * ALIGN)
+    offset = sequence * (output_batch.to(tl.int64) * ALIGN) + rows // PACK * (output_position.to(tl.int64) * ALIGN)
     out = output + (offset + output_offset * ALIGN + head * V)[:, None]
     column = tl.arange(0, V0)
     out_mask = in_range[:, None] & (column[None, :] < V)
@@ -195,6 +209,7 @@ def prefill_attention(
     block_table: Tensor | None = None,
     softcap: float | None = None,
     rebuilt: bool | None = None,
+    kernels: LayerKernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of several query positions of each sequence over a layer's packed rows.
 
@@ -208,6 +223,7 @@ def prefill_attention(
             cache, [at least kv_len, head_dim].
         block_table, softcap: as in `decode_attention`.
         rebuilt: domain `pre`, contiguous: whether keys are rebuilt in memory first; by default where that pays.
+        kernels: the classes, one launch each, and their blocks; by default by rule.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
         logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity.
@@ -232,7 +248,7 @@ def prefill_attention(
     basis = query if query_basis is None else query_basis
     empty = keys.first
     for cls, constants in prefill_constants(
-        layout, heads_per_kv, query.element_size(), head_dim, rebuilt, gpu_of(query.device)
+        layout, heads_per_kv, query.element_size(), head_dim, rebuilt, gpu_of(query.device), kernels
     ):
         units = cls.count * constants["HEADS"]
         key_offset = cls.start * layout.group_size * head_dim if rebuilt else cls.qk_offset
@@ -248,7 +264,7 @@ def prefill_attention(
         rotation = [cos.stride(0), basis.stride(0)] if constants["PRE"] else [0, 0]
         align = alignment_of(constants["QK"], cls.v_rank, *strides, *rotation)
         blocks = triton.cdiv(seq_len * constants["PACK"], constants["ROWS"])
-        arguments = [
+        arguments: list[Any] = [
             query, key, value, output, lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
             empty if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
             batch_size, units, blocks, seq_len, *(stride // align for stride in strides),
@@ -265,11 +281,11 @@ def prefill_attention(
             rows, pack = constants["ROWS"], constants["PACK"]
             whole, cut = last_round(seq_len, keys.past, rows, pack, units * batch_size, workers)
         if whole:
-            prefill_kernel[(whole,)](*arguments, 0, *real, **constants, **flags)
+            launch(prefill_kernel, (whole,), *arguments, 0, *real, **constants, **flags)
         if cut:
             pieces = pieces_of(constants)
             grid = ((tasks - whole) * pieces["SPLIT"],)
-            prefill_kernel[grid](*arguments, whole, *real, **pieces, **flags)
+            launch(prefill_kernel, grid, *arguments, whole, *real, **pieces, **flags)
     return output, lse
 
 
@@ -283,6 +299,7 @@ def prefill_variants(
     mask: bool = False,
     softcap: bool = False,
     gpu: Gpu = HOPPER,
+    kernels: LayerKernels | None = None,
 ) -> list[Variant]:
     """What `prefill_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
     pointers = {
@@ -295,7 +312,7 @@ def prefill_variants(
     once = layout.domain == "pre" and page == 0
     variants = [rebuild_variant(layout, head_dim, dtype)] if once else []
     for rebuilt in (True, False) if once else (False,):
-        for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt, gpu):
+        for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt, gpu, kernels):
             key_numbers = (head_dim,) if rebuilt else (cls.qk_rank, cls.qk_offset, layout.qk_width)
             align = alignment_of(*key_numbers, cls.v_rank, cls.v_offset, layout.v_width)
             flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}

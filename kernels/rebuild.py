@@ -19,10 +19,11 @@ from torch import Tensor
 from rotor.layout import LayerLayout
 
 from .ahead import Variant
-from .layer_table import padded
+from .launch import launch
 from .rotation import group_table, rank_alignment
 from .shapes import precision
 from .tiles import load_basis, load_latents, load_rotation, rotate_tile
+from .widths import padded
 
 INTEGERS = [
     "blocks", "kv_heads", "key_batch", "key_row", "basis_stride", "rotation_stride", "out_batch", "out_row",
@@ -58,17 +59,29 @@ def rebuild_kernel(
             width = rank - column
             base = key + offset + column
             latent = load_latents(
-                base, sequence + 0 * index, index, key_batch * ALIGN, key_row * ALIGN, width, valid, 0, COLUMNS
+                base,
+                sequence + 0 * index,
+                index,
+                key_batch.to(tl.int64) * ALIGN,
+                key_row.to(tl.int64) * ALIGN,
+                width,
+                valid,
+                0,
+                COLUMNS,
             )
             columns = basis + offset + column
             basis_0 = load_basis(columns, stride, basis_row, HALF, width, 0, COLUMNS, HALF_PADDED)
             basis_1 = load_basis(columns, stride, basis_row + HALF, HALF, width, 0, COLUMNS, HALF_PADDED)
             key_0 = tl.dot(latent, basis_0, key_0, input_precision=PRECISION)
             key_1 = tl.dot(latent, basis_1, key_1, input_precision=PRECISION)
-        tile_cos, tile_sin = load_rotation(cos, sin, index, valid, rotation_stride * ALIGN, 0, HALF, HALF_PADDED)
+        turn = start.to(tl.int64) * (rotation_stride * ALIGN)
+        place_in_block = tl.arange(0, ROWS)
+        tile_cos, tile_sin = load_rotation(
+            cos + turn, sin + turn, place_in_block, valid, rotation_stride * ALIGN, 0, HALF, HALF_PADDED
+        )
         key_0, key_1 = rotate_tile(key_0, key_1, tile_cos, tile_sin)
         half = tl.arange(0, HALF_PADDED)
-        place = sequence.to(tl.int64) * (out_batch * ALIGN) + index.to(tl.int64) * (out_row * ALIGN) + head * (2 * HALF)
+        place = sequence * (out_batch.to(tl.int64) * ALIGN) + index * (out_row.to(tl.int64) * ALIGN) + head * (2 * HALF)
         to = out + place[:, None] + half[None, :]
         mask = valid[:, None] & (half[None, :] < HALF)
         tl.store(to, key_0.to(out.dtype.element_ty), mask=mask)
@@ -103,8 +116,9 @@ def rebuild_keys(
     align = rank_alignment(layout, strides)
     constants = rebuild_constants(layout, head_dim, key.element_size())
     blocks = triton.cdiv(kv_len, constants["ROWS"])
-    rebuild_kernel[(blocks * kv_heads * batch_size,)](
-        key, out, query_basis, cos, sin, group_table(layout, key.device), first, end, blocks, kv_heads,
+    launch(
+        rebuild_kernel, (blocks * kv_heads * batch_size,), key, out, query_basis, cos, sin,
+        group_table(layout, key.device), first, end, blocks, kv_heads,
         *(stride // align for stride in strides), **constants, ALIGN=align,
     )  # fmt: skip
     return out

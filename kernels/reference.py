@@ -78,7 +78,8 @@ def grouped_attention(
         scaling: factor on the logits; the one of the uncompressed model.
         query_basis: [group_size * head_dim, qk_width], except in domain `none`.
         key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`.
-        attention_mask: [batch_size, 1, seq_len, kv_len], bool (True: attend) or added to the logits; None is causal.
+        attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the order of the
+            uncompressed model; bool (True: attend) or added to the logits; None is causal.
         softcap: bound that the logits are pressed below, before the mask; None for none.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank], groups in the order of the layout.
@@ -90,6 +91,7 @@ def grouped_attention(
     folded_offset = 0
     for cls in layout.classes():
         heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
+        mask = class_mask(attention_mask, layout, heads, heads_per_kv)
         latents = _class_rows(key, cls.qk_offset, cls.count, cls.qk_rank)
         values = _class_rows(value, cls.v_offset, cls.count, cls.v_rank)
         if layout.domain == "none":
@@ -110,18 +112,26 @@ def grouped_attention(
                 assert key_rotation is not None
                 if queries.shape[2] == 1 and dropout == 0.0:
                     logits = _rebuilt_logits(queries, latents, basis, key_rotation)
-                    outputs.append(_softmax_attention(logits, values, scaling, attention_mask, softcap))
+                    outputs.append(_softmax_attention(logits, values, scaling, mask, softcap))
                     continue
                 rebuilt = torch.einsum("bnlr,ngdr->bngld", latents, basis)
                 keys = rotate(rebuilt, *key_rotation).flatten(1, 2)
                 values = values.unsqueeze(2).expand(-1, -1, size, -1, -1).reshape(batch_size, -1, kv_len, cls.v_rank)
-        outputs.append(attend(queries, keys, values, scaling, attention_mask, dropout, softcap))
+        outputs.append(attend(queries, keys, values, scaling, mask, dropout, softcap))
     return torch.cat(outputs, dim=-1)
 
 
 def _class_rows(rows: Tensor, offset: int, count: int, rank: int) -> Tensor:
     """[batch_size, 1, kv_len, width] -> the latents of a class, [batch_size, count, kv_len, rank]; a view."""
     return rows[:, 0, :, offset : offset + count * rank].unflatten(-1, (count, rank)).transpose(1, 2)
+
+
+def class_mask(mask: Tensor | None, layout: LayerLayout, heads: slice, heads_per_kv: int) -> Tensor | None:
+    """The rows of a mask that are of some query heads, counted in the order of the layout."""
+    if mask is None or mask.shape[1] == 1:
+        return mask
+    order = torch.tensor(layout.kv_head_order)[:, None] * heads_per_kv + torch.arange(heads_per_kv)
+    return mask[:, order.flatten()[heads].to(mask.device)]
 
 
 def class_basis(basis: Tensor, cls: GroupClass) -> Tensor:
@@ -224,7 +234,7 @@ def _softmax_attention(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if attention_mask is not None:
-        mask = attention_mask.unsqueeze(2)
+        mask = attention_mask.unflatten(1, (1, 1) if attention_mask.shape[1] == 1 else logits.shape[1:3])
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
     # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
     probabilities = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)

@@ -18,9 +18,10 @@ from rotor.layout import LayerLayout
 
 from .ahead import Variant
 from .decode import alignment_of
-from .layer_table import padded
+from .launch import launch
 from .shapes import precision
 from .tiles import load_rotation, rotate_tile
+from .widths import padded
 
 COLUMNS = 64
 """Columns of a packed row that one program makes."""
@@ -85,19 +86,27 @@ def rotation_kernel(
     first_column = tl.program_id(2) * COLUMNS
     rank = tl.multiple_of(tl.load(table + group * 2), ALIGN)
     offset = tl.multiple_of(tl.load(table + group * 2 + 1), ALIGN)
+    # Of 64 bits: many long prompts have more than 2^31 elements.
+    query_batch = query_batch.to(tl.int64) * ALIGN
+    query_position = query_position.to(tl.int64) * ALIGN
+    query_head = query_head.to(tl.int64) * ALIGN
+    key_batch = key_batch.to(tl.int64) * ALIGN
+    key_position = key_position.to(tl.int64) * ALIGN
+    key_head = key_head.to(tl.int64) * ALIGN
+    cos_batch = cos_batch.to(tl.int64) * ALIGN
     if first_column < rank:
         if job < SIZE:
             _project(
-                query, query_rows, query_basis, cos, sin, tokens, seq_len, query_batch * ALIGN, query_position * ALIGN,
-                query_head * ALIGN, basis_stride * ALIGN, cos_batch * ALIGN, cos_position * ALIGN,
+                query, query_rows, query_basis, cos, sin, tokens, seq_len, query_batch, query_position, query_head,
+                basis_stride * ALIGN, cos_batch, cos_position * ALIGN,
                 query_row_stride * ALIGN, (group * SIZE + job) * HEADS_PER_KV, job * 2 * HALF, 1, rank, offset,
                 offset * SIZE * HEADS_PER_KV + job * HEADS_PER_KV * rank, first_column, row_block, HEADS_PER_KV, HALF,
                 HALF_PADDED, ROWS, COLUMNS, PRECISION,
             )  # fmt: skip
         elif row_block * ROWS < tokens:
             _project(
-                key, key_rows, key_basis, cos, sin, tokens, seq_len, key_batch * ALIGN, key_position * ALIGN,
-                key_head * ALIGN, basis_stride * ALIGN, cos_batch * ALIGN, cos_position * ALIGN,
+                key, key_rows, key_basis, cos, sin, tokens, seq_len, key_batch, key_position, key_head,
+                basis_stride * ALIGN, cos_batch, cos_position * ALIGN,
                 key_row_stride * ALIGN, group * SIZE, 0, SIZE, rank, offset, offset, first_column, row_block, 1, HALF,
                 HALF_PADDED, ROWS, COLUMNS, PRECISION,
             )  # fmt: skip
@@ -142,9 +151,9 @@ def rotate_and_project(
         len(layout.groups) * (size + 1),
         triton.cdiv(max(group.qk_rank for group in layout.groups), COLUMNS),
     )
-    rotation_kernel[grid](
-        query, key, query_rows, key_rows, query_basis, key_basis, cos, sin, group_table(layout, query.device), tokens,
-        seq_len, *(stride // align for stride in strides), **constants, ALIGN=align,
+    launch(
+        rotation_kernel, grid, query, key, query_rows, key_rows, query_basis, key_basis, cos, sin,
+        group_table(layout, query.device), tokens, seq_len, *(stride // align for stride in strides), **constants, ALIGN=align,
     )  # fmt: skip
     return query_rows, key_rows
 

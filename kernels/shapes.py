@@ -6,16 +6,20 @@ spills nothing at these sizes, and needs no more shared memory than estimated he
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from rotor.kernel_config import Blocks, LayerKernels
 from rotor.layout import GroupClass, LayerLayout
 
-from .layer_table import LayerParts, chunks, layer_parts, padded
-from .schedule import PIECES, balanced_row_blocks
+from .defaults import default_layer
+from .layer_table import LayerParts, layer_parts
+from .schedule import PIECES
+from .widths import chunks, padded
 
 SHARED_KB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """Shared memory that one program may have, by compute capability. Source: CUDA programming guide."""
@@ -81,7 +85,7 @@ def decode_config(
     wide_pre = parts.domain == "pre" and (max(widest) > 128 or (crowded and max(widest) == 128))
     if wide_pre:
         tile_rows = max(32, tile_rows)
-    tile, warps, stages = decode_shape(widest, tile_rows, element_bytes, head_dim, gpu)
+    tile, warps, stages = decode_shape(parts.tile, widest, tile_rows, element_bytes, head_dim, gpu)
     half = head_dim // 2
     config = {
         # Smaller tiles than these would be loaded two bytes at a time.
@@ -134,22 +138,17 @@ def _shrink(config: dict[str, Any], *order: tuple[str, int]) -> bool:
 
 
 def decode_shape(
-    widest: tuple[int, int], tile_rows: int, element_bytes: int, head_dim: int, gpu: Gpu
+    tile: int, widest: tuple[int, int], tile_rows: int, element_bytes: int, head_dim: int, gpu: Gpu
 ) -> tuple[int, int, int]:
     """Keys of a tile, warps, and stages of the pipeline of loads; head_dim is 0 except in domain `pre`.
 
-    A tile of latents is about 16 KB, so that three of them in flight on each of two or more programs an SM cover the
-    memory's latency. In `pre` the latents of a tile stay in registers while all heads are rebuilt from them, and these
-    are the sizes at which the compiler does not spill.
+    `tile` is what was chosen for 16-bit numbers: half as many of 32 bits, and in `pre` at most what the compiler does
+    not spill at.
     """
-    row_bytes = sum(widest) * element_bytes
     if head_dim:
         narrow = max(widest) < 128 or (max(widest) == 128 and not gpu.registers_hold_operands)
-        return 64 if narrow else 16, 4 if sum(widest) <= 64 else 8, 2
-    tile = 128
-    while tile > 16 and tile * row_bytes > (16 << 10):
-        tile //= 2
-    return tile, 4 if tile_rows * widest[1] <= 4096 else 8, 3
+        return min(tile, 64 if narrow else 16), 4 if sum(widest) <= 64 else 8, 2
+    return max(16, tile * 2 // max(2, element_bytes)), 4 if tile_rows * widest[1] <= 4096 else 8, 3
 
 
 def precision(element_bytes: int) -> str:
@@ -183,23 +182,22 @@ def prefill_constants(
     head_dim: int,
     rebuilt: bool,
     gpu: Gpu = HOPPER,
+    kernels: LayerKernels | None = None,
 ) -> list[tuple[GroupClass, dict[str, Any]]]:
     """Each class of a layer, widest first, with the constants that its prefill kernel is compiled for.
 
-    Row blocks balance the classes by d_sum (FDC section 5.3), in powers of two. Of keys that are rebuilt first the
-    kernel reads head_dim columns. Tiles shrink where the GPU has little shared memory.
+    Row blocks are those of `kernels` (by default by rule: balanced by d_sum, FDC section 5.3), in powers of two. Of
+    keys that are rebuilt first the kernel reads head_dim columns. Tiles shrink where the GPU has little shared memory.
     """
-    classes = list(layout.classes())
+    kernels = kernels or default_layer(layout, head_dim)
     per_head, pre = layout.domain == "pre", layout.domain == "pre" and not rebuilt
     half = head_dim // 2 if pre else 0
-    all_widths = [(head_dim if rebuilt else c.qk_rank, c.v_rank) for c in classes]
     result = []
-    for cls, (qk_width, v_rank), (row_block, column_block) in zip(
-        classes, all_widths, balanced_row_blocks(all_widths), strict=True
-    ):
+    for cls, blocks in _launched_classes(kernels, rebuilt):
+        qk_width, v_rank = head_dim if rebuilt else cls.qk_rank, cls.v_rank
         whole = pre and max(qk_width, v_rank) > 64  # more pieces take more registers
         widths = [(padded(width), 0) if whole else chunks(width) for width in (qk_width, v_rank)]
-        rows, tile, warps = prefill_shape(widths, row_block, column_block, element_bytes, pre, gpu)
+        rows, tile, warps = prefill_shape(widths, blocks.rows, blocks.columns, element_bytes, pre, gpu)
         constants = {
             "QK": qk_width,
             "V": v_rank,
@@ -221,6 +219,17 @@ def prefill_constants(
             pass
         result.append((cls, constants))
     return result
+
+
+def _launched_classes(kernels: LayerKernels, rebuilt: bool) -> Iterator[tuple[GroupClass, Blocks]]:
+    """The classes with their places in the layer and in the packed rows, and their blocks."""
+    start = qk_offset = v_offset = 0
+    for cls in kernels.classes:
+        blocks = cls.rebuilt if rebuilt else cls.blocks
+        assert blocks is not None  # KernelConfig.check
+        yield GroupClass(start, cls.groups, cls.qk_rank, cls.v_rank, qk_offset, v_offset), blocks
+        start, qk_offset = start + cls.groups, qk_offset + cls.groups * cls.qk_rank
+        v_offset += cls.groups * cls.v_rank
 
 
 def prefill_shape(
@@ -279,11 +288,18 @@ def prefill_shared_bytes(constants: dict[str, Any], element_bytes: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def fits_shared_memory(layout: LayerLayout, heads_per_kv: int, head_dim: int, element_bytes: int, gpu: Gpu) -> bool:
+def fits_shared_memory(
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    element_bytes: int,
+    gpu: Gpu,
+    kernels: LayerKernels | None = None,
+) -> bool:
     """Whether decoding and prefill, in their smallest tiles, fit into the shared memory that a program may have."""
-    parts = layer_parts(layout, heads_per_kv, head_dim)
+    parts = layer_parts(layout, heads_per_kv, head_dim, kernels)
     config = decode_config(parts, heads_per_kv, element_bytes, head_dim if layout.domain == "pre" else 0, gpu)
-    prefills = prefill_constants(layout, heads_per_kv, element_bytes, head_dim, False, gpu)
+    prefills = prefill_constants(layout, heads_per_kv, element_bytes, head_dim, False, gpu, kernels)
     needed = [decode_shared_bytes(config, element_bytes)]
     needed += [prefill_shared_bytes(constants, element_bytes) for _, constants in prefills]
     return max(needed) <= gpu.shared_bytes

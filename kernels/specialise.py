@@ -1,12 +1,14 @@
-"""Every kernel that a compressed model needs, from its kernel_config.json: what to compile ahead of time."""
+"""Every kernel that a compressed model needs, by its layouts and its kernel configuration: what to compile ahead."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from rotor.layout import GroupLayout, LayerLayout
+from rotor.kernel_config import KernelConfig
+from rotor.layout import AttentionShape, LayerLayout
 
 from .ahead import Variant
 from .decode import decode_variants
@@ -16,20 +18,10 @@ from .rotation import rotation_variants
 from .shapes import HOPPER, Gpu
 
 
-def config_layouts(config: dict[str, Any]) -> list[LayerLayout]:
-    """The layouts of the layers in a kernel configuration; whether keys are folded is nothing to the kernels."""
-    return [
-        LayerLayout(
-            layer["domain"],
-            layer["domain"] == "none",
-            tuple(GroupLayout.from_dict(group, "kernel_config.json") for group in layer["groups"]),
-        )
-        for layer in config["layers"]
-    ]
-
-
 def model_variants(
-    config: dict[str, Any],
+    config: KernelConfig,
+    layouts: Sequence[LayerLayout],
+    shape: AttentionShape,
     dtype: torch.dtype,
     *,
     batch_size: int = 1,
@@ -41,7 +33,8 @@ def model_variants(
     """The distinct variants of all kernels for a model.
 
     Args:
-        config: the contents of kernel_config.json.
+        config: of the checkpoint, which fits the layouts.
+        shape: of the uncompressed model.
         dtype: of the activations and the cache.
         batch_size: sequences of a decoding step, rounded up to a power of two.
         page: keys of a page of the cache, 0 for a contiguous one.
@@ -49,16 +42,16 @@ def model_variants(
         softcap: whether the model caps its logits.
         gpu: what they are to run on; tile sizes go by it.
     """
-    heads_per_kv, head_dim = config["num_heads"] // config["num_kv_heads"], config["head_dim"]
+    heads_per_kv, head_dim = shape.heads_per_kv, shape.head_dim
     variants: list[Variant] = []
-    for layout in dict.fromkeys(config_layouts(config)):
-        parts = layer_parts(layout, heads_per_kv, head_dim)
+    for layout, kernels in dict.fromkeys(zip(layouts, config.layers, strict=True)):
+        parts = layer_parts(layout, heads_per_kv, head_dim, kernels)
         for mask in masks:
             settings: dict[str, Any] = {"page": page, "mask": mask, "softcap": softcap, "gpu": gpu}
             variants += decode_variants(
-                parts, heads_per_kv, head_dim, dtype, batch_size=batch_size, schedule=config["schedule"], **settings
+                parts, heads_per_kv, head_dim, dtype, batch_size=batch_size, schedule=config.schedule, **settings
             )
-            variants += prefill_variants(layout, heads_per_kv, head_dim, dtype, **settings)
+            variants += prefill_variants(layout, heads_per_kv, head_dim, dtype, kernels=kernels, **settings)
         if layout.domain == "post":
             variants += rotation_variants(layout, heads_per_kv, head_dim, dtype)
     distinct = {(v.name, tuple(sorted(v.constants.items(), key=lambda item: item[0]))): v for v in variants}

@@ -17,7 +17,8 @@ from .compress import bias_names
 from .export_job import ExportJob
 from .families import read_attention
 from .integration import ATTENTION, FORMAT_VERSION, METHOD
-from .kernel_config import kernel_config
+from .kernel_config import KERNEL_CONFIG
+from .kernels.defaults import default_config
 from .layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .locks import exclusive
 from .logs import log_file
@@ -34,7 +35,7 @@ from .shards import ShardContents, planned_layouts
 
 log = logging.getLogger("rotor")
 
-ROTOR_JSON, KERNEL_CONFIG, RECIPE, CARD = "rotor.json", "kernel_config.json", "recipe.yaml", "README.md"
+ROTOR_JSON, RECIPE, CARD = "rotor.json", "recipe.yaml", "README.md"
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _write(
         config["quantization_config"]["profiles"] = profiles
         config["rank_profile"] = str(accuracy)
     write_json(staging / "config.json", config)
-    write_json(staging / KERNEL_CONFIG, kernel_config(layouts, run.shape))
+    write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
     (staging / RECIPE).write_text(recipe.to_yaml(), "utf-8")
     report = _report(run, recipe, checkpoint, layouts, point, table, accuracy, tensors, first.v_weight.element_size())
     if profiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,13 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .errors import CheckpointError, UsageError
 from .families import FAMILIES, Family, attention_shape
+from .kernel_config import KERNEL_CONFIG, KernelConfig
+from .kernels.defaults import default_config
 from .layout import AttentionShape, LayerLayout, check_layouts
 from .modeling import RotaryTable, RotorAttention, rotor_attention_forward
 from .ranks import LayerRanks
@@ -96,6 +100,34 @@ class RotorConfig(QuantizationConfigMixin):
             self._check_profile(name, ranks, found)
         return found
 
+    def kernel_config(self, path: Path | None, shape: AttentionShape, profile: Any) -> KernelConfig:
+        """How the kernels run the model: what the file says, or the rule without a file.
+
+        The file of an elastic checkpoint is of one of its profiles; the others are run by rule.
+
+        Args:
+            path: of kernel_config.json, if there is one.
+            profile: the chosen one of an elastic checkpoint.
+        Raises:
+            CheckpointError: nonsense in the file, or it is of another model; names the field.
+        """
+        layouts = self.cut_layouts(shape, profile)
+        if path is None:
+            return default_config(layouts, shape)
+        config = KernelConfig.read(path)
+        others = getattr(self, "profiles", {})
+        if not config.describes(layouts) and any(config.describes(self.cut_layouts(shape, name)) for name in others):
+            return default_config(layouts, shape)
+        config.check(layouts, str(path))
+        return config
+
+    def cut_layouts(self, shape: AttentionShape, profile: Any) -> list[LayerLayout]:
+        """The layouts that a loaded model has: those of the profile, where the checkpoint is elastic."""
+        layouts, ranks = self.layouts(shape), self.profile_ranks(profile)
+        if ranks is None:
+            return layouts
+        return [truncate_layer({}, layout, r, shape)[0] for layout, r in zip(layouts, ranks, strict=True)]
+
     def _check_profile(self, name: str, ranks: list[LayerRanks], layouts: list[LayerLayout]) -> None:
         reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
         if [len(layer) for layer in ranks] != [len(layout.groups) for layout in layouts]:
@@ -128,16 +160,15 @@ class RotorQuantizer(HfQuantizer):
         config._attn_implementation = METHOD
         return config
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        config: Any = self.quantization_config
         shape = attention_shape(model.config)
-        layouts = self.quantization_config.layouts(shape)  # type: ignore[attr-defined]
-        replace_attention(
-            model,
-            FAMILIES[model.config.model_type],
-            shape,
-            dict(enumerate(layouts)),
-            frozenset(self.quantization_config.biases),  # type: ignore[attr-defined]
-        )
+        family, layouts = FAMILIES[model.config.model_type], config.layouts(shape)
+        replace_attention(model, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
+        path = find_kernel_config(model.config, checkpoint_files)
+        self.kernel_config = config.kernel_config(path, shape, getattr(model.config, "rank_profile", None))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -154,6 +185,10 @@ class RotorQuantizer(HfQuantizer):
                 for i, layer_ranks in enumerate(ranks)
             }
             del config.profiles, model.config.rank_profile
+        family = FAMILIES[model.config.model_type]
+        for index, kernels in enumerate(self.kernel_config.layers):
+            module: Any = family.attention_module(model, index)
+            module.schedule, module.kernels = self.kernel_config.schedule, kernels
         return model
 
     def is_serializable(self) -> bool:
@@ -166,6 +201,32 @@ class RotorQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path | None:
+    """kernel_config.json beside the weights: in a local folder, or in the hub's cache, fetched if it is not there yet.
+
+    Args:
+        config: of the model, which knows where it came from. checkpoint_files: paths of the weights.
+    Returns:
+        None where there is none, or the hub cannot be asked.
+    """
+    if not checkpoint_files:
+        return None
+    beside = Path(checkpoint_files[0]).parent / KERNEL_CONFIG
+    snapshots = beside.parent.parent
+    if beside.is_file() or snapshots.name != "snapshots":
+        return beside if beside.is_file() else None
+    found = cached_file(
+        config.name_or_path,
+        KERNEL_CONFIG,
+        cache_dir=snapshots.parent.parent,
+        revision=beside.parent.name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
 
 
 def replace_attention(

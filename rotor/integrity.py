@@ -9,11 +9,12 @@ from typing import Any
 
 from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
 from .errors import RotorError
-from .export import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
+from .export import CARD, RECIPE, ROTOR_JSON
 from .families import FAMILIES, attention_shape
 from .formats import CheckpointInfo, read_file
 from .integration import RotorConfig
-from .kernel_config import kernel_config
+from .kernel_config import KERNEL_CONFIG
+from .kernels.defaults import default_config
 from .layout import AttentionShape, LayerLayout, compression, kv_bytes_per_token
 from .progress import Progress
 from .ranks import LayerRanks
@@ -184,7 +185,7 @@ def _layout_problem(
     share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
     problem = (
         difference(report["layouts"], in_config, "rotor.json, layouts", "config.json")
-        or difference(kernels, kernel_config(used, shape), KERNEL_CONFIG, "config.json")
+        or difference(kernels, default_config(used, shape).to_dict(), KERNEL_CONFIG, "config.json")
         or difference(report["ranks"]["stored"], stored, "rotor.json, ranks.stored", "config.json")
         or difference(
             size["after"],

@@ -1,7 +1,7 @@
 """What a compressed model stores: groups of KV heads, their domain, ranks and offsets in the packed rows.
 
 Pure data, no tensors. One LayerLayout per layer is written into `config.json` (the loader builds the attention
-modules from it), into `kernel_config.json` (the kernels read it) and into `rotor.json` (the report).
+modules from it) and into `rotor.json` (the report); what is launched for it is in `kernel_config.json`.
 """
 
 from __future__ import annotations

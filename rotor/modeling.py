@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from .errors import UsageError
 from .families import Family
+from .kernel_config import LayerKernels, Schedule
+from .kernels.defaults import SCHEDULE, default_layer
 from .kernels.dispatch import kernels_serve
 from .kernels.reference import grouped_attention, project_keys, rotate
 from .layout import AttentionShape, LayerLayout
@@ -72,6 +74,8 @@ class RotorAttention(nn.Module):
         family, shape, layout: the model's family, its sizes, and what this layer stores.
         biases: which of q, k, v, o have a bias.
         rotary: table shared by the layers, or None for a model without RoPE.
+
+    schedule, kernels: how the Triton kernels run it: by rule, or as a loaded checkpoint's kernel_config.json says.
     """
 
     def __init__(
@@ -93,6 +97,8 @@ class RotorAttention(nn.Module):
         self.heads_per_kv = self.num_key_value_groups = shape.heads_per_kv
         self.is_causal = True
         self.layout = layout
+        self.schedule: Schedule = SCHEDULE
+        self.kernels: LayerKernels = default_layer(layout, shape.head_dim)
         self._rotary = rotary
         self._planes: tuple[Tensor, Tensor] | None = None
         q_width = shape.num_heads * shape.head_dim
@@ -140,6 +146,7 @@ class RotorAttention(nn.Module):
             attention_mask,
             kwargs.get("dropout", 0.0),
             self._rotation_fits_kernels(position_embeddings),
+            self.kernels,
         )
         key_rotation = None
         if layout.domain != "none":
@@ -253,6 +260,8 @@ def rotor_attention_forward(
             f"the attention mask has {attention_mask.dim()} dimensions, expected 4.",
             "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
         )
+    if attention_mask is not None:
+        _check_mask(attention_mask, module, value.shape[0], query.shape[1 if query.dim() == 3 else 2], value.shape[2])
     if scaling is None:
         scaling = module.scaling
     if use_kernels:
@@ -270,6 +279,8 @@ def rotor_attention_forward(
             key_rotation=key_rotation,
             attention_mask=attention_mask,
             softcap=module.softcap,
+            schedule=module.schedule,
+            kernels=module.kernels,
         )
         return output, None
     output = grouped_attention(
@@ -286,3 +297,15 @@ def rotor_attention_forward(
         softcap=module.softcap,
     )
     return output, None
+
+
+def _check_mask(mask: Tensor, module: RotorAttention, batch_size: int, seq_len: int, kv_len: int) -> None:
+    """Raises UsageError where a 4-dimensional mask does not broadcast to the logits: the kernels read it unchecked."""
+    num_heads = module.layout.group_size * len(module.layout.groups) * module.heads_per_kv
+    expected = (batch_size, num_heads, seq_len, kv_len)
+    if any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
+        raise UsageError(
+            f"layer {module.layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in "
+            "place of any of these (batch_size, num_heads, seq_len, kv_len).",
+            "Give a mask over all cached keys and the new ones.",
+        )

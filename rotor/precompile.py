@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, read_json
+from .checkpoint import Checkpoint
 from .errors import CheckpointError, UsageError
-from .families import FAMILIES
-from .kernel_config import VERSION
+from .families import FAMILIES, attention_shape
+from .integration import METHOD, RotorConfig
+from .kernel_config import KERNEL_CONFIG
 from .kernels.dispatch import DTYPES, triton_installed
 from .progress import Progress
-
-KERNEL_CONFIG = "kernel_config.json"
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def precompile(
     batch_sizes: Sequence[int] = (1,),
     progress: Progress | None = None,
 ) -> list[Compiled]:
-    """Compile every kernel that the folder's kernel_config.json needs; Triton's cache keeps what comes out.
+    """Compile every kernel that the folder needs by its kernel_config.json; Triton's cache keeps what comes out.
 
     Args:
         folder: what `rotor export` wrote.
@@ -72,7 +71,7 @@ def precompile(
         batch_sizes: of the decoding steps; each is rounded up to a power of two.
     Raises:
         UsageError: Triton is not installed; a dtype that kernels do not have.
-        CheckpointError: no kernel configuration, or one of another version.
+        CheckpointError: not a compressed checkpoint; no kernel configuration, or nonsense in it.
     """
     variants = {arch: kernel_variants(folder, dtype, batch_sizes, arch) for arch in archs}
     from .kernels.ahead import compile_variant
@@ -103,12 +102,12 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
     from .kernels.specialise import model_variants
 
     config = Checkpoint(folder).config
-    kernels = read_json(folder / KERNEL_CONFIG, "Give a folder that `rotor export` wrote.")
-    if kernels.get("version") != VERSION:
-        raise CheckpointError(
-            f"{folder / KERNEL_CONFIG}: version {kernels.get('version')}, this rotor reads {VERSION}.",
-            "Export the checkpoint again.",
-        )
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+        raise CheckpointError(f"{folder}: not a compressed checkpoint.", "Give a folder that `rotor export` wrote.")
+    shape, stored = attention_shape(config), RotorConfig(**quantization)
+    profile = getattr(config, "rank_profile", None)
+    kernels = stored.kernel_config(folder / KERNEL_CONFIG, shape, profile)
     by_name = {str(t).removeprefix("torch."): t for t in DTYPES}
     chosen = config.dtype if dtype == "auto" else by_name.get(dtype)
     if chosen not in DTYPES:
@@ -118,6 +117,8 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
     for batch_size in batch_sizes:
         for variant in model_variants(
             kernels,
+            stored.cut_layouts(shape, profile),
+            shape,
             chosen,
             batch_size=batch_size,
             softcap=bool(softcap and getattr(config, softcap, None)),

@@ -10,15 +10,16 @@ from ragged import layer
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from rotor.kernel_config import kernel_config
 from rotor.kernels.ahead import Resources, Variant, compile_variant
 from rotor.kernels.decode import decode_variants
-from rotor.kernels.layer_table import chunks, layer_parts, padded
+from rotor.kernels.defaults import default_config
+from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.longest_first import assign_variant
 from rotor.kernels.prefill import prefill_kernel, prefill_variants
 from rotor.kernels.rotation import rotation_variants
 from rotor.kernels.shapes import Gpu, decode_shared_bytes, prefill_shared_bytes
-from rotor.kernels.specialise import config_layouts, model_variants
+from rotor.kernels.specialise import model_variants
+from rotor.kernels.widths import chunks, padded
 from rotor.layout import AttentionShape
 
 HEADS_PER_KV, HEAD_DIM = 4, 128
@@ -79,11 +80,9 @@ def test_rotation(capability: int) -> None:
 def test_every_kernel_of_a_configuration_is_listed_once() -> None:
     shape = AttentionShape(num_layers=3, num_heads=8, num_kv_heads=2, head_dim=64, hidden_size=512)
     post, pre = layer("post", 1, (32, 16), (16, 16)), layer("pre", 2, (64, 48))
-    config = kernel_config([post, pre, post], shape)
-    assert [layout.to_dict()["groups"] for layout in config_layouts(config)] == [
-        layout.to_dict()["groups"] for layout in (post, pre, post)
-    ]
-    names = [variant.name for variant in model_variants(config, torch.float16, masks=(False,))]
+    layouts = [post, pre, post]
+    config = default_config(layouts, shape)
+    names = [v.name for v in model_variants(config, layouts, shape, torch.float16, masks=(False,))]
     assert sorted(names) == [
         "combine 16 rows 16",
         "combine 16 rows 64",

@@ -13,7 +13,8 @@ from conftest import ROOT
 
 import rotor
 from rotor.errors import CheckpointError
-from rotor.kernel_config import kernel_config
+from rotor.kernel_config import KernelConfig
+from rotor.kernels.defaults import default_config
 from rotor.kernels.schedule import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
 from rotor.layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 
@@ -89,20 +90,25 @@ def test_column_blocks_shrink_when_registers_run_short() -> None:
     assert rows * (640 + 64 + 32) > REGISTERS_PER_SM  # 64 columns would not have fitted
 
 
-def test_kernel_config_lists_groups_classes_and_what_to_compile() -> None:
+def test_a_default_kernel_config_lists_classes_and_what_to_compile() -> None:
     groups = [GroupLayout((2 * g, 2 * g + 1), qk, 32) for g, qk in enumerate([16, 48])]
     layout, _ = ordered_by_class("pre", True, groups)
-    config = kernel_config([layout], SHAPE)
-    layer = config["layers"][0]
-    assert [(g["kv_heads"], g["qk_offset"], g["v_offset"], g["class"]) for g in layer["groups"]] == [
-        ([2, 3], 0, 0, 0),
-        ([0, 1], 48, 32, 1),
-    ]
-    assert config["specialisations"] == [
-        {"domain": "pre", "group_size": 2, "query_rows": 4, "qk_rank": 16, "v_rank": 32},
-        {"domain": "pre", "group_size": 2, "query_rows": 4, "qk_rank": 48, "v_rank": 32},
-    ]
-    assert json.loads(json.dumps(config)) == config
+    config = default_config([layout], SHAPE)
+    data = config.to_dict()
+    assert data["layers"] == [
+        {
+            "classes": [
+                {"groups": 1, "qk_rank": 48, "v_rank": 32, "blocks": {"rows": 64, "columns": 64},
+                 "rebuilt": {"rows": 64, "columns": 64}},
+                {"groups": 1, "qk_rank": 16, "v_rank": 32, "blocks": {"rows": 112, "columns": 64},
+                 "rebuilt": {"rows": 64, "columns": 64}},
+            ],
+            "specialisations": [[64, 32], [16, 32]],
+            "tile": 64,
+        }
+    ]  # fmt: skip
+    assert KernelConfig.from_dict(json.loads(json.dumps(data))) == config
+    config.check([layout])
 
 
 def test_the_package_offers_what_the_commands_do() -> None:

@@ -20,7 +20,8 @@ from rotor.bench_problem import random_problem
 from rotor.cli.commands import app
 from rotor.errors import CheckpointError, UsageError
 from rotor.export import export
-from rotor.kernel_config import kernel_config
+from rotor.kernel_config import KernelConfig
+from rotor.kernels.defaults import default_config
 from rotor.layout import AttentionShape, LayerLayout
 from rotor.precompile import kernel_variants, parse_archs, precompile
 
@@ -153,8 +154,8 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
 
     launch, domain, kernels = LAUNCHES[name]
     layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
-    config = kernel_config([layout], SHAPE) | {"schedule": "lpt" if "lpt" in name else "stream"}
-    variants = model_variants(config, torch.bfloat16, masks=(False,))
+    config = KernelConfig("lpt" if "lpt" in name else "stream", default_config([layout], SHAPE).layers)
+    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False,))
     launched = []
 
     def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:

@@ -9,7 +9,8 @@ import torch
 from kernel_checks import check_decode
 from ragged import layer, random_case
 
-from rotor.kernels.layer_table import MAX_BODIES, layer_parts
+from rotor.kernels.defaults import MAX_BODIES
+from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.longest_first import longest_first
 from rotor.kernels.shapes import decode_config
 from rotor.kernels.slices import DecodeKeys
