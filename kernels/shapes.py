@@ -17,7 +17,7 @@ from rotor.kernel_config import Blocks, LayerKernels
 from rotor.layout import GroupClass, LayerLayout
 
 from .defaults import default_layer
-from .layer_table import LayerParts, layer_parts
+from .layer_table import Bodies, Column, LayerParts, Piece, layer_parts
 from .schedule import PIECES
 from .widths import chunks, padded
 
@@ -77,7 +77,7 @@ def decode_config(
 
     head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory.
     """
-    widest = max(qk for qk, _ in parts.bodies), max(v for _, v in parts.bodies)
+    widest = widest_pieces(parts.bodies)
     tile_rows = padded(parts.rows)
     # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
     # fewer frequencies at a time, and then more rows and columns.
@@ -89,7 +89,7 @@ def decode_config(
     half = head_dim // 2
     config = {
         # Smaller tiles than these would be loaded two bytes at a time.
-        "BODIES": tuple((max(32, qk), max(32, v)) for qk, v in parts.bodies) if wide_pre else parts.bodies,
+        "BODIES": tuple(tuple(map(_widened, body)) for body in parts.bodies) if wide_pre else parts.bodies,
         "PRE": parts.domain == "pre",
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
@@ -98,7 +98,7 @@ def decode_config(
         "ROWS": parts.rows,
         "TILE_ROWS": tile_rows,
         "TILE": tile,
-        "PARTIAL_WIDTH": widest[1],
+        "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
         "PRECISION": precision(element_bytes),
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
         "num_warps": warps,
@@ -112,6 +112,17 @@ def decode_config(
     return config
 
 
+def widest_pieces(bodies: Bodies) -> tuple[int, int]:
+    """Columns of the widest body, of keys and of values."""
+    key, value = (max(sum(size for *_, size in body[side]) for body in bodies) for side in (0, 1))
+    return key, value
+
+
+def _widened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Numbers of the model's dtype in tiles of at least 32 columns."""
+    return tuple((bits, field, size if bits else max(32, size)) for bits, field, size in pieces)
+
+
 def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
     """Steps in which the decode kernel rebuilds the keys of a tile: FREQUENCIES of one head in each."""
     return parts.heads * (config["HALF_PADDED"] // config["FREQUENCIES"])
@@ -119,7 +130,7 @@ def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
 
 def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     """Shared memory of a program of the decode kernel, estimated from above."""
-    key, value = (max(body[side] for body in config["BODIES"]) for side in (0, 1))
+    key, value = widest_pieces(config["BODIES"])
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
     if config["PRE"]:
@@ -297,7 +308,7 @@ def fits_shared_memory(
     kernels: LayerKernels | None = None,
 ) -> bool:
     """Whether decoding and prefill, in their smallest tiles, fit into the shared memory that a program may have."""
-    parts = layer_parts(layout, heads_per_kv, head_dim, kernels)
+    parts = layer_parts(layout, heads_per_kv, head_dim, kernels, element_bytes)
     config = decode_config(parts, heads_per_kv, element_bytes, head_dim if layout.domain == "pre" else 0, gpu)
     prefills = prefill_constants(layout, heads_per_kv, element_bytes, head_dim, False, gpu, kernels)
     needed = [decode_shared_bytes(config, element_bytes)]

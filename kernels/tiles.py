@@ -7,6 +7,8 @@ Widths are powers of two, and the true one comes at run time: columns behind it 
 import triton
 import triton.language as tl
 
+from .codes import unpack
+
 
 @triton.jit
 def key_rows(index, start, valid, sequence, block_table, table_stride, PAGE: tl.constexpr, TILE: tl.constexpr):
@@ -28,6 +30,43 @@ def load_latents(base, block, row, block_stride, row_stride, width, valid, FIRST
     column = FIRST + tl.arange(0, SIZE)
     offset = block.to(tl.int64) * block_stride + row.to(tl.int64) * row_stride
     return tl.load(base + offset[:, None] + column[None, :], mask=valid[:, None] & (column[None, :] < width), other=0.0)
+
+
+@triton.jit
+def load_piece(base, block, row, block_stride, row_stride, count, valid, BITS: tl.constexpr, SIZE: tl.constexpr,
+               TILE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """[TILE, SIZE] of DTYPE: what attention multiplies with of `count` columns of BITS bits, from `base` on.
+
+    `base` points at words, or with BITS = 0 at the numbers themselves. What lies behind the columns or is not valid is
+    finite; only where BITS = 0 it is zero.
+    """
+    if BITS == 0:
+        return load_latents(base, block, row, block_stride, row_stride, count, valid, 0, SIZE)
+    WORDS: tl.constexpr = SIZE * (DTYPE.primitive_bitwidth if BITS == 16 else BITS) // 32
+    words = load_latents(base, block, row, block_stride, row_stride, count, valid, 0, WORDS)
+    return unpack(words, TILE, WORDS, BITS, DTYPE)
+
+
+@triton.jit
+def piece_places(counts, PIECES: tl.constexpr, ELEMENT_BITS: tl.constexpr, ALIGN: tl.constexpr,
+                 ROW_ALIGN: tl.constexpr):  # fmt: skip
+    """Of each piece: its first column, its columns, its first element in the group's row, and its elements there."""
+    first = 0
+    offset = 0
+    columns = ()
+    for p in tl.static_range(len(PIECES)):
+        BITS: tl.constexpr = PIECES[p][0]
+        count = tl.multiple_of(tl.load(counts + PIECES[p][1]), ALIGN)
+        if BITS == 0:
+            elements = count
+        elif BITS == 16:
+            elements = tl.multiple_of(count * ELEMENT_BITS // 32, ROW_ALIGN)
+        else:
+            elements = tl.multiple_of(count * BITS // 32, ROW_ALIGN)
+        columns = columns + ((first, count, offset, elements),)
+        first = tl.multiple_of(first + count, ALIGN)
+        offset = tl.multiple_of(offset + elements, ROW_ALIGN)
+    return columns
 
 
 @triton.jit
