@@ -38,11 +38,12 @@ def unpack(words, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, D
     mask: tl.constexpr = (1 << BITS) - 1
     if DTYPE.primitive_bitwidth == 32:
         if BITS == 16:
-            return words.to(DTYPE, bitcast=True)
-        spread = _spread(words, BITS)
-        codes = tl.join(spread & mask, (spread >> 16) & mask)
-        # From 2^23 on ones are the last place.
-        numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + middle)
+            numbers = words.to(DTYPE, bitcast=True)
+        else:
+            spread = _spread(words, BITS)
+            codes = tl.join(spread & mask, (spread >> 16) & mask)
+            # 2^23 + code: from 2^23 on ones are the last place.
+            numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + middle)
     elif BITS == 16:
         numbers = _halves(words, DTYPE)
     elif DTYPE == tl.float16:
@@ -56,4 +57,4 @@ def unpack(words, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, D
         spread = _spread(words, BITS)
         numbers = _halves((spread & 0x007F007F) | 0x43004300, DTYPE)
         numbers -= _halves((spread & 0x00800080) ^ 0x43804380, DTYPE)
-    return tl.reshape(numbers, (ROWS, WORDS * (32 // BITS)))
+    return tl.reshape(numbers, (ROWS, WORDS * (1 if BITS == 16 and DTYPE.primitive_bitwidth == 32 else 32 // BITS)))

@@ -80,10 +80,10 @@ def _rebuilt_scores(
     key_0 = tl.zeros((TILE, FREQUENCIES), tl.float32)
     key_1 = tl.zeros((TILE, FREQUENCIES), tl.float32)
     for p in tl.static_range(len(KEYS)):
-        SIZE: tl.constexpr = KEYS[p][2]
         columns = basis_base + places[p][0]
-        basis_0 = load_basis(columns, basis_stride, rows, HALF - first, places[p][1], 0, SIZE, FREQUENCIES)
-        basis_1 = load_basis(columns, basis_stride, rows + HALF, HALF - first, places[p][1], 0, SIZE, FREQUENCIES)
+        width = places[p][1]
+        basis_0 = load_basis(columns, basis_stride, rows, HALF - first, width, 0, KEYS[p][2], FREQUENCIES)
+        basis_1 = load_basis(columns, basis_stride, rows + HALF, HALF - first, width, 0, KEYS[p][2], FREQUENCIES)
         key_0 = tl.dot(latents[p], basis_0, key_0, input_precision=PRECISION)
         key_1 = tl.dot(latents[p], basis_1, key_1, input_precision=PRECISION)
     if CONSTANT:

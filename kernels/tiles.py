@@ -42,9 +42,10 @@ def load_piece(base, block, row, block_stride, row_stride, count, valid, BITS: t
     """
     if BITS == 0:
         return load_latents(base, block, row, block_stride, row_stride, count, valid, 0, SIZE)
-    WORDS: tl.constexpr = SIZE * (DTYPE.primitive_bitwidth if BITS == 16 else BITS) // 32
-    words = load_latents(base, block, row, block_stride, row_stride, count, valid, 0, WORDS)
-    return unpack(words, TILE, WORDS, BITS, DTYPE)
+    else:
+        WORDS: tl.constexpr = SIZE * (DTYPE.primitive_bitwidth if BITS == 16 else BITS) // 32
+        words = load_latents(base, block, row, block_stride, row_stride, count, valid, 0, WORDS)
+        return unpack(words, TILE, WORDS, BITS, DTYPE)
 
 
 @triton.jit
@@ -55,14 +56,13 @@ def piece_places(counts, PIECES: tl.constexpr, ELEMENT_BITS: tl.constexpr, ALIGN
     offset = 0
     columns = ()
     for p in tl.static_range(len(PIECES)):
-        BITS: tl.constexpr = PIECES[p][0]
         count = tl.multiple_of(tl.load(counts + PIECES[p][1]), ALIGN)
-        if BITS == 0:
+        if PIECES[p][0] == 0:
             elements = count
-        elif BITS == 16:
+        elif PIECES[p][0] == 16:
             elements = tl.multiple_of(count * ELEMENT_BITS // 32, ROW_ALIGN)
         else:
-            elements = tl.multiple_of(count * BITS // 32, ROW_ALIGN)
+            elements = tl.multiple_of(count * PIECES[p][0] // 32, ROW_ALIGN)
         columns = columns + ((first, count, offset, elements),)
         first = tl.multiple_of(first + count, ALIGN)
         offset = tl.multiple_of(offset + elements, ROW_ALIGN)
