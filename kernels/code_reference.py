@@ -52,8 +52,8 @@ def coded_attention(
         key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`.
         constant_key: [num_kv_heads, head_dim], in domain `pre`: added to the rebuilt keys of each KV head, before they
             are rotated.
-        attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the model's order; bool (True:
-            attend) or added to the logits; None is causal.
+        attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the model's order; bool
+            (True: attend) or added to the logits; None is causal.
         softcap: bound that the logits are pressed below, before the mask; None for none.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, groups in the order of the layout.
@@ -92,9 +92,7 @@ def coded_attention(
                 rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), key_rotation)
         own = class_mask(attention_mask, layout, of_heads, heads_per_kv)
         mask = None if own is None else own.unflatten(1, (1, 1) if own.shape[1] == 1 else queries.shape[1:3])
-        attended = _running_softmax(
-            queries.to(wide), keys, values, rebuilding, scaling, mask, causal, softcap, kv_len
-        )
+        attended = _running_softmax(queries.to(wide), keys, values, rebuilding, scaling, mask, causal, softcap, kv_len)
         outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2).to(query.dtype))
     return torch.cat(outputs, dim=-1)
 

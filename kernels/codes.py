@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _spread(words, BITS: tl.constexpr):
-    """Each word once for each pair of its columns, the pair's codes in the lowest bits of both halves; new axes last."""
+    """Each word once for each pair of its columns, their codes in the lowest bits of both halves; new axes last."""
     spread = words
     if BITS <= 8:
         spread = tl.join(spread, spread >> 8)
@@ -46,7 +46,7 @@ def unpack(words, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, D
             numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + middle)
     elif BITS == 16:
         numbers = _halves(words, DTYPE)
-    elif DTYPE == tl.float16:
+    elif tl.float16 == DTYPE:
         # 1024 + code: from 1024 on ones are the last place.
         numbers = _halves((_spread(words, BITS) & (mask * 0x10001)) | 0x64006400, DTYPE) - (1024.0 + middle)
     elif BITS < 8:

@@ -31,8 +31,8 @@ from rotor.errors import UsageError
 
 from .ahead import Variant
 from .columns import (
-    BASIS_ROW,
     BASIS_COLUMN,
+    BASIS_ROW,
     BODY,
     FIELDS,
     FIRST_HEAD,
@@ -126,12 +126,11 @@ def _segment(
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
     DTYPE: tl.constexpr = query.dtype.element_ty
-    ELEMENT_BITS: tl.constexpr = DTYPE.primitive_bitwidth
     v_rank = tl.multiple_of(tl.load(row + V_RANK), ALIGN)
     key_base = key + tl.multiple_of(tl.load(row + QK_OFFSET), ROW_ALIGN)
     value_base = value + tl.multiple_of(tl.load(row + V_OFFSET), ROW_ALIGN)
-    key_places = piece_places(row + QK_16, KEYS, ELEMENT_BITS, ALIGN, ROW_ALIGN)
-    value_places = piece_places(row + V_16, VALUES, ELEMENT_BITS, ALIGN, ROW_ALIGN)
+    key_places = piece_places(row + QK_16, KEYS, DTYPE, ALIGN, ROW_ALIGN)
+    value_places = piece_places(row + V_16, VALUES, DTYPE, ALIGN, ROW_ALIGN)
     query_row = tl.arange(0, TILE_ROWS)
     query_base = query + sequence.to(tl.int64) * query_stride
     if PRE:
@@ -147,12 +146,12 @@ def _segment(
         for p in tl.static_range(len(KEYS)):
             column = tl.arange(0, KEYS[p][2])[None, :]
             some = (query_row[:, None] < ROWS) & (column < key_places[p][1])
-            queries = queries + (tl.trans(tl.load(row_base + key_places[p][0] + column, mask=some, other=0.0)),)
+            queries += (tl.trans(tl.load(row_base + key_places[p][0] + column, mask=some, other=0.0)),)
     largest = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_ROWS,), tl.float32)
     weighted = ()
     for p in tl.static_range(len(VALUES)):
-        weighted = weighted + (tl.zeros((TILE_ROWS, VALUES[p][2]), tl.float32),)
+        weighted += (tl.zeros((TILE_ROWS, VALUES[p][2]), tl.float32),)
 
     for tile in range(first_tile, last_tile):
         start = tile * TILE
@@ -161,7 +160,7 @@ def _segment(
         block, place_in_block = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
         latents = ()
         for p in tl.static_range(len(KEYS)):
-            latents = latents + (
+            latents += (
                 load_piece(
                     key_base + key_places[p][2], block, place_in_block, key_block, key_row, key_places[p][3], valid,
                     KEYS[p][0], KEYS[p][2], TILE, DTYPE,
@@ -200,7 +199,7 @@ def _segment(
                 value_base + value_places[p][2], block, place_in_block, value_block, value_row, value_places[p][3],
                 valid, VALUES[p][0], VALUES[p][2], TILE, DTYPE,
             )  # fmt: skip
-            added = added + (tl.dot(weight, values, weighted[p] * shrink[:, None], input_precision=PRECISION),)
+            added += (tl.dot(weight, values, weighted[p] * shrink[:, None], input_precision=PRECISION),)
         weighted = added
 
     safe_total = tl.where(total == 0.0, 1.0, total)
@@ -232,8 +231,8 @@ INTEGERS = [
 @triton.jit(do_not_specialize=INTEGERS)
 def decode_kernel(
     query, key, value, partial, partial_lse, output, lse, table, first_key, end_key, holes, tile_prefix, order, bounds,
-    block_table, mask, cos, sin, basis, constant, batch_size, query_stride, head_stride, key_block, key_row, value_block,
-    value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, parts,
+    block_table, mask, cos, sin, basis, constant, batch_size, query_stride, head_stride, key_block, key_row,
+    value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, parts,
     total_work, steps, scale, softcap,
     BODIES: tl.constexpr, PRE: tl.constexpr, CONSTANT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
@@ -241,11 +240,11 @@ def decode_kernel(
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SCHEDULE: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which one serves a part.
+    """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
 
-    Strides come in units of ALIGN elements, of the key and value rows in ROW_ALIGN, so that the compiler knows what divides them (or it would load latents two
-    bytes at a time); of offsets and widths it knows by `multiple_of`. Products with strides are of 64 bits, since a
-    large cache has more than 2^31 elements.
+    Strides come in units of ALIGN elements, of the key and value rows in ROW_ALIGN, so that the compiler knows what
+    divides them (or it would load latents two bytes at a time); of offsets and widths it knows by `multiple_of`.
+    Products with strides are of 64 bits, since a large cache has more than 2^31 elements.
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
@@ -301,8 +300,8 @@ def decode_kernel(
                         last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
                         constant, query_stride, head_stride, key_block, key_row, value_block, value_row, table_stride,
                         mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps,
-                        scale, softcap, BODIES[choice][0], BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF, HALF_PADDED,
-                        FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
+                        scale, softcap, BODIES[choice][0], BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF,
+                        HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
                         MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION,
                     )  # fmt: skip
 
@@ -347,14 +346,15 @@ def decode_attention(
         query: domain `pre`: [batch_size, num_heads, head_dim], rotated; else [batch_size, width] with the rows of each
             group beside each other, projected: [groups][query rows of a group][qk_rank].
         key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width] in query's dtype, or
-            rows of codes [batch_size, kv_len, bytes], uint8; with a block table [num_pages, page_size, .]. The innermost
-            stride is 1.
+            rows of codes [batch_size, kv_len, bytes], uint8; with a block table [num_pages, page_size, .]. The
+            innermost stride is 1.
         parts: of `layer_parts`.
         keys: which keys of each sequence are attended.
         heads_per_kv, scaling: as in the uncompressed model.
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
             cache, [at least kv_len, head_dim], both halves alike.
-        constant_key: domain `pre`: [num_kv_heads, head_dim], contiguous: added to rebuilt keys before their rotation.
+        constant_key: domain `pre`: [num_kv_heads, head_dim], contiguous, float32: added to rebuilt keys before their
+            rotation.
         block_table: [batch_size, pages of a sequence], int32; a page holds a power of two of keys.
         softcap: logits become softcap * tanh(logits / softcap).
         schedule: `stream`, `lpt` or `none`.
@@ -479,9 +479,9 @@ def decode_variants(
     single, integer = torch.float32, torch.int32
     align, row_align = alignment(parts, [], [])
     pointers = {
-        **dict.fromkeys(("query", "output", "basis", "constant"), dtype),
-        **dict.fromkeys(("key", "value"), torch.int32 if parts.coded else dtype),
-        **dict.fromkeys(("partial", "partial_lse", "lse"), single),
+        **dict.fromkeys(("query", "output", "basis"), dtype),
+        **dict.fromkeys(("key", "value"), integer if parts.coded else dtype),
+        **dict.fromkeys(("partial", "partial_lse", "lse", "constant"), single),
         **dict.fromkeys(("cos", "sin"), single if parts.domain == "pre" else dtype),
         **dict.fromkeys(("table", "first_key", "end_key", "holes", "order", "bounds", "block_table"), integer),
         "mask": torch.uint8 if mask else single,

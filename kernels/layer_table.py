@@ -23,8 +23,8 @@ class Column(IntEnum):
 
     Ranks; offsets in the key and value rows, in elements, of rows of codes in words; offsets in the packed query and
     output rows, and of its columns in the basis; the part's first query head, and its first row in the basis; the work
-    per tile of the parts before it, and its own; the body of the kernel that serves it; columns of keys and of values at
-    16, 8, 4 and 2 bits, in rows of the model's dtype all at the first.
+    per tile of the parts before it, and its own; the body of the kernel that serves it; columns of keys and of values
+    at 16, 8, 4 and 2 bits, in rows of the model's dtype all at the first.
     """
 
     QK_RANK = 0
@@ -75,8 +75,8 @@ class LayerParts:
     bodies: for each body of the kernel, the pieces of keys and those of values that it is compiled for.
     table: for each part, a number for each Column.
     tile: keys of a tile, as `LayerKernels` says.
-    align: what divides the widths of all pieces, in columns; row_align: what divides their sizes and the groups' offsets
-        in the rows, in elements. No more than 16 bytes need.
+    align: what divides the widths of all pieces, in columns; row_align: what divides their sizes and the groups'
+        offsets in the rows, in elements: 16 bytes suffice.
     """
 
     domain: str

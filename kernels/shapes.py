@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rotor.columns import WORD_BYTES, Columns
 from rotor.kernel_config import Blocks, LayerKernels
 from rotor.layout import GroupClass, LayerLayout
 
@@ -209,10 +210,16 @@ def prefill_constants(
         whole = pre and max(qk_width, v_rank) > 64  # more pieces take more registers
         widths = [(padded(width), 0) if whole else chunks(width) for width in (qk_width, v_rank)]
         rows, tile, warps = prefill_shape(widths, blocks.rows, blocks.columns, element_bytes, pre, gpu)
+        group = layout.groups[cls.start]
+        keys = static_pieces(None if rebuilt else group.qk_columns, qk_width, widths[0], element_bytes)
+        values = static_pieces(group.v_columns, v_rank, widths[1], element_bytes)
         constants = {
             "QK": qk_width,
             "V": v_rank,
-            **dict(zip(("K0", "K1", "V0", "V1"), (*widths[0], *widths[1]), strict=True)),
+            "KEYS": keys,
+            "VALUES": values,
+            "QK_ROW": sum(piece[4] for piece in keys),
+            "V_ROW": sum(piece[4] for piece in values),
             "PRE": pre,
             "HEADS": layout.group_size if per_head else 1,
             "PACK": heads_per_kv if per_head else heads_per_kv * layout.group_size,
@@ -230,6 +237,30 @@ def prefill_constants(
             pass
         result.append((cls, constants))
     return result
+
+
+StaticPiece = tuple[int, int, int, int, int, int]
+"""What the prefill kernel loads of a latent at a time: bits (0 in rows of the model's dtype), the group's columns that
+these are as first and count, the place in the group's row and the size there in elements, the power of two of columns
+that they fit into."""
+
+
+def static_pieces(
+    columns: Columns | None, rank: int, widths: tuple[int, int], element_bytes: int
+) -> tuple[StaticPiece, ...]:
+    """The segments of rows of codes, or a rank in pieces of `widths`."""
+    if columns is None:
+        first, second = widths
+        whole = (0, 0, min(rank, first), 0, min(rank, first), first)
+        return (whole, (0, first, rank - first, first, rank - first, second)) if second else (whole,)
+    return tuple(
+        (s.bits, s.first, s.count, s.offset_bytes // WORD_BYTES, s.size_bytes // WORD_BYTES, padded(s.count))
+        for s in columns.segments(element_bytes)
+    )
+
+
+def _padded_columns(pieces: tuple[StaticPiece, ...]) -> int:
+    return sum(piece[5] for piece in pieces)
 
 
 def _launched_classes(kernels: LayerKernels, rebuilt: bool) -> Iterator[tuple[GroupClass, Blocks]]:
@@ -277,7 +308,7 @@ def can_be_cut(constants: dict[str, Any]) -> bool:
 
 def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
     """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
-    value = constants["V0"] + constants["V1"]
+    value = _padded_columns(constants["VALUES"])
     rows = constants["ROWS"] // PIECES
     tile = min(16 if rows * value > 2048 else 32, constants["TILE"])
     return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
@@ -290,7 +321,7 @@ def prefill_workers(constants: dict[str, Any], sms: int) -> int:
 
 def prefill_shared_bytes(constants: dict[str, Any], element_bytes: int) -> int:
     """Shared memory of a program of the prefill kernel, estimated from above."""
-    key, value = constants["K0"] + constants["K1"], constants["V0"] + constants["V1"]
+    key, value = _padded_columns(constants["KEYS"]), _padded_columns(constants["VALUES"])
     rows, tile, head_dim = constants["ROWS"], constants["TILE"], 2 * constants["HALF_PADDED"]
     elements = constants["num_stages"] * tile * (key + value) + rows * tile
     elements += (rows + key) * head_dim if constants["PRE"] else rows * key

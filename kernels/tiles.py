@@ -35,7 +35,7 @@ def load_latents(base, block, row, block_stride, row_stride, width, valid, FIRST
 @triton.jit
 def load_piece(base, block, row, block_stride, row_stride, count, valid, BITS: tl.constexpr, SIZE: tl.constexpr,
                TILE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """[TILE, SIZE] of DTYPE: what attention multiplies with of `count` columns of BITS bits, from `base` on.
+    """[TILE, SIZE] of DTYPE: what attention multiplies with, of `count` elements of columns of BITS bits from `base` on.
 
     `base` points at words, or with BITS = 0 at the numbers themselves. What lies behind the columns or is not valid is
     finite; only where BITS = 0 it is zero.
@@ -43,27 +43,32 @@ def load_piece(base, block, row, block_stride, row_stride, count, valid, BITS: t
     if BITS == 0:
         return load_latents(base, block, row, block_stride, row_stride, count, valid, 0, SIZE)
     else:
-        WORDS: tl.constexpr = SIZE * (DTYPE.primitive_bitwidth if BITS == 16 else BITS) // 32
+        WORDS: tl.constexpr = elements_of(SIZE, BITS, DTYPE)
         words = load_latents(base, block, row, block_stride, row_stride, count, valid, 0, WORDS)
         return unpack(words, TILE, WORDS, BITS, DTYPE)
 
 
 @triton.jit
-def piece_places(counts, PIECES: tl.constexpr, ELEMENT_BITS: tl.constexpr, ALIGN: tl.constexpr,
-                 ROW_ALIGN: tl.constexpr):  # fmt: skip
+def elements_of(columns, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """What columns take in a row: words, or with BITS = 0 numbers."""
+    if BITS == 0:
+        return columns
+    elif BITS == 16:
+        return columns * DTYPE.primitive_bitwidth // 32
+    else:
+        return columns * BITS // 32
+
+
+@triton.jit
+def piece_places(counts, PIECES: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr):
     """Of each piece: its first column, its columns, its first element in the group's row, and its elements there."""
     first = 0
     offset = 0
     columns = ()
     for p in tl.static_range(len(PIECES)):
         count = tl.multiple_of(tl.load(counts + PIECES[p][1]), ALIGN)
-        if PIECES[p][0] == 0:
-            elements = count
-        elif PIECES[p][0] == 16:
-            elements = tl.multiple_of(count * ELEMENT_BITS // 32, ROW_ALIGN)
-        else:
-            elements = tl.multiple_of(count * PIECES[p][0] // 32, ROW_ALIGN)
-        columns = columns + ((first, count, offset, elements),)
+        elements = tl.multiple_of(elements_of(count, PIECES[p][0], DTYPE), ROW_ALIGN)
+        columns += ((first, count, offset, elements),)
         first = tl.multiple_of(first + count, ALIGN)
         offset = tl.multiple_of(offset + elements, ROW_ALIGN)
     return columns

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from rotor.kernels.decode import decode_attention
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.slices import DecodeKeys
+from rotor.kernels.prefill import prefill_attention
+from rotor.kernels.slices import DecodeKeys, PrefillKeys
 from rotor.kernels.truth import Sequence, ragged_attention
 
 
-def poisoned_rows(
-    case: CodedCase, inside: Tensor, page_size: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def poisoned_rows(case: CodedCase, inside: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Key and value rows with 255 in every byte of the keys that are not `inside` [batch_size, kv_len], and the block
     table where they are spread over pages. 255 in all bytes is no number in columns of 16 bits.
     """
@@ -91,3 +90,61 @@ def check_coded_decode(
     limit = limit_of(case, expected, full_mask[:, None, None], softcap)
     assert relative_error(got, expected[:, 0]) <= limit
     assert_lse(lse, expected_lse[:, :, 0], 20 * limit)
+
+
+def check_coded_prefill(
+    case: CodedCase,
+    sequences: list[Sequence],
+    *,
+    page_size: int = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    rebuilt: bool | None = None,
+) -> None:
+    """As `kernel_checks.check_prefill`."""
+    floats, device = case.floats, case.key.device
+    seq_len = case.query.shape[1] if case.layout.domain == "none" else case.query.shape[2]
+    expected, expected_lse = ragged_attention(
+        floats.query,
+        floats.key,
+        floats.value,
+        floats.layout,
+        floats.heads_per_kv,
+        floats.scaling,
+        sequences,
+        floats.query_basis,
+        floats.key_rotation,
+        window=window,
+        softcap=softcap,
+        mask=mask,
+    )
+    fields = [[s.query_len for s in sequences], [s.kv_start for s in sequences], [s.kv_end for s in sequences]]
+    keys = PrefillKeys.causal(*torch.tensor(fields, device=device), seq_len, window)
+    index = torch.arange(case.key.shape[1], device=device)
+    full_mask = (index >= keys.first[..., None]) & (index < keys.end[..., None])
+    if mask is not None:
+        full_mask &= mask.to(device)
+        keys = PrefillKeys.from_mask(full_mask)
+    inside = (index >= torch.tensor(fields[1], device=device)[:, None]) & (
+        index < torch.tensor(fields[2], device=device)[:, None]
+    )
+    key, value, table = poisoned_rows(case, inside, page_size)
+    got, lse = prefill_attention(
+        case.query,
+        key,
+        value,
+        case.layout,
+        keys,
+        floats.heads_per_kv,
+        floats.scaling,
+        query_basis=case.query_basis,
+        key_rotation=floats.key_rotation,
+        constant_key=case.constant_key,
+        block_table=table,
+        softcap=softcap,
+        rebuilt=rebuilt,
+    )
+    limit = limit_of(case, expected, full_mask[:, None], softcap)
+    assert relative_error(got, expected) <= limit
+    assert_lse(lse, expected_lse, 20 * limit)

@@ -96,7 +96,7 @@ def random_coded_case(
         basis = torch.randn(size * head_dim, layout.qk_width, generator=generator) * layout.groups[0].qk_rank ** -0.5
         basis = (basis / steps).to(dtype)
     if layout.domain == "pre":
-        constant = torch.randn(len(layout.groups) * size, head_dim, generator=generator).to(dtype)
+        constant = torch.randn(len(layout.groups) * size, head_dim, generator=generator)
     key = torch.randn(batch_size, kv_len, layout.qk_width, generator=generator) * steps
     value = torch.randn(batch_size, kv_len, layout.v_width, generator=generator) * steps_of(values)
     key_rows, value_rows = pack_layer(key.to(dtype), keys), pack_layer(value.to(dtype), values)
@@ -109,7 +109,7 @@ def random_coded_case(
             bases.append(basis[:, offset : offset + group.qk_rank])
         if constant is not None:
             latents.append(torch.tensor([1.0, 0.0], dtype=dtype).expand(batch_size, kv_len, 2))
-            column = constant[index * size : (index + 1) * size].reshape(-1, 1)
+            column = constant[index * size : (index + 1) * size].reshape(-1, 1).to(dtype)
             bases += [column, torch.zeros_like(column)]
     floats = RaggedCase(
         plain,

@@ -43,7 +43,7 @@ def test_rows_hold_the_floor_within_the_width_and_16_bits_as_they_are(columns: C
 
 
 def test_the_order_of_columns_in_a_word() -> None:
-    """By hand: even columns in the lower half, odd ones in the upper, from the lowest bits; what is stored is n + 2^(b-1)."""
+    """By hand: even columns in the lower half, odd ones in the upper, from the lowest bits; stored is n + 2^(b-1)."""
 
     def words(latents: list[float], columns: Columns) -> list[str]:
         return [f"{word & 0xFFFFFFFF:08x}" for word in pack(torch.tensor(latents), columns).view(torch.int32).tolist()]

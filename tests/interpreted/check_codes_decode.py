@@ -1,4 +1,4 @@
-"""The decode kernel over rows of codes in Triton's interpreter, in float32 and float16 (it computes bfloat16 wrongly)."""
+"""The decode kernel over rows of codes in Triton's interpreter, in float32 and float16: it gets bfloat16 wrong."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def whole(*lengths: int) -> list[Sequence]:
     return [Sequence(1 if length else 0, 0, length) for length in lengths]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [*((rows, torch.float32) for rows in ROWS), *((rows, torch.float16) for rows in ROWS[-2:])],
+    ids=str,
+)
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_widths_mixtures_domains_and_group_sizes(rows, group, dtype) -> None:
     domain, size, heads_per_kv = group
