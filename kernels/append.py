@@ -6,6 +6,7 @@ Floor: bytes of the latents read and of the rows written / memory bandwidth.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -17,6 +18,7 @@ from rotor.columns import WORD_BYTES, Columns
 
 from .ahead import Variant
 from .launch import launch
+from .layer_table import WORDS_OF_A_LOAD
 
 ROWS = 16
 WORDS = 16
@@ -49,9 +51,11 @@ def _packed(latents, COUNT: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constex
 @triton.jit(do_not_specialize=INTEGERS)
 def append_kernel(
     latents, rows, slots, segments, tokens, latent_stride, row_stride, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
+    WORDS: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """See `pack_rows`; grid (blocks of ROWS tokens, segments, blocks of WORDS words); strides in elements and words."""
+    """See `pack_rows`; grid (blocks of ROWS tokens, segments, blocks of WORDS words); strides in units of
+    ALIGN elements and ROW_ALIGN words.
+    """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
     row = token.to(tl.int64)
@@ -60,28 +64,26 @@ def append_kernel(
         valid &= row >= 0
     segment = segments + tl.program_id(1) * FIELDS
     bits = tl.load(segment)
-    column = tl.load(segment + 1)
-    place = tl.load(segment + 2)
-    words = tl.load(segment + 3)
+    column = tl.multiple_of(tl.load(segment + 1), ALIGN)
+    place = tl.multiple_of(tl.load(segment + 2), ROW_ALIGN)
+    words = tl.multiple_of(tl.load(segment + 3), ROW_ALIGN)
     first = tl.program_id(2) * WORDS
     if first < words:
         index = first + tl.arange(0, WORDS)
-        source = latents + token.to(tl.int64) * latent_stride + column
+        source = latents + token.to(tl.int64) * (latent_stride.to(tl.int64) * ALIGN) + column
+        row = row * (row_stride.to(tl.int64) * ROW_ALIGN) + place
         for choice in tl.static_range(4):
             if bits == 16 >> choice:
-                _append(source, rows, row, place, index, first, valid, words, row_stride, 16 >> choice, ROWS, WORDS)
+                _append(source, rows, row, index, first, valid, words, 16 >> choice, ROWS, WORDS)
 
 
 @triton.jit
-def _append(
-    source, rows, row, place, index, first, valid, words, row_stride, BITS: tl.constexpr, ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-):  # fmt: skip
+def _append(source, rows, row, index, first, valid, words, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
     PLACES: tl.constexpr = 1 if BITS == 16 and source.dtype.element_ty.primitive_bitwidth == 32 else 32 // BITS
     column = first * PLACES + tl.arange(0, WORDS * PLACES)
     some = valid[:, None] & (column < words * PLACES)[None, :]
     numbers = tl.load(source[:, None] + column[None, :], mask=some, other=0.0)
-    to = rows + (row * row_stride + place)[:, None] + index[None, :]
+    to = rows + row[:, None] + index[None, :]
     tl.store(to, _packed(numbers, WORDS, ROWS, BITS), mask=valid[:, None] & (index < words)[None, :])
 
 
@@ -105,12 +107,23 @@ def pack_rows(
     words = out.view(torch.int32)
     most = max(s.size_bytes for of_group in columns for s in of_group.segments(latents.element_size())) // WORD_BYTES
     if len(tokens):
+        align, row_align = append_alignment(columns, latents.element_size(), tokens.stride(0), words.stride(0))
         launch(
             append_kernel, (triton.cdiv(len(tokens), ROWS), len(table), triton.cdiv(most, WORDS)), tokens, words,
-            table if slots is None else slots, table, len(tokens), tokens.stride(0), words.stride(0),
-            SLOTS=slots is not None, ROWS=ROWS, WORDS=WORDS, num_warps=4,
+            table if slots is None else slots, table, len(tokens), tokens.stride(0) // align,
+            words.stride(0) // row_align, SLOTS=slots is not None, ROWS=ROWS, WORDS=WORDS, ALIGN=align,
+            ROW_ALIGN=row_align, num_warps=4,
         )  # fmt: skip
     return out if rows is not None else out.view(*latents.shape[:-1], size)
+
+
+def append_alignment(
+    columns: tuple[Columns, ...], element_bytes: int, latent_stride: int, row_stride: int
+) -> tuple[int, int]:
+    """ALIGN and ROW_ALIGN: what divides columns and stride of the latents, and words and stride of the rows."""
+    segments = [s for of_group in columns for s in of_group.segments(element_bytes)]
+    align = math.gcd(16, latent_stride, *(s.count for s in segments))
+    return align, math.gcd(WORDS_OF_A_LOAD, row_stride, *(s.size_bytes // WORD_BYTES for s in segments))
 
 
 @lru_cache(maxsize=4096)
@@ -126,9 +139,12 @@ def segment_table(columns: tuple[Columns, ...], element_bytes: int, device: torc
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 
-def append_variant(dtype: torch.dtype, slots: bool = False) -> Variant:
-    """What `pack_rows` compiles for latents of a dtype."""
+def append_variant(columns: tuple[Columns, ...], dtype: torch.dtype, slots: bool = False) -> Variant:
+    """What `pack_rows` compiles for a layer whose latents are contiguous."""
     pointers = {"latents": dtype, "rows": torch.int32, "segments": torch.int32}
     pointers["slots"] = torch.int64 if slots else torch.int32
-    constants = {"SLOTS": slots, "ROWS": ROWS, "WORDS": WORDS}
+    width = sum(of_group.rank for of_group in columns)
+    size = sum(of_group.row_bytes(dtype.itemsize) for of_group in columns)
+    align, row_align = append_alignment(columns, dtype.itemsize, width, size // WORD_BYTES)
+    constants = {"SLOTS": slots, "ROWS": ROWS, "WORDS": WORDS, "ALIGN": align, "ROW_ALIGN": row_align}
     return Variant("append", append_kernel, pointers, constants, (), {"num_warps": 4})

@@ -58,6 +58,7 @@ from .tiles import (
     load_basis,
     load_piece,
     load_rotation,
+    numbers_of,
     piece_places,
     rotate_back,
     rotate_tile,
@@ -113,6 +114,27 @@ def _rebuilt_scores(
 
 
 @triton.jit
+def _load_pieces(
+    base, tile, last_tile, first, end, sequence, block_table, table_stride, block_stride, row_stride, places,
+    PIECES: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The pieces of a tile of keys as they are stored; nothing from last_tile on."""
+    start = tile * TILE
+    index = start + tl.arange(0, TILE)
+    valid = (index >= first) & (index < end) & (tile < last_tile)
+    block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
+    pieces = ()
+    for p in tl.static_range(len(PIECES)):
+        pieces += (
+            load_piece(
+                base + places[p][2], block, row, block_stride, row_stride, places[p][3], valid, PIECES[p][0],
+                PIECES[p][2], DTYPE,
+            ),
+        )  # fmt: skip
+    return pieces
+
+
+@triton.jit
 def _segment(
     query, key, value, partial, partial_lse, output, lse, row, slot, first_tile, last_tile, first, end, holes, sequence,
     block_table, mask, cos, sin, basis, constant, query_stride, head_stride, key_block, key_row, value_block, value_row,
@@ -122,7 +144,7 @@ def _segment(
     HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr,
     ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -153,19 +175,34 @@ def _segment(
     for p in tl.static_range(len(VALUES)):
         weighted += (tl.zeros((TILE_ROWS, VALUES[p][2]), tl.float32),)
 
+    if AHEAD:
+        ahead = _load_pieces(
+            key_base, first_tile, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
+            key_places, KEYS, PAGE, TILE, DTYPE,
+        )  # fmt: skip
     for tile in range(first_tile, last_tile):
         start = tile * TILE
         index = start + tl.arange(0, TILE)
         valid = (index >= first) & (index < end)
-        block, place_in_block = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
+        if AHEAD:
+            # The inner loop below keeps the compiler from copying asynchronously: what it is to hide is loaded here.
+            pieces = ahead
+            ahead = _load_pieces(
+                key_base, tile + 1, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
+                key_places, KEYS, PAGE, TILE, DTYPE,
+            )  # fmt: skip
+            value_pieces = _load_pieces(
+                value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block, value_row,
+                value_places, VALUES, PAGE, TILE, DTYPE,
+            )  # fmt: skip
+        else:
+            pieces = _load_pieces(
+                key_base, tile, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
+                key_places, KEYS, PAGE, TILE, DTYPE,
+            )  # fmt: skip
         latents = ()
         for p in tl.static_range(len(KEYS)):
-            latents += (
-                load_piece(
-                    key_base + key_places[p][2], block, place_in_block, key_block, key_row, key_places[p][3], valid,
-                    KEYS[p][0], KEYS[p][2], TILE, DTYPE,
-                ),
-            )  # fmt: skip
+            latents += (numbers_of(pieces[p], KEYS[p][0], KEYS[p][2], TILE, DTYPE),)
         scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
         if PRE:
             # As many steps as an argument says: known, few would be unrolled, and all bases hoisted into registers.
@@ -193,12 +230,14 @@ def _segment(
         total = total * shrink + tl.sum(weight, 0)
         largest = new_largest
         weight = tl.trans(weight).to(DTYPE)
+        if not AHEAD:
+            value_pieces = _load_pieces(
+                value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block, value_row,
+                value_places, VALUES, PAGE, TILE, DTYPE,
+            )  # fmt: skip
         added = ()
         for p in tl.static_range(len(VALUES)):
-            values = load_piece(
-                value_base + value_places[p][2], block, place_in_block, value_block, value_row, value_places[p][3],
-                valid, VALUES[p][0], VALUES[p][2], TILE, DTYPE,
-            )  # fmt: skip
+            values = numbers_of(value_pieces[p], VALUES[p][0], VALUES[p][2], TILE, DTYPE)
             added += (tl.dot(weight, values, weighted[p] * shrink[:, None], input_precision=PRECISION),)
         weighted = added
 
@@ -232,13 +271,14 @@ INTEGERS = [
 def decode_kernel(
     query, key, value, partial, partial_lse, output, lse, table, first_key, end_key, holes, tile_prefix, order, bounds,
     block_table, mask, cos, sin, basis, constant, batch_size, query_stride, head_stride, key_block, key_row,
-    value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, parts,
-    total_work, steps, scale, softcap,
+    value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride,
+    lse_stride, parts, total_work, steps, scale, softcap,
     BODIES: tl.constexpr, PRE: tl.constexpr, CONSTANT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SCHEDULE: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, PARTS_PADDED: tl.constexpr,
+    BATCH_PADDED: tl.constexpr,
 ):  # fmt: skip
     """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
 
@@ -302,7 +342,7 @@ def decode_kernel(
                         mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps,
                         scale, softcap, BODIES[choice][0], BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF,
                         HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
-                        MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION,
+                        MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, AHEAD,
                     )  # fmt: skip
 
 

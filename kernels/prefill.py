@@ -45,7 +45,7 @@ from .shapes import (
     sm_count,
 )
 from .slices import PrefillKeys
-from .tiles import key_rows, load_basis, load_piece, load_rotation, marked_keys, rotate_tile, scaled_logits
+from .tiles import key_rows, load_basis, load_piece, load_rotation, marked_keys, numbers_of, rotate_tile, scaled_logits
 
 INTEGERS = [
     "batch_size", "units", "blocks", "seq_len", "query_offset", "query_batch", "query_head", "query_position",
@@ -150,12 +150,10 @@ def prefill_kernel(
         block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
         latents = ()
         for p in tl.static_range(len(KEYS)):
-            latents += (
-                load_piece(
-                    key_base + KEYS[p][3], block, row, key_block, key_row, KEYS[p][4], valid, KEYS[p][0], KEYS[p][5],
-                    TILE, DTYPE,
-                ),
-            )  # fmt: skip
+            piece = load_piece(
+                key_base + KEYS[p][3], block, row, key_block, key_row, KEYS[p][4], valid, KEYS[p][0], KEYS[p][5], DTYPE
+            )
+            latents += (numbers_of(piece, KEYS[p][0], KEYS[p][5], TILE, DTYPE),)
         if PRE:
             stride = basis_stride * ALIGN
             key_0 = tl.zeros((TILE, HALF_PADDED), tl.float32)
@@ -197,10 +195,11 @@ def prefill_kernel(
         weight = weight.to(DTYPE)
         added = ()
         for p in tl.static_range(len(VALUES)):
-            values = load_piece(
+            piece = load_piece(
                 value_base + VALUES[p][3], block, row, value_block, value_row, VALUES[p][4], valid, VALUES[p][0],
-                VALUES[p][5], TILE, DTYPE,
+                VALUES[p][5], DTYPE,
             )  # fmt: skip
+            values = numbers_of(piece, VALUES[p][0], VALUES[p][5], TILE, DTYPE)
             added += (tl.dot(weight, values, weighted[p] * shrink[:, None], input_precision=PRECISION),)
         weighted = added
 

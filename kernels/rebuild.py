@@ -27,7 +27,7 @@ from .layer_table import WORDS_OF_A_LOAD
 from .rotation import rank_alignment
 from .rows import key_columns
 from .shapes import precision
-from .tiles import elements_of, load_basis, load_piece, load_rotation, rotate_tile
+from .tiles import elements_of, load_basis, load_piece, load_rotation, numbers_of, rotate_tile
 from .widths import padded
 
 INTEGERS = [
@@ -58,8 +58,8 @@ def rebuild_kernel(
         key_1 = tl.zeros((ROWS, HALF_PADDED), tl.float32)
         basis_row = (head % SIZE) * (2 * HALF)
         stride = basis_stride * ALIGN
-        key_batch = key_batch.to(tl.int64) * KEY_ALIGN
-        key_row = key_row.to(tl.int64) * KEY_ALIGN
+        batch_stride = key_batch.to(tl.int64) * KEY_ALIGN
+        row_stride = key_row.to(tl.int64) * KEY_ALIGN
         DTYPE: tl.constexpr = basis.dtype.element_ty
         widths: tl.constexpr = (16, 8, 4, 2) if CODED else (0,)
         row = table + group * FIELDS
@@ -71,10 +71,11 @@ def rebuild_kernel(
             for column in range(0, count, COLUMNS):
                 width = count - column
                 place = tl.multiple_of(elements_of(column, widths[w], DTYPE), KEY_ALIGN)
-                latent = load_piece(
-                    key + offset + place, sequence + 0 * index, index, key_batch, key_row, elements - place, valid,
-                    widths[w], COLUMNS, ROWS, DTYPE,
+                piece = load_piece(
+                    key + offset + place, sequence + 0 * index, index, batch_stride, row_stride, elements - place,
+                    valid, widths[w], COLUMNS, DTYPE,
                 )  # fmt: skip
+                latent = numbers_of(piece, widths[w], COLUMNS, ROWS, DTYPE)
                 columns = basis + first_column + column
                 basis_0 = load_basis(columns, stride, basis_row, HALF, width, 0, COLUMNS, HALF_PADDED)
                 basis_1 = load_basis(columns, stride, basis_row + HALF, HALF, width, 0, COLUMNS, HALF_PADDED)
@@ -183,7 +184,7 @@ def rebuild_constants(layout: LayerLayout, head_dim: int, element_bytes: int) ->
         "COLUMNS": 64 if layout.coded else 32,  # of two bits four words, what a thread loads at once
         "CODED": layout.coded,
         "PRECISION": precision(element_bytes),
-        "num_warps": 4,
+        "num_warps": 8 if layout.coded else 4,
         "num_stages": 2,
     }
 

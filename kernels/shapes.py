@@ -83,7 +83,7 @@ def decode_config(
     # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
     # fewer frequencies at a time, and then more rows and columns.
     crowded = gpu.registers_hold_operands or len(parts.bodies) > 1
-    wide_pre = parts.domain == "pre" and (max(widest) > 128 or (crowded and max(widest) == 128))
+    wide_pre = parts.domain == "pre" and (parts.coded or max(widest) > 128 or (crowded and max(widest) == 128))
     if wide_pre:
         tile_rows = max(32, tile_rows)
     tile, warps, stages = decode_shape(parts.tile, widest, tile_rows, element_bytes, head_dim, gpu)
@@ -101,6 +101,7 @@ def decode_config(
         "TILE": tile,
         "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
         "PRECISION": precision(element_bytes),
+        "AHEAD": parts.coded and parts.domain == "pre",
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
         "num_warps": warps,
         "num_stages": stages,
@@ -120,8 +121,8 @@ def widest_pieces(bodies: Bodies) -> tuple[int, int]:
 
 
 def _widened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Numbers of the model's dtype in tiles of at least 32 columns."""
-    return tuple((bits, field, size if bits else max(32, size)) for bits, field, size in pieces)
+    """Pieces of at least 32 columns."""
+    return tuple((bits, field, max(32, size)) for bits, field, size in pieces)
 
 
 def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
@@ -210,6 +211,8 @@ def prefill_constants(
         whole = pre and max(qk_width, v_rank) > 64  # more pieces take more registers
         widths = [(padded(width), 0) if whole else chunks(width) for width in (qk_width, v_rank)]
         rows, tile, warps = prefill_shape(widths, blocks.rows, blocks.columns, element_bytes, pre, gpu)
+        if layout.coded and pre and gpu.registers_hold_operands:
+            tile = 16  # what is not yet unpacked takes registers too
         group = layout.groups[cls.start]
         keys = static_pieces(None if rebuilt else group.qk_columns, qk_width, widths[0], element_bytes)
         values = static_pieces(group.v_columns, v_rank, widths[1], element_bytes)

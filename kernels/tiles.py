@@ -34,18 +34,20 @@ def load_latents(base, block, row, block_stride, row_stride, width, valid, FIRST
 
 @triton.jit
 def load_piece(base, block, row, block_stride, row_stride, count, valid, BITS: tl.constexpr, SIZE: tl.constexpr,
-               TILE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """[TILE, SIZE] of DTYPE: what attention multiplies with, of `count` elements of columns of BITS bits from `base` on.
-
-    `base` points at words, or with BITS = 0 at the numbers themselves. What lies behind the columns or is not valid is
-    finite; only where BITS = 0 it is zero.
+               DTYPE: tl.constexpr):  # fmt: skip
+    """The words of SIZE columns of BITS bits for each key, `count` of them from `base` on, or with BITS = 0 the numbers
+    themselves; zeros behind them and where not valid.
     """
+    return load_latents(base, block, row, block_stride, row_stride, count, valid, 0, elements_of(SIZE, BITS, DTYPE))
+
+
+@triton.jit
+def numbers_of(piece, BITS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr):
+    """[TILE, SIZE] of DTYPE: what attention multiplies with, of a piece that was loaded; where it was not, finite."""
     if BITS == 0:
-        return load_latents(base, block, row, block_stride, row_stride, count, valid, 0, SIZE)
+        return piece
     else:
-        WORDS: tl.constexpr = elements_of(SIZE, BITS, DTYPE)
-        words = load_latents(base, block, row, block_stride, row_stride, count, valid, 0, WORDS)
-        return unpack(words, TILE, WORDS, BITS, DTYPE)
+        return unpack(piece, TILE, elements_of(SIZE, BITS, DTYPE), BITS, DTYPE)
 
 
 @triton.jit
