@@ -180,11 +180,11 @@ def rebuild_constants(layout: LayerLayout, head_dim: int, element_bytes: int) ->
         "SIZE": layout.group_size,
         "HALF": half,
         "HALF_PADDED": padded(half),
-        "ROWS": 64,
+        "ROWS": 32 if layout.coded else 64,  # words and numbers both take registers
         "COLUMNS": 64 if layout.coded else 32,  # of two bits four words, what a thread loads at once
         "CODED": layout.coded,
         "PRECISION": precision(element_bytes),
-        "num_warps": 8 if layout.coded else 4,
+        "num_warps": 4,
         "num_stages": 2,
     }
 

@@ -61,6 +61,13 @@ MOST_REGISTERS = 200
 """Of a thread of four warps where a decode kernel has several bodies. Left to itself the assembler stops at 168, at
 which three programs fit an SM, and spills; the grid has two an SM."""
 
+BYTES_IN_FLIGHT = 9 << 10
+"""Of rows of codes that a program of the decode kernel waits for at a time: with two an SM that is what covers the
+memory's latency on an H100 (3.35 TB/s, 700 ns, 132 SMs)."""
+
+MOST_STAGES = 6
+"""Of the pipeline of loads."""
+
 REBUILT_BYTES = 1 << 30
 """The most that rebuilt keys of a layer may take for the time of its prefill."""
 
@@ -87,6 +94,12 @@ def decode_config(
     if wide_pre:
         tile_rows = max(32, tile_rows)
     tile, warps, stages = decode_shape(parts.tile, widest, tile_rows, element_bytes, head_dim, gpu)
+    if parts.coded and head_dim and gpu.registers_hold_operands:
+        tile, stages = min(tile, 16), 1  # words and numbers both take registers
+    elif parts.coded and not head_dim:
+        stages = max(
+            stages, min(MOST_STAGES, 1 - -BYTES_IN_FLIGHT // (tile * _piece_bytes(parts.bodies, element_bytes)))
+        )
     half = head_dim // 2
     config = {
         # Smaller tiles than these would be loaded two bytes at a time.
@@ -120,6 +133,14 @@ def widest_pieces(bodies: Bodies) -> tuple[int, int]:
     return key, value
 
 
+def _piece_bytes(bodies: Bodies, element_bytes: int) -> int:
+    """Bytes of a key and its value in the widest body, as rows of codes."""
+    return max(
+        sum(size * element_bytes if bits == 16 else size * bits // 8 for side in body for bits, _, size in side)
+        for body in bodies
+    )
+
+
 def _widened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     """Pieces of at least 32 columns."""
     return tuple((bits, field, max(32, size)) for bits, field, size in pieces)
@@ -135,6 +156,10 @@ def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     key, value = widest_pieces(config["BODIES"])
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
+    if config["BODIES"][0][0][0][0]:
+        words = stages * tile * _piece_bytes(config["BODIES"], element_bytes)
+        rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile) if config["PRE"] else 0
+        return words + (tile * max(key, value) + rows * key) * element_bytes + rebuilding + 4 * scores + 1024
     if config["PRE"]:
         rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile)
         return stages * tile * (key + value) * element_bytes + rebuilding + scores + 1024
@@ -211,7 +236,7 @@ def prefill_constants(
         whole = pre and max(qk_width, v_rank) > 64  # more pieces take more registers
         widths = [(padded(width), 0) if whole else chunks(width) for width in (qk_width, v_rank)]
         rows, tile, warps = prefill_shape(widths, blocks.rows, blocks.columns, element_bytes, pre, gpu)
-        if layout.coded and pre and gpu.registers_hold_operands:
+        if layout.coded and not rebuilt and gpu.registers_hold_operands and (pre or sum(widths[1]) > 64):
             tile = 16  # what is not yet unpacked takes registers too
         group = layout.groups[cls.start]
         keys = static_pieces(None if rebuilt else group.qk_columns, qk_width, widths[0], element_bytes)
