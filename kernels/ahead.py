@@ -68,6 +68,8 @@ class Resources:
 
     registers: per thread. spill_bytes: of local memory per thread. shared_bytes: per program.
     async_copies, scalar_loads: instructions in the PTX; scalar ones load 16 bits.
+    async_bytes: the kernel's arguments from which asynchronous copies read, with the fewest bytes that a thread copies
+        at once.
     """
 
     registers: int
@@ -76,6 +78,7 @@ class Resources:
     async_copies: int
     scalar_loads: int
     matrix_products: int
+    async_bytes: dict[str, int]
 
 
 def compile_variant(variant: Variant, capability: int) -> Resources:
@@ -88,9 +91,31 @@ def compile_variant(variant: Variant, capability: int) -> Resources:
         spill_bytes,
         int(compiled.metadata.shared),
         len(re.findall(r"cp\.async\.c[ag]|cp\.async\.bulk", ptx)),
-        len(re.findall(r"ld\.global[.\w:]*\.[bu]16\s", ptx)),
+        len(re.findall(r"ld\.global[.\w:]*\.[bus]16\s", ptx)),
         len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma\.", ptx)),
+        _async_bytes(compiled.asm["ttgir"]),
     )
+
+
+def _async_bytes(ttgir: str) -> dict[str, int]:
+    """Traces the pointers of asynchronous copies back to the arguments of the kernel, in Triton's own representation.
+
+    The pointer is the first operand of all that pointers pass through; a loop's has the one that it begins with.
+    """
+    origins = dict(re.findall(r"^\s*(%[\w.]+) = [\w.]+ (%[\w.#]+)", ttgir, re.MULTILINE))
+    for loop in re.findall(r"iter_args\((.*?)\) ->", ttgir):
+        origins |= dict(re.findall(r"(%[\w.]+) = (%[\w.#]+)", loop))
+    copy = (
+        r"ttg\.async_copy_global_to_local (%[\w.]+),[^\n]*?(?:contiguity = (\d+)[^\n]*?)? : "
+        r"tensor<[\dx]+!tt\.ptr<[a-z]+(\d+)>"
+    )
+    smallest: dict[str, int] = {}
+    for pointer, contiguity, bits in re.findall(copy, ttgir):
+        while pointer in origins:
+            pointer = origins[pointer]
+        size = int(contiguity or 1) * int(bits) // 8
+        smallest[pointer[1:]] = min(size, smallest.get(pointer[1:], size))
+    return smallest
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 from .ahead import Variant
-from .columns import FIELDS, FIRST_HEAD, OUTPUT_OFFSET, QK_RANK, V_RANK, WORK_BEFORE
+from .columns import FIELDS, FIRST_HEAD, OUTPUT_OFFSET, V_RANK, WORK, WORK_BEFORE
 
 
 @triton.jit
 def unit_on_the_line(table, tile_prefix, part, sequence, batch_size):
     """Where a unit begins on the line of all work (int64), its work per tile, and its tiles."""
     row = table + part * FIELDS
-    work = (tl.load(row + QK_RANK) + tl.load(row + V_RANK)).to(tl.int64)
+    work = tl.load(row + WORK).to(tl.int64)
     before = tl.load(tile_prefix + sequence)
     tiles = tl.load(tile_prefix + sequence + 1) - before
     start = tl.load(tile_prefix + batch_size) * tl.load(row + WORK_BEFORE) + before * work

@@ -42,7 +42,9 @@ def default_layer(layout: LayerLayout, head_dim: int) -> LayerKernels:
     rebuilt: list[Blocks | None] = [None] * len(classes)
     if layout.domain == "pre":
         rebuilt = [Blocks(*pair) for pair in balanced_row_blocks([(head_dim, v_rank) for _, v_rank in ranks])]
-    bodies = _bodies(sorted(set(ranks), reverse=True), MAX_BODIES[layout.domain])
+    # Several widths in each of several bodies would take too many registers where keys are rebuilt.
+    most = 1 if layout.coded and layout.domain == "pre" else MAX_BODIES[layout.domain]
+    bodies = _bodies(sorted(set(ranks), reverse=True), most)
     return LayerKernels(
         tuple(
             ClassKernels(c.count, c.qk_rank, c.v_rank, b, r) for c, b, r in zip(classes, blocks, rebuilt, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -9,8 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from rotor.columns import WIDTHS, WORD_BYTES
 from rotor.kernel_config import LayerKernels, serving
-from rotor.layout import LayerLayout
+from rotor.layout import GroupLayout, LayerLayout
 
 from .defaults import default_layer
 from .widths import padded
@@ -19,9 +21,10 @@ from .widths import padded
 class Column(IntEnum):
     """Columns of the table of parts (int32).
 
-    Ranks; offsets in elements in the packed key and value rows, and in the packed query and output rows; the part's
-    first query head, and its first row in the basis; the work per tile of the parts before it; the body of the kernel
-    that serves it.
+    Ranks; offsets in the key and value rows, in elements, of rows of codes in words; offsets in the packed query and
+    output rows, and of its columns in the basis; the part's first query head, and its first row in the basis; the work
+    per tile of the parts before it, and its own; the body of the kernel that serves it; columns of keys and of values
+    at 16, 8, 4 and 2 bits, in rows of the model's dtype all at the first.
     """
 
     QK_RANK = 0
@@ -34,7 +37,27 @@ class Column(IntEnum):
     BASIS_ROW = 7
     WORK_BEFORE = 8
     BODY = 9
+    WORK = 10
+    BASIS_COLUMN = 11
+    QK_16 = 12
+    QK_8 = 13
+    QK_4 = 14
+    QK_2 = 15
+    V_16 = 16
+    V_8 = 17
+    V_4 = 18
+    V_2 = 19
 
+
+Piece = tuple[int, int, int]
+"""Columns of a latent that the kernels load at a time: their bits, 0 in rows of the model's dtype; the column of the
+table of parts that counts them, from QK_16 or V_16 on; a power of two of columns that they fit into."""
+
+Bodies = tuple[tuple[tuple[Piece, ...], tuple[Piece, ...]], ...]
+"""For each body of the decode kernel its pieces of keys and of values."""
+
+WORDS_OF_A_LOAD = 4
+"""The most that a thread loads at once."""
 
 MAX_TILE_ELEMENTS = 1 << 14
 """Query rows times padded v_rank of a tile: the float32 accumulator, a quarter of an SM's registers."""
@@ -49,28 +72,44 @@ class LayerParts:
 
     heads: KV heads of a part (1 in domains where a latent serves its query rows alike).
     rows: query rows of a part.
-    bodies: (qk_rank, v_rank) that the kernel is compiled for, widest first.
+    bodies: for each body of the kernel, the pieces of keys and those of values that it is compiled for.
     table: for each part, a number for each Column.
     tile: keys of a tile, as `LayerKernels` says.
+    align: what divides the widths of all pieces, in columns; row_align: what divides their sizes and the groups'
+        offsets in the rows, in elements: 16 bytes suffice.
     """
 
     domain: str
     heads: int
     rows: int
-    bodies: tuple[tuple[int, int], ...]
+    bodies: Bodies
     table: tuple[tuple[int, ...], ...]
     tile: int
+    align: int
+    row_align: int
+
+    @property
+    def coded(self) -> bool:
+        """Whether rows are words of codes."""
+        return self.bodies[0][0][0][0] > 0
 
     @property
     def total_work(self) -> int:
-        return sum(row[Column.QK_RANK] + row[Column.V_RANK] for row in self.table)
+        return sum(row[Column.WORK] for row in self.table)
 
 
 @lru_cache(maxsize=4096)
 def layer_parts(
-    layout: LayerLayout, heads_per_kv: int, head_dim: int, kernels: LayerKernels | None = None
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    kernels: LayerKernels | None = None,
+    element_bytes: int = 2,
 ) -> LayerParts:
-    """Cut the groups of a layer into parts and choose the bodies that serve them; `kernels` is by default by rule."""
+    """Cut the groups of a layer into parts and choose the bodies that serve them; `kernels` is by default by rule.
+
+    element_bytes is that of the model's dtype, which the columns of 16 bits in rows of codes have.
+    """
     kernels = kernels or default_layer(layout, head_dim)
     widest_value = max(padded(group.v_rank) for group in layout.groups)
     heads, rows = layout.group_size, layout.group_size * heads_per_kv
@@ -83,30 +122,96 @@ def layer_parts(
         while padded(rows) * widest_value > MAX_TILE_ELEMENTS and heads % 2 == 0:
             heads, rows = heads // 2, rows // 2
     group_rows = layout.group_size * heads_per_kv
-    bodies = tuple(sorted(kernels.specialisations, reverse=True))
+    ranks = tuple(sorted(kernels.specialisations, reverse=True))
+    served: list[list[GroupLayout]] = [[] for _ in ranks]
     table = []
-    work = 0
-    for index, (group, (qk_offset, v_offset)) in enumerate(zip(layout.groups, layout.offsets(), strict=True)):
-        serves = serving(bodies, group.qk_rank, group.v_rank)
+    work_before = 0
+    for index, (group, columns, places) in enumerate(
+        zip(layout.groups, layout.offsets(), _places(layout, element_bytes), strict=True)
+    ):
+        serves = serving(ranks, group.qk_rank, group.v_rank)
         assert serves is not None  # KernelConfig.check
-        body = bodies.index(serves)
+        body = ranks.index(serves)
+        served[body].append(group)
+        work = sum(row_elements(group, element_bytes))
         for part in range(group_rows // rows):
-            table.append(
-                (
-                    group.qk_rank,
-                    group.v_rank,
-                    qk_offset,
-                    v_offset,
-                    group_rows * qk_offset + part * rows * group.qk_rank,
-                    group_rows * v_offset + part * rows * group.v_rank,
-                    index * group_rows + part * rows,
-                    part * heads * head_dim if layout.domain == "pre" else 0,
-                    work,
-                    body,
-                )
-            )
-            work += group.qk_rank + group.v_rank
-    return LayerParts(layout.domain, heads, rows, bodies, tuple(table), kernels.tile)
+            numbers = {
+                Column.QK_RANK: group.qk_rank,
+                Column.V_RANK: group.v_rank,
+                Column.QK_OFFSET: places[0],
+                Column.V_OFFSET: places[1],
+                Column.QUERY_OFFSET: group_rows * columns[0] + part * rows * group.qk_rank,
+                Column.OUTPUT_OFFSET: group_rows * columns[1] + part * rows * group.v_rank,
+                Column.FIRST_HEAD: index * group_rows + part * rows,
+                Column.BASIS_ROW: part * heads * head_dim if layout.domain == "pre" else 0,
+                Column.WORK_BEFORE: work_before,
+                Column.BODY: body,
+                Column.WORK: work,
+                Column.BASIS_COLUMN: columns[0],
+                **dict(zip(list(Column)[Column.QK_16 :], _counts(group), strict=True)),
+            }
+            table.append(tuple(numbers[column] for column in Column))
+            work_before += work
+    bodies = tuple(_pieces(widths, groups) for widths, groups in zip(ranks, served, strict=True))
+    counts = [count for group in layout.groups for count in _counts(group)]
+    sizes = [size for group in layout.groups for size in _segment_sizes(group, element_bytes)]
+    return LayerParts(
+        layout.domain,
+        heads,
+        rows,
+        bodies,
+        tuple(table),
+        kernels.tile,
+        math.gcd(16, *counts),
+        math.gcd(WORDS_OF_A_LOAD if layout.coded else 16, *sizes),
+    )
+
+
+def pieces_name(pieces: tuple[Piece, ...]) -> str:
+    """Widths for a variant's name: 64, or of codes 16x16,8x32,..., columns by bits."""
+    return ",".join(str(size) if bits == 0 else f"{size}x{bits}" for bits, _, size in pieces)
+
+
+def row_elements(group: GroupLayout, element_bytes: int) -> tuple[int, int]:
+    """Elements of a group in the key and value rows: numbers, or words of codes."""
+    if group.qk_columns is None:
+        return group.qk_rank, group.v_rank
+    qk_bytes, v_bytes = group.row_bytes(element_bytes)
+    return qk_bytes // WORD_BYTES, v_bytes // WORD_BYTES
+
+
+def _segment_sizes(group: GroupLayout, element_bytes: int) -> list[int]:
+    """Elements of what a group's rows consist of, whose sums are all offsets."""
+    if group.qk_columns is None or group.v_columns is None:
+        return [group.qk_rank, group.v_rank]
+    sides = group.qk_columns, group.v_columns
+    return [s.size_bytes // WORD_BYTES for columns in sides for s in columns.segments(element_bytes)]
+
+
+def _places(layout: LayerLayout, element_bytes: int) -> list[tuple[int, int]]:
+    """Elements before each group in the key and value rows."""
+    if not layout.coded:
+        return layout.offsets()
+    return [(qk // WORD_BYTES, v // WORD_BYTES) for qk, v in layout.byte_offsets(element_bytes)]
+
+
+def _counts(group: GroupLayout) -> tuple[int, ...]:
+    """Columns of keys and of values at 16, 8, 4 and 2 bits."""
+    if group.qk_columns is None or group.v_columns is None:
+        return group.qk_rank, 0, 0, 0, group.v_rank, 0, 0, 0
+    return *group.qk_columns.counts, *group.v_columns.counts
+
+
+def _pieces(widths: tuple[int, int], groups: list[GroupLayout]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """The pieces of a body that serves `groups`, no wider than `widths` in all."""
+    if groups[0].qk_columns is None:
+        return ((0, 0, widths[0]),), ((0, 0, widths[1]),)
+    counts = [max(column) for column in zip(*(_counts(group) for group in groups), strict=True)]
+    pieces = [
+        tuple((bits, i, padded(count)) for i, (bits, count) in enumerate(zip(WIDTHS, side, strict=True)) if count)
+        for side in (counts[:4], counts[4:])
+    ]
+    return pieces[0], pieces[1]
 
 
 @lru_cache(maxsize=4096)

@@ -45,7 +45,7 @@ def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout) -> Tensor:
     stacked = key.reshape(batch_size, -1, size, seq_len, head_dim).permute(0, 3, 1, 2, 4).flatten(3)
     rows = []
     for cls in layout.classes():
-        basis = _class_basis(key_basis, cls)
+        basis = class_basis(key_basis, cls)
         keys = stacked[:, :, cls.start : cls.start + cls.count]
         rows.append(torch.einsum("bsnd,ndr->bsnr", keys, basis).flatten(2))
     return torch.cat(rows, dim=-1).unsqueeze(1)
@@ -91,7 +91,7 @@ def grouped_attention(
     folded_offset = 0
     for cls in layout.classes():
         heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
-        mask = _class_mask(attention_mask, layout, heads, heads_per_kv)
+        mask = class_mask(attention_mask, layout, heads, heads_per_kv)
         latents = _class_rows(key, cls.qk_offset, cls.count, cls.qk_rank)
         values = _class_rows(value, cls.v_offset, cls.count, cls.v_rank)
         if layout.domain == "none":
@@ -103,7 +103,7 @@ def grouped_attention(
         else:
             assert query_basis is not None
             queries = query[:, heads]
-            basis = _class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
+            basis = class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
             if layout.domain == "post":
                 split = queries.unflatten(1, (cls.count, size, heads_per_kv))
                 queries = torch.einsum("bngpsd,ngdr->bngpsr", split, basis).flatten(1, 3)
@@ -126,7 +126,7 @@ def _class_rows(rows: Tensor, offset: int, count: int, rank: int) -> Tensor:
     return rows[:, 0, :, offset : offset + count * rank].unflatten(-1, (count, rank)).transpose(1, 2)
 
 
-def _class_mask(mask: Tensor | None, layout: LayerLayout, heads: slice, heads_per_kv: int) -> Tensor | None:
+def class_mask(mask: Tensor | None, layout: LayerLayout, heads: slice, heads_per_kv: int) -> Tensor | None:
     """The rows of a mask that are of some query heads, counted in the order of the layout."""
     if mask is None or mask.shape[1] == 1:
         return mask
@@ -134,7 +134,7 @@ def _class_mask(mask: Tensor | None, layout: LayerLayout, heads: slice, heads_pe
     return mask[:, order.flatten()[heads].to(mask.device)]
 
 
-def _class_basis(basis: Tensor, cls: GroupClass) -> Tensor:
+def class_basis(basis: Tensor, cls: GroupClass) -> Tensor:
     """[rows, qk_width] -> the bases of a class, [count, rows, rank]; a view."""
     columns = basis[:, cls.qk_offset : cls.qk_offset + cls.count * cls.qk_rank]
     return columns.unflatten(-1, (cls.count, cls.qk_rank)).transpose(0, 1)

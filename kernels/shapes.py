@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from rotor.columns import WORD_BYTES, Columns
 from rotor.kernel_config import Blocks, LayerKernels
 from rotor.layout import GroupClass, LayerLayout
 
 from .defaults import default_layer
-from .layer_table import LayerParts, layer_parts
+from .layer_table import Bodies, Column, LayerParts, Piece, layer_parts
 from .schedule import PIECES
 from .widths import chunks, padded
 
@@ -60,6 +61,13 @@ MOST_REGISTERS = 200
 """Of a thread of four warps where a decode kernel has several bodies. Left to itself the assembler stops at 168, at
 which three programs fit an SM, and spills; the grid has two an SM."""
 
+BYTES_IN_FLIGHT = 9 << 10
+"""Of rows of codes that a program of the decode kernel waits for at a time: with two an SM that is what covers the
+memory's latency on an H100 (3.35 TB/s, 700 ns, 132 SMs)."""
+
+MOST_STAGES = 6
+"""Of the pipeline of loads."""
+
 REBUILT_BYTES = 1 << 30
 """The most that rebuilt keys of a layer may take for the time of its prefill."""
 
@@ -77,19 +85,25 @@ def decode_config(
 
     head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory.
     """
-    widest = max(qk for qk, _ in parts.bodies), max(v for _, v in parts.bodies)
+    widest = widest_pieces(parts.bodies)
     tile_rows = padded(parts.rows)
     # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
     # fewer frequencies at a time, and then more rows and columns.
     crowded = gpu.registers_hold_operands or len(parts.bodies) > 1
-    wide_pre = parts.domain == "pre" and (max(widest) > 128 or (crowded and max(widest) == 128))
+    wide_pre = parts.domain == "pre" and (parts.coded or max(widest) > 128 or (crowded and max(widest) == 128))
     if wide_pre:
         tile_rows = max(32, tile_rows)
     tile, warps, stages = decode_shape(parts.tile, widest, tile_rows, element_bytes, head_dim, gpu)
+    if parts.coded and head_dim and gpu.registers_hold_operands:
+        tile, stages = min(tile, 16), 1  # words and numbers both take registers
+    elif parts.coded and not head_dim:
+        stages = max(
+            stages, min(MOST_STAGES, 1 - -BYTES_IN_FLIGHT // (tile * _piece_bytes(parts.bodies, element_bytes)))
+        )
     half = head_dim // 2
     config = {
         # Smaller tiles than these would be loaded two bytes at a time.
-        "BODIES": tuple((max(32, qk), max(32, v)) for qk, v in parts.bodies) if wide_pre else parts.bodies,
+        "BODIES": tuple(tuple(map(_widened, body)) for body in parts.bodies) if wide_pre else parts.bodies,
         "PRE": parts.domain == "pre",
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
@@ -98,8 +112,9 @@ def decode_config(
         "ROWS": parts.rows,
         "TILE_ROWS": tile_rows,
         "TILE": tile,
-        "PARTIAL_WIDTH": widest[1],
+        "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
         "PRECISION": precision(element_bytes),
+        "AHEAD": parts.coded and parts.domain == "pre",
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
         "num_warps": warps,
         "num_stages": stages,
@@ -112,6 +127,25 @@ def decode_config(
     return config
 
 
+def widest_pieces(bodies: Bodies) -> tuple[int, int]:
+    """Columns of the widest body, of keys and of values."""
+    key, value = (max(sum(size for *_, size in body[side]) for body in bodies) for side in (0, 1))
+    return key, value
+
+
+def _piece_bytes(bodies: Bodies, element_bytes: int) -> int:
+    """Bytes of a key and its value in the widest body, as rows of codes."""
+    return max(
+        sum(size * element_bytes if bits == 16 else size * bits // 8 for side in body for bits, _, size in side)
+        for body in bodies
+    )
+
+
+def _widened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Pieces of at least 32 columns."""
+    return tuple((bits, field, max(32, size)) for bits, field, size in pieces)
+
+
 def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
     """Steps in which the decode kernel rebuilds the keys of a tile: FREQUENCIES of one head in each."""
     return parts.heads * (config["HALF_PADDED"] // config["FREQUENCIES"])
@@ -119,9 +153,13 @@ def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
 
 def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     """Shared memory of a program of the decode kernel, estimated from above."""
-    key, value = (max(body[side] for body in config["BODIES"]) for side in (0, 1))
+    key, value = widest_pieces(config["BODIES"])
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
+    if config["BODIES"][0][0][0][0]:
+        words = stages * tile * _piece_bytes(config["BODIES"], element_bytes)
+        rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile) if config["PRE"] else 0
+        return words + (tile * max(key, value) + rows * key) * element_bytes + rebuilding + 4 * scores + 1024
     if config["PRE"]:
         rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile)
         return stages * tile * (key + value) * element_bytes + rebuilding + scores + 1024
@@ -198,10 +236,18 @@ def prefill_constants(
         whole = pre and max(qk_width, v_rank) > 64  # more pieces take more registers
         widths = [(padded(width), 0) if whole else chunks(width) for width in (qk_width, v_rank)]
         rows, tile, warps = prefill_shape(widths, blocks.rows, blocks.columns, element_bytes, pre, gpu)
+        if layout.coded and not rebuilt and gpu.registers_hold_operands and (pre or sum(widths[1]) > 64):
+            tile = 16  # what is not yet unpacked takes registers too
+        group = layout.groups[cls.start]
+        keys = static_pieces(None if rebuilt else group.qk_columns, qk_width, widths[0], element_bytes)
+        values = static_pieces(group.v_columns, v_rank, widths[1], element_bytes)
         constants = {
             "QK": qk_width,
             "V": v_rank,
-            **dict(zip(("K0", "K1", "V0", "V1"), (*widths[0], *widths[1]), strict=True)),
+            "KEYS": keys,
+            "VALUES": values,
+            "QK_ROW": sum(piece[4] for piece in keys),
+            "V_ROW": sum(piece[4] for piece in values),
             "PRE": pre,
             "HEADS": layout.group_size if per_head else 1,
             "PACK": heads_per_kv if per_head else heads_per_kv * layout.group_size,
@@ -219,6 +265,30 @@ def prefill_constants(
             pass
         result.append((cls, constants))
     return result
+
+
+StaticPiece = tuple[int, int, int, int, int, int]
+"""What the prefill kernel loads of a latent at a time: bits (0 in rows of the model's dtype), the group's columns that
+these are as first and count, the place in the group's row and the size there in elements, the power of two of columns
+that they fit into."""
+
+
+def static_pieces(
+    columns: Columns | None, rank: int, widths: tuple[int, int], element_bytes: int
+) -> tuple[StaticPiece, ...]:
+    """The segments of rows of codes, or a rank in pieces of `widths`."""
+    if columns is None:
+        first, second = widths
+        whole = (0, 0, min(rank, first), 0, min(rank, first), first)
+        return (whole, (0, first, rank - first, first, rank - first, second)) if second else (whole,)
+    return tuple(
+        (s.bits, s.first, s.count, s.offset_bytes // WORD_BYTES, s.size_bytes // WORD_BYTES, padded(s.count))
+        for s in columns.segments(element_bytes)
+    )
+
+
+def _padded_columns(pieces: tuple[StaticPiece, ...]) -> int:
+    return sum(piece[5] for piece in pieces)
 
 
 def _launched_classes(kernels: LayerKernels, rebuilt: bool) -> Iterator[tuple[GroupClass, Blocks]]:
@@ -266,7 +336,7 @@ def can_be_cut(constants: dict[str, Any]) -> bool:
 
 def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
     """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
-    value = constants["V0"] + constants["V1"]
+    value = _padded_columns(constants["VALUES"])
     rows = constants["ROWS"] // PIECES
     tile = min(16 if rows * value > 2048 else 32, constants["TILE"])
     return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
@@ -279,7 +349,7 @@ def prefill_workers(constants: dict[str, Any], sms: int) -> int:
 
 def prefill_shared_bytes(constants: dict[str, Any], element_bytes: int) -> int:
     """Shared memory of a program of the prefill kernel, estimated from above."""
-    key, value = constants["K0"] + constants["K1"], constants["V0"] + constants["V1"]
+    key, value = _padded_columns(constants["KEYS"]), _padded_columns(constants["VALUES"])
     rows, tile, head_dim = constants["ROWS"], constants["TILE"], 2 * constants["HALF_PADDED"]
     elements = constants["num_stages"] * tile * (key + value) + rows * tile
     elements += (rows + key) * head_dim if constants["PRE"] else rows * key
@@ -297,7 +367,7 @@ def fits_shared_memory(
     kernels: LayerKernels | None = None,
 ) -> bool:
     """Whether decoding and prefill, in their smallest tiles, fit into the shared memory that a program may have."""
-    parts = layer_parts(layout, heads_per_kv, head_dim, kernels)
+    parts = layer_parts(layout, heads_per_kv, head_dim, kernels, element_bytes)
     config = decode_config(parts, heads_per_kv, element_bytes, head_dim if layout.domain == "pre" else 0, gpu)
     prefills = prefill_constants(layout, heads_per_kv, element_bytes, head_dim, False, gpu, kernels)
     needed = [decode_shared_bytes(config, element_bytes)]

@@ -7,6 +7,8 @@ Widths are powers of two, and the true one comes at run time: columns behind it 
 import triton
 import triton.language as tl
 
+from .codes import unpack
+
 
 @triton.jit
 def key_rows(index, start, valid, sequence, block_table, table_stride, PAGE: tl.constexpr, TILE: tl.constexpr):
@@ -28,6 +30,50 @@ def load_latents(base, block, row, block_stride, row_stride, width, valid, FIRST
     column = FIRST + tl.arange(0, SIZE)
     offset = block.to(tl.int64) * block_stride + row.to(tl.int64) * row_stride
     return tl.load(base + offset[:, None] + column[None, :], mask=valid[:, None] & (column[None, :] < width), other=0.0)
+
+
+@triton.jit
+def load_piece(base, block, row, block_stride, row_stride, count, valid, BITS: tl.constexpr, SIZE: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """The words of SIZE columns of BITS bits for each key, `count` of them from `base` on, or with BITS = 0 the numbers
+    themselves; zeros behind them and where not valid.
+    """
+    return load_latents(base, block, row, block_stride, row_stride, count, valid, 0, elements_of(SIZE, BITS, DTYPE))
+
+
+@triton.jit
+def numbers_of(piece, BITS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr):
+    """[TILE, SIZE] of DTYPE: what attention multiplies with, of a piece that was loaded; where it was not, finite."""
+    if BITS == 0:
+        return piece
+    else:
+        return unpack(piece, TILE, elements_of(SIZE, BITS, DTYPE), BITS, DTYPE)
+
+
+@triton.jit
+def elements_of(columns, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """What columns take in a row: words, or with BITS = 0 numbers."""
+    if BITS == 0:
+        return columns
+    elif BITS == 16:
+        return columns * DTYPE.primitive_bitwidth // 32
+    else:
+        return columns * BITS // 32
+
+
+@triton.jit
+def piece_places(counts, PIECES: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr):
+    """Of each piece: its first column, its columns, its first element in the group's row, and its elements there."""
+    first = 0
+    offset = 0
+    columns = ()
+    for p in tl.static_range(len(PIECES)):
+        count = tl.multiple_of(tl.load(counts + PIECES[p][1]), ALIGN)
+        elements = tl.multiple_of(elements_of(count, PIECES[p][0], DTYPE), ROW_ALIGN)
+        columns += ((first, count, offset, elements),)
+        first = tl.multiple_of(first + count, ALIGN)
+        offset = tl.multiple_of(offset + elements, ROW_ALIGN)
+    return columns
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, Literal, TypedDict
 
+from .columns import Columns
 from .errors import CheckpointError
 from .typed import Reader
 
@@ -36,6 +37,8 @@ class GroupDict(_GroupDict, total=False):
     """A GroupLayout in JSON."""
 
     planes: list[int]
+    qk_columns: dict[str, int]
+    v_columns: dict[str, int]
 
 
 class LayoutDict(TypedDict):
@@ -95,21 +98,59 @@ class GroupLayout:
 
     planes: where the key latent is whole rotary planes (domain `none` in a model with RoPE), the rotary frequency of
         each pair of its columns.
+    qk_columns, v_columns: the bits of the latents' columns, where the layer keeps rows of codes; `qk_rank` and
+        `v_rank` then count the columns of any width.
     """
 
     kv_heads: tuple[int, ...]
     qk_rank: int
     v_rank: int
     planes: tuple[int, ...] = ()
+    qk_columns: Columns | None = None
+    v_columns: Columns | None = None
+
+    @classmethod
+    def coded(cls, kv_heads: tuple[int, ...], qk_columns: Columns, v_columns: Columns) -> GroupLayout:
+        """A group whose latents are kept as rows of codes."""
+        return cls(kv_heads, qk_columns.rank, v_columns.rank, qk_columns=qk_columns, v_columns=v_columns)
+
+    def row_bytes(self, element_bytes: int) -> tuple[int, int]:
+        """Bytes that the group takes in a token's key and value row, in a model whose dtype takes element_bytes."""
+        if self.qk_columns is None or self.v_columns is None:
+            return self.qk_rank * element_bytes, self.v_rank * element_bytes
+        return self.qk_columns.row_bytes(element_bytes), self.v_columns.row_bytes(element_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        fields = {"kv_heads": list(self.kv_heads), "qk_rank": self.qk_rank, "v_rank": self.v_rank}
-        return {**fields, "planes": list(self.planes)} if self.planes else fields
+        fields: dict[str, Any] = {"kv_heads": list(self.kv_heads), "qk_rank": self.qk_rank, "v_rank": self.v_rank}
+        if self.planes:
+            fields["planes"] = list(self.planes)
+        if self.qk_columns is not None and self.v_columns is not None:
+            fields |= {"qk_columns": self.qk_columns.to_dict(), "v_columns": self.v_columns.to_dict()}
+        return fields
+
+    @classmethod
+    def from_dict(cls, data: GroupDict, where: str) -> GroupLayout:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            CheckpointError: columns by bits of one side alone, or not as many as the rank; names `where`.
+        """
+        names = [name for name in ("qk_columns", "v_columns") if name in data]
+        columns = {name: Columns.from_dict(data[name], f"{where}: {name}") for name in names}  # type: ignore[literal-required]
+        ranks = {"qk_columns": data["qk_rank"], "v_columns": data["v_rank"]}
+        if columns and {name: c.rank for name, c in columns.items()} != ranks:
+            reader = Reader(where, CheckpointError, "The folder was edited or is from another version of rotor.")
+            got = {name: c.to_dict() for name, c in columns.items()}
+            raise reader.fail("groups", got, f"columns of both sides, as many as the ranks {ranks}")
+        planes = tuple(data.get("planes", ()))
+        return cls(tuple(data["kv_heads"]), data["qk_rank"], data["v_rank"], planes, **columns)
 
 
 @dataclass(frozen=True)
 class GroupClass:
-    """Consecutive groups of a layer with equal ranks: what one batched operation or one kernel variant serves."""
+    """Consecutive groups of a layer with equal ranks, and equal columns by bits where these are given: what one batched
+    operation or one kernel variant serves. Offsets count columns of the groups before it.
+    """
 
     start: int
     count: int
@@ -117,6 +158,8 @@ class GroupClass:
     v_rank: int
     qk_offset: int
     v_offset: int
+    qk_columns: Columns | None = None
+    v_columns: Columns | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +187,16 @@ class LayerLayout:
         return sum(group.v_rank for group in self.groups)
 
     @property
+    def coded(self) -> bool:
+        """Whether the layer keeps rows of bytes (see `columns`) rather than rows of the model's dtype."""
+        return self.groups[0].qk_columns is not None
+
+    def row_bytes(self, element_bytes: int) -> tuple[int, int]:
+        """Bytes of a token's key and value row in a model whose dtype takes element_bytes."""
+        rows = [group.row_bytes(element_bytes) for group in self.groups]
+        return sum(qk for qk, _ in rows), sum(v for _, v in rows)
+
+    @property
     def planes(self) -> tuple[tuple[int, ...], ...]:
         """The rotary planes that each group's key latent consists of; empty ones where it is no such latent."""
         return tuple(group.planes for group in self.groups)
@@ -156,15 +209,24 @@ class LayerLayout:
     def classes(self) -> Iterator[GroupClass]:
         """Runs of groups with equal ranks, with their offsets (in elements) in the packed key and value rows."""
         start = qk_offset = v_offset = 0
-        for (qk_rank, v_rank), run in groupby(self.groups, key=lambda g: (g.qk_rank, g.v_rank)):
+        for (qk_rank, v_rank, qk_columns, v_columns), run in groupby(
+            self.groups, key=lambda g: (g.qk_rank, g.v_rank, g.qk_columns, g.v_columns)
+        ):
             count = sum(1 for _ in run)
-            yield GroupClass(start, count, qk_rank, v_rank, qk_offset, v_offset)
+            yield GroupClass(start, count, qk_rank, v_rank, qk_offset, v_offset, qk_columns, v_columns)
             start, qk_offset, v_offset = start + count, qk_offset + count * qk_rank, v_offset + count * v_rank
 
     def offsets(self) -> list[tuple[int, int]]:
-        """List (qk_offset, v_offset) in elements of each group in the packed rows."""
+        """List (qk_offset, v_offset) of each group: the columns before it, which are its place in packed rows of the dtype."""
         qk = accumulate((g.qk_rank for g in self.groups), initial=0)
         v = accumulate((g.v_rank for g in self.groups), initial=0)
+        return list(zip(qk, v, strict=True))[:-1]
+
+    def byte_offsets(self, element_bytes: int) -> list[tuple[int, int]]:
+        """Bytes before each group in a token's key and value row."""
+        rows = [group.row_bytes(element_bytes) for group in self.groups]
+        qk = accumulate((qk for qk, _ in rows), initial=0)
+        v = accumulate((v for _, v in rows), initial=0)
         return list(zip(qk, v, strict=True))[:-1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,14 +245,13 @@ class LayerLayout:
         """
         reader = Reader(where, CheckpointError, "The folder was edited or is from another version of rotor.")
         fields: LayoutDict = reader.read(LayoutDict, data)
-        groups = tuple(
-            GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"], tuple(g.get("planes", ())))
-            for g in fields["groups"]
-        )
+        groups = tuple(GroupLayout.from_dict(group, where) for group in fields["groups"])
         layout = cls(fields["domain"], fields["folded_keys"], groups)
         sizes = {len(group.kv_heads) for group in groups}
         if len(sizes) != 1 or 0 in sizes:
             raise reader.fail("groups", sorted(sizes), "groups of one size, at least one KV head each")
+        if len({group.qk_columns is None for group in groups}) != 1:
+            raise reader.fail("groups", fields["groups"], "columns by bits in all groups of a layer, or in none")
         ranks = [rank for group in groups for rank in (group.qk_rank, group.v_rank)]
         if not all(0 < rank <= MAX_SIZE for rank in ranks):
             raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")
@@ -222,7 +283,13 @@ def ordered_by_class(
     Returns:
         The layout, and for each position in it the index of the group in `groups`.
     """
-    order = sorted(range(len(groups)), key=lambda i: (-groups[i].qk_rank, -groups[i].v_rank, groups[i].kv_heads))
+
+    def key(index: int) -> tuple[Any, ...]:
+        group = groups[index]
+        bits = [columns.counts for columns in (group.qk_columns, group.v_columns) if columns is not None]
+        return -group.qk_rank, -group.v_rank, bits, group.kv_heads
+
+    order = sorted(range(len(groups)), key=key)
     return LayerLayout(domain, folded_keys, tuple(groups[i] for i in order)), tuple(order)
 
 
@@ -236,8 +303,8 @@ def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape) -> fl
 
 
 def kv_bytes_per_token(layouts: list[LayerLayout], element_bytes: int) -> int:
-    """Bytes of cache that one token takes over all layers, packed rows only (there is no other metadata)."""
-    return element_bytes * sum(layout.qk_width + layout.v_width for layout in layouts)
+    """Bytes of cache that one token takes over all layers, rows only (there is no other metadata)."""
+    return sum(sum(layout.row_bytes(element_bytes)) for layout in layouts)
 
 
 def uncompressed_kv_bytes_per_token(shape: AttentionShape, element_bytes: int) -> int:

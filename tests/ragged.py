@@ -100,7 +100,7 @@ def random_case(
 
 
 def paged(rows: Tensor, page_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """[batch_size, kv_len, width] scattered over permuted pages, every unused element NaN.
+    """[batch_size, kv_len, width] scattered over permuted pages, every unused element NaN, of bytes 255.
 
     Returns:
         [num_pages, page_size, width] and the block table [batch_size, pages of a sequence], int32.
@@ -109,8 +109,9 @@ def paged(rows: Tensor, page_size: int, generator: torch.Generator) -> tuple[Ten
     count = -(-kv_len // page_size)
     order = torch.randperm(batch_size * count + 3, generator=generator)[: batch_size * count]
     table = order.view(batch_size, count).to(rows.device, torch.int32)
-    pages = torch.full((batch_size * count + 3, page_size, width), torch.nan, dtype=rows.dtype, device=rows.device)
-    padded = torch.full((batch_size, count * page_size, width), torch.nan, dtype=rows.dtype, device=rows.device)
+    poison = 255 if rows.dtype == torch.uint8 else torch.nan
+    pages = torch.full((batch_size * count + 3, page_size, width), poison, dtype=rows.dtype, device=rows.device)
+    padded = torch.full((batch_size, count * page_size, width), poison, dtype=rows.dtype, device=rows.device)
     padded[:, :kv_len] = rows
     pages[table.long()] = padded.unflatten(1, (count, page_size))
     return pages, table

@@ -1,0 +1,103 @@
+"""Latents into rows of bytes and back, in plain PyTorch: see `rotor.columns` for what a row is."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from rotor.columns import WORD_BYTES, Columns
+from rotor.layout import LayerLayout
+
+
+def pack(latents: Tensor, columns: Columns) -> Tensor:
+    """Floor, clamp and pack the latents of a group.
+
+    Args:
+        latents: [..., rank], in the model's dtype, as its projections put them out: (z - m) / s for a coded column.
+    Returns:
+        [..., row bytes], uint8.
+    """
+    return torch.cat(
+        [
+            _packed(latents[..., s.first : s.first + s.count], s.bits) if s.bits < 16
+            else latents[..., s.first : s.first + s.count].contiguous().view(torch.uint8)
+            for s in columns.segments(latents.element_size())
+        ],
+        dim=-1,
+    )  # fmt: skip
+
+
+def unpack(rows: Tensor, columns: Columns, dtype: torch.dtype) -> Tensor:
+    """The numbers that attention multiplies with: code - 2^(bits - 1), and the columns of 16 bits themselves.
+
+    Args:
+        rows: [..., row bytes], uint8, written by `pack` from latents of `dtype`.
+    Returns:
+        [..., rank], dtype.
+    """
+    numbers = []
+    for s in columns.segments(dtype.itemsize):
+        part = rows[..., s.offset_bytes : s.offset_bytes + s.size_bytes]
+        numbers.append(_unpacked(part, s.bits, dtype) if s.bits < 16 else part.contiguous().view(dtype))
+    return torch.cat(numbers, dim=-1)
+
+
+def pack_layer(latents: Tensor, columns: list[Columns]) -> Tensor:
+    """`pack` for the groups of a layer side by side, `columns` being those of each.
+
+    Args:
+        latents: [..., sum of ranks].
+    Returns:
+        [..., row bytes of the layer], uint8.
+    """
+    rows, first = [], 0
+    for of_group, run in groupby(columns):
+        count = len(list(run))
+        groups = latents[..., first : first + count * of_group.rank].unflatten(-1, (count, of_group.rank))
+        rows.append(pack(groups, of_group).flatten(-2))
+        first += count * of_group.rank
+    return torch.cat(rows, dim=-1)
+
+
+def unpack_layer(rows: Tensor, columns: list[Columns], dtype: torch.dtype) -> Tensor:
+    """`unpack` for the groups of a layer side by side: [..., row bytes of the layer] -> [..., sum of ranks]."""
+    numbers, first = [], 0
+    for of_group, run in groupby(columns):
+        count, size = len(list(run)), of_group.row_bytes(dtype.itemsize)
+        groups = rows[..., first : first + count * size].unflatten(-1, (count, size))
+        numbers.append(unpack(groups, of_group, dtype).flatten(-2))
+        first += count * size
+    return torch.cat(numbers, dim=-1)
+
+
+def key_columns(layout: LayerLayout) -> list[Columns]:
+    """Of each group of a layer that keeps rows of codes."""
+    return [group.qk_columns for group in layout.groups if group.qk_columns is not None]
+
+
+def value_columns(layout: LayerLayout) -> list[Columns]:
+    """As `key_columns`."""
+    return [group.v_columns for group in layout.groups if group.v_columns is not None]
+
+
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    """[..., n] -> [..., n bits / 8]."""
+    middle = 1 << (bits - 1)
+    codes = (numbers.floor().clamp(-middle, middle - 1) + middle).to(torch.uint8)
+    # [words, places in a half, halves] -> [words, halves, bytes of a half, places in a byte]
+    places = codes.unflatten(-1, (-1, 16 // bits, 2)).transpose(-1, -2).unflatten(-1, (2, 8 // bits))
+    return (places << _shifts(bits, codes.device)).sum(-1, dtype=torch.uint8).flatten(-3)
+
+
+def _unpacked(rows: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """[..., n bits / 8] -> [..., n]."""
+    halves = rows.unflatten(-1, (-1, 2, WORD_BYTES // 2, 1))
+    places = (halves >> _shifts(bits, rows.device)) & ((1 << bits) - 1)
+    return places.flatten(-2).transpose(-1, -2).flatten(-3).to(dtype) - (1 << (bits - 1))
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    """Where the columns of a byte begin."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)

@@ -1,0 +1,70 @@
+"""What the compiler makes of the kernels over rows of codes: wide loads of words, ahead of their use, and no spills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from coded import coded_layer
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from rotor.columns import Columns
+from rotor.kernels.ahead import Resources, Variant, compile_variant
+from rotor.kernels.append import append_variant
+from rotor.kernels.decode import decode_variants
+from rotor.kernels.layer_table import layer_parts
+from rotor.kernels.prefill import prefill_kernel, prefill_variants
+from rotor.kernels.shapes import Gpu, decode_shared_bytes, prefill_shared_bytes
+
+HEADS_PER_KV, HEAD_DIM = 4, 128
+MIXED = Columns(n8=16, n4=32, n2=64)
+MENU = {
+    "none 4 bits": coded_layer("none", 1, (Columns(n4=64), Columns(n4=64))),
+    "none mixed": coded_layer("none", 1, (MIXED, MIXED), (Columns(n16=8, n4=32), Columns(n8=16))),
+    "none single words": coded_layer("none", 1, (Columns(n16=2, n8=12, n4=40, n2=48), Columns(n8=12, n4=24, n2=48))),
+    "pre mixed": coded_layer("pre", 1, (MIXED, MIXED), (Columns(n8=16, n4=32), Columns(n8=16))),
+    "pre one latent": coded_layer("pre", 8, (Columns(n8=16, n4=64, n2=64), Columns(n8=32, n4=128, n2=64))),
+}
+AT_ONCE = {"none 4 bits": 16}
+"""Bytes that a thread copies at once; one word where a tile has no more of a segment than the program has threads."""
+
+
+def check(variant: Variant, capability: int) -> Resources:
+    resources = compile_variant(variant, capability)
+    assert (resources.scalar_loads, resources.spill_bytes) == (0, 0)
+    return resources
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", MENU)
+def test_decode(name: str, capability: int) -> None:
+    layout = MENU[name]
+    parts = layer_parts(layout, HEADS_PER_KV, HEAD_DIM)
+    settings = {"page": 16 if name == "none mixed" else 0, "gpu": Gpu.of_capability(capability)}
+    variant = decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings)[0]
+    resources = check(variant, capability)
+    assert resources.matrix_products > 0
+    assert resources.shared_bytes <= decode_shared_bytes(variant.constants | variant.options, 2)
+    asynchronous = {name: resources.async_bytes.get(name) for name in ("key", "value")}
+    # Where keys are rebuilt words are loaded into registers, a tile ahead.
+    bytes_at_once = None if layout.domain == "pre" else AT_ONCE.get(name, 4)
+    assert asynchronous == {"key": bytes_at_once, "value": bytes_at_once}
+    assert variant.constants["AHEAD"] == (layout.domain == "pre")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["none mixed", "pre mixed"])
+def test_prefill(name: str, capability: int) -> None:
+    settings = {"mask": True, "gpu": Gpu.of_capability(capability)}
+    for variant in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings):
+        resources = check(variant, capability)
+        assert resources.matrix_products > 0
+        assert resources.async_bytes["key"] >= 4
+        if variant.kernel is prefill_kernel:
+            assert resources.shared_bytes <= prefill_shared_bytes(variant.constants | variant.options, 2)
+            assert resources.async_bytes["value"] >= 4
+
+
+def test_append() -> None:
+    for slots in (False, True):
+        check(append_variant((MIXED, MIXED), torch.bfloat16, slots), 90)
