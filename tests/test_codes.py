@@ -130,7 +130,7 @@ def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor
 
 
 def test_folded_projection_puts_out_the_codes_and_reads_them_back():
-    x, encode, decode, code = fitted(0)
+    _, encode, decode, code = fitted(0)
     hidden, weight, bias = normal(256, 24, seed=9), normal(16, 24, seed=10), normal(16, seed=11)
     folded = fold_code(encode, decode, code)
     for own in (None, bias):
@@ -213,7 +213,9 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     model.config._attn_implementation = "rotor_test_fisher"
     totals: dict[tuple[int, str], Tensor] = {}
     for row in rows.split(1):
-        logits = model(inputs_embeds=model.get_input_embeddings()(row).detach().requires_grad_(), use_cache=False).logits
+        logits = model(
+            inputs_embeds=model.get_input_embeddings()(row).detach().requires_grad_(), use_cache=False
+        ).logits
         loss = torch.nn.functional.cross_entropy(logits[0, :-1], row[0, 1:], reduction="sum")
         for key, g in zip(moved, torch.autograd.grad(loss, list(moved.values())), strict=True):
             stacked = g[0].transpose(0, 1).flatten(1).double()

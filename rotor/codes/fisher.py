@@ -136,9 +136,7 @@ def _layer_backward(
                     f"layer {index}: a gradient of the loss by its keys or values is not finite.",
                     "Calibrate with --dtype float32.",
                 )
-            information.add(
-                {name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)}
-            )
+            information.add({name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)})
             first, count = part.start * states.shape[1], hidden.shape[0] * hidden.shape[1]
             here = chosen[(chosen >= first) & (chosen < first + count)] - first
             for name, tensor in seen.items():
@@ -148,7 +146,11 @@ def _layer_backward(
                 kept_g.setdefault(name, []).append(_by_token(network, name, g)[here.to(g.device)].float().cpu())
             advance(2 * count)
     information.sums = {name: total.cpu() for name, total in information.sums.items() if name != "key_post_mean"}
-    return LayerFisher(information, {name: torch.cat(parts) for name, parts in kept.items()}, {name: torch.cat(parts) for name, parts in kept_g.items()})
+    return LayerFisher(
+        information,
+        {name: torch.cat(parts) for name, parts in kept.items()},
+        {name: torch.cat(parts) for name, parts in kept_g.items()},
+    )
 
 
 def _by_token(network: LayerwiseModel, name: str, tensor: Tensor) -> Tensor:

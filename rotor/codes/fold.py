@@ -5,9 +5,9 @@ With z = mean + scale (code + 1/2 - 2^(bits-1)):
   to be floored and clamped to be the code;
 - what reads the latent (the query's basis, the basis that rebuilds keys, W_o) is multiplied by the scale;
 - mean and half become a constant key or value of each head, together with the means of the columns that are left out.
-  Before RoPE the constant key is added to the rebuilt keys. After RoPE, or without it, it adds the same to all logits of
-  a query, which softmax does not see: there it is dropped, unless a soft cap stands between. Attention weights sum to
-  one, so the constant value is a bias of o_proj.
+  Before RoPE the constant key is added to the rebuilt keys. After RoPE, or without it, it adds the same to all logits
+  of a query, which softmax does not see: there it is dropped, unless a soft cap stands between. Attention weights sum
+  to one, so the constant value is a bias of o_proj.
 
 Source: DESIGN section 7, "It folds".
 """
