@@ -45,15 +45,6 @@ def test_the_fit_follows_shift_and_unit_of_a_column():
     assert relative_error(moved.scale, 7 * plain.scale) < 1e-6
 
 
-def test_a_weight_counts_like_copies_of_a_sample():
-    latents = normal(500, 2)
-    weights = torch.ones(500, dtype=torch.float64)
-    weights[:20] = 3
-    copied = measure_columns(torch.cat([latents, latents[:20], latents[:20]]), (0, 2, 4))
-    weighted = measure_columns(latents, (0, 2, 4), weights)
-    assert relative_error(weighted.errors(), copied.errors()) < 1e-9
-
-
 def test_distortion_is_what_encode_and_decode_leave():
     latents = normal(1000, len(WIDTHS)) * torch.tensor([1.0, 5.0, 0.1, 30.0, 2.0]) + 4
     statistics = measure_columns(latents, WIDTHS)

@@ -50,7 +50,6 @@ class LayerFisher:
 
     information: LayerStatistics
     samples: dict[str, Tensor]
-    gradients: dict[str, Tensor]
 
     def per_token(self, name: str, group_size: int) -> Tensor:
         """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
@@ -93,7 +92,7 @@ def fisher_information(
 
 def _head_gradient(network: LayerwiseModel, rows: Tensor, states: Tensor) -> Tensor:
     """Gradient of the summed next-token loss by the final hidden states, of their shape."""
-    gradient = torch.zeros(states.shape, dtype=states.dtype)
+    gradient = network.states_like(rows).zero_()
     with network.head(differentiable=True) as head, torch.enable_grad():
         for batch, positions in logit_batches(network, rows):
             hidden = states[batch, positions].clone().requires_grad_()
@@ -121,7 +120,6 @@ def _layer_backward(
     """
     information = LayerStatistics(network.shape, group_size)
     kept: dict[str, list[Tensor]] = {}
-    kept_g: dict[str, list[Tensor]] = {}
     tokens = states.shape[0] * states.shape[1]
     chosen = torch.randperm(tokens, generator=torch.Generator().manual_seed(index))[:samples].sort().values
     with network.layer(index), _keys_and_values(network, index) as seen, torch.enable_grad():
@@ -142,15 +140,9 @@ def _layer_backward(
             for name, tensor in seen.items():
                 found = _by_token(network, name, tensor.detach())[here.to(tensor.device)]
                 kept.setdefault(name, []).append(found.float().cpu())
-            for name, g in zip(sorted(seen), parts, strict=True):
-                kept_g.setdefault(name, []).append(_by_token(network, name, g)[here.to(g.device)].float().cpu())
             advance(2 * count)
     information.sums = {name: total.cpu() for name, total in information.sums.items() if name != "key_post_mean"}
-    return LayerFisher(
-        information,
-        {name: torch.cat(parts) for name, parts in kept.items()},
-        {name: torch.cat(parts) for name, parts in kept_g.items()},
-    )
+    return LayerFisher(information, {name: torch.cat(parts) for name, parts in kept.items()})
 
 
 def _by_token(network: LayerwiseModel, name: str, tensor: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class ColumnStatistics(NamedTuple):
         return self.distortion * self.variance
 
 
-def measure_columns(latents: Tensor, widths: tuple[int, ...], weights: Tensor | None = None) -> ColumnStatistics:
+def measure_columns(latents: Tensor, widths: tuple[int, ...]) -> ColumnStatistics:
     """Fit mean and scale of every column at every width by the squared error on samples.
 
     Scales come from a grid of clips, halved around the best; mean and scale then by Lloyd's method with its levels kept
@@ -104,36 +104,34 @@ def measure_columns(latents: Tensor, widths: tuple[int, ...], weights: Tensor | 
     Args:
         latents: [samples, columns], float64.
         widths: bits, 0 and 16 among them where wanted.
-        weights: [samples], how much the error of each sample counts; None for all alike.
     Raises:
         NumericsError: a sample is not finite.
     """
     if not torch.isfinite(latents).all():
         raise NumericsError("a latent that a code is fitted to has elements that are NaN or Inf.", "Calibrate again.")
-    share = torch.full((len(latents),), 1.0, dtype=torch.float64) if weights is None else weights
-    share = (share / share.sum()).unsqueeze(1)
-    mean = (share * latents).sum(0)
-    variance = (share * (latents - mean).square()).sum(0)
+    mean = latents.mean(0)
+    variance = (latents - mean).square().mean(0)
     fits = []
     with one_thread():
         for bits in widths:
             if bits == 0:
                 fits.append((mean, torch.ones_like(mean), variance))
             elif bits == EXACT_BITS:
-                error = (share * (latents.to(torch.bfloat16).to(torch.float64) - latents).square()).sum(0)
+                error = (latents.to(torch.bfloat16).to(torch.float64) - latents).square().mean(0)
                 fits.append((mean, torch.ones_like(mean), error))
             else:
-                fits.append(_fit(latents, bits, share))
+                fits.append(_fit(latents, bits))
     means, scales, errors = (torch.stack(parts) for parts in zip(*fits, strict=True))
     distortion = torch.where(variance > 0, errors / variance.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     return ColumnStatistics(widths, variance, means, scales, distortion)
 
 
-def _fit(latents: Tensor, bits: int, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, scale, mean squared error) of each column, [columns]; `share` [samples, 1] sums to one."""
+def _fit(latents: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, scale, mean squared error) of each column, [columns]."""
     half = 2.0 ** (bits - 1)
-    mean = (share * latents).sum(0)
-    reach = (latents - mean).abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny)
+    tiny = torch.finfo(torch.float64).tiny
+    mean = latents.mean(0)
+    reach = (latents - mean).abs().amax(0).clamp(min=tiny)
     best_mean, best_scale, best = mean, reach / half, torch.full_like(mean, torch.inf)
 
     def levels(mean: Tensor, scale: Tensor) -> Tensor:
@@ -141,7 +139,7 @@ def _fit(latents: Tensor, bits: int, share: Tensor) -> tuple[Tensor, Tensor, Ten
 
     def keep(mean: Tensor, scale: Tensor) -> None:
         nonlocal best_mean, best_scale, best
-        error = (share * (mean + scale * levels(mean, scale) - latents).square()).sum(0)
+        error = (mean + scale * levels(mean, scale) - latents).square().mean(0)
         better = error < best
         best_mean, best_scale = torch.where(better, mean, best_mean), torch.where(better, scale, best_scale)
         best = torch.where(better, error, best)
@@ -154,9 +152,9 @@ def _fit(latents: Tensor, bits: int, share: Tensor) -> tuple[Tensor, Tensor, Ten
             keep(mean, middle * 2.0 ** (side * 0.5 ** (halving + 1)))
     for _ in range(REFITS):
         at = levels(best_mean, best_scale)
-        spread = share * (at - (share * at).sum(0))
-        power = (spread * at).sum(0)
-        slope = torch.where(power > 0, (spread * latents).sum(0) / power.clamp(min=1e-300), best_scale)
-        slope = torch.where(slope > 0, slope, best_scale)
-        keep((share * (latents - slope * at)).sum(0), slope)
+        spread = at - at.mean(0)
+        power = spread.square().mean(0)
+        slope = (spread * latents).mean(0) / power.clamp(min=tiny)
+        slope = torch.where((power > 0) & (slope > 0), slope, best_scale)
+        keep((latents - slope * at).mean(0), slope)
     return best_mean, best_scale, best
