@@ -77,7 +77,7 @@ def capture(
     try:
         if family.bypasses_interface:
             for module in modules:
-                module.forward = partial(_forward_through_interface, module, family, shape, attention)  # type: ignore[method-assign]
+                module.forward = partial(forward_through_interface, module, family, shape, attention)  # type: ignore[method-assign]
         yield
     finally:
         if family.bypasses_interface:
@@ -88,7 +88,7 @@ def capture(
             handle.remove()
 
 
-def _forward_through_interface(
+def forward_through_interface(
     module: Any,
     family: Family,
     shape: AttentionShape,

@@ -32,6 +32,10 @@ STATES_IN_MEMORY_BYTES = 256 << 20
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a decoder layer, without the hidden states."""
 
+CallKey = tuple[str, bool, int, int]
+"""What the arguments depend on: attention implementation, whether they may be used with gradients, batch and row size.
+"""
+
 
 class LayerwiseModel:
     """A causal model that runs layer by layer.
@@ -50,7 +54,7 @@ class LayerwiseModel:
         self.shape = attention_shape(self.config)
         self.decoder = self.model.get_submodule(self.family.decoder)
         self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]
-        self._calls: dict[tuple[str, int, int], list[Call]] = {}
+        self._calls: dict[CallKey, list[Call]] = {}
 
     @classmethod
     def of(cls, model: Any, batch_tokens: int = 2048) -> LayerwiseModel:
@@ -103,14 +107,21 @@ class LayerwiseModel:
         layer = self.layers[index]
         for part in self.batches(states):
             hidden = states[part].to(self.device)
-            args, kwargs = self._call(index, *hidden.shape[:2])
-            result = layer(hidden, *args, **kwargs)
-            result = result[0] if isinstance(result, tuple) else result
+            result = self.through(index, hidden)
             if not is_finite(result):
-                place = first_not_finite(layer, lambda: layer(hidden, *args, **kwargs))  # noqa: B023 (called at once)
+                place = first_not_finite(layer, lambda: self.through(index, hidden))  # noqa: B023 (called at once)
                 raise NumericsError(f"layer {index}: its output is not finite{place}.", "Compute in float32.")
             out[part] = result.to(out.device)
             advance(hidden.shape[0] * hidden.shape[1])
+
+    def through(self, index: int, hidden: Tensor) -> Tensor:
+        """One batch of hidden states [batch_size, seq_len, hidden_size] through a layer, which must be loaded.
+
+        With gradients, where they are enabled.
+        """
+        args, kwargs = self._call(index, *hidden.shape[:2])
+        result = self.layers[index](hidden, *args, **kwargs)
+        return result[0] if isinstance(result, tuple) else result
 
     def final_states(self, rows: Tensor, advance: Advance = lambda done: None) -> Tensor:
         """Hidden states that leave the last layer, [n, seq_len, hidden_size].
@@ -125,12 +136,16 @@ class LayerwiseModel:
         return states
 
     @contextmanager
-    def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """A function from final hidden states [batch_size, n, hidden_size] to logits [batch_size, n, vocab_size]."""
+    def head(self, differentiable: bool = False) -> Iterator[Callable[[Tensor], Tensor]]:
+        """A function from final hidden states [batch_size, n, hidden_size] to logits [batch_size, n, vocab_size].
+
+        Args:
+            differentiable: gradients pass through it, where they are enabled.
+        """
         width = self.model.get_input_embeddings().embedding_dim
         current: list[Tensor] = []
 
-        @torch.inference_mode()
+        @torch.inference_mode(not differentiable)
         def logits(states: Tensor) -> Tensor:
             current[:] = [states.to(self.device)]
             # Nothing is embedded: the embedding of an untied model need not be in memory.
@@ -143,7 +158,7 @@ class LayerwiseModel:
 
     def _call(self, index: int, batch_size: int, seq_len: int) -> Call:
         """What the decoder calls a layer with; the same for all batches of a size."""
-        key = (self.config._attn_implementation, batch_size, seq_len)
+        key = (self.config._attn_implementation, torch.is_inference_mode_enabled(), batch_size, seq_len)
         if key not in self._calls:
             calls: list[Call] = []
 
@@ -153,10 +168,10 @@ class LayerwiseModel:
 
             width = self.model.get_input_embeddings().embedding_dim
             nothing = torch.zeros(batch_size, seq_len, width, dtype=self.dtype, device=self.device)
-            with self._without_layers(record):
+            with torch.no_grad(), self._without_layers(record):
                 self.decoder(inputs_embeds=nothing, use_cache=False)
             assert len(calls) == self.shape.num_layers
-            for known in [known for known in self._calls if known[1:] not in ((batch_size, seq_len), key[1:])]:
+            for known in [known for known in self._calls if known[2:] != (batch_size, seq_len)]:
                 if len(self._calls) > 8:  # masks of sizes that are no longer used
                     del self._calls[known]
             self._calls[key] = calls

@@ -154,9 +154,11 @@ def synthetic_tokens(
     seed: int,
     advance: Advance = lambda done: None,
 ) -> Tensor:
-    """Text sampled from the model at temperature 1, each row from a random ordinary token: [rows, seq_len], int64.
+    """Text sampled from the model at temperature 1: [rows, seq_len], int64.
 
-    Special tokens are never drawn, so a row does not end early. transformers' `generate` would draw from the global
+    Every second row starts with the token that text starts with, where there is one, the others with a random ordinary
+    token: what attention does with such a first token, often a sink, must be in the statistics. Other special tokens
+    are never drawn, so a row does not end early. transformers' `generate` would draw from the global
     generator; this draws from its own.
 
     Raises:
@@ -165,6 +167,9 @@ def synthetic_tokens(
     """
     allowed = ordinary_tokens(config, tokenizer)
     starts = random_tokens(rows, 1, config, tokenizer, seed)
+    first = separator_token(tokenizer)
+    if first is not None:
+        starts[::2] = first
     allowed_there = allowed.to(model.device)
     generator = torch.Generator(model.device).manual_seed(seed)
     written = []
@@ -335,6 +340,13 @@ def stdlib_documents() -> list[str]:
     return documents
 
 
+def separator_token(tokenizer: Any) -> int | None:
+    """The token that a text starts with, or is kept apart from the next by; None where nothing is known of one."""
+    if tokenizer is None:
+        return None
+    return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+
 def require_tokenizer(tokenizer: Any) -> None:
     """Raises DataError if there is no tokenizer to read text with."""
     if tokenizer is None:
@@ -361,7 +373,7 @@ def topic_rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Calib
     A row may run over the end of a document; its topic is the one that most of its tokens come from.
     """
     require_tokenizer(tokenizer)
-    separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    separator = separator_token(tokenizer)
     names = sorted({document.topic for document in documents})
     number = {name: i for i, name in enumerate(names)}
     ids: list[int] = []

@@ -1,0 +1,258 @@
+"""Bits per column: Fisher information, the quantiser, allocation, and folding."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from conftest import relative_error
+from torch import Tensor
+
+from rotor.bases.kq import closed_form
+from rotor.checkpoint import Checkpoint
+from rotor.codes.allocation import bit_curve, bit_path
+from rotor.codes.fisher import fisher_information
+from rotor.codes.fold import constant_output, fold_code, fold_projection
+from rotor.codes.quantiser import ColumnCode, measure_columns
+from rotor.compress import load_model, weights_of
+from rotor.errors import NumericsError
+from rotor.families import find_family
+from rotor.kernels.reference import rotate
+from rotor.layerwise import LayerwiseModel
+
+WIDTHS = (0, 2, 4, 8, 16)
+
+
+def normal(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_distortion_of_a_gaussian_is_that_of_the_best_uniform_quantiser():
+    """Max, "Quantizing for minimum distortion" (1960), table II: equally spaced levels."""
+    statistics = measure_columns(normal(200_000, 1), (0, 2, 4))
+    assert statistics.distortion[:, 0].tolist() == pytest.approx([1.0, 0.1188, 0.01154], rel=0.02)
+    assert statistics.scale[1:, 0].tolist() == pytest.approx([0.9957, 0.3352], rel=0.03)
+
+
+def test_the_fit_follows_shift_and_unit_of_a_column():
+    latents = normal(2000, 3)
+    plain = measure_columns(latents, (2, 4, 8))
+    moved = measure_columns(7 * latents - 100, (2, 4, 8))
+    assert relative_error(moved.distortion, plain.distortion) < 1e-6
+    assert relative_error(moved.mean, 7 * plain.mean - 100) < 1e-6
+    assert relative_error(moved.scale, 7 * plain.scale) < 1e-6
+
+
+def test_distortion_is_what_encode_and_decode_leave():
+    latents = normal(1000, len(WIDTHS)) * torch.tensor([1.0, 5.0, 0.1, 30.0, 2.0]) + 4
+    statistics = measure_columns(latents, WIDTHS)
+    code = statistics.code(torch.tensor(WIDTHS))
+    codes = code.encode(latents)
+    expected = statistics.errors()[torch.arange(5), torch.arange(5)]
+    # columns of 16 bits are cast by whatever stores them
+    read = code.decode(torch.where(code.bits == 16, codes.bfloat16().double(), codes))
+    assert relative_error((read - latents).square().mean(0), expected) < 1e-9
+    for column, bits in enumerate((2, 4, 8), start=1):
+        assert set(codes[:, column].tolist()) <= set(range(2**bits))
+
+
+def test_a_constant_column_costs_nothing_at_any_width():
+    statistics = measure_columns(torch.full((64, 1), 3.0, dtype=torch.float64), WIDTHS)
+    assert statistics.errors().max() < 1e-12
+    assert float(statistics.code(torch.tensor([0])).decode(torch.zeros(1, 1))) == 3.0
+
+
+def test_samples_that_are_not_finite_are_refused():
+    with pytest.raises(NumericsError, match="NaN or Inf"):
+        measure_columns(torch.tensor([[1.0], [torch.nan]], dtype=torch.float64), (2,))
+
+
+def all_losses(losses: np.ndarray, widths: tuple[int, ...], word_bits: int) -> dict[int, float]:
+    """The least loss for each number of words, by trying every assignment."""
+    best: dict[int, float] = {}
+    columns = losses.shape[1]
+    for chosen in itertools.product(range(len(widths)), repeat=columns):
+        words = sum(-(-sum(widths[c] for c in chosen if widths[c] == w) // word_bits) for w in set(widths))
+        loss = sum(losses[c, i] for i, c in enumerate(chosen))
+        best[words] = min(best.get(words, np.inf), loss)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_curve_is_the_best_of_all_assignments(seed: int):
+    widths, word_bits, columns = (0, 2, 4, 8), 8, 6
+    energy = normal(columns, seed=seed).square()
+    losses = energy * torch.tensor([1.0, 0.12, 0.012, 1e-4], dtype=torch.float64)[:, None]
+    curve = bit_curve(losses, widths, word_bits)
+    expected = all_losses(losses.numpy(), widths, word_bits)
+    least = np.inf
+    for words, loss in enumerate(curve.loss):
+        least = min(least, expected.get(words, np.inf))
+        assert loss == pytest.approx(least, rel=1e-12)
+        bits = curve.bits(words)
+        got = sum(float(losses[widths.index(b), i]) for i, b in enumerate(bits.tolist()))
+        assert got == pytest.approx(loss, rel=1e-9, abs=1e-15)
+        assert sum(-(-int(bits[bits == w].sum()) // word_bits) for w in widths) <= words
+
+
+def test_path_splits_every_number_of_words_best():
+    rng = np.random.default_rng(0)
+    curves = [np.sort(rng.random(size))[::-1] for size in (4, 3, 5)]
+    path = bit_path(curves)
+    for words in range(sum(map(len, curves)) - 2):
+        options = [c for c in itertools.product(*(range(len(c)) for c in curves)) if sum(c) == words]
+        best = min(sum(curve[i] for curve, i in zip(curves, option, strict=True)) for option in options)
+        assert path.loss[words] == pytest.approx(best)
+        split = path.split(words)
+        assert sum(split) == words
+        assert sum(curve[i] for curve, i in zip(curves, split, strict=True)) == pytest.approx(best)
+
+
+def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor, Tensor, ColumnCode]:
+    """Samples [samples, dim] with a mean, bases of all columns, and a code of mixed widths."""
+    x = normal(samples, dim, seed=seed) @ normal(dim, dim, seed=seed + 1) + 3 * normal(dim, seed=seed + 2)
+    read = normal(64, dim, seed=seed + 3)
+    pair = closed_form((read.T @ read)[None], (x.T @ x)[None])
+    encode, decode = pair.encode[0], pair.decode[0]
+    bits = torch.tensor([16, 8, 8, 4, 4, 4, 2, 2, 2, 2, 0, 0, 4, 0, 2, 0])
+    return x, encode, decode, measure_columns(x @ encode, WIDTHS).code(bits)
+
+
+def test_folded_projection_puts_out_the_codes_and_reads_them_back():
+    _, encode, decode, code = fitted(0)
+    hidden, weight, bias = normal(256, 24, seed=9), normal(16, 24, seed=10), normal(16, seed=11)
+    folded = fold_code(encode, decode, code)
+    for own in (None, bias):
+        keys = hidden @ weight.T + (0 if own is None else own)
+        folded_weight, folded_bias = fold_projection(weight, own, folded)
+        stored = folded.quantise(hidden @ folded_weight.T + folded_bias)
+        expected = code.encode(keys @ encode)
+        assert folded.bits.tolist() == sorted((b for b in code.bits.tolist() if b), reverse=True)
+        coded = folded.bits < 16
+        assert torch.equal(stored[:, coded], expected[:, folded.columns][:, coded])
+        read = stored @ folded.decode.T + folded.constant
+        assert relative_error(read, code.decode(expected) @ decode.T) < 1e-12
+
+
+@pytest.mark.parametrize("domain", ["post", "pre", "none"])
+def test_attention_over_codes_is_attention_over_coded_keys_and_values(domain: str):
+    """Two KV heads of 8 in one group, two query heads each, in every domain: where each constant goes."""
+    tokens, heads, per_kv, dim, hidden = 24, 2, 2, 8, 12
+    keys, encode, decode, key_code = fitted(1, samples=tokens)
+    values, v_encode, v_decode, value_code = fitted(5, samples=tokens)
+    query = normal(heads * per_kv, dim, seed=20)
+    o_weight, o_bias = normal(hidden, heads * per_kv * dim, seed=21), normal(hidden, seed=22)
+    angles = torch.arange(tokens)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01]).repeat(2)
+    cos, sin = angles.cos().double(), angles.sin().double()
+
+    def per_head(x: Tensor) -> Tensor:
+        """[tokens, heads * dim] -> a query head's keys or values, [heads * per_kv, tokens, dim]."""
+        return x.unflatten(1, (heads, dim)).transpose(0, 1).repeat_interleave(per_kv, 0)
+
+    def attention(keys: Tensor, values: Tensor) -> Tensor:
+        keys = per_head(keys)
+        keys = rotate(keys, cos, sin) if domain == "pre" else keys
+        weights = torch.einsum("hd,hld->hl", query, keys).softmax(-1)
+        return torch.einsum("hl,hld->hd", weights, per_head(values)).flatten()
+
+    coded_keys = key_code.decode(key_code.encode(keys @ encode)) @ decode.T
+    coded_values = value_code.decode(value_code.encode(values @ v_encode)) @ v_decode.T
+    expected = o_weight @ attention(coded_keys, coded_values) + o_bias
+
+    key, value = fold_code(encode, decode, key_code), fold_code(v_encode, v_decode, value_code)
+    key_rows = key.quantise(keys @ key.encode + key.shift)
+    value_rows = value.quantise(values @ value.encode + value.shift)
+    read = key_rows @ key.decode.T + (key.constant if domain == "pre" else 0)
+    output = attention(read, value_rows @ value.decode.T)
+    got = o_weight @ output + o_bias + constant_output(o_weight, value, heads)
+    assert relative_error(got, expected) < 1e-10
+
+
+def test_a_scale_that_is_not_positive_is_refused():
+    _, encode, decode, code = fitted(0)
+    with pytest.raises(NumericsError, match="not positive"):
+        fold_code(encode, decode, ColumnCode(code.bits, code.mean, torch.zeros_like(code.scale)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "falcon", "phi3"])
+def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, tiny):
+    """Against autograd through the model in one go, with what attention receives shifted by a variable of zeros."""
+    from transformers import AttentionInterface
+
+    from rotor.kernels.reference import attend
+
+    model = load_model(tiny(family), torch.device("cpu"), torch.float32)
+    network = LayerwiseModel.of(model, batch_tokens=32)
+    shape = network.shape
+    rows = torch.randint(5, 4000, (3, 16), generator=torch.Generator().manual_seed(0))
+    found = dict(fisher_information(network, rows, shape.num_kv_heads, samples=7))
+    if network.family.bypasses_interface:
+        assert set(found[0].samples) == {"key_pre", "key_post", "value"}
+        assert found[0].information.tokens == rows.numel()
+        return
+    moved: dict[tuple[int, str], Tensor] = {}
+
+    def attention(module, query, key, value, mask, scaling=None, softcap=None, **kwargs):
+        for name, x in (("key_post", key), ("value", value)):
+            moved[module.layer_idx, name] = x
+        output = attend(query, key, value, scaling, mask, softcap=softcap)
+        return output.unflatten(-1, (shape.num_heads, -1)), None
+
+    AttentionInterface.register("rotor_test_fisher", attention)
+    model.config._attn_implementation = "rotor_test_fisher"
+    totals: dict[tuple[int, str], Tensor] = {}
+    for row in rows.split(1):
+        logits = model(
+            inputs_embeds=model.get_input_embeddings()(row).detach().requires_grad_(), use_cache=False
+        ).logits
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], row[0, 1:], reduction="sum")
+        for key, g in zip(moved, torch.autograd.grad(loss, list(moved.values())), strict=True):
+            stacked = g[0].transpose(0, 1).flatten(1).double()
+            totals[key] = totals.get(key, 0) + stacked.T @ stacked
+    for (layer, name), expected in totals.items():
+        got = found[layer].information.moment(name, shape.num_kv_heads)[0]
+        assert relative_error(got, expected) < 1e-3, (layer, name)
+        assert found[layer].samples[name].shape == (7, shape.num_kv_heads, shape.head_dim)
+
+
+def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
+    rows = torch.randint(5, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
+    checkpoint = Checkpoint(tiny("llama"))
+    assert find_family(checkpoint.config).rotary is not None
+    results = []
+    for streamed in (False, True):
+        weights = weights_of(checkpoint, torch.device("cpu"), torch.float32, streamed)
+        results.append(dict(fisher_information(LayerwiseModel(weights), rows, 2, samples=9)))
+    for layer, whole in results[0].items():
+        for name in ("key_pre", "key_post", "value"):
+            got = results[1][layer].per_token(name, 1)
+            assert relative_error(got, whole.per_token(name, 1)) < 1e-5
+            assert relative_error(results[1][layer].samples[name], whole.samples[name]) < 1e-5
+
+
+def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
+    """KL of a small error of the values is e^T F e / 2 on average over text that the model wrote itself."""
+    from rotor.recipe import Tokens
+    from rotor.tokens import calibration_tokens
+
+    checkpoint = Checkpoint(tiny("gpt2"))
+    model = load_model(tiny("gpt2"), torch.device("cpu"), torch.float32)
+    rows = calibration_tokens(Tokens("synthetic", count=2048, seq_len=64), checkpoint.config, None, model).rows
+    network = LayerwiseModel.of(model)
+    found = dict(fisher_information(network, rows, network.shape.num_kv_heads))
+    width = network.shape.num_kv_heads * network.shape.head_dim
+    error = 0.02 * torch.randn(rows.shape[0], rows.shape[1], width, generator=torch.Generator().manual_seed(3))
+    expected = 0.5 * 0.02**2 * float(found[0].per_token("value", network.shape.num_kv_heads)[0].trace())
+
+    def shifted(module, inputs, output):
+        return torch.cat([output[..., :-width], output[..., -width:] + error], dim=-1)
+
+    with torch.inference_mode():
+        before = model(rows, use_cache=False).logits.double().log_softmax(-1)
+        handle = model.transformer.h[0].attn.c_attn.register_forward_hook(shifted)
+        after = model(rows, use_cache=False).logits.double().log_softmax(-1)
+        handle.remove()
+    kl = float((before.exp() * (before - after)).sum(-1)[:, :-1].sum() / rows.numel())
+    assert kl == pytest.approx(expected, rel=0.15)
