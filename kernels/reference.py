@@ -83,7 +83,7 @@ def grouped_attention(
         softcap: bound that the logits are pressed below, before the mask; None for none.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank], groups in the order of the layout.
-    Source: DESIGN sections 1 and 4; FDC section 4.1 for `post`, Palu for `pre`.
+    Source: FDC section 4.1 for `post`, Palu for `pre`; docs/design.md.
     """
     outputs = []
     size = layout.group_size

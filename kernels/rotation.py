@@ -153,7 +153,8 @@ def rotate_and_project(
     )
     launch(
         rotation_kernel, grid, query, key, query_rows, key_rows, query_basis, key_basis, cos, sin,
-        group_table(layout, query.device), tokens, seq_len, *(stride // align for stride in strides), **constants, ALIGN=align,
+        group_table(layout, query.device), tokens, seq_len, *(stride // align for stride in strides), **constants,
+        ALIGN=align,
     )  # fmt: skip
     return query_rows, key_rows
 

@@ -62,7 +62,7 @@ def ragged_attention(
         The output [batch_size, seq_len, sum over query heads of v_rank], and the natural log-sum-exp of the logits
         [batch_size, num_heads, seq_len]. Queries that attend to nothing, and those behind `query_len`, give zeros and
         minus infinity.
-    Source: DESIGN sections 1 and 4.
+    Source: docs/design.md.
     """
     size = layout.group_size
     group_rows = size * heads_per_kv

@@ -13,13 +13,10 @@ from .bench_clock import Clock, measure_rates
 from .bench_model import ModelLoad, check_models, measure_models, physical_memory
 from .bench_report import describe_device
 from .bench_settings import BenchResult, BenchSettings
-from .checkpoint import Checkpoint, read_json
 from .compress import load_model
-from .errors import CheckpointError, UsageError
-from .families import attention_shape
+from .compressed import CompressedCheckpoint
+from .errors import UsageError
 from .hardware import pick_device, pick_dtype
-from .integration import METHOD, RotorConfig
-from .layout import AttentionShape, LayerLayout
 from .progress import Progress
 from .provenance import provenance
 
@@ -66,9 +63,10 @@ def _measured(
     command: str,
     progress: Progress,
 ) -> dict[str, Any]:
-    shape, layouts, checkpoint_dtype = read_layouts(folder)
+    checkpoint = CompressedCheckpoint(folder)
+    shape, layouts = checkpoint.shape, checkpoint.layouts
     target = pick_device(device)
-    chosen = pick_dtype(dtype, checkpoint_dtype, target)
+    chosen = pick_dtype(dtype, checkpoint.dtype, target)
     clock = Clock(target)
     with torch.inference_mode():
         rates = measure_rates(clock, chosen, settings.repetitions)
@@ -77,7 +75,7 @@ def _measured(
         bench_attention(result, measured, shape, settings, clock, chosen, progress)
     clock.release()
     if settings.new_tokens:
-        _bench_model(result, folder, model, settings, target, chosen)
+        _bench_model(result, checkpoint, model, settings, target, chosen)
     else:
         result.skip("model", "left out by the request")
     return {
@@ -92,16 +90,6 @@ def _measured(
     }
 
 
-def read_layouts(folder: Path) -> tuple[AttentionShape, list[LayerLayout], torch.dtype]:
-    """Sizes, layouts and dtype of a compressed checkpoint; raises CheckpointError if it is none."""
-    config = Checkpoint(folder).config
-    stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
-        raise CheckpointError(f"{folder}: not a compressed checkpoint.", "Give a folder that `rotor export` wrote.")
-    shape = attention_shape(config)
-    return shape, RotorConfig(**stored).layouts(shape), config.dtype or torch.float32
-
-
 def spread_layers(num_layers: int, wanted: int) -> list[int]:
     """At most `wanted` layers, the first and the last among them where there are two."""
     count = min(num_layers, wanted)
@@ -110,16 +98,15 @@ def spread_layers(num_layers: int, wanted: int) -> list[int]:
 
 def _bench_model(
     result: BenchResult,
-    folder: Path,
+    checkpoint: CompressedCheckpoint,
     model: Path | None,
     settings: BenchSettings,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
     """The compressed model and its source, generating side by side."""
-    recorded = read_json(folder / "rotor.json").get("source", {}).get("path")
-    source = model if model is not None else folder.resolve() / str(recorded)
-    folders = {"compressed": folder, "source": source}
+    source = model if model is not None else checkpoint.source_folder
+    folders = {"compressed": checkpoint.folder, "source": source}
     if model is None and not source.is_dir():
         result.skip("model, source", "the source model is not where rotor.json says; give --model")
         del folders["source"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .bench_clock import Seconds
+from .cache_size import cache_bytes
 from .compress import load_model
 from .errors import NumericsError
 
@@ -76,10 +77,10 @@ def measure_models(
         for name, model in models.items():
             begin = _peak_reset(model.device)
             to_first, _ = _generate(model, prompts[name], 1)
-            whole, cache_bytes = _generate(model, prompts[name], 1 + load.new_tokens)
+            whole, filled = _generate(model, prompts[name], 1 + load.new_tokens)
             first[name].append(to_first)
             between[name].append((whole - to_first) / load.new_tokens)
-            memory[name] = cache_bytes, _peak(model.device, begin)
+            memory[name] = filled, _peak(model.device, begin)
     return [_record(n, models[n], load, first[n], between[n], *memory[n], memory_bytes) for n in models]
 
 
@@ -89,16 +90,18 @@ def _record(
     load: ModelLoad,
     first: list[float],
     between: list[float],
-    cache_bytes: int,
+    filled: int,
     peak_bytes: int | None,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """peak_bytes: allocated on the GPU while generating, without any model's weights; None on a CPU.
+    """filled: bytes of the cache at the end.
+
+    peak_bytes: allocated on the GPU while generating, without any model's weights; None on a CPU.
 
     largest_batch: sequences of this length whose share of that (on a CPU: of the cache alone) fits beside the weights.
     """
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    each = (cache_bytes if peak_bytes is None else peak_bytes) / load.batch_size
+    each = (filled if peak_bytes is None else peak_bytes) / load.batch_size
     return {
         "row": f"model, {name}",
         "device": model.device.type,
@@ -108,7 +111,7 @@ def _record(
         "time_to_first_token_s": vars(Seconds.of(first)),
         "time_between_tokens_s": vars(Seconds.of(between)),
         "tokens_per_s": load.batch_size / max(median(between), 1e-12),
-        "kv_cache_bytes": cache_bytes,
+        "kv_cache_bytes": filled,
         "weight_bytes": weights,
         "peak_bytes": peak_bytes,
         "largest_batch": max(0, int((memory_bytes - weights) / each)),
@@ -131,7 +134,7 @@ def _generate(model: Any, ids: Tensor, new_tokens: int) -> tuple[float, int]:
     )
     _synchronise(model.device)
     seconds = time.perf_counter() - start
-    return seconds, sum(layer.keys.nbytes + layer.values.nbytes for layer in output.past_key_values.layers)
+    return seconds, cache_bytes(output.past_key_values)
 
 
 def _prompt(model: Any, batch_size: int, length: int, generator: torch.Generator) -> Tensor:

@@ -15,13 +15,15 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from .atomic import write_json, write_text
 from .bases import LayerBases, layer_bases
-from .checkpoint import check_space, check_writable, file_sha256, write_json
+from .checkpoint import file_sha256
 from .collect import layer_statistics
 from .compress import weights_of
-from .errors import DataError, NumericsError
+from .errors import DataError, NumericsError, system_errors
 from .families import Family, read_attention
-from .job import Job
+from .file_names import RECIPE
+from .job import CalibrationJob
 from .layerwise import LayerwiseModel
 from .layout import AttentionShape, folds_keys
 from .locks import exclusive
@@ -30,11 +32,13 @@ from .partial import PartialRun
 from .processes import Processes
 from .progress import Progress, StageTimes
 from .pruning import check_clusters, prune_rows
+from .publishing import check_space, recover
 from .recipe import Recipe
-from .run import FISHER, INFO, RECIPE, Run, write_bases, write_fisher, write_statistics
+from .run import FISHER, INFO, Run, write_bases, write_fisher, write_statistics
 from .settings import CalibrationSettings, Compute
+from .splits import calibration_share, digests
 from .statistics import LayerStatistics
-from .tokens import CalibrationTokens, calibration_tokens
+from .tokens import CalibrationTokens, Document, calibration_tokens
 from .weights import Weights
 
 TOKENS = "tokens.safetensors"
@@ -59,7 +63,8 @@ def calibrate(
 ) -> Run:
     """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
 
-    The folder `OUT.partial` holds what is done until everything is. Processes started by torchrun share the tokens.
+    The folder `OUT.partial` holds what is done until everything is (where OUT is a mount point, one inside).
+    Processes started by torchrun share the tokens.
 
     Args:
         model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
@@ -83,20 +88,22 @@ def calibrate(
     return run_calibration(settings, progress)
 
 
+@system_errors()
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
-    """What `calibrate` does, with its arguments in one object; raises likewise."""
-    processes, out = Processes.from_environment(), Path(settings.out)
+    """Calibrate, with the arguments in one object; raises likewise."""
+    processes, times = Processes.from_environment(), StageTimes()
     progress = progress if progress is not None and processes.is_first else Progress()
-    times, partial = StageTimes(), PartialRun(out)
     with processes.together():
-        job = Job.check(settings, processes)
+        job = CalibrationJob.check(settings, processes)
         streamed, line = job.streams()
+    partial = PartialRun(job.out)
     streamed = processes.from_first(streamed)
     with ExitStack() as held:
         with processes.together():
             if processes.is_first:
-                held.enter_context(exclusive(out, "calibrate"))
-                check_writable(out, settings.overwrite, [job.source.folder])  # again: who held it may have written
+                held.enter_context(exclusive(job.out.path, "calibrate"))
+                recover(job.out)
+                job.check_out()  # again: who held it may have written
                 partial.check(settings.resume, settings.overwrite)
                 check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)
                 partial.open(settings.resume)
@@ -112,13 +119,15 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
             if processes.is_first and not partial.finished_layers and not settings.resume:
                 partial.remove()
             raise
-    return Run.open(out)
+    return Run.open(job.out.path)
 
 
 class Calibration:
-    """One calibration, stage by stage. Every process runs all stages; only the first one writes."""
+    """The stages of one calibration. Every process runs all stages; only the first one writes."""
 
-    def __init__(self, job: Job, partial: PartialRun, streamed: bool, times: StageTimes, progress: Progress) -> None:
+    def __init__(
+        self, job: CalibrationJob, partial: PartialRun, streamed: bool, times: StageTimes, progress: Progress
+    ) -> None:
         self.job, self.partial, self.streamed, self.times, self.progress = job, partial, streamed, times, progress
         self.processes, self.recipe = job.processes, job.recipe
         self._weights: Weights | None = None
@@ -132,6 +141,7 @@ class Calibration:
             "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
             "batch_tokens": self.job.settings.batch_tokens,
             "processes": self.processes.count,
+            "threads": torch.get_num_threads(),
             "device": self.job.device.type,
             "dtype": str(self.job.dtype),
             "versions": versions(),
@@ -192,7 +202,9 @@ class Calibration:
             sample = CalibrationTokens(stored, (spec.source,) * len(stored))
         else:
             model = self.weights().model if spec.source == "synthetic" else None
-            sample = calibration_tokens(spec, job.checkpoint.config, job.checkpoint.tokenizer, model, self.progress)
+            sample = calibration_tokens(
+                spec, job.checkpoint.config, job.checkpoint.tokenizer, model, self.progress, self._not_held_out
+            )
         pruned = prune_rows(sample, self.recipe.prune)
         tokens, least = pruned.rows, job.group_size * job.shape.head_dim
         if tokens.numel() < least:
@@ -210,10 +222,17 @@ class Calibration:
             "topics": pruned.topic_counts(),
             "pruned_rows": sample.rows.shape[0] - tokens.shape[0],
             "kmeans": self.recipe.prune.kmeans,
+            "documents_sha256": digests(sample.documents),
         }
 
+    def _not_held_out(self, documents: list[Document]) -> list[Document]:
+        """Without the documents that search and report."""
+        if self.recipe.evaluation.source != "text":
+            return documents
+        return calibration_share(documents, self.recipe.evaluation)
+
     def _fisher(self, rows: Tensor) -> None:
-        if self.recipe.ranks.method != "fisher":
+        if "gradients" not in self.recipe.ranks.rule.needs:
             return
         with self.times.stage("gradients"), self.processes.together():
             if self.processes.is_first and not (self.partial.folder / FISHER).is_file():
@@ -235,10 +254,12 @@ class Calibration:
             network = LayerwiseModel(self.weights(), job.settings.batch_tokens)
         size = (*mine.shape, job.shape.hidden_size)
         with processes.together():
-            states = partial.states(start, processes.rank, size, job.dtype)
             if start == 0:
+                states = partial.states(start, processes.rank, size, job.dtype)
                 with self.times.stage("capture"):
                     network.embed(mine, states)
+            else:
+                states = partial.kept_states(start, processes.rank, size, job.dtype)
         with self.progress.task("calibrate", (layers - start) * mine.numel(), "token layers") as advance:
             for layer in range(start, layers):
                 with self.times.stage("capture"):
@@ -247,11 +268,13 @@ class Calibration:
                         moments = layer_statistics(
                             network, layer, states, out, job.group_size, job.wanted, self.recipe.prune, advance
                         )
-                        partial.sync_states(layer + 1, processes.rank)
+                        if layer + 1 < layers:
+                            partial.keep_states(layer + 1, processes.rank)
                     processes.add_up(moments)
                 with processes.together():
                     if processes.is_first:
                         self._commit(layer, moments)
+                partial.drop_states(layer, processes.rank)
                 states = out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
@@ -262,7 +285,7 @@ class Calibration:
             methods = self.recipe.bases.qk, self.recipe.bases.vo
             bases: dict[str, LayerBases] = {
                 key: layer_bases(moments, weights, job.shape, domain, size, *methods, where=f"layer {layer}, {key}")
-                for key, (domain, size) in job.chosen.items()
+                for key, (domain, size) in job.candidates.items()
             }
         with self.times.stage("write"):
             write_statistics(self.partial.folder, layer, moments)
@@ -282,8 +305,8 @@ class Calibration:
                 "model_type": config.model_type,
                 **hashes,
             },
-            "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.chosen.items()},
-            "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.chosen.items()},
+            "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.candidates.items()},
+            "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.candidates.items()},
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(job.shape),
             "tokens": about_tokens,
@@ -292,7 +315,7 @@ class Calibration:
             "versions": versions(),
             "stages": self.times.stages,
         }
-        (folder / RECIPE).write_text(self.recipe.to_yaml(), "utf-8")
+        write_text(folder / RECIPE, self.recipe.to_yaml())
         write_json(folder / INFO, info)
         self.partial.publish()
 

@@ -1,35 +1,30 @@
-"""Reading source checkpoints and writing output folders: the only module that touches model files."""
+"""Reading checkpoints: shards, configuration, tokenizer. What is written is in rotor.publishing."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError, UsageError
+from .errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError
+from .json_files import read_json
+from .sidecars import sidecars
+from .source_config import check_config, check_generation_config
+from .tokenizer import load_tokenizer
 from .typed import shorten
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
-MAX_COUNT = 1 << 14
-"""Fields of config.json that say how many of something there are, and more than any model has of it."""
-
-MAX_JSON_BYTES = 1 << 27
-"""The index of a model of a million tensors is smaller."""
+NUMBERED = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d+)\.safetensors")
+"""Names of the shards of one model."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -47,15 +42,10 @@ class Checkpoint:
             raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
         _refuse_other_formats(self.folder)
         self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
-        self._check_config()
+        check_config(self.folder / "config.json", self.config_dict)
         self.file_of = self._locate()
         self._handles: dict[str, Any] = {}
-        found = {file: set(self._open(file).keys()) for file in self.files}
-        for name, file in self.file_of.items():
-            if name not in found[file]:
-                raise CheckpointError(
-                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it.", "Download it again."
-                )
+        self._check_index()
 
     @property
     def files(self) -> list[str]:
@@ -73,15 +63,8 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or None."""
-        if not any((self.folder / n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            return None
-        from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
-
-        try:
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # likewise: many classes, each with errors of its own
-            raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded: {_one_line(error)}") from error
+        """The tokenizer in the folder, or None; tried in a child process before (see rotor.tokenizer)."""
+        return load_tokenizer(self.folder, self.config.vocab_size)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
@@ -133,42 +116,62 @@ class Checkpoint:
 
     def other_hashes(self) -> dict[str, str]:
         """SHA-256 by name of what a run depends on beside the shards: config.json, the index, and the sidecars."""
-        own = [self.folder / name for name in ("config.json", INDEX_FILE)]
-        return {path.name: file_sha256(path) for path in (*own, *self.sidecars()) if path.is_file()}
+        return {name: file_sha256(self.folder / name) for name in self.other_files()}
 
-    def sidecars(self) -> list[Path]:
-        """Files to take along unchanged: everything but the weights, the index and config.json."""
-        skip = {"config.json", INDEX_FILE, *self.files}
-        return sorted(
-            p
-            for p in self.folder.iterdir()
-            if p.is_file()
-            and self._belongs(p)
-            and p.name not in skip
-            and p.suffix not in (".safetensors", *PICKLE_SUFFIXES)
-            and not p.name.startswith(".")
-            and p.name not in ("README.md", "rotor.json", "kernel_config.json", "recipe.yaml")
-        )
+    def other_files(self) -> list[str]:
+        """Names of what a run depends on beside the shards."""
+        own = [name for name in ("config.json", INDEX_FILE) if (self.folder / name).is_file()]
+        return [*own, *self.sidecars()]
 
-    def _belongs(self, path: Path) -> bool:
-        """Not a link to somewhere else, whose content a published checkpoint would give away.
+    def sidecars(self) -> list[str]:
+        """Names of the files to take along unchanged; see rotor.sidecars."""
+        return sidecars(self.folder)
 
-        Links to where config.json lies too are those of the hub's cache, or of somebody who linked a whole model.
+    def changes(self, recorded: dict[str, str]) -> list[str]:
+        """What is not as it was at calibration, `FILE is gone`, `... was added`, `... changed`.
+
+        Args:
+            recorded: SHA-256 of every shard and of the other files, by name.
         """
-        places = {self.folder.resolve(), (self.folder / "config.json").resolve().parent}
-        return path.resolve().parent in places
+        found = []
+        for file in sorted({*recorded, *self.files, *self.other_files()}):
+            path = self.folder.resolve() / file
+            if not path.is_file():
+                found.append(f"{path} is gone")
+            elif file not in recorded:
+                found.append(f"{path} was added since calibration")
+            elif file_sha256(path) != recorded[file]:
+                found.append(f"{path} changed since calibration")
+        return found
 
     def total_bytes(self) -> int:
         return sum((self.folder / file).stat().st_size for file in self.files)
 
-    def _check_config(self) -> None:
-        """Numbers in config.json for which transformers would make a list or a table, before it sees them."""
-        path = self.folder / "config.json"
-        for key, value in self.config_dict.items():
-            if isinstance(value, int) and key in COUNTS and not 0 <= value <= MAX_COUNT:
+    def _check_index(self) -> None:
+        """The index names what the shards hold, no more and no less: transformers reads all that is in them."""
+        holder: dict[str, str] = {}
+        for file in self.files:
+            for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
+                if name in holder:
+                    raise CheckpointError(
+                        f"{self.folder}: tensor {name} is in {holder[name]} and again in {file}.",
+                        "Only one of them can be meant; download the model again.",
+                    )
+                holder[name] = file
+        for name, file in self.file_of.items():
+            if holder.get(name) != file:
+                where = f"it is in {holder[name]}" if name in holder else "no shard has it"
                 raise CheckpointError(
-                    f"{path}: {key} is {shorten(value)}, expected at most {MAX_COUNT}.", "The file is damaged."
+                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it; {where}.",
+                    "Download it again.",
                 )
+        unnamed = sorted(holder.keys() - self.file_of.keys())
+        if unnamed:
+            raise CheckpointError(
+                f"{self.folder / holder[unnamed[0]]}: tensor {unnamed[0]} is not in the index ({INDEX_FILE}), though "
+                "transformers would load it.",
+                "Index and shards are not of one model; download it again.",
+            )
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> shard file name."""
@@ -184,6 +187,12 @@ class Checkpoint:
                     )
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")
+            if (self.folder / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
+                raise CheckpointError(
+                    f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
+                    f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
+                )
+            self._check_numbered(set(weight_map.values()))
             return dict(weight_map)
         single = self.folder / SINGLE_FILE
         if single.is_file():
@@ -199,6 +208,17 @@ class Checkpoint:
             f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
         )
 
+    def _check_numbered(self, indexed: set[str]) -> None:
+        """No shard of a numbered series is left out of the index: what it holds would be made up at random."""
+        series = {(match["stem"], match["total"]) for file in indexed if (match := NUMBERED.fullmatch(file))}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            match = NUMBERED.fullmatch(path.name)
+            if match and (match["stem"], match["total"]) in series and path.name not in indexed:
+                raise CheckpointError(
+                    f"{path}: a shard that is not in the index ({INDEX_FILE}).",
+                    "Index and shards are not of one model; download it again.",
+                )
+
     def _open(self, file: str) -> Any:
         if file not in self._handles:
             self._handles[file] = _safetensors(self.folder / file)
@@ -209,8 +229,13 @@ def config_of(folder: Path) -> Any:
     """The transformers config of a model folder; code in it is never run.
 
     Raises:
-        CheckpointError: config.json is missing or not one that transformers knows.
+        CheckpointError: config.json is missing or not one that transformers knows, or what it or generation_config.json
+            says is refused (see rotor.source_config).
     """
+    check_config(folder / "config.json", read_json(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        check_generation_config(generation, read_json(generation))
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except RotorError:
@@ -251,39 +276,6 @@ def _safetensors(path: Path) -> Any:
         ) from error
 
 
-def read_json(path: Path, hint: str = "") -> dict[str, Any]:
-    """A JSON object from a file; raises CheckpointError if it is missing or not one."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)
-        data = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file.", hint) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {_one_line(error)}", hint) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}.", hint)
-    return data
-
-
-def write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
-
-
-def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one safetensors file of a checkpoint."""
-    write_tensors(path, {name: t.contiguous() for name, t in sorted(tensors.items())}, {"format": "pt"})
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone."""
-    with path.open("wb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-    save_file(tensors, path, metadata=metadata)
-    path.chmod(mode)
-
-
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.sha256()
@@ -304,126 +296,6 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.element_size() == 1:  # torch has no extremes for numbers of 8 bits
         tensor = tensor.float()
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
-
-
-@contextmanager
-def staged_folder(out: Path, overwrite: bool, sources: list[Path], needed_bytes: int) -> Iterator[Path]:
-    """A folder that appears whole or not at all: written beside `out`, flushed to disk, then renamed.
-
-    Args:
-        out: where it is to appear.
-        overwrite: allow a non-empty folder there; it is replaced only when the new one is complete.
-        sources: folders that must not be written to; `out` in or equal to one of them is refused.
-        needed_bytes: checked against the free disk space first.
-    Raises:
-        UsageError: `out` must not be written. CheckpointError: the disk is too small or fails.
-    """
-    out = Path(os.path.abspath(out))
-    check_writable(out, overwrite, sources)
-    parent = out.parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _clean_leftovers(out)
-    except OSError as error:
-        raise CheckpointError(f"{parent}: cannot be written ({error.strerror}).", "Choose another place.") from error
-    check_space(out, needed_bytes)
-    staging = _staging(out)
-    try:
-        staging.mkdir()
-        yield staging
-        publish_folder(staging, out)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{out}: writing failed: {_one_line(error)}", "Nothing was changed there.") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def check_writable(out: Path, overwrite: bool, sources: list[Path]) -> None:
-    """Raises UsageError where an output folder must not be written."""
-    resolved = out.resolve()
-    for source in sources:
-        if resolved == source.resolve() or source.resolve() in resolved.parents:
-            raise UsageError(f"{out}: lies in {source}, which rotor reads from.", "Choose a folder outside of it.")
-        linked = source.iterdir() if source.is_dir() else ()
-        for path in (source, *linked):  # files of a source may be links to where they really are
-            if resolved in path.resolve().parents:
-                raise UsageError(f"{out}: contains {path}, which rotor reads from.", "Choose another folder.")
-    if out.is_file():
-        raise UsageError(f"{out}: is a file.", "Choose another name.")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise UsageError(f"{out}: exists and is not empty.", "Give --overwrite to replace it.")
-
-
-def check_space(out: Path, needed_bytes: int) -> None:
-    """Raises CheckpointError if the disk that `out` is to lie on has less free space than needed."""
-    place = Path(os.path.abspath(out)).parent
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < needed_bytes:
-        raise CheckpointError(
-            f"{place}: {free / 1e9:.2f} GB free, {needed_bytes / 1e9:.2f} GB needed.", "Free space, or choose another."
-        )
-
-
-def _staging(out: Path) -> Path:
-    """Where this process writes what is to become `out`."""
-    return out.with_name(f".{out.name}.rotor-{os.getpid()}")
-
-
-def publish_folder(staging: Path, out: Path) -> None:
-    """Flush a folder that lies beside `out` to disk and rename it to that, in place of what is there."""
-    _clean_leftovers(out)
-    for path in sorted(staging.rglob("*")):
-        if path.is_file():
-            sync(path)
-    sync(staging)
-    if out.is_dir():
-        old = _staging(out).with_name(f"{_staging(out).name}-old")
-        try:
-            os.rename(out, old)
-            os.rename(staging, out)
-        except BaseException:  # also an interruption between the two
-            if old.exists() and not out.exists():
-                os.rename(old, out)
-            raise
-        gone = _staging(out)  # a name that nobody restores, since from here on it may be there in part
-        os.rename(old, gone)
-        shutil.rmtree(gone, ignore_errors=True)
-    else:
-        os.rename(staging, out)
-    sync(out.parent)
-
-
-def _clean_leftovers(out: Path) -> None:
-    """Remove what a killed process left beside `out`; put the old folder back if it was killed between two renames."""
-    for path in out.parent.glob(f".{out.name}.rotor-*"):
-        pid = path.name.rpartition("rotor-")[2].removesuffix("-old")
-        if not pid.isdigit() or _is_alive(int(pid)):
-            continue
-        if path.name.endswith("-old") and not out.exists():
-            os.rename(path, out)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _one_line(error: BaseException) -> str:

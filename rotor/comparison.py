@@ -1,4 +1,4 @@
-"""How far two sets of bases are apart, and how much spectra differ between heads. Pure mathematics on tensors."""
+"""Distances between two sets of bases, and differences of spectra between heads. Pure mathematics on tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unit_columns(basis: Tensor) -> Tensor:
 
 
 def align_signs(basis: Tensor, other: Tensor) -> Tensor:
-    """`other` with each column's sign flipped where that brings it closer to the same column of `basis`.
+    """Flip the sign of each column of `other` where that brings it closer to the same column of `basis`.
 
     Args:
         basis, other: [..., dim, columns].
@@ -106,8 +106,8 @@ def coefficient_of_variation(values: Tensor) -> float:
     return float(values.double().std(correction=0) / mean) if mean else 0.0
 
 
-def columns(bases: list[LayerBases], side: str) -> list[Tensor]:
-    """What encodes on one side, of every layer: [num_groups, dim, columns]."""
+def encoders(bases: list[LayerBases], side: str) -> list[Tensor]:
+    """List the encoding bases of one side, of every layer: [num_groups, dim, columns]."""
     return [getattr(layer, side).encode for layer in bases]
 
 

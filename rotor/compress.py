@@ -14,14 +14,14 @@ from transformers.utils import is_accelerate_available
 
 from .bases import LayerBases
 from .checkpoint import Checkpoint
+from .compressed import CompressedCheckpoint
 from .errors import CheckpointError, RotorError, UsageError
-from .families import FAMILIES, AttentionWeights, attention_shape, find_family, read_attention
+from .families import FAMILIES, AttentionWeights, find_family, read_attention
 from .fit import check_fit
 from .integration import replace_attention
 from .layerwise import LayerwiseModel
-from .layout import LayerLayout
+from .layout import LayerRanks
 from .numerics import check_parameters
-from .ranks import LayerRanks
 from .rewrite import layer_layout, rewrite_layer
 from .weights import ResidentWeights, StreamedWeights, Weights, keep_softcap
 
@@ -88,7 +88,7 @@ def load_model(
 def weights_of(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, streamed: bool, device_map: str | None = None
 ) -> Weights:
-    """A checkpoint's weights, all in memory or one layer at a time."""
+    """Open a checkpoint's weights, all in memory or one layer at a time."""
     if streamed:
         check_fit(checkpoint)
         return StreamedWeights(checkpoint, find_family(checkpoint.config), device, dtype)
@@ -96,26 +96,23 @@ def weights_of(
 
 
 def compressed_weights(
-    checkpoint: Checkpoint, layouts: list[LayerLayout], device: torch.device, dtype: torch.dtype, streamed: bool
+    checkpoint: CompressedCheckpoint, device: torch.device, dtype: torch.dtype, streamed: bool
 ) -> Weights:
-    """`weights_of` a checkpoint that rotor wrote.
+    """Open the weights of a checkpoint that rotor wrote, as `weights_of` does.
 
-    Args:
-        layouts: of its layers.
     Raises:
         UsageError: an elastic checkpoint one layer at a time: it is cut to its profile when all of it is loaded.
     """
     if not streamed:
         return weights_of(checkpoint, device, dtype, False)
-    stored = checkpoint.config_dict["quantization_config"]
-    if stored.get("profiles"):
+    if checkpoint.elastic:
         raise UsageError(
             f"{checkpoint.folder}: an elastic checkpoint is loaded as a whole.", "Give --offload never, if it fits."
         )
-    family, shape = FAMILIES[checkpoint.config.model_type], attention_shape(checkpoint.config)
+    family, layouts = FAMILIES[checkpoint.config.model_type], dict(enumerate(checkpoint.layouts))
 
     def prepare(model: Any) -> None:
-        replace_attention(model, family, shape, dict(enumerate(layouts)), frozenset(stored["biases"]))
+        replace_attention(model, family, checkpoint.shape, layouts, frozenset(checkpoint.section.biases))
 
     return StreamedWeights(checkpoint, family, device, dtype, prepare)
 
@@ -200,7 +197,7 @@ class CompressibleModel(LayerwiseModel):
 
     @contextmanager
     def compressed_layer(self, index: int, bases: LayerBases, ranks: LayerRanks) -> Iterator[None]:
-        """One layer, whose weights must be loaded, compressed for the length of a `with`, whatever the others are."""
+        """Compress one layer, whose weights must be loaded, for the length of a `with`, whatever the others are."""
         before, implementation = self.family.attention_module(self.model, index), self.config._attn_implementation
         try:
             self.family.replace_attention(self.model, index, self._originals[index])
@@ -225,5 +222,5 @@ class CompressibleModel(LayerwiseModel):
 
 
 def bias_names(weights: AttentionWeights) -> frozenset[str]:
-    """Which of q, k, v, o have a bias."""
+    """Names of those of q, k, v, o that have a bias."""
     return frozenset(p for p in "qkvo" if getattr(weights, f"{p}_bias") is not None)

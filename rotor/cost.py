@@ -1,4 +1,4 @@
-"""What attention costs in a decode step: bytes, FLOPs, predicted seconds, and the objective that ranks are chosen by.
+"""Costs of attention in a decode step: bytes, FLOPs, predicted seconds, and the objective that ranks are chosen by.
 
 Pure arithmetic on numbers. The work of a group of KV heads has a key side, which depends on `qk_rank`, and a value
 side, which depends on `v_rank`; both are affine in their rank. A multiply-add counts two FLOPs.
@@ -9,7 +9,7 @@ the longer of its bytes over the bandwidth and its FLOPs over the matrix rate: r
 Left out, in the compressed model and the uncompressed one alike: softmax, RoPE (also of rebuilt keys), norms, biases,
 writing the new token, padding to the tiles of the tensor cores, launches, and everything outside attention.
 
-Source: DESIGN sections 1 and 4.
+Source: the roofline model (Williams, Waterman and Patterson, 2009), on the sizes of docs/design.md.
 """
 
 from __future__ import annotations
@@ -171,13 +171,13 @@ def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device
 
 
 def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:
-    """What `decode_seconds` is for the uncompressed model."""
+    """Predict `decode_seconds` of the uncompressed model."""
     return shape.num_layers * shape.num_kv_heads * uncompressed_group_work(shape, step).seconds(device)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a group of KV heads costs, by which ranks, domains and group sizes are compared.
+    """Cost of a group of KV heads, by which ranks, domains and group sizes are compared.
 
     The cost of a group is a share of the uncompressed layer's: the KV heads of an uncompressed layer cost 1 together.
     It adds up over groups and layers and rises with both ranks.

@@ -1,4 +1,4 @@
-"""What calibrate and export would do and take, found out without writing anything or reading weights.
+"""Plans of what calibrate and export would do and take, made without writing anything or reading weights.
 
 Ranks and sizes come from the same code that writes them, on the meta device. Times are those of the matrix products
 that are known beforehand, at a rate that is measured for a fraction of a second; everything else comes on top.
@@ -6,8 +6,6 @@ that are known beforehand, at a rate that is measured for a fraction of a second
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
@@ -18,20 +16,21 @@ import torch
 from torch import Tensor
 
 from .bases import BasisPair, LayerBases
-from .checkpoint import check_space
-from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops
+from .candidates import Candidates
+from .estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
 from .export_job import ExportJob
-from .job import Job
-from .layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from .job import CalibrationJob
+from .layout import LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from .memory import available_host_bytes
 from .outline import ModelOutline
 from .partial import PartialRun
 from .placement import Placement
 from .processes import Processes
 from .progress import Progress, StageTimes
+from .publishing import check_space
 from .rank_search import RankSearch, stored_ranks
-from .ranks import LayerRanks, RankPlan
-from .recipe import Search
+from .ranks import RankPlan
+from .search import most_points
 from .settings import CalibrationSettings, ExportSettings
 from .shards import ShardContents, planned_layouts
 
@@ -66,7 +65,7 @@ class CalibrationPlan:
     model: str
     run: str
     recipe: str
-    candidates: dict[str, tuple[str, int]]
+    candidates: Candidates
     tokens: dict[str, Any]
     num_layers: int
     finished_layers: int
@@ -113,9 +112,8 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     Raises:
         RotorError: as calibrate would at its start. UsageError: the weights of a hub id are not in the hub's cache.
     """
-    out = Path(settings.out)
-    partial, resume = PartialRun(out), settings.resume
-    job = Job.check(settings, Processes(), fetch=False)
+    job = CalibrationJob.check(settings, Processes(), fetch=False)
+    out, partial, resume = job.out.path, PartialRun(job.out), settings.resume
     partial.check(resume, settings.overwrite)
     streamed, _ = job.streams()
     estimate, spec = job.estimates()[streamed], job.recipe
@@ -132,7 +130,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
         model=job.source.name,
         run=str(out),
         recipe=spec.name,
-        candidates={key: (domain, size) for key, (domain, size) in job.chosen.items()},
+        candidates=job.candidates,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count, "seq_len": spec.tokens.seq_len},
         num_layers=job.shape.num_layers,
         finished_layers=finished,
@@ -154,11 +152,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
     found = search.known()
     choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
     if found is not None:
-        if isinstance(found, RankPlan):
-            choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
-        else:
-            choice, share = found["choice"], found["compression"]["stored"]
-            ranks = [[(qk, v) for qk, v in layer] for layer in found["ranks"]["stored"]]
+        choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
         tensors, after, cache = _sizes(job, search, choice, ranks, element_bytes)
     points, probed = _to_measure(search, found)
     outline = ModelOutline.of(job.checkpoint)
@@ -168,7 +162,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         estimate = Estimate({}, {}, {})  # nothing runs: the shards are rewritten one by one
     return ExportPlan(
         run=str(job.run.folder),
-        out=str(job.out),
+        out=str(job.out.path),
         recipe=job.recipe.name,
         goal={name: value for name, value in asdict(job.goal).items() if value is not None},
         choice=choice,
@@ -183,7 +177,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         needs=_needs(
             estimate,
             place.streamed,
-            job.out,
+            job.out.path,
             job.needed_bytes,
             job.needed_bytes if after is None else after,
             _export_seconds(job, outline.sizes, place, points, probed),
@@ -191,25 +185,18 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
     )
 
 
-def _to_measure(search: RankSearch, found: RankPlan | dict[str, Any] | None) -> tuple[int, int]:
+def _to_measure(search: RankSearch, found: RankPlan | None) -> tuple[int, int]:
     """About how many points, and how many layers, would be measured."""
-    table, layers = search.table, search.job.run.shape.num_layers
-    probed = layers - len(table.probed) if search.needs_probes else 0
-    if isinstance(found, dict) or (isinstance(found, RankPlan) and table.find(found) is not None):
-        return 0, probed
-    if search.job.goal.accuracy is None:
+    job = search.job
+    probed = job.run.shape.num_layers - len(search.probes.sensitivities) if search.needs_probes else 0
+    if found is not None:
+        point = search.table.find(found)
+        measured = point is not None and point.has("search") and point.has("report")
+        return int(not measured), probed
+    if job.goal.accuracy is None:
         return 1, probed
-    about, path = points_of_a_walk(search.job.recipe.search), search.path()
-    if path is not None:
-        about = min(about, len(path.steps()))
-    return max(1, about - len(table.points)), probed
-
-
-def points_of_a_walk(settings: Search) -> int:
-    """About how many points `complete_table` measures on a path from nothing to all: one a `step`, and a bisection from
-    there to `resolution` at every target."""
-    halvings = max(0, math.ceil(math.log2(settings.step / settings.resolution)))
-    return math.ceil(1 / settings.step) + 1 + halvings * len(settings.targets)
+    about, path = most_points(job.recipe.search.resolution), search.path()
+    return (about if path is None else min(about, len(path.steps()))), probed
 
 
 def _sizes(
@@ -255,7 +242,7 @@ def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points
         return {}
     recipe, layers = job.recipe, job.run.shape.num_layers
     rate = matmul_rate(place.device, place.dtype)
-    rows = recipe.evaluation.search_tokens + recipe.evaluation.report_tokens
+    rows = measured_tokens(recipe.evaluation)
     seconds = {"points": (points + 1) * forward_flops(sizes, rows, head=True) / rate}
     if probed:
         probes = 2 * len(recipe.ranks.probe_shares) * len(job.run.info["candidates"])
@@ -267,7 +254,7 @@ def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points
 
 
 def _needs(estimate: Estimate, streamed: bool, out: Path, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
-    place = Path(os.path.abspath(out))
+    place = out
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free

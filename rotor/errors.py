@@ -6,6 +6,10 @@ error is two lines and the exit code of its class, never a traceback (unless ROT
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 MAX_CHARACTERS = 2000
 
 
@@ -28,6 +32,51 @@ def _printable(text: str) -> str:
     """One line of bounded length with no control characters: parts of it may come from a file of unknown origin."""
     line = "".join(c if c.isprintable() else " " for c in text[: 2 * MAX_CHARACTERS])
     return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 3]}..."
+
+
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """What the system throws at any place in the body becomes a RotorError; errors in the code stay what they are."""
+    try:
+        yield
+    except Exception as error:
+        found = from_system(error)
+        if found is None:
+            raise
+        raise found from error
+
+
+HINTS = {
+    errno.ENOSPC: "Free space, or choose another place.",
+    errno.EDQUOT: "Free space, or choose another place.",
+    errno.EFBIG: "Raise the limit on the size of files.",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n).",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EACCES: "Check the permissions, or choose another place.",
+    errno.EPERM: "Check the permissions, or choose another place.",
+    errno.EROFS: "Choose a place that can be written to.",
+}
+
+
+def from_system(error: Exception) -> RotorError | None:
+    """An error of the operating system, the memory or the terminal's encoding as one of rotor's; None for all others.
+
+    Libraries raise classes of their own for the same: torch a RuntimeError where memory is short, safetensors an
+    error whose text has the system's.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text:
+        hint = "Give it more memory; --offload always and a smaller --batch-tokens take less."
+        return RotorError(f"out of memory: {text or type(error).__name__}"[:300], hint)
+    if isinstance(error, OSError):
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        place = f"{' -> '.join(names)}: " if names else ""
+        return RotorError(f"{place}{error.strerror or text or type(error).__name__}.", HINTS.get(error.errno or 0, ""))
+    if isinstance(error, UnicodeError):
+        return RotorError(f"a name or a text is not in the expected encoding: {text}"[:300], "Use UTF-8.")
+    if type(error).__name__ == "SafetensorError":
+        return RotorError(f"a safetensors file could not be read or written: {text}"[:300], HINTS[errno.ENOSPC])
+    return None
 
 
 class UsageError(RotorError):

@@ -1,4 +1,4 @@
-"""How much memory and disk calibration and evaluation take, from sizes alone: nothing is read or measured here.
+"""Estimates of the memory and disk that calibration and evaluation take, from sizes alone: nothing is read.
 
 Parts are named, so that a user sees what to change. Each formula follows what the code holds at its peak; the largest
 of the stages counts, not their sum. Tensors that safetensors maps from a file are not counted: the system drops their
@@ -7,19 +7,18 @@ pages when memory is short.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .families import Family
 from .layout import AttentionShape, Domain
-from .recipe import Recipe
+from .metric_registry import primitive_metrics
+from .recipe import Evaluation, Recipe
+from .statistics import CHUNK_BYTES
 
 LIBRARIES_BYTES = 600 << 20
 """Resident memory of Python with torch and transformers imported and used (measured: 0.45 to 0.6 GB)."""
-
-CHUNK_BYTES = 64 << 20
-"""float64 copies of activations are made at most this many bytes at a time (or one head)."""
 
 LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}
 """Memory that the float32 logits of one evaluation batch may take; on a CPU what its caches hold runs twice as fast."""
@@ -33,7 +32,7 @@ LOGIT_COPIES = 6
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Elements of a model's weights by the units in which they are loaded.
+    """Elements of a model's weights by the parts in which they are loaded.
 
     layers: of each decoder layer. vocabulary: of each matrix over the vocabulary (embedding; head unless tied).
     rest: of everything else. largest_tensor: of the largest single tensor. stored_bytes: all of it in the checkpoint.
@@ -50,7 +49,7 @@ class WeightSizes:
         return sum(self.layers) + sum(self.vocabulary) + self.rest
 
     @property
-    def largest_unit(self) -> int:
+    def largest_part(self) -> int:
         return max(*self.layers, *self.vocabulary, 0)
 
 
@@ -125,7 +124,7 @@ def calibration_estimate(
     sizes: WeightSizes,
     shape: AttentionShape,
     recipe: Recipe,
-    chosen: Mapping[str, tuple[Domain, int]],
+    candidates: Mapping[str, tuple[Domain, int]],
     moments: frozenset[str],
     *,
     feed_forward: int,
@@ -136,24 +135,24 @@ def calibration_estimate(
     seq_len: int | None = None,
     on_gpu: bool = False,
 ) -> Estimate:
-    """What `rotor calibrate` takes.
+    """Estimate what `rotor calibrate` takes.
 
     Args:
-        chosen, moments: from rotor.candidates.
+        candidates, moments: from rotor.candidates.
         feed_forward: from feed_forward_width.
         compute_bytes: of one number in the dtype of the forward passes.
-        streamed: one unit of weights in memory at a time, instead of all.
+        streamed: one part of the weights in memory at a time, instead of all.
         tokens: that are calibrated on; by default what the recipe asks for. seq_len: of a row, likewise.
     """
     row = seq_len or recipe.tokens.seq_len
     count = -(-(tokens or recipe.tokens.count) // row) * row
     batch = max(1, batch_tokens // row) * row
-    group_size = max(size for _, size in chosen.values())
+    group_size = max(size for _, size in candidates.values())
     statistics = statistics_bytes(shape, group_size, moments, recipe.prune.kmeans)
     running = activation_bytes(shape, group_size, moments, batch, feed_forward, compute_bytes) + statistics
     solving = statistics + solving_bytes(shape, group_size, moments)
     weights = _weight_bytes(sizes, compute_bytes, streamed)
-    bases = sum(bases_bytes(shape, size) for _, size in chosen.values())
+    bases = sum(bases_bytes(shape, size) for _, size in candidates.values())
     disk = {
         "statistics": shape.num_layers * stored_statistics_bytes(shape, group_size, moments),
         "bases": shape.num_layers * bases,
@@ -172,7 +171,7 @@ def evaluation_estimate(
     sizes: WeightSizes,
     shape: AttentionShape,
     recipe: Recipe,
-    chosen: Mapping[str, tuple[Domain, int]],
+    candidates: Mapping[str, tuple[Domain, int]],
     *,
     feed_forward: int,
     compute_bytes: int,
@@ -180,9 +179,9 @@ def evaluation_estimate(
     vocab_size: int,
     on_gpu: bool = False,
 ) -> Estimate:
-    """What measuring rank plans takes (`rotor export --accuracy`): one layer rewritten, run, and dropped at a time."""
+    """Estimate what measuring rank plans takes (`rotor export --accuracy`): each layer rewritten, run, dropped."""
     spec = recipe.evaluation
-    group_size = max(size for _, size in chosen.values())
+    group_size = max(size for _, size in candidates.values())
     outputs = frozenset({"output"} if recipe.bases.refit else set())
     rewriting = 3 * statistics_bytes(shape, group_size, outputs, None) + 3 * bases_bytes(shape, group_size)
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
@@ -193,15 +192,26 @@ def evaluation_estimate(
     weights = _weight_bytes(sizes, compute_bytes, streamed)
     if not streamed:
         weights += attention * compute_bytes * shape.num_layers  # the compressed attention stands beside the original
-    rows = spec.search_tokens + spec.report_tokens
+    rows = max(measured_tokens(spec), spec.report_tokens + prompt_tokens(spec))
     host = {"libraries": LIBRARIES_BYTES, "rewriting one layer": rewriting}
     work = {"weights": weights, "activations": max(running, scoring)}
     disk = {"hidden states, removed at the end": 3 * rows * shape.hidden_size * compute_bytes}
     return Estimate(host if on_gpu else {**host, **work}, work if on_gpu else {}, disk)
 
 
+def measured_tokens(spec: Evaluation) -> int:
+    """Of the search split, with the rows that the metric draws: what one point of a search takes."""
+    return spec.search_tokens + prompt_tokens(spec, primitive_metrics(spec.metric))
+
+
+def prompt_tokens(spec: Evaluation, names: Collection[str] = ("lookup", "copy")) -> int:
+    """Of the rows that metrics draw for themselves."""
+    counts = {"lookup": spec.lookup_prompts, "copy": spec.copy_prompts}
+    return spec.seq_len * sum(count for name, count in counts.items() if name in names)
+
+
 def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:
-    """Of the products with weights in a forward pass; of a mixture of experts, as if all of them worked."""
+    """Count FLOPs of the products with weights in a forward pass; of a mixture of experts, as if all of them worked."""
     weights = sum(sizes.layers) + (max(sizes.vocabulary, default=0) if head else 0)
     return 2.0 * weights * tokens
 
@@ -209,7 +219,7 @@ def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:
 def calibration_flops(
     sizes: WeightSizes, shape: AttentionShape, recipe: Recipe, group_size: int, moments: frozenset[str]
 ) -> dict[str, float]:
-    """Of the large matrix products that `rotor calibrate` is known to do, by stage; the statistics in float64."""
+    """Count FLOPs of the large products of `rotor calibrate`, by stage; the statistics in float64."""
     tokens = recipe.tokens.count
     elements = _moment_elements(shape, group_size, moments)
     per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
@@ -221,7 +231,7 @@ def calibration_flops(
 def _weight_bytes(sizes: WeightSizes, compute_bytes: int, streamed: bool) -> int:
     if not streamed:
         return sizes.total * compute_bytes
-    return (sizes.largest_unit + sizes.rest) * compute_bytes
+    return (sizes.largest_part + sizes.rest) * compute_bytes
 
 
 def statistics_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str], kmeans: int | None) -> int:
@@ -235,7 +245,7 @@ def statistics_bytes(shape: AttentionShape, group_size: int, moments: frozenset[
 
 
 def stored_statistics_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> int:
-    """One layer's file: float64, but `output` in float32 and only one triangle of it."""
+    """Bytes of one layer's file: float64, but `output` in float32 and only one triangle of it."""
     elements = _moment_elements(shape, group_size, moments)
     width = group_size * shape.head_dim
     output = 4 * shape.num_heads * width * (width + 1) // 2 if "output" in elements else 0
@@ -254,7 +264,7 @@ def bases_bytes(shape: AttentionShape, group_size: int) -> int:
 
 
 def solving_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> int:
-    """Beside the moments, while bases are computed: a symmetric copy of the largest, and what the closed form needs."""
+    """Bytes beside the moments while bases are computed: a symmetric copy of the largest, the closed form's own."""
     elements = _moment_elements(shape, group_size, moments)
     width = group_size * shape.head_dim
     projections = 8 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
@@ -269,7 +279,7 @@ def activation_bytes(
     feed_forward: int,
     compute_bytes: int,
 ) -> int:
-    """Of one forward pass of one layer over `tokens` tokens, with what capture adds."""
+    """Bytes of one forward pass of one layer over `tokens` tokens, with what capture adds."""
     residual = 4 * shape.hidden_size
     projected = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     attention = 2 * projected + shape.num_heads * shape.head_dim

@@ -1,11 +1,9 @@
-"""Accuracy against the uncompressed model on held-out text: scores, ratios and their bootstrap intervals."""
+"""What a model makes of rows of tokens: next-token scores, answers to prompts, and bootstrap resamples of both."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,68 +12,14 @@ from torch import Tensor
 
 from .errors import DataError, NumericsError
 from .estimate import HEAD_POSITIONS, LOGIT_BYTES
-from .families import longest_row
 from .layerwise import LayerwiseModel
 from .progress import Advance
-from .recipe import Evaluation
-from .tokens import read_documents, spread_rows, stdlib_documents, text_rows
 
 KL_POSITIONS_BYTES = 1 << 24
 """Memory that one float32 tensor of the positions compared at a time may take."""
 
 RESAMPLES = 2000
 """Bootstrap resamples of rows."""
-
-
-@dataclass(frozen=True)
-class EvaluationData:
-    """Held-out rows of tokens. `search` chooses the ranks; only `report` gives the numbers that are reported.
-
-    search, report: [rows, seq_len], from different documents (or different halves of a single one).
-    description: what the text is. sha256: of all the rows.
-    """
-
-    search: Tensor
-    report: Tensor
-    description: str
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.search.numpy().tobytes() + b"|" + self.report.numpy().tobytes()).hexdigest()
-
-
-def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any) -> EvaluationData:
-    """Read the text that a recipe names and split it.
-
-    Raises:
-        DataError: no text, or too little of it.
-    """
-    seq_len = longest_row(spec.seq_len, config)
-    parts, description = held_out_documents(spec)
-    counts = -(-spec.search_tokens // seq_len), -(-spec.report_tokens // seq_len)
-    search, report = (
-        spread_rows(text_rows(part, tokenizer, seq_len), count, f"evaluation, {name} split of {description}")
-        for part, count, name in zip(parts, counts, ("search", "report"), strict=True)
-    )
-    return EvaluationData(search, report, description)
-
-
-def held_out_documents(spec: Evaluation) -> tuple[tuple[list[str], list[str]], str]:
-    """The documents of the (search, report) halves that a recipe names, and what they are.
-
-    Raises:
-        DataError: there is no text.
-    """
-    if spec.source == "stdlib":
-        documents, description = stdlib_documents(), "source of the Python standard library (modules held out)"
-    else:
-        assert spec.path is not None
-        documents, description = read_documents(Path(spec.path)), f"text {Path(spec.path).name}"
-    if len(documents) == 1:
-        half = len(documents[0]) // 2
-        return ([documents[0][:half]], [documents[0][half:]]), description
-    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(spec.seed)).tolist()
-    return ([documents[i] for i in order[::2]], [documents[i] for i in order[1::2]]), description
 
 
 @dataclass(frozen=True)
@@ -206,47 +150,77 @@ def score(
 
 
 def logit_errors(network: LayerwiseModel, rows: Tensor, reference: Tensor, states: Tensor) -> Tensor:
-    """Relative error of the logits of each position, [n], by final hidden states of two models with one head."""
+    """Relative error of the logits of each position, [n], by final hidden states of two models with one head.
+
+    Where all of the reference's logits are exactly 0 (behind a zero embedding of padding), the error is absolute.
+    """
     errors = []
     with network.head() as head:
         for batch, positions in logit_batches(network, rows):
             expected, got = (head(s[batch, positions]).float().flatten(0, 1) for s in (reference, states))
-            errors.append(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).cpu())
+            size = expected.norm(dim=-1)
+            errors.append(((got - expected).norm(dim=-1) / torch.where(size == 0, 1.0, size)).cpu())
     return torch.cat(errors)
 
 
-def ratios(base: Scores, other: Scores) -> dict[str, float]:
-    """Each next-token ratio of `other` against `base`: 1 is equal, below 1 is worse."""
-    total = base.tokens * len(base.nll)
-    values = _ratios(total, base.correct.sum(), base.nll.sum(), other.correct.sum(), other.nll.sum())
-    return {name: round(float(value), 6) for name, value in values.items()}
+@dataclass(frozen=True)
+class AnswerScores:
+    """What a model makes of the marked tokens of rows, each [rows].
+
+    hits: right first choices. probability: the sum of the probabilities that it gives them. answers: how many there
+    are.
+    """
+
+    hits: np.ndarray
+    probability: np.ndarray
+    answers: np.ndarray
+
+    @property
+    def mean_probability(self) -> float:
+        return float(self.probability.sum() / self.answers.sum())
+
+    @property
+    def mean_hits(self) -> float:
+        return float(self.hits.sum() / self.answers.sum())
 
 
-def interval(base: Scores, other: Scores, metric: str, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of one of `ratios` by a paired bootstrap over rows."""
-    total = base.tokens * len(base.nll)
-    columns = base.correct, base.nll, other.correct, other.nll
-    return bootstrap(lambda *sums: _ratios(total, *sums)[metric], *columns, seed=seed)
-
-
-def bootstrap(value: Callable[..., Any], *columns: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of a value of column sums by a bootstrap over rows, the same rows drawn for all columns (paired).
+def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states: Tensor) -> AnswerScores:
+    """Score the marked tokens alone; the head runs for no other position.
 
     Args:
-        value: from one array of sums a column, each [resamples], to the value of each resample.
+        rows: [n, seq_len] int64. answers: [n, seq_len] bool, true at tokens to be predicted, none a row's first.
+        states: [n, seq_len, hidden_size], the model's final hidden states.
+    """
+    row, position = answers[:, 1:].nonzero(as_tuple=True)
+    labels, chosen = rows[:, 1:][row, position], states[row, position]
+    step = max(1, LOGIT_BYTES.get(network.device.type, LOGIT_BYTES["cuda"]) // (4 * network.config.vocab_size))
+    hits, probability = [], []
+    with network.head() as head:
+        for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):
+            logits = _finite(head(part[None]).float())[0].cpu()
+            hits.append(logits.argmax(-1) == wanted)
+            probability.append(logits.double().softmax(-1).gather(-1, wanted[:, None])[:, 0])
+
+    def by_row(values: Tensor) -> np.ndarray:
+        return torch.zeros(len(rows), dtype=torch.float64).index_add_(0, row, values.double()).numpy()
+
+    return AnswerScores(by_row(torch.cat(hits)), by_row(torch.cat(probability)), by_row(torch.ones(len(labels))))
+
+
+def resample(value: Callable[..., Any], *columns: np.ndarray, seed: int = 0) -> np.ndarray:
+    """A value of column sums in RESAMPLES bootstrap resamples of rows, the same rows drawn for all columns (paired).
+
+    Args:
+        value: from one array of sums a column, each [RESAMPLES], to the value of each resample.
         columns: [rows] each; at least one.
     """
     count = len(columns[0])
     rows = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
-    low, high = np.quantile(value(*(column[rows].sum(-1) for column in columns)), [0.025, 0.975])
+    found: np.ndarray = value(*(column[rows].sum(-1) for column in columns))
+    return found
+
+
+def quantiles(resampled: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of resampled values."""
+    low, high = np.quantile(resampled, [0.025, 0.975])
     return round(float(low), 6), round(float(high), 6)
-
-
-def _ratios(total: int, base_correct: Any, base_nll: Any, correct: Any, nll: Any) -> dict[str, Any]:
-    token_accuracy = correct / np.maximum(base_correct, 1)
-    ppl_ratio = np.exp((base_nll - nll) / total)
-    return {
-        "default": np.minimum(token_accuracy, ppl_ratio),
-        "token_accuracy": token_accuracy,
-        "ppl_ratio": ppl_ratio,
-    }

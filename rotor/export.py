@@ -11,39 +11,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_json, write_text
 from .bases import LayerBases
-from .checkpoint import INDEX_FILE, Checkpoint, file_sha256, staged_folder, tensor_sha256, write_json, write_shard
+from .checkpoint import INDEX_FILE, Checkpoint, tensor_sha256
 from .compress import bias_names
+from .errors import system_errors
 from .export_job import ExportJob
 from .families import read_attention
-from .integration import ATTENTION, FORMAT_VERSION, METHOD
-from .kernel_config import KERNEL_CONFIG
+from .file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from .kernels.defaults import default_config
-from .layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from .layout import LayerLayout, kv_bytes_per_token, profile_name, uncompressed_kv_bytes_per_token
 from .locks import exclusive
 from .logs import log_file
+from .manifest import write_manifest
 from .model_card import model_card
+from .point import Point
 from .progress import Progress, StageTimes
-from .rank_search import RankSearch, rank_profiles, stored_ranks
-from .ranks import LayerRanks
+from .publishing import staged_folder, write_shard
+from .rank_search import RankSearch, stored_ranks
 from .recipe import Recipe
 from .report import write_with_checkpoint
 from .run import Run
-from .search import RankTable
+from .section import ATTENTION, FORMAT_VERSION, METHOD
 from .settings import Compute, ExportSettings, Goal
 from .shards import ShardContents, planned_layouts
+from .splits import SPLITS
+from .table import RankTable
 
 log = logging.getLogger("rotor")
-
-ROTOR_JSON, RECIPE, CARD = "rotor.json", "recipe.yaml", "README.md"
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none)."""
+    """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none).
+
+    digest: SHA-256 of manifest.json, which has that of every other file: `rotor validate OUT --digest HEX`.
+    """
 
     folder: Path
     report: dict[str, Any]
+    digest: str
     seconds: dict[str, float]
     measured_points: int
 
@@ -55,6 +62,8 @@ def export(
     accuracy: float | None = None,
     compression: float | None = None,
     removal_rate: float | None = None,
+    confidence: float | None = None,
+    targets: Iterable[float] = (),
     overrides: Iterable[str] = (),
     objective: str | float | None = None,
     elastic: bool = False,
@@ -68,14 +77,19 @@ def export(
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
 
     Args:
-        run: folder that calibrate wrote; its rank_table.json gains the points that are measured.
+        run: folder that calibrate wrote; its tables gain the points that are measured.
         out: the checkpoint folder; it appears whole or not at all.
-        accuracy: least accuracy on the search split and on the report split (see Evaluation), in (0, 1].
+        accuracy: least accuracy on the search split (see Evaluation), in (0, 1]; the report split is then measured
+            once.
+        confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
+            the value does.
+        targets: further accuracies to search, whose points are then known; of an elastic checkpoint its profiles.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, evaluation, search and objective.
-        elastic: keep all columns, and store the ranks at each of the recipe's search targets as profiles, chosen at
-            load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs `accuracy`.
+        elastic: keep all columns, and store the ranks at each of `targets` (by default the recipe's search targets) as
+            profiles, chosen at load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs
+            `accuracy`.
         device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
     Raises:
@@ -84,7 +98,8 @@ def export(
     settings = ExportSettings(
         run,
         out,
-        Goal(accuracy, compression, removal_rate),
+        Goal(accuracy, compression, removal_rate, confidence),
+        tuple(targets),
         tuple(overrides),
         objective,
         elastic,
@@ -94,47 +109,50 @@ def export(
     return run_export(settings, progress)
 
 
+@system_errors()
 def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
     """What `export` does, with its arguments in one object; raises likewise."""
     job = ExportJob.check(settings)
-    with exclusive(job.run.folder, "export"), exclusive(job.out, "export"), log_file(job.run.folder, "export"):
+    with exclusive(job.run.folder, "export"), exclusive(job.out.path, "export"), log_file(job.run.folder, "export"):
         job = ExportJob.check(settings)  # again: who held the folders until now may have written to them
         return _export(job, RankSearch(job, StageTimes(), progress or Progress()))
 
 
 def _export(job: ExportJob, search: RankSearch) -> ExportResult:
     point = search.point()
+    profiles = search.profiles(point) if job.settings.elastic else {}
+    if not job.settings.elastic:
+        search.search_targets()
+    search.close()
     table, times = search.table, search.times
-    ranks: list[LayerRanks] = [[(qk, v) for qk, v in layer] for layer in point["ranks"]["stored"]]
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
-        profiles = rank_profiles(table, point, job.goal.accuracy, job.recipe) if job.settings.elastic else {}
-        chosen = search.bases.select(point["choice"])
-        report = _write(staging, job, chosen, ranks, point, table, profiles, search.progress)
-    log.info("compression %.4f, ranks of %s", point["compression"]["stored"], job.recipe.ranks.method)
-    return ExportResult(job.out, report, times.seconds, search.measured_points)
+        chosen = search.bases.select(point.choice)
+        report, digest = _write(staging, job, chosen, point, table, profiles, search.progress)
+    log.info("compression %.4f, ranks of %s", point.stored, job.recipe.ranks.method)
+    return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
 
 
 def _write(
     staging: Path,
     job: ExportJob,
     bases: Sequence[LayerBases],
-    ranks: list[LayerRanks],
-    point: dict[str, Any],
+    point: Point,
     table: RankTable,
     profiles: dict[str, Any],
     progress: Progress,
-) -> dict[str, Any]:
-    """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json."""
+) -> tuple[dict[str, Any], str]:
+    """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
     run, recipe, checkpoint, family, accuracy = job.run, job.recipe, job.checkpoint, job.family, job.goal.accuracy
-    layouts = [layout for layout, _ in planned_layouts(bases, ranks, family.has_key_norm)]
-    planned = planned_layouts(bases, stored_ranks(bases, ranks, bool(profiles)), family.has_key_norm)
+    layouts = [layout for layout, _ in planned_layouts(bases, point.ranks, family.has_key_norm)]
+    planned = planned_layouts(bases, stored_ranks(bases, point.ranks, bool(profiles)), family.has_key_norm)
     stored = [layout for layout, _ in planned]
     contents = ShardContents(checkpoint, family, run.shape, bases, planned, checkpoint.tensor)
     tensors = write_shards(staging, job, contents, progress)
     for file in run.info["model"].get("files", {}):
         job.check_unchanged(file)
-    for path in checkpoint.sidecars():
-        shutil.copyfile(path, staging / path.name)
+    for name in checkpoint.sidecars():
+        (staging / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint.folder / name, staging / name)
 
     config = dict(checkpoint.config_dict)
     first = read_attention(family, 0, checkpoint.names, checkpoint.tensor, run.shape)
@@ -147,21 +165,21 @@ def _write(
     }
     if profiles:
         config["quantization_config"]["profiles"] = profiles
-        config["rank_profile"] = str(accuracy)
+        assert accuracy is not None
+        config["rank_profile"] = profile_name(accuracy)
     write_json(staging / "config.json", config)
     write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
-    (staging / RECIPE).write_text(recipe.to_yaml(), "utf-8")
-    report = _report(run, recipe, checkpoint, layouts, point, table, accuracy, tensors, first.v_weight.element_size())
+    write_text(staging / RECIPE, recipe.to_yaml())
+    report = _report(run, recipe, checkpoint, layouts, point, table, job.goal, tensors, first.v_weight.element_size())
     if profiles:
         report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
-    report["files"] = {file: file_sha256(staging / file) for file in checkpoint.files}
-    report["run"] = _relative(run.folder, job.out)
-    report["source"]["path"] = _relative(checkpoint.folder, job.out)
+    report["run"] = _relative(run.folder, job.out.path)
+    report["source"]["path"] = _relative(checkpoint.folder, job.out.path)
     write_json(staging / ROTOR_JSON, report)
-    (staging / CARD).write_text(model_card(report, recipe), "utf-8")
+    write_text(staging / CARD, model_card(report, recipe))
     with progress.task("report", None, ""):
-        write_with_checkpoint(staging, run, job.out.name)
-    return report
+        write_with_checkpoint(staging, run, job.out.path.name)
+    return report, write_manifest(staging, "checkpoint")
 
 
 def write_shards(
@@ -206,39 +224,45 @@ def _report(
     recipe: Recipe,
     checkpoint: Checkpoint,
     layouts: list[LayerLayout],
-    point: dict[str, Any],
+    point: Point,
     table: RankTable,
-    accuracy: float | None,
+    goal: Goal,
     tensors: dict[str, dict[str, Any]],
     element_bytes: int,
 ) -> dict[str, Any]:
     """The content of rotor.json."""
-    base, source = table.base or {}, run.info["model"]
+    source, context = run.info["model"], table.context
+    fidelity = {split: point.fidelity(split) for split in SPLITS}
+    report = fidelity["report"]
     return {
         "format_version": FORMAT_VERSION,
         "versions": run.info["versions"],
         "recipe": recipe.name,
         "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},
-        "compression": point["compression"],
+        "compression": point.compression_json,
         "rank_method": recipe.ranks.method,
-        "parameter": point["parameter"],
+        "parameter": point.parameter,
         "kv_bytes_per_token": {
             "before": uncompressed_kv_bytes_per_token(run.shape, element_bytes),
             "after": kv_bytes_per_token(layouts, element_bytes),
             "element_bytes": element_bytes,
         },
         "accuracy": {
-            "target": accuracy,
+            "target": goal.accuracy,
+            "confidence": goal.confidence,
             "metric": recipe.evaluation.metric,
-            "search": table.accuracy(point, "search"),
-            "report": table.accuracy(point, "report"),
-            "interval_95": point["report"]["interval"],
-            "measurements": {split: point[split] for split in ("search", "report")},
-            "base": {split: base.get(split) for split in ("search", "report")},
-            "data": base.get("data"),
-            "data_sha256": base.get("data_sha256"),
+            "search": fidelity["search"].accuracy,
+            "report": report.accuracy,
+            "interval_95": None if report.interval is None else list(report.interval),
+            "measurements": {split: found.to_json() for split, found in fidelity.items()},
+            "base": {split: table.base.get(split) for split in SPLITS},
+            "left_out": table.left_out,
+            "data": context.data,
+            "data_sha256": context.data_sha256,
+            "excluded_documents": list(context.excluded),
+            "table": context.key,
         },
-        "ranks": point["ranks"],
+        "ranks": point.ranks_json,
         "layouts": [layout.to_dict() for layout in layouts],
         "removed_tensors": sorted(checkpoint.names - set(tensors)),
         "tensors": dict(sorted(tensors.items())),

@@ -69,7 +69,7 @@ def _falcon_kv_heads(config: Any) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """Where a model family keeps what rotor needs, and what its attention does that others do not.
+    """A model family: the places of what rotor needs, and what its attention does that others do not.
 
     decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
     layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
@@ -132,7 +132,7 @@ class Family:
         return f"{self.decoder}.{self.layers}.{layer}.{self.attention}."
 
     def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
-        """`attention_prefix` as a checkpoint has it: that of a bare model (the original GPT-2) lacks the first part."""
+        """Name `attention_prefix` as a checkpoint has it: that of a bare model (the original GPT-2) lacks a part."""
         full = self.attention_prefix(layer)
         bare = full.partition(".")[2]
         return bare if {f"{bare}{self.output}.weight", f"{bare}o_proj.weight"} & names else full
@@ -339,5 +339,5 @@ def read_attention(
 
 
 def longest_row(seq_len: int, config: Any) -> int:
-    """`seq_len`, but not more than the model's positions."""
+    """Bound `seq_len` by the model's positions."""
     return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)

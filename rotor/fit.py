@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
+from .section import is_compressed
 
 LARGEST_SHARE = 4
 """How many times the elements that the shards hold a model may have: a compressed one has lost some, tied ones are
@@ -49,7 +50,7 @@ def check_fit(checkpoint: Checkpoint) -> None:
                 f"{where}: describes a model of {wanted} elements in {kind}, the shards hold {held}.",
                 "Check that config.json belongs to these weights.",
             )
-    if "quantization_config" in checkpoint.config_dict:
+    if is_compressed(checkpoint.config_dict):
         return  # its modules have other shapes, which the quantiser checks
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in checkpoint.names and list(parameter.shape) != checkpoint.shape_of(name):

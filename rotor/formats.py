@@ -8,17 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypedDict
 
-from .checkpoint import read_json
 from .errors import CheckpointError
+from .json_files import read_json
 from .layout import AttentionShape, Domain, LayoutDict
 from .typed import Reader
 
 Ranks = list[list[tuple[int, int]]]
 """(qk_rank, v_rank) of every group of every layer."""
-
-
-SideSensitivity = list[tuple[int, float]]
-"""Probed ranks of one side, and the KL per unit of dropped energy there."""
 
 
 class SourceFiles(TypedDict, total=False):
@@ -79,72 +75,6 @@ class PointRanks(TypedDict):
     stored: Ranks
 
 
-class Measurements(TypedDict):
-    """What was measured of a point on one split; the field of the metric is among further keys."""
-
-    token_accuracy: float
-    ppl_ratio: float
-
-
-class ReportMeasurements(Measurements):
-    """The same on the report split."""
-
-    interval: tuple[float, float] | None
-
-
-class PointInfo(TypedDict):
-    """One measured point of a rank table."""
-
-    parameter: float
-    saving: float
-    compression: CompressionInfo
-    choice: list[str]
-    ranks: PointRanks
-    search: Measurements
-    report: ReportMeasurements
-
-
-class BaseScores(TypedDict):
-    """The uncompressed model on one split."""
-
-    token_accuracy: float
-    perplexity: float
-    tokens: int
-
-
-class BaseInfo(TypedDict):
-    """The uncompressed model, and the data that it was measured on."""
-
-    search: BaseScores
-    report: BaseScores
-    data: str
-    data_sha256: str
-
-
-class MetricInfo(TypedDict):
-    """The evaluation settings of a rank table; the rest of them are compared as a whole."""
-
-    metric: str
-
-
-class SearchInfo(TypedDict):
-    """The search settings of a rank table, likewise."""
-
-    targets: list[float]
-
-
-class RankTableInfo(TypedDict):
-    """rank_table.json."""
-
-    fingerprint: str
-    evaluation: MetricInfo
-    search: SearchInfo
-    complete: bool
-    base: BaseInfo | None
-    sensitivities: list[dict[str, tuple[SideSensitivity, SideSensitivity]]] | None
-    points: list[PointInfo]
-
-
 class SourceInfo(SourceFiles):
     """The source model of a checkpoint."""
 
@@ -161,15 +91,27 @@ class SizeInfo(TypedDict):
     element_bytes: int
 
 
-class AccuracyInfo(TypedDict):
-    """What was measured of a checkpoint."""
-
+class _AccuracyInfo(TypedDict):
     target: float | None
     metric: str
     search: float
     report: float
     interval_95: tuple[float, float] | None
     data_sha256: str | None
+    measurements: dict[str, Any]
+
+
+class AccuracyInfo(_AccuracyInfo, total=False):
+    """What was measured of a checkpoint.
+
+    confidence: of the interval whose lower end had to reach the target. left_out: ratios that were not measured, by
+    split and name. excluded_documents: digests of held-out text that was calibrated on. table: key in the run.
+    """
+
+    confidence: float | None
+    left_out: dict[str, dict[str, str]]
+    excluded_documents: list[str]
+    table: str
 
 
 class TensorInfo(TypedDict):
@@ -197,7 +139,6 @@ class _CheckpointInfo(TypedDict):
     accuracy: AccuracyInfo
     ranks: PointRanks
     layouts: list[LayoutDict]
-    files: dict[str, str]
     tensors: dict[str, TensorInfo]
 
 
@@ -230,39 +171,3 @@ def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     if not 1 <= info["element_bytes"] <= 8:
         raise reader.fail("element_bytes", info["element_bytes"], "1 to 8")
     return shape
-
-
-def check_rank_table(table: RankTableInfo, info: RunInfo, shape: AttentionShape, field: str, reader: Reader) -> None:
-    """What the types of rank_table.json do not express: that its points are of this run's groups.
-
-    Args:
-        field: where a point's measurements keep the accuracy.
-    """
-    candidates = info["candidates"]
-    for index, layer in enumerate(table["sensitivities"] or []):
-        if set(layer) != set(candidates):
-            raise reader.fail(f"sensitivities[{index}]", list(layer), f"one for each of {', '.join(candidates)}")
-    if len(table["sensitivities"] or []) > shape.num_layers:
-        raise reader.fail("sensitivities", len(table["sensitivities"] or []), f"at most {shape.num_layers} layers")
-    for index, point in enumerate(table["points"]):
-        name = f"points[{index}]"
-        if len(point["choice"]) != shape.num_layers or not set(point["choice"]) <= set(candidates):
-            raise reader.fail(f"{name}.choice", point["choice"], f"one of {', '.join(candidates)} for every layer")
-        for split in ("search", "report"):
-            reader.read(float, point[split].get(field), f"{name}.{split}.{field}")  # type: ignore[literal-required]
-        _check_ranks(point["ranks"]["stored"], f"{name}.ranks.stored", point["choice"], info, shape, reader)
-
-
-def _check_ranks(
-    ranks: Ranks, name: str, choice: list[str], info: RunInfo, shape: AttentionShape, reader: Reader
-) -> None:
-    if len(ranks) != shape.num_layers:
-        raise reader.fail(name, len(ranks), f"{shape.num_layers} layers")
-    for layer, (groups, key) in enumerate(zip(ranks, choice, strict=True)):
-        size = info["candidates"][key]["group_size"]
-        columns = size * shape.head_dim
-        if len(groups) != shape.num_kv_heads // size:
-            raise reader.fail(f"{name}[{layer}]", len(groups), f"{shape.num_kv_heads // size} groups")
-        for pair in groups:
-            if not all(1 <= rank <= columns for rank in pair):
-                raise reader.fail(f"{name}[{layer}]", pair, f"ranks from 1 to {columns}")

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint
+from .cache_size import cache_bytes
 from .compress import load_model
+from .compressed import CompressedCheckpoint, open_model
 from .errors import CheckpointError, DataError, UsageError
 from .hardware import pick_device, pick_dtype
 from .hub import find_model
@@ -35,13 +36,14 @@ def continue_prompt(
         CheckpointError: the folder has no tokenizer. DataError: the prompt has no tokens.
     """
     folder = find_model(folder).folder
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_model(folder)
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    if profile is not None and not hasattr(checkpoint.config, "rank_profile"):
+    elastic = isinstance(checkpoint, CompressedCheckpoint) and checkpoint.elastic
+    if profile is not None and not elastic:
         raise UsageError(f"--profile {profile}: {folder} is not elastic.", "Export it with --elastic.")
     model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
     inputs = tokenizer(prompt, return_tensors="pt").to(target)
@@ -57,9 +59,8 @@ def continue_prompt(
         return_dict_in_generate=True,
         **sampling,
     )
-    cache = output.past_key_values
     return {
         "text": tokenizer.decode(output.sequences[0], skip_special_tokens=True),
         "new_tokens": output.sequences.shape[1] - inputs["input_ids"].shape[1],
-        "kv_cache_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers),
+        "kv_cache_bytes": cache_bytes(output.past_key_values),
     }

@@ -1,4 +1,4 @@
-"""Which device and dtype a forward pass uses, from what the user named."""
+"""Choose the device and dtype of a forward pass by what the user named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .errors import UsageError
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one; raises UsageError for a device that is not there."""
+    """Choose a device: `auto` is the GPU if there is one; raises UsageError for a device that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -21,7 +21,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU and the checkpoint's dtype elsewhere."""
+    """Choose a dtype: `auto` is float32 on a CPU and the checkpoint's dtype elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint_dtype
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

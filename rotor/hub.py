@@ -1,4 +1,4 @@
-"""Where a model is: a local folder, or a hub id that huggingface_hub fetches into its cache, pinned to a commit."""
+"""Find a model: a local folder, or a hub id that huggingface_hub fetches into its cache, pinned to a commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is to rotor: its attention, its cache, what a recipe will do with it and what that takes.
+"""Facts about a model: its attention, its cache, what a recipe will do with it and what that takes.
 
 Reads the configuration and the headers of the shards, never weights.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .candidates import candidates
+from .candidates import candidates_of
 from .checkpoint import Checkpoint, config_of
 from .hardware import pick_device, pick_dtype
 from .hub import find_model, tensor_headers
@@ -45,9 +45,9 @@ class Needs:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `rotor inspect` tells.
+    """The facts that `rotor inspect` tells.
 
-    kv_cache_bytes: by context length in tokens, for one sequence.
+    kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
     calibrate, export: what the commands take on this machine, as they would be run.
     """
@@ -101,7 +101,7 @@ def inspect(
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
-    chosen = candidates(spec, family, shape)
+    candidates = candidates_of(spec, family, shape)
     return Inspection(
         name=source.name,
         revision=source.revision,
@@ -113,16 +113,30 @@ def inspect(
         rotary=family.rotary is not None,
         key_norm=family.has_key_norm,
         kv_bytes_per_token=per_token,
-        kv_cache_bytes={tokens: tokens * per_token for tokens in CONTEXTS},
+        kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
         recipe=spec.name,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
-        keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in chosen.items()},
+        keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in candidates.items()},
         calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
         export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
         export_disk_bytes=int(stored * 1.1),
         available_host_bytes=available_host_bytes(),
         available_device_bytes=available_device_bytes(target),
     )
+
+
+def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: int) -> int:
+    """Bytes of the cache of one sequence.
+
+    As transformers' caches have it: where config.json gives a window but no types of layers, all have it.
+
+    Args:
+        per_token: bytes of all layers together. tokens: length of the sequence.
+    """
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.num_layers
+    kept = [min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in types]
+    return sum(kept[: shape.num_layers]) * per_token // shape.num_layers
 
 
 def _keys(domain: str, folded: bool) -> str:

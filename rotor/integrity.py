@@ -7,18 +7,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, file_sha256, read_json, tensor_sha256
-from .errors import RotorError
-from .export import CARD, RECIPE, ROTOR_JSON
-from .families import FAMILIES, attention_shape
-from .formats import CheckpointInfo, read_file
-from .integration import RotorConfig
-from .kernel_config import KERNEL_CONFIG
+from .checkpoint import Checkpoint, tensor_sha256
+from .compressed import CompressedCheckpoint
+from .errors import CheckpointError, RotorError
+from .families import FAMILIES
+from .file_names import KERNEL_CONFIG
+from .json_differences import differences
+from .json_files import read_json
 from .kernels.defaults import default_config
-from .layout import AttentionShape, LayerLayout, compression, kv_bytes_per_token
+from .layout import compression, kv_bytes_per_token
+from .manifest import Manifest
 from .progress import Progress
-from .ranks import LayerRanks
-from .rewrite import truncate_layer
 from .typed import shorten
 
 
@@ -73,29 +72,30 @@ class Validation:
         self.checks.append(Check(name, "skipped", why))
 
 
-def check_integrity(result: Validation, progress: Progress) -> tuple[Checkpoint, dict[str, Any], list[LayerLayout]]:
-    """The checks that need no forward pass, added to `result`; what they read of the folder.
+def check_integrity(result: Validation, progress: Progress, digest: str | None = None) -> CompressedCheckpoint:
+    """Add the checks that need no forward pass to `result`; returns the folder, opened.
 
+    Args:
+        digest: SHA-256 that manifest.json must have.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
-    report = read_file(result.folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
-    checkpoint = Checkpoint(result.folder)
+    checkpoint = CompressedCheckpoint(result.folder)
     with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
-        return checkpoint, report, _integrity(result, checkpoint, report, advance)
+        _check_manifest(result, digest)
+        _integrity(result, checkpoint, advance)
+    return checkpoint
 
 
-def _integrity(
-    result: Validation, checkpoint: Checkpoint, report: dict[str, Any], advance: Callable[[float], None]
-) -> list[LayerLayout]:
+def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Callable[[float], None]) -> None:
     """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
+    report = checkpoint.report
     recorded = report["tensors"]
     stored = {name for file in checkpoint.files for name in checkpoint.stored_names(file)}
     problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
     problems += [f"{name} in {_holder(checkpoint, name)} is unexpected" for name in sorted(stored - set(recorded))]
     problems += [f"{name} is not in the index" for name in sorted(stored & set(recorded) - checkpoint.names)]
     result.judge("tensor names", problems, f"{len(recorded)} tensors")
-    result.judge("shards", _shard_problems(checkpoint, report["files"]), f"{len(report['files'])} file(s)")
     wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
     for file in checkpoint.files:
         for name in checkpoint.names_in(file):
@@ -117,22 +117,26 @@ def _integrity(
     for check, found in wrong.items():
         result.judge(check, found, f"{len(recorded)} tensors")
 
-    quantization = checkpoint.config_dict.get("quantization_config")
-    layouts: list[LayerLayout] = []
     try:
-        shape = attention_shape(checkpoint.config)
-        read = RotorConfig(**quantization if isinstance(quantization, dict) else {})
-        layouts = read.layouts(shape)
-        ranks = read.profile_ranks(checkpoint.config_dict.get("rank_profile"))
-        problem = _layout_problem(layouts, ranks, checkpoint, report, shape)
+        problem = _layout_problem(checkpoint)
     except RotorError as error:
         problem = error.message
     result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
-    absent = [
-        f"{name} is missing" for name in (KERNEL_CONFIG, RECIPE, CARD) if not (checkpoint.folder / name).is_file()
-    ]
-    result.judge("files", absent, "all there")
-    return layouts
+
+
+def _check_manifest(result: Validation, digest: str | None) -> None:
+    """Every file against manifest.json, and that against the digest which was given."""
+    try:
+        manifest = Manifest.read(result.folder)
+    except CheckpointError as error:
+        result.add("files", False, error.message)
+        return
+    problems = [f"{name} {problem}" for name, problem in manifest.problems().items()]
+    result.judge("files", problems, f"{len(manifest.files)}, as manifest.json says")
+    if digest is not None:
+        same = manifest.digest == digest.strip().lower()
+        result.add("digest", same, manifest.digest if same else f"is {manifest.digest}, expected {shorten(digest)}")
+    result.summary["digest"] = manifest.digest
 
 
 def _holder(checkpoint: Checkpoint, name: str) -> str:
@@ -143,31 +147,11 @@ def _kind(shape: list[int], dtype: str, file: str) -> str:
     return f"{dtype} {shape} in {file}"
 
 
-def _shard_problems(checkpoint: Checkpoint, recorded: dict[str, str]) -> list[str]:
-    """Weight files that are missing, differ from their SHA-256, or that a loader might take for part of the model."""
-    present = {path.name for path in checkpoint.folder.glob("*.safetensors")}
-    problems = [f"{file} is missing" for file in sorted(set(recorded) - present)]
-    problems += [f"{file} is unexpected" for file in sorted(present - set(recorded))]
-    for file in sorted(present & set(recorded)):
-        if file_sha256(checkpoint.folder / file) != recorded[file]:
-            problems.append(f"{file} differs from its SHA-256")
-    return problems
-
-
-def _layout_problem(
-    layouts: list[LayerLayout],
-    ranks: list[LayerRanks] | None,
-    checkpoint: Checkpoint,
-    report: dict[str, Any],
-    shape: AttentionShape,
-) -> str:
-    """What does not agree between the JSON files and the tensors, or nothing.
-
-    Args:
-        layouts: what the tensors are in. ranks: of the default profile, if the checkpoint is elastic.
-    """
-    used, in_config = layouts, [layout.to_dict() for layout in layouts]
-    if ranks is not None:
+def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
+    """What does not agree between the JSON files and the tensors, or nothing."""
+    report, shape, used = checkpoint.report, checkpoint.shape, checkpoint.default_layouts
+    in_config = [layout.to_dict() for layout in checkpoint.layouts]
+    if checkpoint.elastic:
         elastic = report.get("elastic")
         if elastic is None:
             return "config.json has rank profiles, rotor.json none"
@@ -176,7 +160,6 @@ def _layout_problem(
         problem = problem or difference(elastic["profiles"], profiles, "rotor.json, profiles", "config.json")
         if problem:
             return problem
-        used = [truncate_layer({}, layout, r, shape)[0] for layout, r in zip(layouts, ranks, strict=True)]
         in_config = [layout.to_dict() for layout in used]
     kernels = read_json(checkpoint.folder / KERNEL_CONFIG)
     by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
@@ -196,13 +179,13 @@ def _layout_problem(
     )
     if not problem and abs(report["compression"]["stored"] - share) > 1e-6:
         problem = f"rotor.json, compression.stored: {report['compression']['stored']}, config.json implies {share:.6f}"
-    return problem or _tensor_problem(layouts, checkpoint)
+    return problem or _tensor_problem(checkpoint)
 
 
-def _tensor_problem(layouts: list[LayerLayout], checkpoint: Checkpoint) -> str:
+def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
     """Where the value projection of a layer is not as wide as its layout says."""
     family = FAMILIES[checkpoint.config.model_type]
-    for index, layout in enumerate(layouts):
+    for index, layout in enumerate(checkpoint.layouts):
         name = family.stored_prefix(index, checkpoint.names) + "v_proj.weight"
         if name not in checkpoint.names or checkpoint.shape_of(name)[:1] != [layout.v_width]:
             return f"config.json, layer {index}: v_proj.weight has not the {layout.v_width} rows of its layout"
@@ -215,12 +198,6 @@ def difference(got: Any, expected: Any, where: str, source: str) -> str:
     Args:
         where: names the file and section of `got`. source: names where `expected` comes from.
     """
-    got, expected = (list(v) if isinstance(v, tuple) else v for v in (got, expected))
-    if type(got) is type(expected) and isinstance(got, dict) and got.keys() == expected.keys():
-        pairs = [(f"{where}.{key}", got[key], expected[key]) for key in expected]
-    elif type(got) is type(expected) and isinstance(got, list) and len(got) == len(expected):
-        pairs = [(f"{where}[{i}]", *values) for i, values in enumerate(zip(got, expected, strict=True))]
-    else:
-        same = type(got) is type(expected) and got == expected
-        return "" if same else f"{where}: {shorten(got)}, {source} implies {shorten(expected)}"
-    return next((found for name, a, b in pairs if (found := difference(a, b, name, source))), "")
+    for name, first, second in differences(got, expected, where):
+        return f"{name}: {shorten(first)}, {source} implies {shorten(second)}"
+    return ""

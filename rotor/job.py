@@ -1,4 +1,4 @@
-"""What a calibration is asked to do, checked against the model before any work is done."""
+"""A calibration request, checked against the model before any work is done."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from pathlib import Path
 
 import torch
 
-from .candidates import candidates, wanted_moments
-from .checkpoint import Checkpoint, check_writable
+from .candidates import Candidates, candidates_of, wanted_moments
+from .checkpoint import Checkpoint
 from .errors import UsageError
 from .families import Family
 from .hardware import pick_device, pick_dtype
 from .hub import ModelSource, find_model
-from .layout import AttentionShape, Domain
+from .layout import AttentionShape
 from .memory import check_offload, stream_weights
 from .outline import Estimates, ModelOutline
+from .places import OutputFolder
 from .processes import Processes
 from .recipe import Recipe, load_recipe
 from .settings import CalibrationSettings
 
 
 @dataclass(frozen=True)
-class Job:
-    """A calibration, with everything that is known before any work.
+class CalibrationJob:
+    """A calibration request, with everything that is known before any work.
 
-    chosen: domain and group size of each candidate by key. wanted: names of the moments. group_size: the largest.
+    candidates: domain and group size of each, by key. wanted: names of the moments. group_size: the largest.
     """
 
     settings: CalibrationSettings
+    out: OutputFolder
     source: ModelSource
     checkpoint: Checkpoint
     outline: ModelOutline
     recipe: Recipe
-    chosen: dict[str, tuple[Domain, int]]
+    candidates: Candidates
     wanted: frozenset[str]
     group_size: int
     device: torch.device
@@ -41,23 +43,24 @@ class Job:
     processes: Processes
 
     @classmethod
-    def check(cls, settings: CalibrationSettings, processes: Processes, *, fetch: bool = True) -> Job:
+    def check(cls, settings: CalibrationSettings, processes: Processes, *, fetch: bool = True) -> CalibrationJob:
         """Raises RotorError where the request cannot be carried out.
 
         Args:
             fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
         """
-        recipe = load_recipe(settings.recipe, settings.overrides)
+        recipe, out = load_recipe(settings.recipe, settings.overrides), OutputFolder.at(settings.out, "run")
         source = find_model(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(
                 f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",
                 f"`rotor inspect {source.hub_id}` tells what it takes from the headers alone.",
             )
-        check_writable(Path(settings.out), settings.overwrite, [source.folder])
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
-        chosen = candidates(recipe, outline.family, outline.shape)
+        if processes.is_first:
+            _ = checkpoint.tokenizer  # one that cannot be loaded is refused before any work
+        candidates = candidates_of(recipe, outline.family, outline.shape)
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(
                 f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
@@ -69,19 +72,27 @@ class Job:
                 "Choose one of the two.",
             )
         device = pick_device(processes.device(settings.compute.device))
-        return cls(
+        job = cls(
             settings,
+            out,
             source,
             checkpoint,
             outline,
             recipe,
-            chosen,
-            wanted_moments(recipe, chosen),
-            max(size for _, size in chosen.values()),
+            candidates,
+            wanted_moments(recipe, candidates),
+            max(size for _, size in candidates.values()),
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
             processes,
         )
+        job.check_out()
+        return job
+
+    def check_out(self) -> None:
+        """Raises UsageError where the run folder must not be written."""
+        text = self.recipe.tokens.path
+        self.out.check(self.settings.overwrite, [self.source.folder], [] if text is None else [Path(text)])
 
     @property
     def family(self) -> Family:
@@ -97,8 +108,8 @@ class Job:
         if self.recipe.tokens.source == "synthetic":
             whole = "tokens.source synthetic (text that the model writes)"
             instead = "Choose other tokens: --set tokens.source=text --set tokens.path=FILE, or tokens.source=random."
-        elif self.recipe.ranks.method == "fisher":
-            whole = "ranks.method fisher (gradients)"
+        elif "gradients" in self.recipe.ranks.rule.needs:
+            whole = f"ranks.method {self.recipe.ranks.method} (gradients)"
             instead = "Choose another method, e.g. --set ranks.method=global."
         elif self.settings.compute.device_map is not None:
             whole, instead = f"--device-map {self.settings.compute.device_map}", "Leave it out."

@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from .checkpoint import read_json
 from .errors import CheckpointError
+from .file_names import KERNEL_CONFIG
+from .json_files import read_json
 from .layout import LayerLayout
 from .typed import Reader
 
-KERNEL_CONFIG = "kernel_config.json"
 VERSION = 2
 
 Schedule = Literal["stream", "lpt", "none"]

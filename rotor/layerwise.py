@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import check_space, is_finite
+from .checkpoint import is_finite
 from .errors import CheckpointError, NumericsError
 from .families import FAMILIES, Family, attention_shape
 from .numerics import first_not_finite
 from .progress import Advance
+from .publishing import check_space
 from .weights import ResidentWeights, Weights
 
 STATES_IN_MEMORY_BYTES = 256 << 20

@@ -1,4 +1,4 @@
-"""What a compressed model stores: groups of KV heads, their domain, ranks and offsets in the packed rows.
+"""Layouts of what a compressed model stores: groups of KV heads, their domain, ranks and offsets in the packed rows.
 
 Pure data, no tensors. One LayerLayout per layer is written into `config.json` (the loader builds the attention
 modules from it) and into `rotor.json` (the report); what is launched for it is in `kernel_config.json`.
@@ -19,6 +19,9 @@ Domain = Literal["post", "pre", "none"]
 """Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or neither: in a model without
 RoPE, or in whole rotary planes, with which RoPE commutes."""
 
+
+LayerRanks = list[tuple[int, int]]
+"""(qk_rank, v_rank) of each group of a layer: in the order of the bases offline, of the layout once it is stored."""
 
 MAX_SIZE = 1 << 24
 """No size of any model's attention is near it; larger ones come from damaged files."""
@@ -214,7 +217,7 @@ class LayerLayout:
             start, qk_offset, v_offset = start + count, qk_offset + count * qk_rank, v_offset + count * v_rank
 
     def offsets(self) -> list[tuple[int, int]]:
-        """(qk_offset, v_offset) of each group: the columns before it, in packed rows of the model's dtype its place."""
+        """List (qk_offset, v_offset): the columns before each group, in rows of the model's dtype its place."""
         qk = accumulate((g.qk_rank for g in self.groups), initial=0)
         v = accumulate((g.v_rank for g in self.groups), initial=0)
         return list(zip(qk, v, strict=True))[:-1]
@@ -306,3 +309,8 @@ def kv_bytes_per_token(layouts: list[LayerLayout], element_bytes: int) -> int:
 
 def uncompressed_kv_bytes_per_token(shape: AttentionShape, element_bytes: int) -> int:
     return element_bytes * shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim
+
+
+def profile_name(accuracy: float) -> str:
+    """The name of an accuracy's rank profile in an elastic checkpoint; equal numbers have one name."""
+    return str(float(accuracy))

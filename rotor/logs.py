@@ -1,4 +1,4 @@
-"""What rotor says about its work: the logger `rotor`, and the log file in the folder that a command writes to."""
+"""Messages about the work: the logger `rotor`, and the log file in the folder that a command writes to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,40 @@ import logging
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger("rotor")
 LOG = "log.txt"
-FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+def printable(text: str) -> str:
+    """Text as it may go to a terminal: what is neither printable nor a line's end is escaped.
+
+    Part of it may come from a file of unknown origin, and a terminal does what escape sequences tell it.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+class Lines(logging.Formatter):
+    """Lines of a log, with nothing in them that a terminal would act on."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+class LogFile(logging.FileHandler):
+    """A log file; that the disk is full is noticed where it matters, and told once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Says nothing, where logging would print a traceback."""
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+FORMAT = Lines("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 @contextmanager
@@ -20,7 +48,7 @@ def log_file(folder: Path, command: str) -> Iterator[None]:
 
     The folder may be renamed in the meantime; the file goes with it.
     """
-    handler = logging.FileHandler(folder / LOG, encoding="utf-8")
+    handler = LogFile(folder / LOG, encoding="utf-8")
     handler.setFormatter(FORMAT)
     level = log.level
     log.addHandler(handler)
@@ -37,7 +65,8 @@ def log_file(folder: Path, command: str) -> Iterator[None]:
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()
 
 
 def _note(handler: logging.Handler, level: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""How much memory there is, and whether a model's weights stay in it or are read layer by layer."""
+"""Measure the memory that there is, and decide whether a model's weights stay in it or are read layer by layer."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def stream_weights(
     """Whether to read weights layer by layer, and one line with the estimate against what there is.
 
     Args:
-        resident, streamed: estimates with all weights in memory and with one unit.
+        resident, streamed: estimates with all weights in memory and with one part.
         processes: on this machine; each holds its own.
         whole_model_for: what was asked for that needs the whole model in memory, if anything does.
         instead: what to ask for instead.

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
 
-from .metrics import describe
+from .manifest import NO_DIGEST
+from .metric_registry import METRICS, MetricInfo, describe
 from .recipe import Recipe
 
 
 def model_card(report: dict[str, Any], recipe: Recipe) -> str:
     """Markdown with a metadata block, from the content of rotor.json."""
     accuracy, size, name = report["accuracy"], report["kv_bytes_per_token"], report["source"]["name"]
-    measured = accuracy["measurements"]["report"]
-    base = accuracy["base"]["report"] or {}
+    measured, base = accuracy["measurements"]["report"]["values"], accuracy["base"]["report"] or {}
     interval = ", no interval"
     if accuracy["interval_95"] is not None:
         interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
     target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
+    base_model, name = report["source"]["hub_id"] or name, markdown(name)
+    if accuracy["confidence"] is not None:
+        target += f" for the lower end of the {100 * accuracy['confidence']:g} % interval"
+    ratios = "\n".join(_ratio_rows(measured, base, accuracy["left_out"].get("report", {})))
     metadata = {
-        "base_model": report["source"]["hub_id"] or name,
+        "base_model": base_model,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["rotor", "kv-cache", "compression"],
@@ -34,21 +39,22 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
 
 # {name}, KV cache compressed by rotor
 
-The weights of `{name}` with value, output and (where folded) key projections rotated and truncated. The KV cache
+The weights of {name} with value, output and (where folded) key projections rotated and truncated. The KV cache
 holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report["compression"]["stored"]:.1f} % less).
 
 | | |
 |---|---|
-| recipe | `{recipe.name}`: {recipe.summary} |
+| recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 | compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
-| accuracy ({metric}) | {accuracy["report"]:.4f}{interval}; target: {target} |
-| next-token accuracy ratio | {measured["token_accuracy"]:.4f} |
-| perplexity ratio (base over compressed) | {measured["ppl_ratio"]:.4f}, base {base.get("perplexity", 0):.3f} |
-| measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens that the search did not choose by |
+| accuracy ({metric}) | {accuracy["report"]:.4f}{interval} |
+| target of the search | {target}; the search split, which chose, measured {accuracy["search"]:.4f} |
+{ratios}
+| measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens of the report split, which chose nothing |
 
-Accuracy is {describe(metric)}.
+Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; it may
+lie below the target by what the interval says.
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
 
 ## Load it
@@ -62,7 +68,41 @@ model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
 
 Without `import rotor` transformers cannot run this checkpoint. `rotor validate` checks its integrity and its numbers;
 `rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
+
+`manifest.json` has the SHA-256 of every file. That of `manifest.json` itself, as it was written, is the digest
+
+```
+{NO_DIGEST}
+```
+
+With the digest from somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
+
+
+def markdown(text: str) -> str:
+    """Text of unknown origin so that Markdown, and HTML in it, shows it as it is, on one line."""
+    line = "".join(character if character.isprintable() else " " for character in text)
+    return re.sub(r"([\\`*_\[\]<>&|~$#!])", r"\\\1", line)
+
+
+def _ratio_rows(measured: dict[str, Any], base: dict[str, Any], left_out: dict[str, str]) -> list[str]:
+    """A row for each ratio, also for one that was left out of the accuracy, with why."""
+    rows = []
+    for name, info in METRICS.items():
+        if info.parts:
+            continue
+        if info.accuracy_field in measured:
+            of = {"ppl_ratio": f", base {base.get('perplexity', 0):.3f}", "kl_div": " = exp(-KL)"}.get(name, "")
+            of = f", base {base[name]:.3f}" if info.prompts and name in base else of
+            rows.append(f"| {_label(info)} | {measured[info.accuracy_field]:.4f}{of} |")
+        elif name in left_out:
+            rows.append(f"| {info.label} | left out: {left_out[name]} |")
+    return rows
+
+
+def _label(info: MetricInfo) -> str:
+    """KL is shown as an accuracy."""
+    return "closeness of the distributions" if info.field else info.label
 
 
 def _domain(domain: str) -> str:

@@ -18,6 +18,7 @@ from .kernels.defaults import SCHEDULE, default_layer
 from .kernels.dispatch import kernels_serve
 from .kernels.reference import grouped_attention, project_keys, rotate
 from .layout import AttentionShape, LayerLayout
+from .positions import PositionCheck
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
@@ -41,6 +42,7 @@ class RotaryTable:
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
         self.depends_on_length = kind == "longrope" or "dynamic" in kind
+        self.check_positions = PositionCheck()
         self._key: tuple[Any, ...] | None = None
         self._table: tuple[Tensor, Tensor] | None = None
 
@@ -131,7 +133,8 @@ class RotorAttention(nn.Module):
         """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
         past_key_values = layer_past if past_key_values is None else past_key_values
         layout, seq_len = self.layout, hidden_states.shape[1]
-        # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE.
+        # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE. Where they are
+        # not, the table's check of positions refuses.
         query_offset, kv_len, kv_offset = 0, seq_len, 0
         if past_key_values is not None:
             query_offset = past_key_values.get_seq_length(self.layer_idx)
@@ -169,6 +172,9 @@ class RotorAttention(nn.Module):
                 query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
         elif layout.domain == "pre":
             assert self._rotary is not None
+            self._rotary.check_positions(
+                kwargs.get("position_ids"), attention_mask, past_key_values, query_offset, kv_offset
+            )
             # The kernels compose rotations, and so want them exact.
             dtype = torch.float32 if use_kernels else query.dtype
             key_rotation = self._rotary(kv_offset, kv_len, query_offset + seq_len, query.device, dtype)

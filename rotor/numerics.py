@@ -1,4 +1,4 @@
-"""Where a NaN or Inf comes from, named so that a user can look there; and factorisations that always come out alike."""
+"""Find where a NaN or Inf comes from, named so that a user can look there; and factorise always alike."""
 
 from __future__ import annotations
 

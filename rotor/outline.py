@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .candidates import candidates, wanted_moments
+from .candidates import candidates_of, wanted_moments
 from .checkpoint import Checkpoint
 from .estimate import (
     Estimate,
@@ -23,7 +23,7 @@ from .recipe import Recipe
 
 
 class Estimates(NamedTuple):
-    """What a command takes with all weights in memory, and with one layer of them at a time."""
+    """Estimates of a command with all weights in memory, and with one layer of them at a time."""
 
     resident: Estimate
     streamed: Estimate
@@ -31,7 +31,7 @@ class Estimates(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """Everything about a model but its weights.
+    """A model without its weights: all that is known from config and headers.
 
     config: the transformers config.
     """
@@ -49,26 +49,26 @@ class ModelOutline:
 
     @classmethod
     def of_headers(cls, config: Any, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
-        """From the shapes of all tensors by name, and the bytes of their files; raises likewise."""
+        """Build it from the shapes of all tensors by name, and the bytes of their files; raises likewise."""
         family, shape = find_family(config), attention_shape(config)
         sizes = weight_sizes(shapes, stored_bytes, family, shape, int(config.vocab_size))
         return cls(config, family, shape, sizes)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored weights."""
+        """Dtype of the stored weights."""
         return self.config.dtype or torch.float32
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
-        """What calibrating takes."""
-        chosen = candidates(recipe, self.family, self.shape)
+        """Estimate calibrating."""
+        candidates = candidates_of(recipe, self.family, self.shape)
         resident, streamed = (
             calibration_estimate(
                 self.sizes,
                 self.shape,
                 recipe,
-                chosen,
-                wanted_moments(recipe, chosen),
+                candidates,
+                wanted_moments(recipe, candidates),
                 feed_forward=feed_forward_width(self.config),
                 compute_bytes=dtype.itemsize,
                 streamed=streamed,
@@ -81,13 +81,13 @@ class ModelOutline:
         return Estimates(resident, streamed)
 
     def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
-        """What measuring accuracy takes."""
+        """Estimate measuring accuracy."""
         resident, streamed = (
             evaluation_estimate(
                 self.sizes,
                 self.shape,
                 recipe,
-                candidates(recipe, self.family, self.shape),
+                candidates_of(recipe, self.family, self.shape),
                 feed_forward=feed_forward_width(self.config),
                 compute_bytes=dtype.itemsize,
                 streamed=streamed,

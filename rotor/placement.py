@@ -1,4 +1,4 @@
-"""Where a model runs while accuracy is measured: device, dtype, and whether all its weights are in memory."""
+"""Placement of a model while accuracy is measured: device, dtype, and whether all its weights are in memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from .checkpoint import Checkpoint
 from .compress import CompressibleModel
 from .hardware import pick_device, pick_dtype
 from .memory import check_offload, stream_weights
+from .metric_registry import LM_EVAL
 from .outline import ModelOutline
 from .progress import Progress
-from .recipe import LM_EVAL, Recipe
+from .recipe import Recipe
 from .settings import Compute
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What CompressibleModel is told."""
+    """Device, dtype and streaming of a CompressibleModel."""
 
     device: torch.device
     dtype: torch.dtype
@@ -28,7 +29,7 @@ class Placement:
 
     @classmethod
     def choose(cls, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress) -> Placement:
-        """By an estimate of memory, which is told to `progress`.
+        """Decide by an estimate of memory, which is told to `progress`.
 
         Raises:
             UsageError: the metric or the device map needs the whole model in memory, and it is not to be there.

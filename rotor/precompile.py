@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint
-from .errors import CheckpointError, UsageError
-from .families import FAMILIES, attention_shape
-from .integration import METHOD, RotorConfig
-from .kernel_config import KERNEL_CONFIG
+from .compressed import CompressedCheckpoint
+from .errors import UsageError
+from .families import FAMILIES
 from .kernels.dispatch import DTYPES, triton_installed
 from .progress import Progress
 
@@ -42,7 +40,7 @@ class Compiled:
 
 
 def parse_archs(text: str) -> list[int]:
-    """`sm_80,sm_90` as compute capabilities, 80 and 90.
+    """Parse `sm_80,sm_90` as compute capabilities, 80 and 90.
 
     Raises:
         UsageError: not of that form.
@@ -101,13 +99,8 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
     from .kernels.shapes import Gpu
     from .kernels.specialise import model_variants
 
-    config = Checkpoint(folder).config
-    quantization = getattr(config, "quantization_config", None)
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
-        raise CheckpointError(f"{folder}: not a compressed checkpoint.", "Give a folder that `rotor export` wrote.")
-    shape, stored = attention_shape(config), RotorConfig(**quantization)
-    profile = getattr(config, "rank_profile", None)
-    kernels = stored.kernel_config(folder / KERNEL_CONFIG, shape, profile)
+    checkpoint = CompressedCheckpoint(folder)
+    config, kernels = checkpoint.config, checkpoint.kernel_config
     by_name = {str(t).removeprefix("torch."): t for t in DTYPES}
     chosen = config.dtype if dtype == "auto" else by_name.get(dtype)
     if chosen not in DTYPES:
@@ -117,8 +110,8 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
     for batch_size in batch_sizes:
         for variant in model_variants(
             kernels,
-            stored.cut_layouts(shape, profile),
-            shape,
+            checkpoint.default_layouts,
+            checkpoint.shape,
             chosen,
             batch_size=batch_size,
             softcap=bool(softcap and getattr(config, softcap, None)),
@@ -129,7 +122,7 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
 
 
 def cache_folder() -> str:
-    """Where Triton keeps what it compiled, and looks for it when a kernel is launched."""
+    """Folder in which Triton keeps what it compiled, and looks for it when a kernel is launched."""
     from triton import knobs
 
     return str(knobs.cache.dir)

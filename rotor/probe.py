@@ -15,8 +15,9 @@ from torch import Tensor
 from .bases import LayerBases
 from .compress import CompressibleModel
 from .evaluation import score
+from .layout import LayerRanks
 from .progress import Advance
-from .ranks import LayerRanks, Sensitivity, round_rank
+from .ranks import Sensitivity, round_rank
 from .recipe import Ranks
 
 PROBE_STATES_BYTES = 16 << 30
@@ -26,13 +27,13 @@ in memory."""
 KL_NOISE = 1e-9
 """A KL divergence, in nats per token, that is as good as none; positive, so that it has a logarithm."""
 
-Candidates = Sequence[dict[str, LayerBases]]
+CandidateBases = Sequence[dict[str, LayerBases]]
 """The bases of each layer's candidates, by key."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One side (`qk` or `vo`) of one candidate of a layer at a rank, everything else whole.
+    """A probe: one side (`qk` or `vo`) of one candidate of a layer at a rank, everything else whole.
 
     rank: of the side. ranks: of the layer. dropped: energy (squared singular values) beyond the rank.
     """
@@ -48,7 +49,7 @@ def probes_of(layer: dict[str, LayerBases], settings: Ranks) -> list[Probe]:
     """The probes of one layer: each candidate with one side at each of `probe_shares` of its columns."""
     probes = []
     for key, bases in layer.items():
-        full = columns(bases)
+        full = full_ranks(bases)
         for index, (side, pair) in enumerate((("qk", bases.qk), ("vo", bases.vo))):
             width = full[index]
             shares = settings.probe_shares
@@ -60,8 +61,8 @@ def probes_of(layer: dict[str, LayerBases], settings: Ranks) -> list[Probe]:
     return probes
 
 
-def columns(bases: LayerBases) -> tuple[int, int]:
-    """All columns of the key side and of the value side: the ranks that remove nothing."""
+def full_ranks(bases: LayerBases) -> tuple[int, int]:
+    """Ranks of the key side and of the value side that remove nothing: all columns."""
     return bases.qk.singular_values.shape[-1], bases.vo.singular_values.shape[-1]
 
 
@@ -74,7 +75,13 @@ class Prober:
     """
 
     def __init__(
-        self, network: CompressibleModel, bases: Candidates, settings: Ranks, rows: Tensor, start: int, advance: Advance
+        self,
+        network: CompressibleModel,
+        bases: CandidateBases,
+        settings: Ranks,
+        rows: Tensor,
+        start: int,
+        advance: Advance,
     ) -> None:
         self.network, self.bases, self.settings, self.rows = network, bases, settings, rows
         self.start, self.advance = start, advance

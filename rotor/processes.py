@@ -36,7 +36,7 @@ class Processes:
 
     @classmethod
     def from_environment(cls) -> Processes:
-        """What torchrun's environment variables say; joins the process group if there are several.
+        """Read torchrun's environment variables; joins the process group if there are several.
 
         Raises:
             UsageError: the processes are on several machines.
@@ -64,7 +64,7 @@ class Processes:
         return self.rank == 0
 
     def device(self, name: str) -> str:
-        """`auto` and `cuda` are this process's own GPU."""
+        """Name the device: `auto` and `cuda` are this process's own GPU."""
         if self.count > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
             return f"cuda:{self.local_rank % torch.cuda.device_count()}"
         return name
@@ -92,7 +92,7 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All processes wait for each other at the end of the `with`; an error in one is raised in all of them."""
+        """Let all processes wait for each other at the end of the `with`; an error in one is raised in all of them."""
         if self.count == 1:
             yield
             return

@@ -1,4 +1,4 @@
-"""How long work reports its progress; the command line draws it, a library user need not."""
+"""Progress of long work; the command line draws it, a library user need not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress:
         yield lambda done: None
 
     def message(self, text: str) -> None:
-        """One line about what happens."""
+        """Say one line about what happens."""
         log.info("%s", text)
 
 

@@ -1,4 +1,4 @@
-"""Where a recorded number comes from: date, command, versions, and the commit of the package."""
+"""Provenance of a recorded number: date, command, versions, and the commit of the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .calibrate import versions
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """What every record of a measurement begins with.
+    """Describe what made a measurement, for its record.
 
     Args:
         command: as the user gave it.

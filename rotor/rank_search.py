@@ -1,20 +1,31 @@
-"""From a run and a goal to the ranks that are written: read from the run's table, or measured."""
+"""From a run and a goal to the ranks that are written: read from the run's tables, or measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+
+import torch
 
 from .bases import LayerBases
 from .errors import AccuracyError
-from .evaluation import evaluation_data
 from .export_job import ExportJob
+from .fidelity import Fidelity, FidelityMeter
+from .hardware import pick_device, pick_dtype
+from .layout import LayerRanks, profile_name
+from .metrics import EvaluationContext
 from .placement import Placement
-from .probe import columns
+from .point import Point
+from .probe import full_ranks
 from .progress import Progress, StageTimes
-from .ranks import LayerRanks, RankPath, RankPlan
-from .recipe import Recipe
-from .search import Measurer, RankTable, choose, complete_table, plan_for, rank_path
+from .ranks import RankPath, RankPlan
+from .search import Measurer, find_plan, plan_for, probe_rows, rank_path, search_target
+from .splits import SPLITS, EvaluationData, evaluation_data
+from .table import Context, ProbeTable, RankTable
+
+
+class _Unmeasured(Exception):
+    """A point that a search needs is not in the table."""
 
 
 class RankSearch:
@@ -23,36 +34,73 @@ class RankSearch:
     def __init__(self, job: ExportJob, times: StageTimes, progress: Progress) -> None:
         self.job, self.times, self.progress = job, times, progress
         self.bases = job.run.bases()
-        self.table = RankTable.open(job.run, job.recipe)
-        self._known = len(self.table.points)
+        self._known = 0
         self._measurer: Measurer | None = None
+        self._path: RankPath | None = None
+
+    @cached_property
+    def data(self) -> EvaluationData:
+        """Held-out text without what was calibrated on."""
+        job, checkpoint = self.job, self.job.checkpoint
+        with self.times.stage("load text"), self.progress.task("load text", None, ""):
+            return evaluation_data(
+                job.recipe.evaluation, checkpoint.config, checkpoint.tokenizer, job.run.calibrated_documents
+            )
+
+    @cached_property
+    def table(self) -> RankTable:
+        """Of the context that the job measures in."""
+        device, dtype = self._device_and_dtype()
+        table = RankTable.open(self.job.run, Context.of(self.job.recipe.evaluation, self.data, dtype, device))
+        self._known = _measurements(table)
+        return table
+
+    @cached_property
+    def probes(self) -> ProbeTable:
+        """Of the settings that the job probes with."""
+        ranks, (device, dtype) = self.job.recipe.ranks, self._device_and_dtype()
+        return ProbeTable.open(self.job.run, ranks, probe_rows(ranks, self.data.search), dtype, device)
 
     @property
     def measured_points(self) -> int:
-        return len(self.table.points) - self._known
+        """How often a plan was measured on a split."""
+        return _measurements(self.table) - self._known
 
     @property
     def needs_probes(self) -> bool:
-        return self.job.recipe.ranks.method == "global" and self.table.sensitivities is None
+        return "sensitivities" in self.job.recipe.ranks.rule.needs and not self.probes.complete
 
     def path(self) -> RankPath | None:
         """All rank plans of the recipe; None as long as its method needs probes that were not measured."""
-        if self.needs_probes:
-            return None
-        return rank_path(self.bases, self.job.run, self.job.recipe, self.table.sensitivities)
+        if self._path is None and not self.needs_probes:
+            found = self.probes.sensitivities if "sensitivities" in self.job.recipe.ranks.rule.needs else None
+            self._path = rank_path(self.bases, self.job.run, self.job.recipe, found)
+        return self._path
 
-    def known(self) -> RankPlan | dict[str, Any] | None:
-        """The plan, or the point of the table, that the goal leads to; None where something has to be measured first.
+    def known(self) -> RankPlan | None:
+        """The plan that the goal leads to; None where something has to be measured first.
 
         Raises: as `point`.
         """
-        if self.job.goal.accuracy is not None:
-            return choose(self.table, self.job.goal.accuracy) if self.table.complete else None
-        path = self.path()
-        return None if path is None else plan_for(path, self.job.goal.removal_rate, self.job.goal.compression)
+        path, goal = self.path(), self.job.goal
+        if path is None:
+            return None
+        if goal.accuracy is None:
+            return plan_for(path, goal.removal_rate, goal.compression)
 
-    def point(self) -> dict[str, Any]:
-        """The table's point that the goal leads to, after measuring what is missing.
+        def known(plan: RankPlan) -> Fidelity:
+            point = self.table.find(plan)
+            if point is None or point.search is None:
+                raise _Unmeasured
+            return point.search
+
+        try:
+            return find_plan(path.steps(), self.job.recipe.search.resolution, goal.accuracy, known, goal.confidence)
+        except _Unmeasured:
+            return None
+
+    def point(self) -> Point:
+        """The point that the goal leads to, measured on both splits; the report split for this one alone.
 
         Raises:
             AccuracyError: no point reaches the accuracy. UsageError: the compression cannot be reached.
@@ -60,22 +108,66 @@ class RankSearch:
         if self.needs_probes:
             measurer = self._measuring()
             with self.times.stage("probe"):
-                measurer.probe()
-        if self.job.goal.accuracy is not None and not self.table.complete:
-            path, measurer = self.path(), self._measuring()
-            assert path is not None
-            with self.times.stage("measure"):
-                complete_table(measurer, path)
-        found = self.known()
-        assert found is not None
-        point = self.table.find(found) if isinstance(found, RankPlan) else found
-        if point is None:
-            assert isinstance(found, RankPlan)
+                measurer.probe(self.job.recipe)
+        path, goal = self.path(), self.job.goal
+        assert path is not None
+        plan = self.known() if goal.accuracy is None else self._plan_at(goal.accuracy)
+        assert plan is not None
+        known = self.table.find(plan)
+        if known is not None and known.has("search") and known.has("report"):
+            return known
+        measurer = self._measuring()
+        with self.times.stage("measure"):
+            return measurer.measure(plan)
+
+    def profiles(self, point: Point) -> dict[str, list[list[list[int]]]]:
+        """Accuracy -> ranks of every layer and group, for the goal and each further target that can be had.
+
+        A profile may only change ranks: targets at which another domain or group size is chosen are left out.
+        """
+        goal, found = self.job.goal, {}
+        assert goal.accuracy is not None
+        for target in sorted({goal.accuracy, *self.job.targets}, reverse=True):
+            try:
+                plan = self._plan_at(target)
+            except AccuracyError:
+                continue
+            if plan.choice == point.choice:
+                found[profile_name(target)] = [[list(pair) for pair in layer] for layer in plan.rounded]
+        return found
+
+    def search_targets(self) -> None:
+        """Measure what further targets need, so that they are in the table; one out of reach is noted there."""
+        for target in self.job.targets:
+            try:
+                self._plan_at(target)
+            except AccuracyError as error:
+                self.progress.message(error.message)
+
+    def close(self) -> None:
+        """The model is not needed any more."""
+        self._measurer = None
+
+    def _plan_at(self, target: float) -> RankPlan:
+        """The plan of a target, measured where the table lacks something."""
+        path, recipe = self.path(), self.job.recipe
+        assert path is not None
+
+        def fidelity(plan: RankPlan) -> Fidelity:
+            known = self.table.find(plan)
+            if known is not None and known.search is not None:
+                return known.search
             measurer = self._measuring()
             with self.times.stage("measure"):
-                point = measurer.measure(found)
-        self._measurer = None  # the model is not needed any more
-        return point
+                return measurer.measure(plan, ["search"]).fidelity("search")
+
+        return search_target(self.table, path, recipe, target, fidelity, self.job.goal.confidence)
+
+    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        """Those that a model would be loaded with."""
+        compute = self.job.settings.compute
+        device = pick_device(compute.device)
+        return device, pick_dtype(compute.dtype, self.job.checkpoint.config.dtype or torch.float32, device)
 
     def _measuring(self) -> Measurer:
         """Loads the model the first time that something has to be measured."""
@@ -87,30 +179,20 @@ class RankSearch:
                         job.check_unchanged(file)
                         advance((checkpoint.folder / file).stat().st_size)
                 place = Placement.choose(checkpoint, job.recipe, job.settings.compute, self.progress)
-                with self.progress.task("load text", None, ""):
-                    data = evaluation_data(job.recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
                 with self.progress.task("load model", None, ""):
                     network = place.model(checkpoint, job.run.folder)
-            self._measurer = Measurer(self.table, network, self.bases, data, self.progress)
+            spec = job.recipe.evaluation
+            meter = FidelityMeter(
+                EvaluationContext(spec, self.data.rows, checkpoint.tokenizer, checkpoint.config), self.progress
+            )
+            self._measurer = Measurer(self.table, self.probes, network, self.bases, meter, self.progress)
         return self._measurer
+
+
+def _measurements(table: RankTable) -> int:
+    return sum(point.has(split) for point in table.points for split in SPLITS)
 
 
 def stored_ranks(bases: Sequence[LayerBases], ranks: list[LayerRanks], elastic: bool) -> list[LayerRanks]:
     """The ranks that the tensors have: an elastic checkpoint keeps all columns."""
-    return [[columns(layer)] * len(layer.qk.encode) for layer in bases] if elastic else ranks
-
-
-def rank_profiles(table: RankTable, point: dict[str, Any], accuracy: float | None, recipe: Recipe) -> dict[str, Any]:
-    """Accuracy -> ranks of every layer and group, for the goal and each search target that can be had.
-
-    A profile may only change ranks: targets at which the table chooses another domain or group size are left out.
-    """
-    profiles = {}
-    for target in sorted({*([] if accuracy is None else [accuracy]), *recipe.search.targets}, reverse=True):
-        try:
-            found = choose(table, target)
-        except AccuracyError:
-            continue
-        if found["choice"] == point["choice"]:
-            profiles[str(target)] = found["ranks"]["stored"]
-    return profiles
+    return [[full_ranks(layer)] * len(layer.qk.encode) for layer in bases] if elastic else ranks

@@ -7,15 +7,19 @@ nearest known key. Any field can be overridden by its dotted name (`tokens.count
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from .bases import QK_METHODS, VO_METHODS, BasisMethod
 from .errors import RecipeError
+from .metric_registry import LM_EVAL, METRICS
+from .ranks import CHOOSING, RANK_METHODS, RankMethod
 from .typed import Reader, nearest_name, read_yaml
 
 
@@ -44,7 +48,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Prune:
-    """Which calibration data is left out, and whether centroids stand for the rest (ZDC section 5.1).
+    """Pruning of calibration data, and centroids that stand for the rest (ZDC section 5.1).
 
     share: share of the sequences dropped within each topic, at random (ZDC: 0.5).
     kmeans: centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
@@ -60,7 +64,7 @@ class Prune:
 
 @dataclass(frozen=True)
 class Groups:
-    """How many KV heads of a layer share a latent (a number, or `all`), and where keys are compressed.
+    """Number of KV heads of a layer that share a latent (or `all`), and the domain in which keys are compressed.
 
     `any` leaves it to the ranks' method `global` to choose, for each layer, among all divisors, or both domains.
     """
@@ -71,22 +75,26 @@ class Groups:
 
 @dataclass(frozen=True)
 class Bases:
-    """Methods of the query/key basis and of the value/output basis (see rotor/bases).
+    """Methods of the query/key basis and of the value/output basis: names in rotor.bases (`rotor recipes` lists them).
 
     refit: least-squares refit of each query head's slice of W_o at the rank that it gets.
     """
 
-    qk: Literal["svd", "kq", "kq-centred", "rope-pairs", "palu", "whitened"] = "svd"
-    vo: Literal["palu", "whitened", "svd", "kq", "kq-output"] = "palu"
+    qk: str = "svd"
+    vo: str = "palu"
     refit: bool = False
+
+    @property
+    def methods(self) -> tuple[BasisMethod, BasisMethod]:
+        """The methods registered under `qk` and `vo`."""
+        return QK_METHODS[self.qk], VO_METHODS[self.vo]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How singular values become ranks (see rotor/ranks).
+    """Ranks from singular values.
 
-    method: `removal-rate` is one rate shared by all groups and both sides (FDC equation 1); `uniform` the same share
-        everywhere; `fisher` in proportion to squared gradients (Palu); `global` water-filling by measured sensitivity.
+    method: a name in rotor.ranks (`rotor recipes` lists them).
     spectrum: whether the removal rate is a share of the sum of singular values (the papers) or of their squares.
     multiple_of: stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide.
     probe_shares: shares of columns kept in the probes of `global`; each layer and side is probed at each.
@@ -94,18 +102,17 @@ class Ranks:
     fisher_tokens: calibration tokens whose gradients `fisher` sums.
     """
 
-    method: Literal["removal-rate", "uniform", "fisher", "global"] = "removal-rate"
+    method: str = "removal-rate"
     spectrum: Literal["values", "squares"] = "values"
     multiple_of: int = 16
     probe_shares: tuple[float, ...] = (0.35, 0.125)
     probe_tokens: int = 4096
     fisher_tokens: int = 4096
 
-
-METRICS = ("default", "token_accuracy", "ppl_ratio", "top1_agreement", "kl_div", "recall")
-"""Names that `evaluation.metric` may have, besides LM_EVAL and a task."""
-
-LM_EVAL = "lm-eval:"
+    @property
+    def rule(self) -> RankMethod:
+        """The method registered under `method`."""
+        return RANK_METHODS[self.method]
 
 
 @dataclass(frozen=True)
@@ -113,9 +120,10 @@ class Evaluation:
     """Held-out text and the metric that accuracy means.
 
     source: `stdlib` reads modules of the running Python's standard library; `text` reads the file or folder `path`.
-    metric: one of METRICS, or `lm-eval:TASK` (see rotor/metrics). `default` is the smaller of next-token accuracy ratio
-        and perplexity ratio; each also by its own name.
-    recall_prompts, recall_keys, recall_questions: look-up prompts in each split, keys and questions in each prompt.
+    metric: one of METRICS (rotor/metric_registry.py), or `lm-eval:TASK`. `default` is the smallest of the next-token
+        accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be copied).
+    lookup_prompts, lookup_keys: look-up rows in each split, and the most keys in each.
+    copy_prompts, copy_tokens: copying rows in each split, and the most random tokens in each.
     lm_eval_limit: documents of the task in each split; null takes half of them all.
     """
 
@@ -126,29 +134,28 @@ class Evaluation:
     report_tokens: int = 24576
     metric: str = "default"
     seed: int = 0
-    recall_prompts: int = 32
-    recall_keys: int = 8
-    recall_questions: int = 16
+    lookup_prompts: int = 64
+    lookup_keys: int = 16
+    copy_prompts: int = 32
+    copy_tokens: int = 64
     lm_eval_limit: int | None = 200
 
 
 @dataclass(frozen=True)
 class Search:
-    """How finely the table from accuracy to ranks is measured.
+    """How the point of an accuracy is searched.
 
-    targets: accuracies around which neighbouring points end up at most `resolution` of compression apart.
-    step: distance of points elsewhere below the largest target. floor: accuracy at which measuring stops.
+    resolution: bisection ends when what reaches the target and what does not are this much of compression apart.
+    targets: accuracies whose points become the profiles of an elastic checkpoint.
     """
 
     targets: tuple[float, ...] = (0.995, 0.99, 0.98, 0.95, 0.9)
     resolution: float = 0.01
-    step: float = 0.05
-    floor: float = 0.85
 
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What a rank costs when ranks are chosen, and the serving load for which decode time is predicted.
+    """Cost of a rank when ranks are chosen, and the serving load for which decode time is predicted.
 
     kind: `memory` (bytes of cache), `latency` (predicted attention time of a decode step), or a number between 0
         (memory) and 1 (latency) that weighs the two.
@@ -165,7 +172,7 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the result of a run, apart from the model."""
+    """All that decides the result of a run, apart from the model."""
 
     name: str
     summary: str
@@ -188,8 +195,31 @@ class Recipe:
         return yaml.safe_dump(data, sort_keys=False, width=120)
 
 
-POST_ONLY, PRE_ONLY = ("svd", "rope-pairs"), ("palu", "whitened")
-"""Query/key bases that work in one domain only; on a model without RoPE all but rope-pairs do."""
+LARGEST: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "tokens.count",
+            "ranks.probe_tokens",
+            "ranks.fisher_tokens",
+            "evaluation.search_tokens",
+            "evaluation.report_tokens",
+        ),
+        1 << 26,
+    ),
+    **dict.fromkeys(("tokens.seq_len", "evaluation.seq_len", "prune.kmeans"), 1 << 20),
+    **dict.fromkeys(("groups.size", "ranks.multiple_of", "objective.batch_size"), 1 << 16),
+    **dict.fromkeys(
+        ("evaluation.lookup_prompts", "evaluation.lookup_keys", "evaluation.copy_prompts", "evaluation.copy_tokens"),
+        1 << 14,
+    ),
+    "evaluation.lm_eval_limit": 1 << 24,
+    "objective.context_tokens": 1 << 32,
+}
+"""The most that a count of a recipe may be: far more than anybody needs, and less than what fills a machine's memory
+before anything is said."""
+
+LONGEST_LIST = 256
+"""Entries of search.targets and of ranks.probe_shares; each is measured."""
 
 EXPORT_SECTIONS = ("ranks", "evaluation", "search", "objective")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
@@ -275,110 +305,141 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
     return result
 
 
+Test = Callable[[Any], bool]
+
+
+def _above(bound: int) -> Test:
+    return lambda value: value > bound
+
+
+def _share(value: float) -> bool:
+    return 0 < value < 1
+
+
+def _seed(value: int) -> bool:
+    return 0 <= value < 2**63
+
+
+def _unless_null(test: Test) -> Test:
+    return lambda value: value is None or test(value)
+
+
+def _unless_word(test: Test) -> Test:
+    return lambda value: isinstance(value, str) or test(value)
+
+
+_positive, _at_least_two = _above(0), _above(1)
+
+RANGES: dict[str, tuple[Test, str]] = {
+    "tokens.count": (_positive, "a positive number of tokens"),
+    "tokens.seq_len": (_at_least_two, "at least 2 tokens"),
+    "prune.share": (lambda share: 0 <= share < 1, "a share from 0 to below 1"),
+    "prune.kmeans": (_unless_null(_positive), "null or a positive number"),
+    "prune.seed": (_seed, "a number from 0"),
+    "tokens.seed": (_seed, "a number from 0"),
+    "evaluation.seed": (_seed, "a number from 0"),
+    "groups.size": (_unless_word(_positive), "all, any or a positive number of KV heads"),
+    "ranks.multiple_of": (_positive, "a positive number"),
+    "ranks.probe_shares": (lambda shares: len(shares) > 0 and all(map(_share, shares)), "shares between 0 and 1"),
+    "ranks.probe_tokens": (_positive, "a positive number of tokens"),
+    "ranks.fisher_tokens": (_positive, "a positive number of tokens"),
+    "evaluation.seq_len": (_at_least_two, "at least 2 tokens"),
+    "evaluation.search_tokens": (_positive, "a positive number"),
+    "evaluation.report_tokens": (_positive, "a positive number"),
+    "evaluation.lookup_prompts": (_positive, "a positive number"),
+    "evaluation.lookup_keys": (_at_least_two, "at least 2"),
+    "evaluation.copy_prompts": (_positive, "a positive number"),
+    "evaluation.copy_tokens": (_at_least_two, "at least 2"),
+    "evaluation.lm_eval_limit": (_unless_null(_positive), "null or a positive number of documents"),
+    "search.resolution": (_share, "a share between 0 and 1"),
+    "search.targets": (lambda targets: all(0 < t <= 1 for t in targets), "accuracies above 0, at most 1"),
+    "objective.kind": (
+        _unless_word(lambda weight: 0 <= weight <= 1),
+        "memory, latency or a number from 0 (memory) to 1 (latency)",
+    ),
+    "objective.context_tokens": (_positive, "a positive number"),
+    "objective.batch_size": (_positive, "a positive number"),
+}
+"""Values that a field may have, where its type does not express them."""
+
+
+def _domains(recipe: Recipe) -> set[str]:
+    """Domains in which the recipe may compress keys, on a model with RoPE."""
+    return {"pre", "post"} if recipe.groups.domain == "any" else {recipe.groups.domain}
+
+
+def _qk_methods(recipe: Recipe) -> list[str]:
+    """Query/key bases that work wherever the recipe may compress keys."""
+    return [name for name, method in QK_METHODS.items() if _domains(recipe) <= set(method.domains)]
+
+
+CONDITIONS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
+    (
+        "tokens.path",
+        lambda r: r.tokens.source != "text" or bool(r.tokens.path),
+        lambda r: "a file or folder, as source is text",
+    ),
+    (
+        "tokens.dataset",
+        lambda r: r.tokens.source != "dataset" or bool(r.tokens.dataset),
+        lambda r: "a name on the hub or a folder, as source is dataset",
+    ),
+    (
+        "evaluation.path",
+        lambda r: r.evaluation.source != "text" or bool(r.evaluation.path),
+        lambda r: "a file or folder, as source is text",
+    ),
+    (
+        "ranks.multiple_of",
+        lambda r: not r.bases.methods[0].whole_planes or r.ranks.multiple_of % 2 == 0,
+        lambda r: f"an even number, as {r.bases.qk} keeps whole planes",
+    ),
+    (
+        "ranks.method",
+        lambda r: r.ranks.rule.chooses or "any" not in (r.groups.size, r.groups.domain),
+        lambda r: f"{CHOOSING}, as only it chooses where groups says any",
+    ),
+    (
+        "bases.qk",
+        lambda r: r.bases.qk in _qk_methods(r),
+        lambda r: f"one of {', '.join(_qk_methods(r))}, as groups.domain is {r.groups.domain}",
+    ),
+)
+"""What fields ask of each other: the field that is named, whether it fits, and what was expected of it."""
+
+NAMES: dict[str, Mapping[str, BasisMethod | RankMethod]] = {
+    "bases.qk": QK_METHODS,
+    "bases.vo": VO_METHODS,
+    "ranks.method": RANK_METHODS,
+}
+"""Fields that name something registered."""
+
+
 def _check(recipe: Recipe, where: str) -> None:
-    """Ranges that the types do not express."""
-    tokens, prune, groups, ranks = recipe.tokens, recipe.prune, recipe.groups, recipe.ranks
-    evaluation, search, objective = recipe.evaluation, recipe.search, recipe.objective
-    rules = [
-        (tokens.count > 0, "tokens.count", tokens.count, "a positive number of tokens"),
-        (tokens.seq_len > 1, "tokens.seq_len", tokens.seq_len, "at least 2 tokens"),
-        (tokens.source != "text" or tokens.path, "tokens.path", tokens.path, "a file or folder, as source is text"),
-        (
-            tokens.source != "dataset" or tokens.dataset,
-            "tokens.dataset",
-            tokens.dataset,
-            "a name on the hub or a folder, as source is dataset",
-        ),
-        (0 <= prune.share < 1, "prune.share", prune.share, "a share from 0 to below 1"),
-        (prune.kmeans is None or prune.kmeans > 0, "prune.kmeans", prune.kmeans, "null or a positive number"),
-        (0 <= prune.seed < 2**63, "prune.seed", prune.seed, "a number from 0"),
-        (
-            isinstance(groups.size, str) or groups.size > 0,
-            "groups.size",
-            groups.size,
-            "all, any or a positive number of KV heads",
-        ),
-        (ranks.multiple_of > 0, "ranks.multiple_of", ranks.multiple_of, "a positive number"),
-        (
-            len(ranks.probe_shares) > 0 and all(0 < share < 1 for share in ranks.probe_shares),
-            "ranks.probe_shares",
-            ranks.probe_shares,
-            "shares between 0 and 1",
-        ),
-        (
-            recipe.bases.qk != "rope-pairs" or ranks.multiple_of % 2 == 0,
-            "ranks.multiple_of",
-            ranks.multiple_of,
-            "an even number, as rope-pairs keeps whole planes",
-        ),
-        (ranks.probe_tokens > 0, "ranks.probe_tokens", ranks.probe_tokens, "a positive number of tokens"),
-        (ranks.fisher_tokens > 0, "ranks.fisher_tokens", ranks.fisher_tokens, "a positive number of tokens"),
-        (
-            ranks.method == "global" or "any" not in (groups.size, groups.domain),
-            "ranks.method",
-            ranks.method,
-            "global, as only it chooses where groups says any",
-        ),
-        (evaluation.seq_len > 1, "evaluation.seq_len", evaluation.seq_len, "at least 2 tokens"),
-        (evaluation.search_tokens > 0, "evaluation.search_tokens", evaluation.search_tokens, "a positive number"),
-        (evaluation.report_tokens > 0, "evaluation.report_tokens", evaluation.report_tokens, "a positive number"),
-        (
-            evaluation.source != "text" or evaluation.path,
-            "evaluation.path",
-            evaluation.path,
-            "a file or folder, as source is text",
-        ),
-        (evaluation.recall_prompts > 0, "evaluation.recall_prompts", evaluation.recall_prompts, "a positive number"),
-        (evaluation.recall_keys > 0, "evaluation.recall_keys", evaluation.recall_keys, "a positive number"),
-        (evaluation.recall_questions > 0, "evaluation.recall_questions", evaluation.recall_questions, "at least 1"),
-        (
-            evaluation.lm_eval_limit is None or evaluation.lm_eval_limit > 0,
-            "evaluation.lm_eval_limit",
-            evaluation.lm_eval_limit,
-            "null or a positive number of documents",
-        ),
-        (0 < search.resolution < 1, "search.resolution", search.resolution, "a share between 0 and 1"),
-        (0 < search.step < 1, "search.step", search.step, "a share between 0 and 1"),
-        (0 <= search.floor < 1, "search.floor", search.floor, "a share below 1"),
-        (all(0 < t <= 1 for t in search.targets), "search.targets", search.targets, "accuracies above 0, at most 1"),
-        (
-            isinstance(objective.kind, str) or 0 <= objective.kind <= 1,
-            "objective.kind",
-            objective.kind,
-            "memory, latency or a number from 0 (memory) to 1 (latency)",
-        ),
-        (objective.context_tokens > 0, "objective.context_tokens", objective.context_tokens, "a positive number"),
-        (objective.batch_size > 0, "objective.batch_size", objective.batch_size, "a positive number"),
-        (
-            groups.domain != "pre" or recipe.bases.qk not in POST_ONLY,
-            "bases.qk",
-            recipe.bases.qk,
-            f"none of {', '.join(POST_ONLY)}, as groups.domain is pre",
-        ),
-        (
-            groups.domain != "post" or recipe.bases.qk not in PRE_ONLY,
-            "bases.qk",
-            recipe.bases.qk,
-            f"none of {', '.join(PRE_ONLY)}, as groups.domain is post",
-        ),
-        (
-            groups.domain != "any" or recipe.bases.qk in ("kq", "kq-centred"),
-            "bases.qk",
-            recipe.bases.qk,
-            "kq or kq-centred, as groups.domain is any",
-        ),
-    ]
-    for ok, name, got, expected in rules:
-        if not ok:
-            raise Reader(f"recipe {where}").fail(name, got, expected)
+    """Check what the types do not express."""
+    reader = Reader(f"recipe {where}")
+
+    def value(name: str) -> Any:
+        return attrgetter(name)(recipe)
+
+    for name, known in NAMES.items():
+        reader.read(Literal[tuple(known)], value(name), name)  # type: ignore[misc]
+    for name, (test, expected) in RANGES.items():
+        if not test(value(name)):
+            raise reader.fail(name, value(name), expected)
+    for name, most in LARGEST.items():
+        if isinstance(value(name), int) and value(name) > most:
+            raise reader.fail(name, value(name), f"at most {most}")
+    for name in ("search.targets", "ranks.probe_shares"):
+        if len(value(name)) > LONGEST_LIST:
+            raise reader.fail(name, value(name), f"at most {LONGEST_LIST} values")
+    for name, fits, expectation in CONDITIONS:
+        if not fits(recipe):
+            raise reader.fail(name, value(name), expectation(recipe))
+    evaluation = recipe.evaluation
     metric, task = evaluation.metric, evaluation.metric.removeprefix(LM_EVAL)
     if metric not in METRICS and (not metric.startswith(LM_EVAL) or not task.strip()):
         raise RecipeError(
             f"recipe {where}: evaluation.metric: got {metric!r}, expected one of {', '.join(METRICS)} "
             f"or {LM_EVAL}TASK{nearest_name(metric, [*METRICS, LM_EVAL])}"
         )
-
-
-def accuracy_field(name: str) -> str:
-    """The field of a measured point that holds the accuracy of a metric: its name, but kl_div is in nats."""
-    return "kl_accuracy" if name == "kl_div" else name

@@ -15,7 +15,7 @@ LOADING = "transformers.modeling_utils"
 
 
 def register_with_transformers() -> None:
-    """Now, if transformers can load models already; else as soon as it can."""
+    """Register now, if transformers can load models already; else as soon as it can."""
     if LOADING in sys.modules:
         importlib.import_module("rotor.integration")
     elif not any(isinstance(finder, _AfterLoading) for finder in sys.meta_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +14,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from .atomic import write_text
 from .errors import UsageError
-from .report_data import ReportData, collect, format_bytes
+from .report_data import ROTOR_JSON, ReportData, collect, format_bytes
 from .report_plots import figures
 from .run import Run
 
@@ -39,25 +39,31 @@ def report(folder: str | Path, out: str | Path | None = None, *, study: str | Pa
     """Write the report of a run or of a checkpoint.
 
     Args:
-        folder: what calibrate or export wrote. out: the HTML file; by default report.html in the folder.
+        folder: what calibrate or export wrote. out: the HTML file; by default report.html in a run, and
+            OUT-report.html beside a checkpoint, whose files stay as its manifest says.
         study: folder of a study whose comparison of token sources is to be in it.
     Raises:
         UsageError: `out` is not an .html file, or its folder does not exist. CheckpointError: a damaged folder.
     """
-    path = Path(folder) / NAME if out is None else Path(out)
+    path = _place(Path(folder)) if out is None else Path(out)
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise UsageError(f"{path}: a report is an .html file.", "Example: -o report.html")
     data = collect(Path(folder), study=None if study is None else Path(study))
     return write(data, path)
 
 
+def _place(folder: Path) -> Path:
+    if not (folder / ROTOR_JSON).is_file():
+        return folder / NAME
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}-{NAME}")
+
+
 def write(data: ReportData, path: Path) -> Report:
-    """Render to a temporary name first, so that an interrupted write keeps the old file."""
     drawn = _figures(data)
-    temporary = path.with_name(f".{path.name}.tmp")
+    page = render(data, drawn)
     try:
-        temporary.write_text(render(data, drawn), "utf-8")
-        os.replace(temporary, path)
+        write_text(path, page)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}).", "Choose another place.") from error
     return Report(path, list(drawn or {}), data.absent)

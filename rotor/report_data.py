@@ -11,19 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .checkpoint import Checkpoint, read_json
-from .errors import AccuracyError, CheckpointError, RotorError
-from .formats import CheckpointInfo, read_file
-from .layout import GroupLayout, uncompressed_kv_bytes_per_token
-from .metrics import accuracy_field, describe
+from .compressed import read_report
+from .errors import CheckpointError, RotorError
+from .fidelity import Fidelity
+from .file_names import RECIPE, ROTOR_JSON
+from .formats import AccuracyInfo, CheckpointInfo
+from .layout import GroupLayout, LayoutDict, uncompressed_kv_bytes_per_token
+from .metric_registry import METRICS, describe
+from .point import Point
+from .ranks import RANK_METHODS
 from .ranks.water_filling import interpolated
 from .recipe import Recipe, load_recipe
-from .run import RANK_TABLE, RECIPE, Run
-from .search import choose_point
+from .run import Run
+from .settings import CONFIDENCE
 from .study_store import RESULTS
+from .table import TABLES, RankTable, Request, any_probes
+from .typed import Reader
 
-ROTOR_JSON = "rotor.json"
 SIDES = ("qk", "vo")
 
 
@@ -38,14 +45,27 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A measured point: stored compression, accuracy on both splits, the report split's 95 % interval (or None)."""
+class ShownPoint:
+    """A measured point: stored compression, accuracy and 95 % interval on each split that it was measured on."""
 
     stored: float
     search: float | None
-    report: float
-    interval: tuple[float, float] | None
+    search_interval: tuple[float, float] | None = None
+    report: float | None = None
+    interval: tuple[float, float] | None = None
     chosen: bool = False
+
+    @classmethod
+    def of(cls, point: Point, chosen: bool = False) -> ShownPoint:
+        search, report = point.search, point.report
+        return cls(
+            point.stored,
+            None if search is None else search.accuracy,
+            None if search is None else search.interval,
+            None if report is None else report.accuracy,
+            None if report is None else report.interval,
+            chosen,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,8 @@ class ReportData:
 
     kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
     headline: (label, value, note). spectra: per layer and side the singular values over the largest, averaged over the
-    groups. ranks: per layer its groups by KV heads. absent: section -> why there is nothing to show.
+    groups. ratios: (name, value or why there is none) of the point that is shown. reached: what each target that was
+    asked for led to. ranks: per layer its groups by KV heads. absent: section -> why there is nothing to show.
     """
 
     kind: str
@@ -77,10 +98,11 @@ class ReportData:
     spectra: list[dict[str, list[float]]] = field(default_factory=list)
     ranks: list[list[Cell]] = field(default_factory=list)
     ranks_of: str = ""
-    points: list[Point] = field(default_factory=list)
+    points: list[ShownPoint] = field(default_factory=list)
+    ratios: list[tuple[str, str]] = field(default_factory=list)
     target: float | None = None
     metric: str = ""
-    reached: list[tuple[float, Point | None]] = field(default_factory=list)
+    reached: list[tuple[str, ShownPoint | None]] = field(default_factory=list)
     losses: list[LayerLoss] = field(default_factory=list)
     token_pairs: list[tuple[str, ...]] = field(default_factory=list)
     token_counts: list[tuple[str, ...]] = field(default_factory=list)
@@ -115,31 +137,32 @@ def collect(folder: Path, *, run: Run | str | None = None, name: str = "", study
 
 def _of_run(run: Run, name: str) -> ReportData:
     data = ReportData("run", name, str(run.info["model"]["name"]), run.recipe)
-    table = run.read_rank_table()
+    table = RankTable.latest(run)
     point = None
-    if table and table["points"]:
-        data.metric = describe(table["evaluation"]["metric"])
-        field_name = accuracy_field(table["evaluation"]["metric"])
-        data.reached, point = _reached(table, field_name)
-        data.target = next((target for target, found in data.reached if found), None)
-        if point is None:
-            point = max(table["points"], key=lambda p: p["report"][field_name])
-        data.points = [_point(p, field_name, p is point) for p in table["points"]]
+    if table and table.points:
+        data.metric = describe(table.context.metric)
+        data.reached = _reached(table)
+        best = next((r for r in _by_target(table) if table.point(r.point)), None)
+        point = table.point(best.point) if best else max(table.points, key=_shown_accuracy)
+        assert point is not None
+        data.target = best.target if best else None
+        data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
         at = f"accuracy {data.target:g}" if data.target is not None else "the best measured accuracy"
-        data.ranks_of = f"of the point that keeps {at}: compression {point['compression']['stored']:.3f}"
+        data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
+        data.ratios = _ratios(point.report or point.search, table.left_out)
         _headline(data, next(p for p in data.points if p.chosen), _run_bytes(run, point))
     else:
-        why = f"No point was measured yet ({RANK_TABLE} is not there); `rotor export RUN -o OUT --accuracy 0.99` does."
+        why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` does."
         data.absent.update({"points": why, "ranks": why})
     _add_run(data, run, table, point)
     data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
-    best = next((f"{target:g}" for target, found in data.reached if found), "0.99")
-    steps = [(f"rotor export {name} -o OUT --accuracy {best}", "writes the checkpoint; a measured table is read again")]
+    goal = "0.99" if data.target is None else f"{data.target:g}"
+    steps = [(f"rotor export {name} -o OUT --accuracy {goal}", "writes the checkpoint; a measured table is read again")]
     if data.reached and data.reached[0][1] is None:
         steps.append(
             (
                 "rotor calibrate MODEL -o RUN --set tokens.count=65536",
-                f"{data.reached[0][0]:g} is out of reach: more tokens, or another recipe, may bring it nearer",
+                f"{data.reached[0][0]} is out of reach: more tokens, or another recipe, may bring it nearer",
             )
         )
     data.next_steps = [*steps, ("rotor validate OUT", "proves what the checkpoint claims")]
@@ -147,18 +170,25 @@ def _of_run(run: Run, name: str) -> ReportData:
 
 
 def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData:
-    report = read_file(folder / ROTOR_JSON, CheckpointInfo, "Give a folder that `rotor export` wrote.")
+    report = read_report(folder)
     data = ReportData("checkpoint", name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
     accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
     data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]
     interval = accuracy["interval_95"]
-    chosen = Point(
+    reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
+    fidelity = {
+        split: Fidelity.from_json(found, f"accuracy.measurements.{split}", reader)
+        for split, found in accuracy["measurements"].items()
+    }
+    chosen = ShownPoint(
         report["compression"]["stored"],
         accuracy["search"],
+        fidelity["search"].interval if "search" in fidelity else None,
         accuracy["report"],
         None if interval is None else (interval[0], interval[1]),
         True,
     )
+    data.ratios = _ratios(fidelity.get("report"), accuracy.get("left_out", {}))
     data.points = [chosen]
     data.ranks = [
         sorted((_cell(group, 0) for group in _groups(layout)), key=lambda cell: cell.kv_heads)
@@ -167,7 +197,7 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))
     if run is None:
-        run = _opened_run(folder, report)
+        run = _opened_run(folder, report["run"])
     if isinstance(run, Run):
         _join_run(data, run, report, accuracy)
     else:
@@ -185,28 +215,27 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
         (f'rotor generate {name} "PROMPT"', "a first look at what it writes"),
     ]
     if short:
-        step = "the interval reaches below the target: a longer report split tells more"
-        data.next_steps.append(("rotor export RUN -o OUT --set evaluation.report_tokens=98304", step))
+        step = "the interval on the report split reaches below the target: this asks for more on the search split"
+        data.next_steps.append((f"rotor export RUN -o OUT --accuracy {data.target:g} --confidence {CONFIDENCE}", step))
     return data
 
 
-def _opened_run(folder: Path, report: dict[str, Any]) -> Run | str:
+def _opened_run(folder: Path, recorded: str) -> Run | str:
     try:
-        return Run.open(folder.resolve() / str(report.get("run")))
+        return Run.open(folder.resolve() / recorded)
     except RotorError as error:
         return error.message.replace(str(folder.resolve()), folder.name)
 
 
-def _join_run(data: ReportData, run: Run, report: dict[str, Any], accuracy: dict[str, Any]) -> None:
+def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: AccuracyInfo) -> None:
     """What the run of a checkpoint adds: the other measured points, spectra, losses and timings."""
-    table = run.read_rank_table()
+    table = RankTable.named(run, str(accuracy.get("table")))
     point = None
-    if table and table["evaluation"]["metric"] == accuracy["metric"]:
-        name = accuracy_field(accuracy["metric"])
-        point = next((p for p in table["points"] if p["ranks"] == report["ranks"]), None)
+    if table is not None:
+        point = next((p for p in table.points if p.ranks_json == report["ranks"]), None)
         if point is not None:
-            data.points = [_point(p, name, p is point) for p in table["points"]]
-            data.reached, _ = _reached(table, name)
+            data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
+            data.reached = _reached(table)
     columns = run.shape.head_dim
     data.ranks = [
         [Cell(c.kv_heads, c.qk_rank, c.v_rank, len(c.kv_heads) * columns) for c in layer] for layer in data.ranks
@@ -216,7 +245,7 @@ def _join_run(data: ReportData, run: Run, report: dict[str, Any], accuracy: dict
         data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
 
 
-def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: dict[str, Any] | None) -> None:
+def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
     """Facts, spectra, ranks and losses from a run and the point that is shown."""
     info, shape = run.info, run.shape
     tokens = info.get("tokens", {})
@@ -231,12 +260,14 @@ def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: di
         ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
     ]
-    if table and table.get("base"):
-        base = table["base"]["report"]
-        data.facts.append(("measured on", f"{table['base'].get('data')}, {base['tokens']} predicted tokens to report"))
-        data.facts.append(
-            ("uncompressed model", f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}")
-        )
+    if table and table.base:
+        split = "report" if "report" in table.base else "search"
+        base, context = table.base[split], table.context
+        data.facts += [
+            ("measured on", f"{context.data}, {base['tokens']} predicted tokens to {split}"),
+            ("measured in", f"{context.dtype} on {context.device_type}"),
+            ("uncompressed model", f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}"),
+        ]
     try:
         source = format_bytes(Checkpoint(run.model_folder).total_bytes())
         data.sizes.append(("weights of the source", source, "safetensors files"))
@@ -244,51 +275,54 @@ def _add_run(data: ReportData, run: Run, table: dict[str, Any] | None, point: di
         data.absent["sizes"] = f"The source model is not where run.json says: {error.message}"
     try:
         bases = run.bases()
+        spectra = [bases.spectra(layer) for layer in range(len(bases))]  # not the bases, which are far larger
     except RotorError as error:
         data.absent["spectra"] = error.message
         return
-    first = [next(iter(layer)) for layer in bases]
-    choice = point["choice"] if point else first
-    for layer, key in zip(bases, choice, strict=True):
-        data.spectra.append({side: _mean_spectrum(getattr(layer[key], side).singular_values) for side in SIDES})
+    choice = point.choice if point else [next(iter(layer)) for layer in spectra]
+    chosen = [layer[key] for layer, key in zip(spectra, choice, strict=True)]
+    data.spectra = [
+        {side: _mean_spectrum(values) for side, values in zip(SIDES, layer, strict=True)} for layer in chosen
+    ]
     if point and not data.ranks:
-        data.ranks = _ranks_of_point(bases, point)
-    sensitivities = table and table.get("sensitivities")
-    if sensitivities and len(sensitivities) == len(bases):
-        data.losses = [_loss(bases[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
+        data.ranks = _ranks_of_point(run, chosen, point)
+    sensitivities = any_probes(run)
+    if sensitivities is not None:
+        data.losses = [_loss(chosen[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
     else:
+        probing = [name for name, method in RANK_METHODS.items() if "sensitivities" in method.needs]
         data.absent["losses"] = (
-            f"Not measured: only ranks.method global probes layers one by one, this recipe's is "
+            "Not measured yet: the first export probes every layer."
+            if run.recipe.ranks.method in probing
+            else f"Not measured: only ranks.method {', '.join(probing)} probes layers one by one, this recipe's is "
             f"{run.recipe.ranks.method}."
-            if run.recipe.ranks.method != "global"
-            else "Not measured yet: the first export probes every layer."
         )
 
 
 def _loss(
-    layer: dict[str, Any],
+    spectra: tuple[Tensor, Tensor],
     sensitivity: dict[str, Any],
     key: str,
     index: int,
-    point: dict[str, Any] | None,
+    point: Point | None,
 ) -> LayerLoss:
     """The KL of the deepest probe is its sensitivity times what it dropped; the prediction takes the chosen ranks."""
     probed, predicted = [], []
-    for number, side in enumerate(SIDES):
-        energy = getattr(layer[key], side).singular_values.square()
+    for number in range(len(SIDES)):
+        energy = spectra[number].square()
         at = sensitivity[key][number]
         probed.append(at[0][1] * float(energy[:, at[0][0] :].sum()) if at else 0.0)
         if point:
-            kept = [ranks[number] for ranks in point["ranks"]["stored"][index]]
+            kept = [ranks[number] for ranks in point.ranks[index]]
             dropped = torch.stack([group[rank:].sum() for group, rank in zip(energy, kept, strict=True)])
             predicted.append(float((interpolated(at, torch.tensor(kept)) * dropped).sum()))
     return LayerLoss((probed[0], probed[1]), (predicted[0], predicted[1]) if predicted else None)
 
 
-def _ranks_of_point(bases: Sequence[dict[str, Any]], point: dict[str, Any]) -> list[list[Cell]]:
+def _ranks_of_point(run: Run, spectra: Sequence[tuple[Tensor, Tensor]], point: Point) -> list[list[Cell]]:
     cells = []
-    for layer, key, ranks in zip(bases, point["choice"], point["ranks"]["stored"], strict=True):
-        size, width = layer[key].group_size, layer[key].qk.singular_values.shape[-1]
+    for layer, key, ranks in zip(spectra, point.choice, point.ranks, strict=True):
+        size, width = int(run.info["candidates"][key]["group_size"]), layer[0].shape[-1]
         heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(ranks))]
         cells.append([Cell(h, qk, v, width) for h, (qk, v) in zip(heads, ranks, strict=True)])
     return cells
@@ -300,7 +334,7 @@ def _mean_spectrum(values: Any) -> list[float]:
     return [float(value) for value in (values / largest).mean(0)]
 
 
-def _groups(layout: dict[str, Any]) -> list[GroupLayout]:
+def _groups(layout: LayoutDict) -> list[GroupLayout]:
     return [GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in layout["groups"]]
 
 
@@ -308,46 +342,57 @@ def _cell(group: GroupLayout, columns: int) -> Cell:
     return Cell(group.kv_heads, group.qk_rank, group.v_rank, columns)
 
 
-def _reached(table: dict[str, Any], name: str) -> tuple[list[tuple[float, Point | None]], dict[str, Any] | None]:
-    """What each target of the table's search gets, the largest first; and the point of the largest that is reached."""
-    reached: list[tuple[float, Point | None]] = []
-    first = None
-    for target in sorted(table["search"]["targets"], reverse=True):
-        try:
-            found = choose_point(table["points"], name, target)
-        except AccuracyError:
-            reached.append((target, None))
-            continue
-        reached.append((target, _point(found, name)))
-        first = first or found
-    return reached, first
+def _by_target(table: RankTable) -> list[Request]:
+    """The table's requests, the largest target first."""
+    return sorted(table.requests, key=lambda request: (-request.target, request.confidence or 0))
 
 
-def _point(point: dict[str, Any], name: str, chosen: bool = False) -> Point:
-    interval = point["report"].get("interval")
-    return Point(
-        point["compression"]["stored"],
-        point["search"].get(name),
-        point["report"][name],
-        None if interval is None else (interval[0], interval[1]),
-        chosen,
-    )
+def _reached(table: RankTable) -> list[tuple[str, ShownPoint | None]]:
+    """What each request of the table got."""
+    reached: dict[str, ShownPoint | None] = {}
+    for request in _by_target(table):
+        name = f"{request.target:g}" + ("" if request.confidence is None else f" at {100 * request.confidence:g} %")
+        point = table.point(request.point)
+        reached.setdefault(name, None if point is None else ShownPoint.of(point))
+    return list(reached.items())
 
 
-def _run_bytes(run: Run, point: dict[str, Any]) -> tuple[int, int]:
+def _ratios(found: Fidelity | None, left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+    """Each ratio by itself, or why it was not measured."""
+    values = {} if found is None else found.values
+    missing = {name: why for split in left_out.values() for name, why in split.items()}
+    rows = []
+    for name, info in METRICS.items():
+        value = None if info.parts else values.get(info.accuracy_field)
+        if value is not None:
+            rows.append((info.label if not info.field else f"exp(-KL), {info.label}", f"{value:.4f}"))
+        elif name in missing:
+            rows.append((info.label, f"left out: {missing[name]}"))
+    return rows
+
+
+def _shown_accuracy(point: Point) -> float:
+    found = point.report or point.search
+    return -1.0 if found is None else found.accuracy
+
+
+def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
-    return before, element * sum(qk + v for layer in point["ranks"]["stored"] for qk, v in layer)
+    return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
 
 
-def _headline(data: ReportData, point: Point, size: tuple[int, int]) -> None:
+def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> None:
     before, after = size
-    bounds = "no interval" if point.interval is None else "95 % interval {:.4f} to {:.4f}".format(*point.interval)
+    reported = point.report is not None
+    value, interval = (point.report, point.interval) if reported else (point.search, point.search_interval)
+    bounds = "no interval" if interval is None else "95 % interval {:.4f} to {:.4f}".format(*interval)
+    bounds += f" on the {'report' if reported else 'search'} split"
     target = "no target was set" if data.target is None else f"target {data.target:g}"
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
-        ("accuracy", f"{point.report:.4f}", f"{bounds}; {target}"),
+        ("accuracy", f"{value:.4f}", f"{bounds}; {target}"),
     ]
     data.sizes += [
         ("KV cache per token before", f"{before} bytes", "keys and values of all layers"),

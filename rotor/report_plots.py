@@ -86,26 +86,24 @@ def _figures(data: ReportData) -> dict[str, tuple[bool, Callable[[Any], None], s
 
 def _draw_points(axes: Any, data: ReportData) -> None:
     points = sorted(data.points, key=lambda p: p.stored)
-    x = [p.stored for p in points]
-    searched = [(p.stored, p.search) for p in points if p.search is not None]
-    if len(searched) > 1:
-        axes.plot(*zip(*searched, strict=True), color=MUTED, linewidth=1, linestyle="--", label="search split")
-    bounded = [p for p in points if p.interval]
-    if bounded:
-        low, high = zip(*(p.interval for p in bounded if p.interval), strict=True)
-        axes.vlines([p.stored for p in bounded], low, high, color=KEYS, linewidth=1.2, alpha=0.6)
-    axes.plot(x, [p.report for p in points], color=KEYS, marker="o", markersize=4, label="report split, 95 % interval")
-    for point in points:
-        if point.chosen:
-            axes.plot(
-                [point.stored], [point.report], "o", markersize=11, mfc="none", mew=2, color=ACCENT, label="shown"
-            )
+    series = [
+        ("search split", MUTED, [(p.stored, p.search, p.search_interval) for p in points if p.search is not None]),
+        ("report split", KEYS, [(p.stored, p.report, p.interval) for p in points if p.report is not None]),
+    ]
+    for label, colour, found in series:
+        bounded = [(x, *interval) for x, _, interval in found if interval]
+        if bounded:
+            axes.vlines(*zip(*bounded, strict=True), color=colour, linewidth=1.2, alpha=0.6)
+        if found:
+            x, y, _ = zip(*found, strict=True)
+            line = "--" if colour == MUTED else ""
+            axes.plot(x, y, color=colour, marker="o", markersize=4, linestyle=line, label=f"{label}, 95 % interval")
+    shown = next((p.search if p.report is None else p.report, p.stored) for p in points if p.chosen)
+    axes.plot([shown[1]], [shown[0]], "o", markersize=11, mfc="none", mew=2, color=ACCENT, label="shown")
     if data.target is not None:
         axes.axhline(data.target, color=ACCENT, linewidth=1, linestyle=":", label=f"target {data.target:g}")
     axes.set(xlabel="compression (share of the KV cache removed)", ylabel="accuracy (ratio)")
-    axes.set_ylim(
-        bottom=max(axes.get_ylim()[0], min(LOWEST_ACCURACY, next(p.report for p in points if p.chosen) - 0.1))
-    )
+    axes.set_ylim(bottom=max(axes.get_ylim()[0], min(LOWEST_ACCURACY, (shown[0] or 0) - 0.1)))
     axes.legend(fontsize=9, loc="lower left")
 
 

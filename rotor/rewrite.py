@@ -11,16 +11,15 @@ from torch import Tensor
 from .bases import LayerBases
 from .errors import NumericsError
 from .families import AttentionWeights
-from .layout import AttentionShape, GroupLayout, LayerLayout, folds_keys, ordered_by_class
+from .layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, folds_keys, ordered_by_class
 from .numerics import one_thread
-from .ranks import LayerRanks
 
 RIDGE = 1e-6
 """Share of the mean latent energy added in the least-squares refit of W_o."""
 
 
 def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tuple[LayerLayout, tuple[int, ...]]:
-    """The layout of a layer at given ranks.
+    """Lay out a layer at given ranks.
 
     Args:
         ranks: (qk_rank, v_rank) of each group in the order of the bases.
@@ -46,7 +45,7 @@ def rewrite_layer(
     order: tuple[int, ...],
     shape: AttentionShape,
 ) -> dict[str, Tensor]:
-    """Compressed projections of one layer, by their names under the attention module.
+    """Rewrite the projections of one layer; they come by their names under the attention module.
 
     `q_proj` [num_heads * head_dim, hidden] with heads in the order of the layout (without RoPE: rotated and truncated,
     [sum over query heads of qk_rank, hidden]); `k_proj` likewise, or [qk_width, hidden] if the key basis is folded;
@@ -57,7 +56,7 @@ def rewrite_layer(
         layout, order: from `layer_layout`.
     Raises:
         NumericsError: a result overflows the dtype or is not finite; names it.
-    Source: DESIGN sections 1 and 3; ZACK section 5.1 for the folding of W_v and W_o.
+    Source: FDC section 5.1 for queries and keys, ZACK section 5.1 for the folding of W_v and W_o; docs/design.md.
     """
     qk_encode, qk_decode, v_encode, v_decode = _truncated(bases, layout, order)
     heads = torch.tensor(layout.kv_head_order)
@@ -94,59 +93,11 @@ def rewrite_layer(
         tensors["key_basis"] = torch.cat(qk_encode, dim=-1)
     if layout.domain != "none":
         tensors["query_basis"] = torch.cat(qk_decode, dim=-1)
-    dtype = weights.v_weight.dtype
-    return {name: _cast(tensor, dtype, weights.prefix + name) for name, tensor in tensors.items() if tensor is not None}
-
-
-def truncate_layer(
-    tensors: dict[str, Tensor], layout: LayerLayout, ranks: LayerRanks, shape: AttentionShape
-) -> tuple[LayerLayout, dict[str, Tensor]]:
-    """Cut the projections of a layer down to smaller ranks: leading columns of each group, groups ordered anew.
-
-    Columns are nested, so this gives what rewriting at these ranks would have given (without refit, which is not).
-
-    Args:
-        tensors: as `rewrite_layer` returns them for `layout`.
-        ranks: (qk_rank, v_rank) of each group in the order of `layout`; none above what is stored.
-    """
-    groups = [
-        GroupLayout(group.kv_heads, qk_rank, v_rank, group.planes[: qk_rank // 2])
-        for group, (qk_rank, v_rank) in zip(layout.groups, ranks, strict=True)
-    ]
-    smaller, order = ordered_by_class(layout.domain, layout.folded_keys, groups)
-    heads = layout.group_size * shape.heads_per_kv
-    qk, v = [g.qk_rank for g in layout.groups], [g.v_rank for g in layout.groups]
-
-    def cut(tensor: Tensor, dim: int, per_group: int, stored: list[int], side: int | None) -> Tensor:
-        """Each group's block along `dim` holds per_group x stored entries; keep the leading ones of each."""
-        blocks = tensor.split([per_group * width for width in stored], dim)
-        parts = []
-        for index in order:
-            block = blocks[index].unflatten(dim, (per_group, stored[index]))
-            keep = stored[index] if side is None else ranks[index][side]
-            parts.append(block.narrow(dim + 1, 0, keep).flatten(dim, dim + 1))
-        return torch.cat(parts, dim)
-
-    head_dims = [shape.head_dim] * len(groups)
-    plain = layout.domain != "none"
-    result = {}
-    for name, tensor in tensors.items():
-        if name.startswith("q_proj"):
-            result[name] = cut(tensor, 0, heads, head_dims if plain else qk, None if plain else 0)
-        elif name.startswith("k_proj"):
-            per_group = 1 if layout.folded_keys else layout.group_size
-            result[name] = cut(
-                tensor, 0, per_group, qk if layout.folded_keys else head_dims, 0 if layout.folded_keys else None
-            )
-        elif name.startswith("v_proj"):
-            result[name] = cut(tensor, 0, 1, v, 1)
-        elif name == "o_proj.weight":
-            result[name] = cut(tensor, 1, heads, v, 1)
-        elif name in ("key_basis", "query_basis"):
-            result[name] = cut(tensor, 1, 1, qk, 0)
-        else:
-            result[name] = tensor
-    return smaller, {name: tensor.contiguous() for name, tensor in result.items()}
+    return {
+        name: _cast(tensor, _dtype_of(name, weights), weights.prefix + name)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
 
 
 def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> Tensor:
@@ -215,6 +166,14 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
         return None
     blocks = (block.flatten(0, 2).to(torch.float64) for block in _per_group(tensor, layout))
     return torch.cat([basis.T @ block for basis, block in zip(encode, blocks, strict=True)])
+
+
+def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
+    """That of the tensor which a new one replaces; the bases replace none, and take the value projection's."""
+    replaced: Tensor = (
+        getattr(weights, f"{name[0]}_{name.rpartition('.')[2]}") if "_proj." in name else weights.v_weight
+    )
+    return replaced.dtype
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

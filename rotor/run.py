@@ -1,7 +1,7 @@
 """The run folder: what calibration found, and what searches measured.
 
 RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases/layer-0000.safetensors ...
-      fisher.safetensors  rank_table.json  log.txt
+      fisher.safetensors  tables/KEY.json ...  probes/KEY.json ...  log.txt
 
 Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,18 +18,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .atomic import replacing
 from .bases import BasisPair, LayerBases, check_stored, takes_whole_planes
-from .checkpoint import read_json, sync, write_json, write_tensors
 from .errors import CheckpointError, NumericsError, UsageError
-from .formats import RankTableInfo, RunInfo, check_rank_table, check_run, read_file
+from .file_names import RECIPE
+from .formats import RunInfo, check_run, read_file
 from .hub import find_model
 from .layout import AttentionShape, Domain
-from .recipe import Recipe, accuracy_field, load_recipe
+from .manifest import Manifest
+from .publishing import write_tensors
+from .recipe import Recipe, load_recipe
 from .statistics import LayerStatistics, pack_symmetric, unpack_symmetric
 from .typed import Reader
 
-RECIPE, INFO, FISHER, RANK_TABLE = "recipe.yaml", "run.json", "fisher.safetensors", "rank_table.json"
-TABLE_VERSION = 2
+INFO, FISHER = "run.json", "fisher.safetensors"
 SIDES = ("qk", "vo")
 CALIBRATE_AGAIN = "Run `rotor calibrate` again."
 
@@ -43,7 +45,7 @@ def bases_path(folder: Path, layer: int) -> Path:
 
 
 def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
-    """One layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
+    """Write one layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
     # One key, since safetensors writes several in any order, and equal runs are to have equal files.
     metadata = {"rotor": json.dumps({"tokens": statistics.tokens, "group_size": statistics.group_size})}
     tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
@@ -51,12 +53,9 @@ def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> N
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """To a temporary name first, and to disk before it gets its own."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    write_tensors(temporary, tensors, metadata)
-    sync(temporary)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        write_tensors(temporary, tensors, metadata)
 
 
 def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
@@ -116,7 +115,7 @@ def _check_fisher(found: tuple[Tensor, Tensor], where: str) -> None:
 
 
 def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
-    """All columns of the bases of a layer's candidates, float64, with their singular values."""
+    """Write all columns of the bases of a layer's candidates, float64, with their singular values."""
     tensors: dict[str, Tensor] = {}
     for key, candidate in bases.items():
         for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
@@ -134,28 +133,59 @@ class Run:
     folder: Path
     recipe: Recipe
     info: dict[str, Any]
+    manifest: Manifest
+    _verified: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
-        """Raises CheckpointError if the folder is not a finished run."""
+        """Raises CheckpointError if the folder is not a finished run, or not as calibrate wrote it."""
         path = Path(folder)
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
-        return cls(path, load_recipe(str(path / RECIPE)), info)
+        run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))
+        for name in run.manifest.added():
+            raise CheckpointError(f"{path / name}: is unexpected; rotor did not write it.", "Move it elsewhere.")
+        for name in (INFO, RECIPE, FISHER):
+            if name in run.manifest.files or (path / name).exists():
+                run.verify(path / name)
+        return run
+
+    def verify(self, path: Path) -> None:
+        """Raises CheckpointError if a file is not as calibrate wrote it; looks at each once."""
+        name = path.relative_to(self.folder).as_posix()
+        if name in self._verified:
+            return
+        problem = self.manifest.problem(name)
+        if problem:
+            raise CheckpointError(f"{path}: {problem}.", CALIBRATE_AGAIN)
+        self._verified.add(name)
 
     @property
     def shape(self) -> AttentionShape:
         return AttentionShape(**self.info["shape"])
 
     @property
+    def calibrated_documents(self) -> frozenset[str]:
+        """Digests of the documents that were calibrated on; empty where that was no text."""
+        return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
+
+    @property
     def model_folder(self) -> Path:
-        """The folder of the calibrated model; one from the hub is fetched again if its cache was emptied since."""
+        """Where the calibrated model was."""
+        return Path(self.info["model"]["path"])
+
+    def fetch_model(self) -> Path:
+        """The folder of the calibrated model; one from the hub is fetched again if its cache was emptied since.
+
+        Raises:
+            CheckpointError: it is not to be had.
+        """
         model = self.info["model"]
-        if not Path(model["path"]).is_dir() and model.get("hub_id"):
+        if not self.model_folder.is_dir() and model.get("hub_id"):
             return find_model(model["hub_id"], model["revision"]).folder
-        return Path(model["path"])
+        return self.model_folder
 
     def bases(self) -> RunBases:
         """The bases of each layer's candidates (a domain and a group size) by key, read when they are asked for."""
@@ -171,9 +201,13 @@ class Run:
         tensors, _ = _load(path)
         outputs = read_statistics(self.folder, layer, self.shape) if self.recipe.bases.refit else None
         try:
-            return {key: self._candidate(tensors, layer, key, outputs) for key in self.info["candidates"]}
+            found = {key: self._candidate(tensors, layer, key, outputs) for key in self.info["candidates"]}
         except KeyError as error:
             raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
+        self.verify(path)
+        if outputs is not None:
+            self.verify(statistics_path(self.folder, layer))
+        return found
 
     def _candidate(
         self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
@@ -190,27 +224,6 @@ class Run:
         bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes)
         bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
         return bases
-
-    def read_rank_table(self) -> dict[str, Any] | None:
-        """rank_table.json; None if there is none, or one of another version.
-
-        Raises:
-            CheckpointError: damaged, or of another run.
-        """
-        path, hint = self.folder / RANK_TABLE, "Delete it, and the next export measures again."
-        if not path.is_file() or read_json(path, hint).get("version") != TABLE_VERSION:
-            return None
-        table: Any = read_file(path, RankTableInfo, hint)
-        field = accuracy_field(table["evaluation"]["metric"])
-        info: Any = self.info
-        check_rank_table(table, info, self.shape, field, Reader(str(path), CheckpointError, hint))
-        return table
-
-    def write_rank_table(self, table: dict[str, Any]) -> None:
-        """Written to a temporary name first, so that an interrupted write keeps the old table."""
-        temporary = self.folder / f"{RANK_TABLE}.tmp"
-        write_json(temporary, table)
-        temporary.replace(self.folder / RANK_TABLE)
 
 
 class RunBases(Sequence[dict[str, LayerBases]]):
@@ -243,6 +256,7 @@ class RunBases(Sequence[dict[str, LayerBases]]):
             check_stored(values, expected, f"{path}: {key}: {side}.singular_values")
             return values
 
+        self.run.verify(path)
         return {key: (read(key, "qk"), read(key, "vo")) for key in sizes}
 
     def select(self, choice: Sequence[str]) -> ChosenBases:
@@ -251,7 +265,7 @@ class RunBases(Sequence[dict[str, LayerBases]]):
 
 
 class ChosenBases(Sequence[LayerBases]):
-    """One candidate of each layer; read when it is asked for, and not kept."""
+    """Bases of one candidate of each layer; read when it is asked for, and not kept."""
 
     def __init__(self, bases: RunBases, choice: Sequence[str]) -> None:
         self.bases, self.choice = bases, tuple(choice)

@@ -1,7 +1,7 @@
-"""F_p: the measured table from accuracy to ranks, and the choice of a point in it.
+"""F_p: from an accuracy to the ranks that keep it, by measuring points of a path of rank plans.
 
-Every point is compressed in memory and measured on both splits, once; the table is kept in the run folder. A point is
-chosen by the search split; the report split may only veto it, so that what is written meets its target there too.
+A target alone decides which plans are measured: a bisection over what they save, by the search split. What was measured
+before only saves time, so that the same request leads to the same point, whatever else the table holds.
 
 Source: FDC section 5.2 (the function F_p).
 """
@@ -10,61 +10,53 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from .compress import CompressibleModel
 from .cost import Objective
 from .devices import find_device
 from .errors import AccuracyError, UsageError
-from .evaluation import EvaluationData, Scores, ratios, score
+from .fidelity import Fidelity, FidelityMeter
 from .layout import Domain
-from .metrics import accuracy_field, make_metric
+from .point import Point
 from .probe import Prober
 from .progress import Progress
-from .ranks import (
-    FisherPath,
-    RankPath,
-    RankPlan,
-    RemovalRatePath,
-    Sensitivity,
-    Spectra,
-    UniformPath,
-    WaterFillingPath,
-)
+from .ranks import Cost, GroupCost, RankInputs, RankPath, RankPlan, RemovalRatePath, Sensitivity, Spectra
 from .ranks.plan import SLACK
-from .ranks.water_filling import Cost, GroupCost
-from .recipe import Recipe
-from .run import TABLE_VERSION, Run, RunBases, read_fisher
-
-SPLITS = ("search", "report")
+from .recipe import Ranks, Recipe
+from .run import Run, RunBases, read_fisher
+from .splits import SPLITS
+from .table import ProbeTable, RankTable, Request
 
 
 def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
     """All rank plans that the recipe's rank method can give for these bases.
 
     Args:
-        sensitivities: what `probe` measured; needed by the method `global` only.
+        sensitivities: what `probe` measured; needed by methods that ask for it only.
     """
     layers = [bases.spectra(layer) for layer in range(len(bases))]
     spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
-    if ranks.method == "uniform":
-        return UniformPath(spectra, run.shape, ranks.multiple_of)
-    if ranks.method == "fisher":
-        size = next(iter(run.info["candidates"].values()))["group_size"]
-        information = [
-            tuple(side.reshape(-1, size).sum(-1) for side in read_fisher(run.folder, layer))
-            for layer in range(run.shape.num_layers)
-        ]
-        return FisherPath(spectra, run.shape, ranks.multiple_of, information)  # type: ignore[arg-type]
-    if ranks.method == "global":
-        assert sensitivities is not None
-        return WaterFillingPath(spectra, run.shape, ranks.multiple_of, sensitivities, *costs(run, recipe))
-    return RemovalRatePath(spectra, run.shape, ranks.multiple_of, ranks.spectrum == "squares")
+    inputs = RankInputs(
+        spectra,
+        run.shape,
+        ranks.multiple_of,
+        squares=ranks.spectrum == "squares",
+        gradients=lambda: _gradients(run),
+        sensitivities=sensitivities,
+        costs=lambda: costs(run, recipe),
+    )
+    return ranks.rule.path(inputs)
+
+
+def _gradients(run: Run) -> list[tuple[Tensor, Tensor]]:
+    """Summed squared gradients of W_k and W_v of each layer's groups; see FisherPath."""
+    size = next(iter(run.info["candidates"].values()))["group_size"]
+    both = (read_fisher(run.folder, layer) for layer in range(run.shape.num_layers))
+    return [(keys.reshape(-1, size).sum(-1), values.reshape(-1, size).sum(-1)) for keys, values in both]
 
 
 def costs(run: Run, recipe: Recipe) -> tuple[Cost, GroupCost]:
@@ -92,227 +84,156 @@ def costs(run: Run, recipe: Recipe) -> tuple[Cost, GroupCost]:
     return sides, group
 
 
-@dataclass
-class RankTable:
-    """The measured points of a run under one evaluation and rank setting, by stored compression.
-
-    points: one dict a point: removal_rate, compression, ranks, and `search` and `report` measurements.
-    probed: sensitivities of the first layers; saved as they are measured.
-    """
-
-    run: Run
-    recipe: Recipe
-    fingerprint: str
-    points: list[dict[str, Any]]
-    complete: bool
-    base: dict[str, Any] | None = None
-    probed: list[Sensitivity] = field(default_factory=list)
-
-    @property
-    def sensitivities(self) -> list[Sensitivity] | None:
-        """Of all layers, once all are probed."""
-        return self.probed if len(self.probed) == self.run.shape.num_layers else None
-
-    @classmethod
-    def open(cls, run: Run, recipe: Recipe) -> RankTable:
-        """The table in the run folder, or an empty one if there is none that fits the recipe's settings."""
-        settings = recipe.to_dict()
-        relevant = json.dumps([settings["ranks"], settings["evaluation"], settings["objective"]], sort_keys=True)
-        fingerprint = hashlib.sha256(relevant.encode()).hexdigest()
-        data = run.read_rank_table()
-        same = data is not None and data["evaluation"] == json.loads(json.dumps(settings["evaluation"]))
-        if data is not None and same and data["fingerprint"] == fingerprint:
-            complete = bool(data["complete"]) and data.get("search") == json.loads(json.dumps(settings["search"]))
-            return cls(run, recipe, fingerprint, data["points"], complete, data["base"], data["sensitivities"] or [])
-        return cls(run, recipe, fingerprint, [], False)
-
-    def save(self) -> None:
-        self.points.sort(key=lambda p: p["compression"]["stored"])
-        self.run.write_rank_table(
-            {
-                "version": TABLE_VERSION,
-                "fingerprint": self.fingerprint,
-                "evaluation": self.recipe.to_dict()["evaluation"],
-                "search": self.recipe.to_dict()["search"],
-                "complete": self.complete,
-                "base": self.base,
-                "sensitivities": self.probed,
-                "points": self.points,
-            }
-        )
-
-    def find(self, plan: RankPlan) -> dict[str, Any] | None:
-        ranks, choice = _as_lists(plan.rounded), list(plan.choice)
-        return next((p for p in self.points if p["ranks"]["stored"] == ranks and p["choice"] == choice), None)
-
-    def accuracy(self, point: dict[str, Any], split: str) -> float:
-        return point[split][accuracy_field(self.recipe.evaluation.metric)]
-
-    def worse_accuracy(self, point: dict[str, Any]) -> float:
-        """A point has an accuracy if both splits have it."""
-        return min(self.accuracy(point, split) for split in ("search", "report"))
-
-
 class Measurer:
-    """Measures rank plans on both splits against the uncompressed model, and adds them to a table."""
+    """Measures rank plans against the uncompressed model, and adds them to a table; probes likewise."""
 
     def __init__(
         self,
         table: RankTable,
+        probes: ProbeTable,
         network: CompressibleModel,
         bases: RunBases,
-        data: EvaluationData,
+        meter: FidelityMeter,
         progress: Progress,
     ) -> None:
-        self.table, self.network, self.bases, self.data, self.progress = table, network, bases, data, progress
-        checkpoint = network.checkpoint
-        self.metric = make_metric(table.recipe.evaluation, checkpoint.tokenizer, checkpoint.config)
-        self._base: dict[str, Scores] = {}
-        self._base_states: dict[str, Tensor] = {}
+        self.table, self.probes, self.network, self.bases = table, probes, network, bases
+        self.meter, self.progress = meter, progress
 
-    def path(self) -> RankPath:
+    def path(self, recipe: Recipe) -> RankPath:
         """All rank plans of the recipe's method, after measuring what it needs."""
-        if self.table.recipe.ranks.method == "global":
-            self.probe()
-        return rank_path(self.bases, self.table.run, self.table.recipe, self.table.sensitivities)
+        if "sensitivities" in recipe.ranks.rule.needs:
+            self.probe(recipe)
+        return rank_path(self.bases, self.table.run, recipe, self.probes.sensitivities)
 
-    def probe(self) -> None:
-        """Measure the sensitivity of every layer, side and candidate, and keep it in the table.
+    def probe(self, recipe: Recipe) -> None:
+        """Measure the sensitivity of every layer, side and candidate that has none yet, and keep it.
 
         Compresses that side of that layer alone, at each of the probed ranks; the sensitivity there is the KL
         divergence of the final logits, in nats per token, per unit of dropped energy (squared singular values).
         """
-        known, layers = self.table.probed, self.table.run.shape.num_layers
-        if len(known) == layers:
+        known, layers = self.probes.sensitivities, self.table.run.shape.num_layers
+        if self.probes.complete:
             return
-        ranks = self.table.recipe.ranks
-        rows = self.data.search[: max(1, ranks.probe_tokens // self.data.search.shape[1])]
+        rows = probe_rows(recipe.ranks, self.meter.context.rows["search"])
         with self.progress.task("probe", layers - len(known), "layers") as advance:
-            prober = Prober(self.network, self.bases, ranks, rows, len(known), advance)
+            prober = Prober(self.network, self.bases, recipe.ranks, rows, len(known), advance)
             for found in prober.sensitivities():
                 known += found
-                self.table.save()
+                self.probes.save()
 
-    def measure(self, plan: RankPlan) -> dict[str, Any]:
-        """The table's point for a plan, measured if it is not there yet."""
-        point = self.table.find(plan)
-        if point is not None:
+    def search(self, plan: RankPlan) -> Fidelity:
+        """Fidelity of a plan on the search split."""
+        return self.measure(plan, ["search"]).fidelity("search")
+
+    def measure(self, plan: RankPlan, splits: Sequence[str] = SPLITS) -> Point:
+        """The table's point for a plan, measured on those splits where it is not yet, with one rewrite of the model."""
+        point = self.table.find(plan) or Point.of(plan)
+        missing = [split for split in splits if not point.has(split)]
+        if not missing:
             return point
-        if not self._base:
-            self._measure_base()
+        for split in missing:
+            if split not in self.meter.base:
+                self.network.restore()
+                self.meter.measure_base(self.network, split)
+            self.table.base[split] = self.meter.base[split]
+            self.table.left_out[split] = self.meter.left_out[split]
         self.network.compress(plan.select(self.bases), plan.rounded)
-        point = {
-            "parameter": plan.parameter,
-            "saving": round(plan.saving, 6),
-            "compression": {"planned": round(plan.planned, 6), "stored": round(plan.stored, 6)},
-            "choice": list(plan.choice),
-            "ranks": {"exact": _as_lists(plan.exact), "stored": _as_lists(plan.rounded)},
-        }
-        found_states = self._states()
-        for split in SPLITS:
-            reference = self._base_states[split] if self.metric.needs_reference else None
-            base, scores = self._base[split], self._score(split, found_states[split], reference)
-            found = self.metric.measure(self.network, split, base, scores)
-            measured: dict[str, Any] = {**ratios(base, scores), **found.fields}
-            if split == "report":
-                measured["interval"] = found.interval and list(found.interval)
-            point[split] = {**measured, **{f"compressed_{k}": v for k, v in scores.as_dict().items()}}
-        self.table.points.append(point)
-        self.table.save()
-        self.progress.message(
-            f"compression {point['compression']['stored']:.3f}: accuracy {self.table.accuracy(point, 'search'):.4f}"
-        )
+        for split in missing:
+            point = point.with_fidelity(split, self.meter.measure(self.network, split))
+        self.table.put(point)
+        if "search" in missing:
+            value = point.fidelity("search").accuracy
+            self.progress.message(f"compression {point.stored:.3f}: accuracy {value:.4f} (search split)")
         return point
 
-    def _measure_base(self) -> None:
-        self.network.restore()
-        found = {split: self.metric.measure_base(self.network, split) for split in SPLITS}
-        states = self._states()
-        if self.metric.needs_reference:
-            self._base_states = states
-        self._base = {split: self._score(split, states[split]) for split in SPLITS}
-        self.table.base = {
-            **{split: {**scores.as_dict(), **found[split]} for split, scores in self._base.items()},
-            "data": self.data.description,
-            "data_sha256": self.data.sha256,
-        }
 
-    def _states(self) -> dict[str, Tensor]:
-        """Final hidden states of both splits, in one pass through the layers."""
-        rows = torch.cat([self.data.search, self.data.report])
-        with self.progress.task("measure", rows.numel(), "tokens") as advance:
-            states = self.network.final_states(rows, advance)
-        middle = len(self.data.search)
-        return {"search": states[:middle], "report": states[middle:]}
-
-    def _score(self, split: str, states: Tensor, reference: Tensor | None = None) -> Scores:
-        return score(self.network, getattr(self.data, split), reference=reference, states=states)
+def probe_rows(ranks: Ranks, search: Tensor) -> Tensor:
+    """The rows of the search split [rows, seq_len] that probes run on."""
+    return search[: max(1, ranks.probe_tokens // search.shape[1])]
 
 
-def complete_table(measurer: Measurer, path: RankPath) -> None:
-    """Measure the points of F_p: a coarse walk over compression, then bisection where targets lie.
+def find_plan(
+    steps: Sequence[RankPlan],
+    resolution: float,
+    target: float,
+    fidelity: Callable[[RankPlan], Fidelity],
+    confidence: float | None = None,
+) -> RankPlan:
+    """The plan that a target leads to, by bisection over what plans save.
 
-    The walk goes in strides of four `step`s until accuracy falls below the floor. Neighbours are then halved until they
-    are `resolution` apart where accuracy crosses a target, and `step` apart elsewhere between the largest target and
-    the floor; or until no plan of the path lies between them. Accuracy is that of the worse split, as in `choose`, so
-    that a point that the report split refuses is as close to the one that is chosen.
-    """
-    table, settings = measurer.table, measurer.table.recipe.search
-    steps = path.steps()
-    stored = [plan.saving for plan in steps]
-
-    def accuracy(index: int) -> float:
-        return table.worse_accuracy(measurer.measure(steps[index]))
-
-    def refine(low: int, high: int) -> None:
-        better, worse = accuracy(low), accuracy(high)
-        crossed = any(worse < target <= better for target in settings.targets)
-        allowed = settings.resolution if crossed else settings.step
-        irrelevant = min(better, worse) >= max(settings.targets, default=0) or max(better, worse) < settings.floor
-        if high - low < 2 or stored[high] - stored[low] <= allowed + SLACK or irrelevant:
-            return
-        middle_value = (stored[low] + stored[high]) / 2
-        middle = min(range(low + 1, high), key=lambda i: abs(stored[i] - middle_value))
-        refine(low, middle)
-        refine(middle, high)
-
-    anchors = [0]
-    while accuracy(anchors[-1]) >= settings.floor and anchors[-1] < len(steps) - 1:
-        target = stored[anchors[-1]] + 4 * settings.step
-        later = range(anchors[-1] + 1, len(steps))
-        anchors.append(next((i for i in later if stored[i] >= target), len(steps) - 1))
-    for low, high in pairwise(anchors):
-        refine(low, high)
-    table.complete = True
-    table.save()
-
-
-def choose(table: RankTable, target: float) -> dict[str, Any]:
-    """`choose_point` among the points of a table, by its metric."""
-    return choose_point(table.points, accuracy_field(table.recipe.evaluation.metric), target)
-
-
-def choose_point(points: list[dict[str, Any]], field: str, target: float) -> dict[str, Any]:
-    """The measured point of highest saving whose accuracy is at least `target` on both splits.
+    The first plan is in the middle of the path; each next one halves what lies between the last that reached the target
+    and the last that did not, until they are `resolution` apart or neighbours.
 
     Args:
-        field: the name of the accuracy in a point's measurements.
+        steps: of a path, by rising saving.
+        fidelity: of a plan on the search split, measured or known.
+        confidence: None compares the value with the target; 0.95 the lower end of its 95 % interval.
     Raises:
-        AccuracyError: no point reaches it; names the best value.
+        AccuracyError: no plan reaches the target; names the best that was measured. Or the metric has no interval.
     """
+    tried: list[tuple[float, RankPlan]] = []
 
-    def accuracy(point: dict[str, Any]) -> float:
-        return min(point["search"][field], point["report"][field])
+    def reaches(index: int) -> bool:
+        found = fidelity(steps[index])
+        value = found.accuracy if confidence is None else found.lower
+        if value is None:
+            raise AccuracyError("this metric has no interval, which --confidence asks for.", "Leave --confidence out.")
+        tried.append((value, steps[index]))
+        return value >= target
 
-    reached = [point for point in points if accuracy(point) >= target]
-    if not reached:
-        best = max(points, key=accuracy)
-        raise AccuracyError(
-            f"accuracy {target} is out of reach: the best measured is {accuracy(best):.4f}, "
-            f"at compression {best['compression']['stored']:.3f}.",
-            "Ask for less, or calibrate with another recipe or with more tokens.",
-        )
-    return max(reached, key=lambda p: p["saving"])
+    low, high = -1, len(steps)  # the last that reaches the target, and the first that does not: none yet
+    while high - low > 1:
+        begin, end = steps[max(low, 0)].saving, steps[min(high, len(steps) - 1)].saving
+        near = end - begin <= resolution + SLACK
+        if near and low >= 0:
+            break
+        halfway = begin if near else (begin + end) / 2
+        middle = min(range(low + 1, high), key=lambda i: abs(steps[i].saving - halfway))
+        low, high = (middle, high) if reaches(middle) else (low, middle)
+    if low >= 0:
+        return steps[low]
+    best, plan = max(tried, key=lambda found: (found[0], found[1].saving), default=(math.nan, None))
+    of = "" if confidence is None else f" at the lower end of its {100 * confidence:g} % interval"
+    raise AccuracyError(
+        f"accuracy {target} is out of reach: the best measured is {best:.4f}{of}, at compression {plan.stored:.3f}."
+        if plan is not None
+        else f"accuracy {target} is out of reach: this recipe has no rank plans to measure.",
+        "Ask for less, or calibrate with another recipe or with more tokens.",
+    )
+
+
+def search_target(
+    table: RankTable,
+    path: RankPath,
+    recipe: Recipe,
+    target: float,
+    fidelity: Callable[[RankPlan], Fidelity],
+    confidence: float | None = None,
+) -> RankPlan:
+    """`find_plan` on a path of a recipe; the table notes what the request led to.
+
+    Raises:
+        AccuracyError: as find_plan.
+    """
+    try:
+        plan = find_plan(path.steps(), recipe.search.resolution, target, fidelity, confidence)
+    except AccuracyError:
+        table.note(Request(target, confidence, method_key(recipe), None))
+        raise
+    table.note(Request(target, confidence, method_key(recipe), Point.of(plan).key))
+    return plan
+
+
+def most_points(resolution: float) -> int:
+    """The most points that the search for one target measures, where plans lie close together."""
+    return max(1, math.ceil(math.log2(1 / resolution)) + 1)
+
+
+def method_key(recipe: Recipe) -> str:
+    """A hash of what a choice depends on besides target and context."""
+    data = recipe.to_dict()
+    parts = json.dumps([data["ranks"], data["objective"], data["search"]["resolution"]], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def plan_for(path: RankPath, removal_rate: float | None, compression: float | None) -> RankPlan:
@@ -322,11 +243,7 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
         UsageError: the share cannot be reached at these rank multiples; names the largest that can.
     """
     if removal_rate is not None:
-        if not isinstance(path, RemovalRatePath):
-            raise UsageError(
-                "--removal-rate: this recipe does not choose ranks by a removal rate.",
-                "Give --accuracy or --compression.",
-            )
+        assert isinstance(path, RemovalRatePath)  # ExportJob.check
         return path.plan(removal_rate)
     assert compression is not None
     plan = path.at_compression(compression)
@@ -337,7 +254,3 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
             "Ask for less, or lower it with --set ranks.multiple_of=8.",
         )
     return plan
-
-
-def _as_lists(ranks: list[list[tuple[int, int]]]) -> list[list[list[int]]]:
-    return [[list(pair) for pair in layer] for layer in ranks]

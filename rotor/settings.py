@@ -1,4 +1,4 @@
-"""What a calibration or an export is asked to do: one object for the command, its dry run and the Python function."""
+"""Settings of a calibration or an export: one object for the command, its dry run and the Python function."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from .errors import UsageError
 from .recipe import Recipe
 
+CONFIDENCE = 0.95
+"""The confidence of the intervals that are measured."""
+
 
 @dataclass(frozen=True)
 class Compute:
-    """Where and in what the forward passes run.
+    """Device and dtype of the forward passes.
 
     device, dtype: `auto` is the GPU if there is one, and float32 on a CPU. Statistics are float64 in any case.
     offload: `always` reads one layer of weights at a time, `never` loads all, `auto` does what fits.
@@ -26,7 +29,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What `rotor.calibrate` is asked to do; its arguments are explained there."""
+    """Settings of `rotor.calibrate`; its arguments are explained there."""
 
     model: str | Path
     out: str | Path
@@ -41,11 +44,15 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Goal:
-    """Exactly one of accuracy, compression and removal rate is given."""
+    """Exactly one of accuracy, compression and removal rate is given.
+
+    confidence: with an accuracy, CONFIDENCE asks that the lower end of the interval reaches it; None: the value itself.
+    """
 
     accuracy: float | None = None
     compression: float | None = None
     removal_rate: float | None = None
+    confidence: float | None = None
 
     def check(self) -> None:
         """Raises UsageError if not one, or out of range."""
@@ -72,15 +79,21 @@ class Goal:
             raise UsageError(
                 f"--removal-rate {self.removal_rate}: expected at least 0, below 1.", "Example: --removal-rate 0.1"
             )
+        if self.confidence is not None and (self.confidence != CONFIDENCE or self.accuracy is None):
+            raise UsageError(
+                f"--confidence {self.confidence}: expected {CONFIDENCE}, together with --accuracy.",
+                f"Example: --accuracy 0.99 --confidence {CONFIDENCE}",
+            )
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What `rotor.export` is asked to do; its arguments are explained there."""
+    """Settings of `rotor.export`; its arguments are explained there."""
 
     run: str | Path
     out: str | Path
     goal: Goal
+    targets: tuple[float, ...] = ()
     overrides: tuple[str, ...] = ()
     objective: str | float | None = None
     elastic: bool = False

@@ -1,4 +1,4 @@
-"""What each shard of a compressed checkpoint holds."""
+"""Contents of each shard of a compressed checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 from .bases import LayerBases
 from .checkpoint import Checkpoint
 from .families import Family, read_attention
-from .layout import AttentionShape, LayerLayout
-from .ranks import LayerRanks
+from .layout import AttentionShape, LayerLayout, LayerRanks
 from .rewrite import layer_layout, rewrite_layer
 
 
@@ -47,7 +46,7 @@ class ShardContents:
                 self._layers_in.setdefault(checkpoint.file_of[home], []).append(layer)
 
     def tensors(self, file: str) -> dict[str, Tensor]:
-        """What a shard of the source becomes, by name; those that stay as they are come from its memory map."""
+        """List what a shard of the source becomes, by name; those that stay as they are come from its memory map."""
         names, checkpoint = self.checkpoint.names, self.checkpoint
         tensors = {name: self.read(name) for name in checkpoint.names_in(file) if name not in self._replaced}
         for layer in self._layers_in.get(file, []):
@@ -61,5 +60,5 @@ class ShardContents:
 def planned_layouts(
     bases: Sequence[LayerBases], ranks: Sequence[LayerRanks], has_key_norm: bool
 ) -> list[tuple[LayerLayout, tuple[int, ...]]]:
-    """`layer_layout` of every layer."""
+    """Lay out every layer; see `layer_layout`."""
     return [layer_layout(layer, layer_ranks, has_key_norm) for layer, layer_ranks in zip(bases, ranks, strict=True)]

@@ -1,4 +1,4 @@
-"""How evenly attention loads the SMs of a GPU under each schedule: arithmetic, nothing is run.
+"""Simulate how evenly attention loads the SMs of a GPU under each schedule: arithmetic, nothing is run.
 
 In a decode step a layer is one launch: a task for each group of KV heads of each sequence, made of tiles of keys. A
 tile costs what rotor.cost predicts for it, the longer of reading its latents and of multiplying with them. The step
@@ -11,16 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from .checkpoint import Checkpoint
 from .cost import decode_flops_per_token, group_bytes_per_token
 from .devices import Device
-from .errors import CheckpointError, UsageError
-from .families import attention_shape
-from .integration import METHOD, RotorConfig
+from .errors import UsageError
 from .kernels.schedule import (
     equal_slices,
     greedy_assignment,
@@ -51,7 +45,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Balance:
-    """One schedule over all layers.
+    """Balance of one schedule over all layers.
 
     largest_over_mean: time of the step over what it would take if every SM were loaded alike.
     parts: partial results that a step writes, over all layers; as many as tasks where none is split.
@@ -69,7 +63,7 @@ class Balance:
 def layer_tasks(
     layout: LayerLayout, shape: AttentionShape, lengths: Sequence[int], device: Device, sms: int, element_bytes: int
 ) -> Tasks:
-    """A task for each group of each sequence; groups of a sequence one after the other, as the packed rows hold them.
+    """Make a task for each group of each sequence; those of a sequence in the order of the packed rows.
 
     Args:
         lengths: keys of each sequence.
@@ -123,7 +117,7 @@ def simulate(
     sms: int,
     element_bytes: int = 2,
 ) -> list[Balance]:
-    """The balance of each of SCHEDULES for one decode step of a batch.
+    """Simulate each of SCHEDULES for one decode step of a batch.
 
     Args:
         lengths: keys of each sequence of the batch.
@@ -177,7 +171,7 @@ def simulate_prefill(
     sms: int,
     element_bytes: int = 2,
 ) -> PrefillBalance:
-    """The balance of a prefill of `chunk` new tokens of each sequence after `past` cached ones.
+    """Simulate a prefill of `chunk` new tokens of each sequence after `past` cached ones.
 
     Raises:
         UsageError: no new token, sequence or SM.
@@ -206,23 +200,8 @@ def simulate_prefill(
     return PrefillBalance(plain / mean, shortest / mean, sum(cuts), len(cuts))
 
 
-def read_layouts(folder: Path) -> tuple[list[LayerLayout], AttentionShape, int]:
-    """Layouts and sizes of a compressed checkpoint, and bytes of an element; of an elastic one all columns, the widest
-    profile that it can be cut to.
-
-    Raises:
-        CheckpointError: not a folder that `rotor export` wrote.
-    """
-    config = Checkpoint(folder).config
-    stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
-        raise CheckpointError(f"{folder}: not a compressed checkpoint.", "Give a folder that `rotor export` wrote.")
-    shape = attention_shape(config)
-    return RotorConfig(**stored).layouts(shape), shape, (config.dtype or torch.float32).itemsize
-
-
 def parse_lengths(text: str) -> list[int]:
-    """`32768`, `200,16000`, `8x32768,64x100`: keys of each sequence.
+    """Parse `32768`, `200,16000`, `8x32768,64x100`: keys of each sequence.
 
     Raises:
         UsageError: not of that form.

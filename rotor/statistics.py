@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, NumericsError
-from .estimate import CHUNK_BYTES
 from .layout import AttentionShape
+
+CHUNK_BYTES = 64 << 20
+"""float64 copies of activations are made at most this many bytes at a time (or one head)."""
 
 MOMENTS = ("query", "key_post", "key_post_mean", "key_pre", "value", "output")
 """query: after RoPE, per KV head, summed over its query heads. key_post, key_pre: after and before RoPE, stacked over
@@ -142,7 +144,7 @@ class LayerStatistics:
 
 
 def pack_symmetric(moments: Tensor) -> Tensor:
-    """One triangle of symmetric matrices in float32: a quarter of the bytes.
+    """Pack one triangle of symmetric matrices in float32: a quarter of the bytes.
 
     The moments of attention outputs are stored so. They serve only the refit of W_o, whose ridge (1e-6 of the mean
     latent energy) is far above float32's rounding.

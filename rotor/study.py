@@ -8,20 +8,22 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from .checkpoint import Checkpoint, check_writable, file_sha256
+from .checkpoint import Checkpoint, file_sha256
 from .errors import RecipeError, UsageError
 from .hub import find_model
 from .locks import exclusive
 from .logs import log_file
 from .placement import Placement
+from .places import check_apart
 from .plots import require_matplotlib, write_plots
 from .progress import Progress
+from .ranks import CHOOSING
 from .recipe import Recipe, load_recipe, override
 from .settings import Compute
 from .study_measure import Bench
@@ -30,7 +32,6 @@ from .study_report import write_csv, write_summary
 from .study_store import StudyStore
 from .typed import read_yaml
 
-PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front")
 TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -52,7 +53,7 @@ def study(
     recipes: Iterable[str] = ("fdc", "rotor"),
     overrides: Iterable[str] = (),
     *,
-    parts: Iterable[str] = PARTS,
+    parts: Iterable[str] | None = None,
     focus: Iterable[str] | None = None,
     ablations: Mapping[str, list[str]] | None = None,
     ablation_base: str = "rotor",
@@ -76,7 +77,7 @@ def study(
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
-        parts: which of PARTS to run. `pruning` needs recipes with a section `prune`, `ablation` needs `ablations`,
+        parts: which of PARTS to run; by default all that can run. `ablation` needs `ablations`,
             `front` takes those recipes in focus whose ranks are by method `global`.
         focus: names of the recipes for all parts but `curves` and `ablation`; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
@@ -91,76 +92,25 @@ def study(
     start = time.perf_counter()
     if plots:
         require_matplotlib()
-    parts, overrides, counts = list(parts), list(overrides), tuple(counts)
-    chosen = _chosen_parts(parts, ablations)
     if not 0 < at < 1:
         raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
-    specs = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
-    names = list(focus) if focus is not None else list(specs)[:1]
-    for name in names:
-        if name not in specs:
-            raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(specs)}.")
-    allocating = [name for name in names if specs[name].ranks.method == "global"]
-    if "front" in chosen and not allocating and tuple(parts) != PARTS:
-        raise UsageError(
-            f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",
-            "Give --focus a recipe with ranks.method=global, as rotor has.",
-        )
-    measured = dict(specs)
-    variants: dict[str, Recipe] = {}
-    if "ablation" in chosen:
-        base, variants = _ablated(ablation_base, ablations or {}, specs, overrides)
-        measured.setdefault(base.name, base)
-
+    request = StudyPlan.of(list(recipes), list(overrides), parts, focus, ablations or {}, ablation_base, tuple(counts))
     progress = progress or Progress()
     source = find_model(model)
-    check_writable(Path(out), True, [source.folder])
+    check_apart(Path(out), [source.folder])
     with ExitStack() as held:
         held.enter_context(exclusive(Path(out), "study"))
         checkpoint = Checkpoint(source.folder)
-        first = next(iter(specs.values()))
-        placement = Placement.choose(checkpoint, first, Compute(device, dtype, offload, device_map), progress)
-        bench = Bench(checkpoint, first.evaluation, placement, Path(out), progress)
-        settings = {
-            "model": {
-                "name": source.name,
-                "shards": {file: file_sha256(checkpoint.folder / file) for file in checkpoint.files},
-            },
-            "dtype": str(placement.dtype).removeprefix("torch."),
-            "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
-            "evaluation": dataclasses.asdict(first.evaluation),
-            "search": dataclasses.asdict(first.search),
-            "recipes": {name: _own_settings(recipe) for name, recipe in measured.items()},
-            "ablations": {name: _own_settings(recipe) for name, recipe in variants.items()},
-        }
-        store = StudyStore.open(Path(out), settings)
+        compute = Compute(device, dtype, offload, device_map)
+        placement = Placement.choose(checkpoint, request.first, compute, progress)
+        bench = Bench(checkpoint, request.first.evaluation, placement, Path(out), progress)
+        store = StudyStore.open(Path(out), _settings(request, source.name, checkpoint, placement))
         held.enter_context(log_file(Path(out), "study"))
-        options = {
-            "device": device,
-            "dtype": dtype,
-            "batch_tokens": batch_tokens,
-            "offload": offload,
-            "device_map": device_map,
-            "progress": progress,
-        }
+        options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
         driver = StudyParts(bench, store, progress, options, at)
-        for part in PARTS:
-            if part not in chosen:
-                continue
+        for part in request.parts:
             progress.message(f"study: {part}")
-            if part == "curves":
-                for name, recipe in specs.items():
-                    driver.curve(part, name, recipe, name)
-            elif part == "ablation":
-                driver.curve("curves", base.name, base, base.name)
-                for name, recipe in variants.items():
-                    driver.curve(part, name, recipe, f"ablations/{name}")
-            else:
-                for name in names if part != "front" else allocating:
-                    if part == "tokens":
-                        driver.tokens(name, specs[name], counts)
-                    else:
-                        getattr(driver, part)(name, specs[name])
+            _PARTS[part](driver, request)
         store.save()
         files = [write_csv(store), write_summary(store)]
         if plots:
@@ -169,8 +119,124 @@ def study(
     return Study(Path(out), store.settings, store.records, store.added, tuple(files), seconds)
 
 
+@dataclass(frozen=True)
+class StudyPlan:
+    """A study request, checked before anything is measured.
+
+    parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
+    all parts but `curves` and `ablation` are about; allocating: of these, the ones whose ranks choose domain and group
+    size. base: what the ablations change, or None without them; variants: its ablations by name.
+    counts: numbers of calibration tokens.
+    """
+
+    parts: tuple[str, ...]
+    recipes: dict[str, Recipe]
+    focus: tuple[str, ...]
+    allocating: tuple[str, ...]
+    base: Recipe | None
+    variants: dict[str, Recipe]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        recipes: list[str],
+        overrides: list[str],
+        parts: Iterable[str] | None,
+        focus: Iterable[str] | None,
+        ablations: Mapping[str, list[str]],
+        ablation_base: str,
+        counts: tuple[int, ...],
+    ) -> StudyPlan:
+        """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
+        chosen = _chosen_parts(None if parts is None else list(parts), ablations)
+        found = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
+        names = tuple(focus) if focus is not None else tuple(found)[:1]
+        for name in names:
+            if name not in found:
+                raise UsageError(
+                    f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(found)}."
+                )
+        allocating = tuple(name for name in names if found[name].ranks.rule.chooses)
+        if "front" in chosen and not allocating and parts is not None:
+            raise UsageError(
+                f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",
+                f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor has.",
+            )
+        base: Recipe | None = None
+        variants: dict[str, Recipe] = {}
+        if "ablation" in chosen:
+            base, variants = _ablated(ablation_base, ablations, found, overrides)
+        return cls(chosen, found, names, allocating, base, variants, counts)
+
+    @property
+    def first(self) -> Recipe:
+        """The recipe whose conditions are those of all."""
+        return next(iter(self.recipes.values()))
+
+
+def _curves(driver: StudyParts, plan: StudyPlan) -> None:
+    for name, recipe in plan.recipes.items():
+        driver.curve("curves", name, recipe, name)
+
+
+def _ablation(driver: StudyParts, plan: StudyPlan) -> None:
+    assert plan.base is not None
+    driver.curve("curves", plan.base.name, plan.base, plan.base.name)
+    for name, recipe in plan.variants.items():
+        driver.curve("ablation", name, recipe, f"ablations/{name}")
+
+
+def _tokens(driver: StudyParts, plan: StudyPlan) -> None:
+    for name in plan.focus:
+        driver.tokens(name, plan.recipes[name], plan.counts)
+
+
+def _front(driver: StudyParts, plan: StudyPlan) -> None:
+    for name in plan.allocating:
+        driver.front(name, plan.recipes[name])
+
+
+def _each(part: Callable[[StudyParts, str, Recipe], None]) -> Callable[[StudyParts, StudyPlan], None]:
+    """A part that is measured for each recipe in focus by itself."""
+
+    def run(driver: StudyParts, plan: StudyPlan) -> None:
+        for name in plan.focus:
+            part(driver, name, plan.recipes[name])
+
+    return run
+
+
+_PARTS: dict[str, Callable[[StudyParts, StudyPlan], None]] = {
+    "curves": _curves,
+    "sources": _each(StudyParts.sources),
+    "tokens": _tokens,
+    "degradation": _each(StudyParts.degradation),
+    "pruning": _each(StudyParts.pruning),
+    "ablation": _ablation,
+    "front": _front,
+}
+PARTS = tuple(_PARTS)
+"""What a study can measure, in the order in which it does."""
+
+
+def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:
+    """Settings that make records comparable: a study continues only with the same."""
+    first, base = plan.first, plan.base
+    compared = plan.recipes if base is None else {base.name: base, **plan.recipes}
+    return {
+        "model": {"name": name, "shards": {f: file_sha256(checkpoint.folder / f) for f in checkpoint.files}},
+        "dtype": str(placement.dtype).removeprefix("torch."),
+        "tokens": {key: getattr(first.tokens, key) for key in ("count", "seq_len", "seed")},
+        "evaluation": dataclasses.asdict(first.evaluation),
+        "search": dataclasses.asdict(first.search),
+        "recipes": {name: _own_settings(recipe) for name, recipe in compared.items()},
+        "ablations": {name: _own_settings(recipe) for name, recipe in plan.variants.items()},
+    }
+
+
 def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[str]]:
-    """Overrides by name, from `NAME:KEY=VALUE ...` items and from a YAML file that maps names to lists of KEY=VALUE.
+    """Parse overrides by name, of `NAME:KEY=VALUE ...` items and of a YAML file that maps names to lists of KEY=VALUE.
 
     Raises:
         RecipeError: not of that form, or a name given twice.
@@ -203,7 +269,7 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
 
 
 def parse_counts(items: Iterable[str]) -> tuple[int, ...]:
-    """Positive numbers of tokens.
+    """Parse positive numbers of tokens.
 
     Raises:
         UsageError: not such numbers.
@@ -215,7 +281,7 @@ def parse_counts(items: Iterable[str]) -> tuple[int, ...]:
 
 
 def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Recipe]:
-    """The recipes by name, with one number of tokens, seed, row length, evaluation and search for all.
+    """Put the recipes, by name, under one number of tokens, seed, row length, evaluation and search for all.
 
     Raises:
         UsageError: no recipes, or two of one name.
@@ -255,22 +321,17 @@ def _ablated(
     return recipe, changed
 
 
-def _chosen_parts(parts: Iterable[str], ablations: Mapping[str, list[str]] | None) -> list[str]:
-    """The parts to run; of the default ones, those that can run."""
-    parts = list(parts)
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown or not parts:
+def _chosen_parts(parts: list[str] | None, ablations: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """The parts to run, in the order of PARTS; by default those that can run."""
+    wanted = PARTS if parts is None else parts
+    unknown = [part for part in wanted if part not in PARTS]
+    if unknown or not wanted:
         raise UsageError(f"--parts {','.join(unknown) or 'is empty'}: expected some of {', '.join(PARTS)}.")
-    unavailable = {}
-    if "prune" not in get_type_hints(Recipe):
-        unavailable["pruning"] = "recipes have no section `prune` in this version of rotor"
     if not ablations:
-        unavailable["ablation"] = "there are no ablations; give --ablation or --ablations"
-    if tuple(parts) != PARTS:
-        for part in parts:
-            if part in unavailable:
-                raise UsageError(f"--parts {part}: {unavailable[part]}.")
-    return [part for part in parts if part not in unavailable]
+        if parts is not None and "ablation" in parts:
+            raise UsageError("--parts ablation: there are no ablations; give --ablation or --ablations.")
+        wanted = [part for part in wanted if part != "ablation"]
+    return tuple(part for part in PARTS if part in wanted)
 
 
 def _own_settings(recipe: Recipe) -> dict[str, Any]:

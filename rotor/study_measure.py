@@ -14,23 +14,24 @@ from .bases import LayerBases
 from .checkpoint import Checkpoint
 from .comparison import relative_difference
 from .compress import CompressibleModel
-from .errors import DataError
-from .evaluation import EvaluationData, Scores, evaluation_data, score
-from .metrics import Recall
+from .fidelity import FidelityMeter
+from .layout import LayerRanks
+from .metric_registry import METRICS
+from .metrics import EvaluationContext
 from .placement import Placement
+from .point import Point
 from .progress import Progress
-from .ranks import LayerRanks, RankPlan
-from .recipe import Evaluation
-from .search import Measurer
+from .ranks import RankPlan
+from .recipe import Evaluation, Recipe
+from .run import Run
+from .search import Measurer, probe_rows
+from .splits import SPLITS, EvaluationData, evaluation_data, held_out_documents
+from .table import Context, ProbeTable, RankTable
+from .tokens import spread_rows, text_rows
 
-SPLITS = ("search", "report")
-METRICS = {
+COLUMNS = {
     "accuracy": "accuracy (ratio to the model)",
-    "token_accuracy": "next-token accuracy ratio",
-    "ppl_ratio": "perplexity ratio (base over compressed)",
-    "kl_div": "KL divergence (nats per token)",
-    "top1_agreement": "top-1 agreement",
-    "recall": "look-up accuracy (ratio to the model)",
+    **{name: info.label for name, info in METRICS.items() if not info.parts},
 }
 """Columns of a measured point in each split, with their labels; one that a point does not have stays empty."""
 
@@ -43,12 +44,6 @@ class Bench:
     ) -> None:
         self.checkpoint, self.evaluation, self.progress = checkpoint, evaluation, progress
         self.placement, self.workspace = placement, workspace
-        self.measures = [
-            self.fidelity,
-            self.recall,
-        ]  # each adds METRICS to a point: (bases, ranks, split) -> values by name
-        self._base: dict[str, tuple[Tensor, Scores]] = {}
-        self._recall: dict[str, Recall | None] = {}
 
     @cached_property
     def network(self) -> CompressibleModel:
@@ -56,59 +51,32 @@ class Bench:
 
     @cached_property
     def data(self) -> EvaluationData:
+        """Held-out text."""
         return evaluation_data(self.evaluation, self.checkpoint.config, self.checkpoint.tokenizer)
 
+    def calibration_rows(self, count: int) -> Tensor:
+        """Rows [count, seq_len] of the text that is kept for calibrations."""
+        found = held_out_documents(self.evaluation)
+        rows = text_rows(found.calibration, self.checkpoint.tokenizer, self.data.report.shape[1])
+        return spread_rows(rows, count, f"study, calibration part of {found.description}")
+
+    @cached_property
+    def meter(self) -> FidelityMeter:
+        """Measures all points, so that the uncompressed model runs once a split."""
+        context = EvaluationContext(self.evaluation, self.data.rows, self.checkpoint.tokenizer, self.checkpoint.config)
+        return FidelityMeter(context, self.progress)
+
+    def measurer(self, run: Run, recipe: Recipe) -> Measurer:
+        """What measures points of a run into its tables."""
+        place = self.placement
+        table = RankTable.open(run, Context.of(self.evaluation, self.data, place.dtype, place.device))
+        rows = probe_rows(recipe.ranks, self.data.search)
+        probes = ProbeTable.open(run, recipe.ranks, rows, place.dtype, place.device)
+        return Measurer(table, probes, self.network, run.bases(), self.meter, self.progress)
+
     def point(self, measurer: Measurer, plan: RankPlan) -> dict[str, Any]:
-        """Everything about one plan: its compression, and in each split the METRICS that there are.
-
-        Ratios and their interval are those of the run's table, where the point is added if it is not there yet.
-        """
-        measured, bases = measurer.measure(plan), plan.select(measurer.bases)
-        point: dict[str, Any] = {"planned": measured["compression"]["planned"], "stored": round(plan.stored, 6)}
-        for split in SPLITS:
-            point[split] = {"accuracy": measurer.table.accuracy(measured, split)}
-            for measure in self.measures:
-                point[split].update(measure(bases, plan.rounded, split))
-            point[split].update({name: measured[split][name] for name in METRICS if name in measured[split]})
-        point["interval"] = measured["report"].get("interval")
-        return point
-
-    def recall(self, bases: Sequence[LayerBases], ranks: list[LayerRanks], split: str) -> dict[str, float]:
-        """Share of keys looked up, relative to the uncompressed model; nothing where that cannot do it."""
-        if split not in self._recall:
-            metric = Recall("recall", self.evaluation, self.checkpoint.tokenizer, self.checkpoint.config)
-            try:
-                self.network.restore()
-                metric.measure_base(self.network, split)
-                self._recall[split] = metric
-            except DataError:
-                self._recall[split] = None
-        known = self._recall[split]
-        if known is None:
-            return {}
-        self.network.compress(bases, ranks)
-        return {"recall": known.ratio(self.network, split)}
-
-    def fidelity(self, bases: Sequence[LayerBases], ranks: list[LayerRanks], split: str) -> dict[str, float]:
-        """Mean KL divergence of the next-token distributions from the uncompressed model's, and share of equal argmax.
-
-        The uncompressed model's final hidden states are kept between points.
-        """
-        rows, network = getattr(self.data, split), self.network
-        with self.progress.task(f"compare ({split})", rows.numel(), "tokens") as advance:
-            if split not in self._base:
-                network.restore()
-                states = network.final_states(rows)
-                self._base[split] = states, score(network, rows, states=states)
-            reference, base = self._base[split]
-            network.compress(bases, ranks)
-            scores = score(network, rows, advance, reference)
-        assert scores.kl_div is not None
-        assert scores.top1 is not None
-        assert base.top1 is not None
-        divergence, agreement = scores.kl_div.sum(), (base.top1 == scores.top1).sum()
-        tokens = base.top1.size
-        return {"kl_div": round(float(divergence / tokens), 6), "top1_agreement": round(float(agreement / tokens), 6)}
+        """A record of one plan: its compression, and in each split the COLUMNS that there are."""
+        return point_record(measurer.measure(plan))
 
     @torch.inference_mode()
     def degradation(self, bases: Sequence[LayerBases], ranks: list[LayerRanks], rows: Tensor) -> float:
@@ -146,6 +114,24 @@ class Bench:
         finally:
             handle.remove()
         return outputs
+
+
+def point_record(point: Point) -> dict[str, Any]:
+    """Compression, accuracy and every ratio of a point on both splits, and the report split's interval."""
+    record: dict[str, Any] = point.compression_json
+    for split in SPLITS:
+        found = point.fidelity(split)
+        values = {name: found.values[name] for name in COLUMNS if name in found.values}
+        record[split] = {"accuracy": found.accuracy, **values}
+    interval = point.fidelity("report").interval
+    return {**record, "interval": None if interval is None else list(interval)}
+
+
+def target_record(point: Point) -> dict[str, Any]:
+    """Compression and accuracy of the point that a target led to, on both splits, and the report split's interval."""
+    interval = point.fidelity("report").interval
+    values = {split: point.fidelity(split).accuracy for split in SPLITS}
+    return {**point.compression_json, **values, "interval": None if interval is None else list(interval)}
 
 
 def uniform_ranks(bases: Sequence[LayerBases], compression: float, side: str) -> list[LayerRanks]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -14,19 +14,21 @@ from .comparison import (
     SIDES,
     basis_difference,
     coefficient_of_variation,
-    columns,
+    encoders,
     largest_singular_values,
     mean_spectrum,
     principal_angles,
 )
 from .errors import AccuracyError, DataError, UsageError
-from .evaluation import held_out_documents
+from .places import remove
 from .progress import Progress
-from .recipe import Recipe, Tokens, override
+from .ranks import RankPath
+from .recipe import Evaluation, Recipe, Tokens, override
 from .run import Run
-from .search import Measurer, RankTable, choose, complete_table
+from .search import Measurer, search_target
+from .splits import held_out_documents
 from .study_front import CHANGES, measure_front
-from .study_measure import SPLITS, Bench, uniform_ranks
+from .study_measure import Bench, target_record, uniform_ranks
 from .study_store import StudyStore
 
 COMPRESSIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -60,9 +62,8 @@ class StudyParts:
         run = self._run(folder, recipe)
         if not self.store.get(keys[0]):
             self.store.put(keys[0], {**_spectra(_first_candidates(run)), "seconds": _seconds(run)})
-        table = RankTable.open(run, recipe)
-        measurer = Measurer(table, self.bench.network, run.bases(), self.bench.data, self.progress)
-        path = measurer.path()
+        measurer = self.bench.measurer(run, recipe)
+        path = measurer.path(recipe)
         last: dict[str, Any] = {}  # neighbours may be one step of the path
         for key, target in zip(keys[2:], COMPRESSIONS, strict=True):
             if self.store.get(key):
@@ -79,9 +80,8 @@ class StudyParts:
                 f"{name} at {target:g}: accuracy {report['accuracy']:.4f}, KL {report['kl_div']:.5f} (report split)"
             )
         if not self.store.get(keys[1]):
-            if not table.complete:
-                complete_table(measurer, path)
-            self.store.put(keys[1], {f"{target:.2f}": _at_target(table, target) for target in TARGETS})
+            found = {f"{target:.2f}": _at_target(measurer, path, recipe, target) for target in TARGETS}
+            self.store.put(keys[1], found)
 
     def sources(self, name: str, recipe: Recipe) -> None:
         """Bases of one recipe from different calibration tokens, against each other."""
@@ -133,7 +133,7 @@ class StudyParts:
         bases = _first_candidates(self._variant_run(name, "text", self._token_variants(recipe)["text"]))
         data = self.bench.data
         rows = max(1, HELD_OUT_TOKENS // data.report.shape[1])
-        own, parts = data.search[: 2 * rows], data.report[: 2 * rows].split(rows)
+        own, parts = self.bench.calibration_rows(2 * rows), data.report[: 2 * rows].split(rows)
         with self.progress.task("degradation", len(keys), "points") as advance:
             for (side, p), key in keys.items():
                 if not self.store.get(key):
@@ -146,7 +146,7 @@ class StudyParts:
     def front(self, name: str, recipe: Recipe) -> None:
         """Bytes of cache against predicted decode time, where the ranks choose domain and group size of every layer."""
         free = override(recipe, CHANGES)
-        measure_front(self.bench, self.store, self.progress, name, free, self._run(f"front/{name}", free), TARGETS)
+        measure_front(self.bench, self.store, name, free, self._run(f"front/{name}", free), TARGETS)
 
     def pruning(self, name: str, recipe: Recipe) -> None:
         """Error, seconds and spectra by the share of sequences dropped, and by the number of centroids.
@@ -171,12 +171,10 @@ class StudyParts:
     ) -> None:
         """Calibrate into a folder that is removed again, and record a point at the study's fixed compression."""
         folder = self.store.folder / "runs" / "variant"
-        shutil.rmtree(folder, ignore_errors=True)
         try:
             run = calibrate(self.bench.checkpoint.folder, folder, recipe, overwrite=True, **self._calibrate_options)
-            table = RankTable.open(run, recipe)
-            measurer = Measurer(table, self.bench.network, run.bases(), self.bench.data, self.progress)
-            plan = measurer.path().at_compression(self.at)
+            measurer = self.bench.measurer(run, recipe)
+            plan = measurer.path(recipe).at_compression(self.at)
             record = {**facts, "seconds": _seconds(run)}
             if plan is None:
                 self.store.put(key, {**record, "skipped": f"compression {self.at:g} is out of reach"})
@@ -187,34 +185,37 @@ class StudyParts:
             self.store.put(key, record)
             self.progress.message(f"{key}: KL {record['report']['kl_div']:.5f} (report split)")
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir():
+                remove(folder, "run")
 
     def _token_variants(self, recipe: Recipe) -> dict[str, Recipe]:
         """Variants of the recipe by their calibration tokens.
 
-        Random tokens of two seeds, text of the search half, and `synthetic` if there is that source; `other-text` is of
-        the report half, so that its bases are only compared with and never measured.
+        Random tokens of two seeds, text of the third of the documents that is kept for it, and `synthetic` if there is
+        that source; `other-text` is of the report third, so that its bases are only compared with and never measured.
         """
         tokens = recipe.tokens
         variants = {
             "random": replace(tokens, source="random", path=None, seed=0),
             "random-1": replace(tokens, source="random", path=None, seed=1),
-            "text": replace(tokens, source="text", path=str(self._text(recipe, "search"))),
+            "text": replace(tokens, source="text", path=str(self._text(recipe, "calibration"))),
             "other-text": replace(tokens, source="text", path=str(self._text(recipe, "report"))),
         }
         if "synthetic" in get_args(get_type_hints(Tokens)["source"]):
             synthetic: Any = "synthetic"
             variants["synthetic"] = replace(tokens, source=synthetic, path=None)
-        return {source: replace(recipe, tokens=changed) for source, changed in variants.items()}
+        # The folders hold one split each: with other held-out text, nothing is left out of them.
+        apart = Evaluation()
+        return {s: replace(recipe, tokens=changed, evaluation=apart) for s, changed in variants.items()}
 
     def _text(self, recipe: Recipe, split: str) -> Path:
-        """A folder with the documents of one half of the held-out text, one file each."""
+        """A folder with the documents of a third of the held-out text, one file each."""
         folder = self.store.folder / "text" / split
         if not folder.is_dir():
-            staging = folder.with_name(f"{split}.tmp")
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-            for index, document in enumerate(held_out_documents(recipe.evaluation)[0][SPLITS.index(split)]):
+            folder.parent.mkdir(exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=f".{split}-", dir=folder.parent))
+            documents = held_out_documents(recipe.evaluation)
+            for index, document in enumerate(getattr(documents, split)):
                 (staging / f"{index:05d}.txt").write_text(document, "utf-8")
             staging.rename(folder)
         return folder
@@ -254,7 +255,7 @@ def compare_bases(bases: list[LayerBases], others: list[LayerBases]) -> dict[str
     """Per side: epsilon, delta, their ratio, and the mean and largest principal angles in degrees at ANGLE_SHARES."""
     result: dict[str, Any] = {}
     for side in SIDES:
-        first, second = columns(bases, side), columns(others, side)
+        first, second = encoders(bases, side), encoders(others, side)
         difference = basis_difference(first, second)
         angles = {}
         for share in ANGLE_SHARES:
@@ -285,14 +286,13 @@ def _seconds(run: Run) -> dict[str, float]:
     return {name: stage["seconds"] for name, stage in run.info["stages"].items() if name not in skip}
 
 
-def _at_target(table: RankTable, target: float) -> dict[str, Any]:
-    """The point of the table that `rotor export --accuracy` would choose."""
+def _at_target(measurer: Measurer, path: RankPath, recipe: Recipe, target: float) -> dict[str, Any]:
+    """The point that `rotor export --accuracy` would choose."""
     try:
-        point = choose(table, target)
+        plan = search_target(measurer.table, path, recipe, target, measurer.search)
     except AccuracyError as error:
         return {"out_of_reach": error.message}
-    values = {split: table.accuracy(point, split) for split in SPLITS}
-    return {**point["compression"], **values, "interval": point["report"].get("interval")}
+    return target_record(measurer.measure(plan))
 
 
 def _without_path(recipe: Recipe) -> dict[str, Any]:

@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .study_measure import METRICS, SPLITS
+from .atomic import write_text
+from .metric_registry import describe
+from .splits import SPLITS
+from .study_measure import COLUMNS
 from .study_store import StudyStore
 
 CSV, SUMMARY = "results.csv", "summary.md"
@@ -21,7 +24,7 @@ Curves = dict[str, dict[str, dict[str, Any]]]
 def write_csv(store: StudyStore) -> Path:
     """One row per recipe (or ablation) and compression, with the metrics of both splits."""
     header = ["part", "recipe", "compression_target", "compression_planned", "compression_stored"]
-    header += [f"{split}_{metric}" for split in SPLITS for metric in METRICS]
+    header += [f"{split}_{metric}" for split in SPLITS for metric in COLUMNS]
     header += ["report_interval_low", "report_interval_high"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -30,7 +33,7 @@ def write_csv(store: StudyStore) -> Path:
         for recipe, records in curves(store, part).items():
             for point in points(records):
                 row = [part, recipe, point["target"], point["planned"], point["stored"]]
-                row += [point[split].get(metric, "") for split in SPLITS for metric in METRICS]
+                row += [point[split].get(metric, "") for split in SPLITS for metric in COLUMNS]
                 writer.writerow([*row, *(point["interval"] or ("", ""))])
     return _write(store, CSV, text.getvalue())
 
@@ -39,16 +42,13 @@ def write_summary(store: StudyStore) -> Path:
     """Tables in Markdown: compression at the target accuracies, every metric by compression, and the other parts."""
     settings = store.settings
     evaluation = settings["evaluation"]
-    metric = "smaller of token accuracy ratio and perplexity ratio"
-    if evaluation["metric"] != "default":
-        metric = evaluation["metric"]
     lines = [
         f"# Study of {settings['model']['name']}",
         "",
         f"{settings['tokens']['count']} calibration tokens in rows of {settings['tokens']['seq_len']}, seed "
         f"{settings['tokens']['seed']}; measured in {settings['dtype']} on {evaluation['source']} text, "
-        f"{evaluation['search_tokens']} tokens to search and {evaluation['report_tokens']} to report. Accuracy is the "
-        f"{metric}. Compression is the share of the KV cache removed, as stored.",
+        f"{evaluation['search_tokens']} tokens to search and {evaluation['report_tokens']} to report. Accuracy is "
+        f"{describe(evaluation['metric'])}. Compression is the share of the KV cache removed, as stored.",
     ]
     for found, title in ((curves(store, "curves"), "Recipes"), (ablation_curves(store), "Ablation")):
         if found:
@@ -108,7 +108,8 @@ def _target_table(found: Curves) -> list[str]:
         rows.append([f"`{recipe}`", *(_target_cell(point) for point in reached)])
     return [
         "",
-        "Compression at a target accuracy, met on both splits; accuracy on the report split with its 95 % interval.",
+        "Compression at a target accuracy, chosen by the search split; in brackets that of the report split with its "
+        "95 % interval.",
         *table(["recipe", *(f"at {float(target):g}" for target in targets)], rows),
     ]
 
@@ -125,7 +126,7 @@ def _metric_tables(found: Curves) -> list[str]:
     """One table a metric, report split: recipes down, compressions across."""
     targets = sorted({p["target"] for records in found.values() for p in points(records)})
     lines: list[str] = []
-    for metric, label in METRICS.items():
+    for metric, label in COLUMNS.items():
         rows = []
         for recipe, records in found.items():
             values = {p["target"]: p["report"].get(metric) for p in points(records)}
@@ -263,7 +264,5 @@ def _point_cells(record: dict[str, Any]) -> list[str]:
 
 def _write(store: StudyStore, name: str, text: str) -> Path:
     path = store.folder / name
-    temporary = path.with_name(f"{name}.tmp")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(path)
+    write_text(path, text)
     return path

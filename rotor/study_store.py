@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import read_json, write_json
+from .atomic import write_json
+from .checkpoint import read_json
 from .errors import UsageError
+from .json_differences import differences, shorten_json
 
 RESULTS = "results.json"
 STORE_VERSION = 1
+ADDED_LATER = ("recipes", "ablations")
 
 
 class StudyStore:
     """Records of a study by key (`part/name/...`), with the settings that they all share.
 
-    A record is measured once: `get` it first, `put` what was missing. Every `put` writes the file beside the old one
-    and renames it, so that an interrupted study keeps everything before.
+    A record is measured once: `get` it first, `put` what was missing. Every `put` writes the file anew, so that an
+    interrupted study keeps everything before.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
@@ -48,15 +49,17 @@ class StudyStore:
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
             raise UsageError(f"{path}: not a study of this version of rotor.", "Give another folder with -o.")
         stored = data.get("settings", {})
-        differing = list(differences(stored, settings))
+        differing = list(differences(stored, settings, optional=lambda name: name in ADDED_LATER))
         if differing:
-            shown = "; ".join(f"{name} was {_shorten(old)}, now {_shorten(new)}" for name, old, new in differing[:4])
+            shown = "; ".join(
+                f"{name} was {shorten_json(old)}, now {shorten_json(new)}" for name, old, new in differing[:4]
+            )
             more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
             raise UsageError(
                 f"{path}: was measured with other settings: {shown}{more}.",
                 "Give the same settings (--set) to continue it, or another folder with -o.",
             )
-        for section in ("recipes", "ablations"):
+        for section in ADDED_LATER:
             settings[section] = {**stored.get(section, {}), **settings.get(section, {})}
         return cls(folder, settings, data["records"])
 
@@ -76,27 +79,5 @@ class StudyStore:
 
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f"{RESULTS}.tmp"
-        write_json(temporary, {"version": STORE_VERSION, "settings": self.settings, "records": self.records})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / RESULTS)
-
-
-def differences(stored: Any, asked: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, stored value, asked value) of every setting that is not the same.
-
-    Under `recipes` and `ablations` only names that are in both are compared.
-    """
-    if isinstance(stored, dict) and isinstance(asked, dict):
-        shared_only = name in ("recipes", "ablations")
-        names = [key for key in stored if key in asked] if shared_only else list(dict.fromkeys([*stored, *asked]))
-        for key in names:
-            yield from differences(stored.get(key), asked.get(key), f"{name}.{key}" if name else str(key))
-    elif stored != asked:
-        yield name, stored, asked
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+        data = {"version": STORE_VERSION, "settings": self.settings, "records": self.records}
+        write_json(self.folder / RESULTS, data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from .families import longest_row
 from .numerics import first_not_finite
 from .progress import Advance, Progress
 from .recipe import Tokens
+from .tokenizer import encode
 
 HELD_OUT_MODULES = (
     "argparse.py",
@@ -57,10 +59,12 @@ class CalibrationTokens:
 
     rows: [num_rows, seq_len], int64.
     topics: one label a row; the same for all rows where the source has no topics.
+    documents: the texts that they were taken from; empty where the source is no text.
     """
 
     rows: Tensor
     topics: tuple[str, ...]
+    documents: tuple[str, ...] = ()
 
     def topic_counts(self) -> dict[str, int]:
         """Rows of each topic, sorted by name."""
@@ -68,12 +72,18 @@ class CalibrationTokens:
 
 
 def calibration_tokens(
-    spec: Tokens, config: Any, tokenizer: Any, model: Any = None, progress: Progress | None = None
+    spec: Tokens,
+    config: Any,
+    tokenizer: Any,
+    model: Any = None,
+    progress: Progress | None = None,
+    select: Callable[[list[Document]], list[Document]] = lambda documents: documents,
 ) -> CalibrationTokens:
     """Sequences to calibrate on.
 
     Args:
         spec: what the recipe asks for.
+        select: which documents of a text may be taken; held-out ones may not.
         config: the model's transformers config (vocabulary size, longest sequence).
         tokenizer: the model's tokenizer, or None if the folder has none.
         model: the causal model itself; only the source `synthetic` runs it.
@@ -99,9 +109,12 @@ def calibration_tokens(
             with progress.task("read data set", count * seq_len, "tokens") as advance:
                 documents = dataset_documents(spec, tokenizer, count * seq_len, advance)
             what = f"tokens.dataset {spec.dataset}"
+        documents = select(documents)
         cut = topic_rows(documents, tokenizer, seq_len)
+        check_ids(cut.rows, config)
         chosen = spread_indices(cut.rows, count, what)
-        return CalibrationTokens(cut.rows[chosen], tuple(cut.topics[i] for i in chosen.tolist()))
+        topics, texts = tuple(cut.topics[i] for i in chosen.tolist()), tuple(document.text for document in documents)
+        return CalibrationTokens(cut.rows[chosen], topics, texts)
     return CalibrationTokens(rows, (spec.source,) * count)
 
 
@@ -117,11 +130,16 @@ def ordinary_tokens(config: Any, tokenizer: Any) -> Tensor:
 
 
 def random_tokens(rows: int, seq_len: int, config: Any, tokenizer: Any, seed: int) -> Tensor:
-    """Uniform draws from the vocabulary without special tokens: [rows, seq_len].
+    """Uniform draws from the vocabulary without special tokens: [rows, seq_len]; raises DataError if it has no others.
 
     Source: FDC section 5.1.
     """
     allowed = ordinary_tokens(config, tokenizer)
+    if len(allowed) == 0:
+        raise DataError(
+            f"all {config.vocab_size} tokens of the vocabulary are special: there are none to draw from.",
+            "Check that the tokenizer belongs to this model.",
+        )
     generator = torch.Generator().manual_seed(seed)
     return allowed[torch.randint(len(allowed), (rows, seq_len), generator=generator)]
 
@@ -285,7 +303,7 @@ def _dataset_texts(
             continue
         topic = "dataset" if spec.topic_column is None else _topic_name(examples, spec.topic_column, example)
         documents.append(Document(text, topic))
-        length = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        length = len(encode(tokenizer, text))
         found += length
         advance(length)
         if found >= tokens:
@@ -323,6 +341,15 @@ def require_tokenizer(tokenizer: Any) -> None:
         raise DataError("text needs a tokenizer, and the model's folder has none.", "Add tokenizer.json to it.")
 
 
+def check_ids(rows: Tensor, config: Any) -> None:
+    """Raises DataError if rows of text hold an id that the model has no embedding for, as some added tokens are."""
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < config.vocab_size:
+        raise DataError(
+            f"the tokenizer gives the id {int(rows.max())}, config.json says vocab_size {config.vocab_size}.",
+            "Check that the tokenizer belongs to this model, and that the text names no special tokens.",
+        )
+
+
 def text_rows(documents: list[str], tokenizer: Any, seq_len: int) -> Tensor:
     """Documents joined by the model's separator token and cut into rows: [rows, seq_len], the rest dropped."""
     return topic_rows([Document(text, "") for text in documents], tokenizer, seq_len).rows
@@ -343,7 +370,7 @@ def topic_rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Calib
         before = len(ids)
         if separator is not None:
             ids.append(separator)
-        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += encode(tokenizer, text)
         lengths.append(len(ids) - before)
         owners.append(number[topic])
     count = len(ids) // seq_len

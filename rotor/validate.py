@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, file_sha256
+from .cache_size import cache_bytes_per_token
+from .checkpoint import Checkpoint
 from .compress import CompressibleModel, compressed_weights, weights_of
-from .errors import DataError, RotorError
-from .evaluation import Scores, batch_logits, evaluation_data, logit_errors, ratios, score
-from .export import RECIPE
+from .compressed import CompressedCheckpoint
+from .errors import RotorError
+from .evaluation import batch_logits, logit_errors
 from .families import FAMILIES
+from .fidelity import Fidelity, FidelityMeter
+from .file_names import RECIPE
+from .formats import CheckpointInfo, SourceInfo
 from .hardware import pick_device, pick_dtype
 from .integrity import Validation, check_integrity
 from .layerwise import LayerwiseModel
-from .layout import LayerLayout
-from .metrics import KLDivergence, Metric, Recall, Top1Agreement, make_metric
+from .metric_registry import METRICS
+from .metrics import EvaluationContext
 from .placement import Placement
-from .probe import columns
+from .probe import full_ranks
 from .progress import Progress, StageTimes
-from .recipe import Evaluation, Recipe, load_recipe
+from .recipe import Recipe, load_recipe
 from .run import Run
 from .settings import Compute
+from .splits import evaluation_data
+from .trusted import TrustedEvaluation, trusted_evaluation
 
 FULL_RANK_TOLERANCE = 1e-5
 """Relative error that a full-rank rewrite may have in float32 logits."""
@@ -45,9 +50,12 @@ def validate(
     *,
     model: str | Path | None = None,
     run: str | Path | None = None,
+    recipe: str | Recipe | None = None,
+    overrides: Iterable[str] = (),
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
+    digest: str | None = None,
     progress: Progress | None = None,
 ) -> Validation:
     """Check a compressed checkpoint.
@@ -55,6 +63,9 @@ def validate(
     Args:
         folder: what `rotor export` wrote.
         model: the source model; by default where rotor.json says. run: likewise the run folder.
+        recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
+            the checkpoint's recipe.yaml says, but no text or task is opened that only the checkpoint names.
+        digest: what export printed; the manifest must have it. Without, the files are only compared with the manifest.
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
@@ -63,14 +74,16 @@ def validate(
     times = StageTimes()
     result = Validation(Path(folder))
     with times.stage("integrity"):
-        checkpoint, report, layouts = check_integrity(result, progress)
+        checkpoint = check_integrity(result, progress, digest)
+    report = checkpoint.report
     if not result.damaged:
-        source = _find(model, report, "source", "path", Path(folder), Checkpoint)
-        opened = _find(run, report, None, "run", Path(folder), Run.open)
+        source = _find(model, checkpoint.source_folder, Checkpoint)
+        opened = _find(run, checkpoint.run_folder, Run.open)
         with times.stage("numerics and accuracy"):
-            _against_source(
-                result, checkpoint, report, layouts, source, opened, Compute(device, dtype, offload), progress
-            )
+            stored = load_recipe(str(checkpoint.folder / RECIPE))
+            trusted = trusted_evaluation(stored, recipe, overrides)
+            compute = Compute(device, dtype, offload)
+            _against_source(result, checkpoint, report, source, opened, stored, trusted, compute, progress)
     result.summary = {
         "recipe": report.get("recipe"),
         "compression": report.get("compression"),
@@ -81,14 +94,10 @@ def validate(
     return result
 
 
-def _find(
-    given: str | Path | None, report: dict[str, Any], section: str | None, key: str, folder: Path, opener: Callable
-) -> Any:
+def _find(given: str | Path | None, recorded: Path, opener: Callable) -> Any:
     """What `opener` makes of a path given by the user or recorded in rotor.json; an error text if it is not there."""
-    recorded = (report.get(section, {}) if section else report).get(key)
-    path = Path(given) if given is not None else folder.resolve() / str(recorded)
     try:
-        return opener(path)
+        return opener(recorded if given is None else Path(given))
     except RotorError as error:
         if given is not None:
             raise
@@ -97,26 +106,27 @@ def _find(
 
 def _against_source(
     result: Validation,
-    checkpoint: Checkpoint,
-    report: dict[str, Any],
-    layouts: list[LayerLayout],
+    checkpoint: CompressedCheckpoint,
+    report: CheckpointInfo,
     source: Checkpoint | str,
     run: Run | str,
+    recipe: Recipe,
+    trusted: TrustedEvaluation,
     compute: Compute,
     progress: Progress,
 ) -> None:
     """Everything that needs a forward pass."""
-    recipe = load_recipe(str(checkpoint.folder / RECIPE))
     with progress.task("load text", None, ""):
-        data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+        excluded = report["accuracy"].get("excluded_documents", ())
+        data = evaluation_data(trusted.spec, checkpoint.config, checkpoint.tokenizer, excluded)
     place = _placement(source, checkpoint, recipe, compute, progress)
-    _check_stored_bases(result, checkpoint, layouts)
+    _check_stored_bases(result, checkpoint)
     if isinstance(run, str):
         result.skip("bases at full rank", f"run folder not found ({run}); pass --run")
     else:
         with progress.task("bases", None, ""):
             _check_bases(result, run)
-    reference = None
+    meter = None
     if isinstance(source, str):
         why = f"source model not found ({source}); pass --model"
         for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
@@ -129,28 +139,24 @@ def _against_source(
         else:
             with progress.task("full-rank rewrite", None, ""):
                 _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS], place.streamed)
-        reference = _reference(source, place, data.report, recipe.evaluation, checkpoint, progress)
+        if trusted.withheld:
+            result.skip("accuracy target", trusted.withheld)
+        else:
+            context = EvaluationContext(trusted.spec, data.rows, checkpoint.tokenizer, checkpoint.config)
+            meter = _measured_source(source, place, context, progress)
     with progress.task("load model", None, ""):
-        weights = compressed_weights(checkpoint, layouts, place.device, place.dtype, place.streamed)
+        weights = compressed_weights(checkpoint, place.device, place.dtype, place.streamed)
     compressed = LayerwiseModel(weights)
-    if reference is not None:
-        _check_accuracy(result, reference, compressed, report, data.report, progress)
+    if meter is not None:
+        _check_accuracy(result, meter, compressed, report)
         result.summary["same_data_as_export"] = data.sha256 == report["accuracy"]["data_sha256"]
     _measure_cache(result, compressed, checkpoint, report, data.report[:1])
 
 
-def _check_source(result: Validation, source: Checkpoint, recorded: dict[str, Any]) -> None:
+def _check_source(result: Validation, source: Checkpoint, recorded: SourceInfo) -> None:
     """The source's files are those that were calibrated."""
     expected = {**recorded["shards"], **(recorded.get("files") or {})}
-    problems = []
-    for file in sorted({*expected, *source.files}):
-        path = source.folder.resolve() / file
-        if not path.is_file():
-            problems.append(f"{path} is gone")
-        elif file not in expected:
-            problems.append(f"{path} was not there at calibration")
-        elif file_sha256(path) != expected[file]:
-            problems.append(f"{path} changed since calibration")
+    problems = source.changes(expected)
     result.judge("source unchanged", problems, f"{len(expected)} file(s), {len(source.files)} of them shards")
 
 
@@ -165,67 +171,42 @@ def _placement(
     return Placement(device, dtype, compute.offload == "always", None)
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """What the source model makes of the report split. The model itself is dropped before the compressed one is loaded.
-
-    states: its final hidden states. recall: the look-up metric with its own answers, or why it has none.
-    """
-
-    states: Tensor
-    scores: Scores
-    metric: Metric
-    recall: tuple[Recall, float] | str
-
-
-def _reference(
-    source: Checkpoint, place: Placement, rows: Tensor, spec: Evaluation, checkpoint: Checkpoint, progress: Progress
-) -> _Reference:
+def _measured_source(
+    source: Checkpoint, place: Placement, context: EvaluationContext, progress: Progress
+) -> FidelityMeter:
+    """What compares with the source on the report split; the source itself is dropped before the other is loaded."""
     with progress.task("load model", None, ""):
         base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
-    with progress.task("source model", rows.numel(), "tokens") as advance:
-        states = base.final_states(rows, advance)
-    scores = score(base, rows, states=states)
-    metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
-    metric.measure_base(base, "report")
-    recall = Recall("recall", spec, checkpoint.tokenizer, checkpoint.config)
-    try:
-        return _Reference(states, scores, metric, (recall, recall.measure_base(base, "report")["recall"]))
-    except DataError as error:
-        return _Reference(states, scores, metric, error.message)
+    meter = FidelityMeter(context, progress)
+    meter.measure_base(base, "report")
+    return meter
 
 
 def _measure_cache(
-    result: Validation, network: LayerwiseModel, checkpoint: Checkpoint, report: dict[str, Any], rows: Tensor
+    result: Validation, network: LayerwiseModel, checkpoint: Checkpoint, report: CheckpointInfo, rows: Tensor
 ) -> None:
-    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan.
-
-    Per token that a layer keeps: one with a sliding window drops the older ones.
-    """
+    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
     if network.source.streamed:
         result.skip("KV bytes per token", "measured only with all weights in memory (--offload never)")
         return
     model = network.model.to(checkpoint.config.dtype or torch.float32)
     with torch.inference_mode():
         cache = model(rows.to(model.device), use_cache=True).past_key_values
-    measured = sum(
-        (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
-        for layer in cache.layers
-    )
+    measured = cache_bytes_per_token(cache)
     planned = report["kv_bytes_per_token"]["after"]
     result.summary["measured_kv_bytes_per_token"] = measured
     result.summary["measured_compression"] = round(1 - measured / report["kv_bytes_per_token"]["before"], 6)
     result.add("KV bytes per token", measured == planned, f"measured {measured:g}, planned {planned}")
 
 
-def _check_stored_bases(result: Validation, checkpoint: Checkpoint, layouts: list[LayerLayout]) -> None:
+def _check_stored_bases(result: Validation, checkpoint: CompressedCheckpoint) -> None:
     """Where a layer stores both bases: key_basis^T query_basis = I in each group, within the rounding of its dtype.
 
     For an orthonormal pair that is the orthonormality of its columns. Deviations are relative to the columns' norms.
     """
     family = FAMILIES[checkpoint.config.model_type]
     worst, allowed, groups = 0.0, 0.0, 0
-    for index, layout in enumerate(layouts):
+    for index, layout in enumerate(checkpoint.layouts):
         if layout.folded_keys:
             continue
         prefix = family.stored_prefix(index, checkpoint.names)
@@ -268,37 +249,28 @@ def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Ten
     error = 0.0
     for key in bases[0]:
         chosen = bases.select([key] * len(bases))
-        network.compress(chosen, [[columns(b)] * len(b.qk.encode) for b in chosen])
+        network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
         got = batch_logits(network, rows)
         error = max(error, float((got - expected).norm() / expected.norm()))
     result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, f"relative error of float32 logits {error:.1e}")
 
 
 def _check_accuracy(
-    result: Validation,
-    reference: _Reference,
-    compressed: LayerwiseModel,
-    report: dict[str, Any],
-    rows: Tensor,
-    progress: Progress,
+    result: Validation, meter: FidelityMeter, compressed: LayerwiseModel, report: CheckpointInfo
 ) -> None:
-    """The compressed model against the source over the report split: accuracy, KL, agreement, recall, logit error."""
-    with progress.task("compressed model", rows.numel(), "tokens") as advance:
-        states = compressed.final_states(rows, advance)
-    before, metric = reference.scores, reference.metric
-    after = score(compressed, rows, reference=reference.states, states=states)
-    found = metric.measure(compressed, "report", before, after)
-    others: list[Metric] = [KLDivergence("kl_div"), Top1Agreement("top1_agreement")]
-    error = logit_errors(compressed, rows, reference.states, states).numpy()
+    """The compressed model against the source over the report split: every ratio, KL, agreement, logit error."""
+    view = meter.look(compressed, "report")
+    found, rows = meter.judge(view, "report"), meter.context.rows["report"]
+    error = logit_errors(compressed, rows, meter.reference("report"), view.states).numpy()
+    target, base = report["accuracy"]["target"], meter.base["report"]
     result.summary["accuracy"] = {
-        "metric": metric.name,
-        "value": found.value,
-        "interval_95": found.interval and list(found.interval),
-        "target": report["accuracy"]["target"],
-        **{name: value for name, value in ratios(before, after).items() if name != "default"},
-        **{k: v for other in others for k, v in other.measure(compressed, "report", before, after).fields.items()},
-        **_recall(reference, compressed, after),
-        **found.fields,
+        "metric": meter.metric,
+        "value": found.accuracy,
+        "interval_95": None if found.interval is None else list(found.interval),
+        "target": target,
+        **found.values,
+        **{f"base_{name}": base[name] for name in base if name in METRICS},
+        "left_out": meter.left_out["report"],
         "logit_error": {
             "mean": round(float(error.mean()), 6),
             "p99": round(float(np.quantile(error, 0.99)), 6),
@@ -310,18 +282,25 @@ def _check_accuracy(
     result.add(
         "logits against source", finite, f"relative error per position: mean {error.mean():.4f}, max {error.max():.4f}"
     )
-    target = report["accuracy"]["target"]
-    bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
-    text = f"{metric.name} {found.value:.4f}{bounds}"
-    if target is None:
-        result.skip("accuracy target", f"none was set; {text}")
+    met, text = judge_target(meter.metric, found, target)
+    if met is None:
+        result.skip("accuracy target", text)
     else:
-        result.add("accuracy target", found.value >= target, f"{text}, target {target}")
+        result.add("accuracy target", met, text)
 
 
-def _recall(reference: _Reference, compressed: LayerwiseModel, after: Scores) -> dict[str, Any]:
-    """Look-up accuracy on the report split as a ratio, and the source's; why not, if the source cannot do it."""
-    if isinstance(reference.recall, str):
-        return {"recall": None, "recall_not_measured": reference.recall}
-    recall, absolute = reference.recall
-    return {**recall.measure(compressed, "report", reference.scores, after).fields, "base_recall": absolute}
+def judge_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
+    """Whether a target is met on the report split, and why; None where none was set.
+
+    It is not met where the whole interval lies below it, or, of a metric without an interval, the value.
+    """
+    bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
+    text = f"{metric} {found.accuracy:.4f}{bounds}"
+    if target is None:
+        return None, f"none was set; {text}"
+    text = f"{text}, target {target}"
+    if found.accuracy >= target:
+        return True, text
+    if found.interval is not None and found.interval[1] >= target:
+        return True, f"{text}: the value is below the target, its 95 % interval is not"
+    return False, f"{text}: {'the whole interval is' if found.interval else 'it is'} below the target"

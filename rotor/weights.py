@@ -1,6 +1,6 @@
-"""Where a model's weights are while it runs: all in memory, or one unit at a time read from its shards.
+"""Residence of a model's weights while it runs: all in memory, or one part at a time read from its shards.
 
-A unit is a decoder layer (its index), the `embedding`, or the `head`. Everything else (final norm, learned positions)
+A part is a decoder layer (its index), the `embedding`, or the `head`. Everything else (final norm, learned positions)
 is small and always in memory. Weights go through transformers' own loading, so that families whose modules hold them in
 another form than the checkpoint (fused experts) need no knowledge here.
 """
@@ -23,21 +23,21 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .families import FAMILIES, Family
 
-Unit = int | Literal["embedding", "head"]
+Part = int | Literal["embedding", "head"]
 
 
 class Weights(Protocol):
-    """A causal model and the promise that a unit's weights are on their device inside `loaded`."""
+    """A causal model and the promise that a part's weights are on their device inside `loaded`."""
 
     model: Any
     streamed: bool
 
-    def loaded(self, unit: Unit) -> Any:
+    def loaded(self, part: Part) -> Any:
         """A context manager."""
 
 
 class ResidentWeights:
-    """All weights in memory; loading a unit is nothing."""
+    """Weights that are all in memory; loading a part is nothing."""
 
     streamed = False
 
@@ -45,20 +45,20 @@ class ResidentWeights:
         self.model = model
 
     @contextmanager
-    def loaded(self, unit: Unit) -> Iterator[None]:
-        del unit
+    def loaded(self, part: Part) -> Iterator[None]:
+        del part
         yield
 
 
 class StreamedWeights:
-    """One unit in memory at a time.
+    """Weights of which one part is in memory at a time.
 
     Args:
         checkpoint: where the weights are read from.
         device, dtype: what they are turned into when they are read.
         prepare: changes the model before anything is read, e.g. its attention modules; all parameters stay on meta.
     Raises:
-        CheckpointError: the tensors of a unit do not fit the config (when it is loaded).
+        CheckpointError: the tensors of a part do not fit the config (when it is loaded).
     """
 
     streamed = True
@@ -86,43 +86,54 @@ class StreamedWeights:
             "embedding": named[id(self.model.get_input_embeddings())] + ".",
             "head": named[id(self.model.get_output_embeddings())] + ".",
         }
-        self._names: dict[Unit | None, list[str]] = {}
+        self._names: dict[Part | None, list[str]] = {}
         for name in sorted(checkpoint.names):
-            self._names.setdefault(self._unit_of(name), []).append(name)
+            self._names.setdefault(self._part_of(name), []).append(name)
         tied = not self._names.get("head")
-        self._sources: dict[Unit, Unit] = {"head": "embedding"} if tied else {}
+        self._sources: dict[Part, Part] = {"head": "embedding"} if tied else {}
         for name, buffer in self.model.named_buffers():
             _set(self.model, name, buffer.to(device))
         self._load(None)
+        self._check_head()
 
     @contextmanager
-    def loaded(self, unit: Unit) -> Iterator[None]:
-        unit = self._sources.get(unit, unit)
+    def loaded(self, part: Part) -> Iterator[None]:
+        part = self._sources.get(part, part)
         try:
-            self._load(unit)
+            self._load(part)
             yield
         finally:
-            self._drop(unit)
+            self._drop(part)
 
-    def _unit_of(self, name: str) -> Unit | None:
-        """The unit of a parameter, or of a tensor of the checkpoint; the names of a bare model lack the first part."""
-        unit = self._unit_of_full(name)
-        return self._unit_of_full(f"{self._base}.{name}") if unit is None else unit
+    def _check_head(self) -> None:
+        """A head is in the shards or tied to the embedding; transformers would make up a random one."""
+        name = self._vocabulary["head"] + "weight"
+        tied = any(name in group for group in self._aliases)
+        if "head" in self._sources and not tied and self.model.get_parameter(name).is_meta:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: missing on loading: {name}, which config.json does not tie.",
+                "Check that config.json belongs to these weights.",
+            )
 
-    def _unit_of_full(self, name: str) -> Unit | None:
+    def _part_of(self, name: str) -> Part | None:
+        """The part of a parameter, or of a tensor of the checkpoint; the names of a bare model lack the first part."""
+        part = self._part_of_full(name)
+        return self._part_of_full(f"{self._base}.{name}") if part is None else part
+
+    def _part_of_full(self, name: str) -> Part | None:
         if name.startswith(self._layers):
             index = name[len(self._layers) :].partition(".")[0]
             return int(index) if index.isdigit() else None
-        for unit, prefix in self._vocabulary.items():
+        for part, prefix in self._vocabulary.items():
             if name.startswith(prefix):
-                return unit  # type: ignore[return-value]
+                return part  # type: ignore[return-value]
         return None
 
-    def _parameters(self, unit: Unit | None) -> list[str]:
-        return [name for name, _ in self.model.named_parameters() if self._unit_of(name) == unit]
+    def _parameters(self, part: Part | None) -> list[str]:
+        return [name for name, _ in self.model.named_parameters() if self._part_of(name) == part]
 
-    def _load(self, unit: Unit | None) -> None:
-        names = self._names.get(unit, [])
+    def _load(self, part: Part | None) -> None:
+        names = self._names.get(part, [])
         report, _ = convert_and_load_state_dict_in_model(
             self.model,
             {name: self.checkpoint.unchecked_tensor(name) for name in names},
@@ -133,7 +144,7 @@ class StreamedWeights:
                 weight_mapping=self._mapping,  # type: ignore[arg-type]
             ),
         )
-        where = "the weights outside of the layers" if unit is None else f"unit {unit}"
+        where = "the weights outside of the layers" if part is None else f"part {part}"
         for kind in ("unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
             found = getattr(report, kind)
             if found:
@@ -146,15 +157,15 @@ class StreamedWeights:
             first = next((p for p in map(self.model.get_parameter, group) if not p.is_meta), None)
             for name in group if first is not None else ():
                 _set(self.model, name, first)
-        missing = [name for name in self._parameters(unit) if self.model.get_parameter(name).is_meta]
+        missing = [name for name in self._parameters(part) if self.model.get_parameter(name).is_meta]
         if missing:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {where}: missing on loading: {', '.join(missing)[:300]}.",
                 "Check that config.json belongs to these weights.",
             )
 
-    def _drop(self, unit: Unit) -> None:
-        for name in self._parameters(unit):
+    def _drop(self, part: Part) -> None:
+        for name in self._parameters(part):
             parameter = self.model.get_parameter(name)
             empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
             for alias in next((group for group in self._aliases if name in group), [name]):

@@ -29,6 +29,7 @@ import rotor
 from rotor.calibrate import calibrate
 from rotor.checkpoint import Checkpoint
 from rotor.compress import CompressibleModel
+from rotor.manifest import NO_DIGEST, Manifest, write_manifest
 from rotor.run import Run
 
 ROOT = Path(rotor.__file__).parent.parent
@@ -163,7 +164,8 @@ FAST_EVALUATION = [
     "evaluation.seq_len=128",
     "evaluation.search_tokens=1024",
     "evaluation.report_tokens=1024",
-    "search.step=0.2",
+    "evaluation.lookup_prompts=8",
+    "evaluation.copy_prompts=8",
     "search.resolution=0.1",
     "search.targets=[0.9]",
 ]
@@ -206,6 +208,15 @@ def calibrated(model: Path, out: Path, domain: str, size: int | str, **bases: st
         *SHORT_TEXT,
     ]
     return calibrate(model, out, "fdc", overrides)
+
+
+def reseal(folder: Path) -> str:
+    """Give an edited run or checkpoint a manifest that fits, as somebody might who means harm; its new digest."""
+    manifest = Manifest.read(folder)
+    card = folder / "README.md"
+    if card.is_file():
+        card.write_text(card.read_text().replace(manifest.digest, NO_DIGEST))
+    return write_manifest(folder, manifest.kind)
 
 
 def in_memory(run: Run, rewrite_dtype: torch.dtype | None = None) -> CompressibleModel:

@@ -5,7 +5,8 @@ import pytest
 import scipy.linalg
 import torch
 
-from rotor.bases import Inputs, LayerBases, block_diagonal, kq, output_moments, palu, rope_pairs, rotary_average, svd
+from rotor.bases import LayerBases, kq, palu, rope_pairs, svd
+from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_average
 from rotor.families import AttentionWeights
 from rotor.kernels.reference import rotate
 from rotor.layout import AttentionShape

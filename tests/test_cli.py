@@ -6,15 +6,18 @@ import importlib
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION
+from conftest import DEMO_MODEL, FAST_EVALUATION, reseal
 from safetensors.torch import load_file, save_file
 from test_end_to_end import contents
 
 from rotor import cli
+from rotor.run import Run
+from rotor.table import RankTable
 
 FAST = [item for setting in ["tokens.count=1024", *FAST_EVALUATION] for item in ("--set", setting)]
 FAST_EXPORT = [item for setting in FAST_EVALUATION for item in ("--set", setting)]
@@ -203,10 +206,10 @@ def test_wrong_requests_to_export(demo_run, tmp_path: Path, capsys) -> None:
 def test_a_target_out_of_reach_is_exit_code_3(demo_run, tmp_path: Path, capsys) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     assert rotor(capsys, "export", run, "-o", tmp_path / "a", "--accuracy", "0.9", "-q")[0] == 0
-    table = json.loads((run / "rank_table.json").read_text())
-    for point in table["points"]:
-        point["search"]["default"] = 0.91
-    (run / "rank_table.json").write_text(json.dumps(table))
+    table = RankTable.latest(Run.open(run))
+    assert table is not None
+    table.points = [p.with_fidelity("search", replace(p.fidelity("search"), accuracy=0.91)) for p in table.points]
+    table.save()
     expect_error(capsys, 3, "best measured is 0.91", "export", run, "-o", tmp_path / "b", "--accuracy", "0.92", "-q")
     assert not (tmp_path / "b").exists()
 
@@ -257,10 +260,17 @@ def test_a_failing_disk_leaves_nothing_and_the_old_folder(demo_run, tmp_path: Pa
 def test_overwrite_replaces_the_whole_folder(demo_run, tmp_path: Path, capsys) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "stale.safetensors").write_text("old")
-    assert rotor(capsys, "export", run, "-o", out, "--compression", "0.5", "--overwrite", "-q")[0] == 0
-    assert not (out / "stale.safetensors").exists()
+    assert rotor(capsys, "export", run, "-o", out, "--compression", "0.3", "-q")[0] == 0
+    (out / "report.html").unlink()
+    before = contents(out)
+    again = ["export", run, "-o", out, "--compression", "0.5", "--overwrite", "-q"]
+    (out / "mine.txt").write_text("keep")
+    expect_error(capsys, 2, "holds mine.txt, which rotor did not write", *again)
+    (out / "mine.txt").unlink()
+    assert rotor(capsys, *again)[0] == 0
+    after = contents(out)
+    assert after["model.safetensors"] != before["model.safetensors"]
+    assert after.keys() - before.keys() == {"report.html"}
     assert {p.name for p in tmp_path.iterdir()} == {"run", "out"}
 
 
@@ -314,10 +324,11 @@ def test_validate_exit_codes(demo_run, tmp_path: Path, capsys) -> None:
     report = json.loads((tmp_path / "out" / "rotor.json").read_text())
     report["accuracy"]["target"] = 0.9999
     (tmp_path / "out" / "rotor.json").write_text(json.dumps(report))
+    reseal(tmp_path / "out")
     assert rotor(capsys, "validate", tmp_path / "out")[0] == 3
     weights = tmp_path / "out" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 4
     weights.write_bytes(data)
     assert rotor(capsys, "validate", tmp_path / "out")[0] == 1
-    expect_error(capsys, 1, "rotor.json: no such file", "validate", DEMO_MODEL)
+    expect_error(capsys, 1, "demo-model: not a compressed checkpoint", "validate", DEMO_MODEL)

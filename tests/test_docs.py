@@ -27,7 +27,7 @@ PLACES = {
 }
 """What the names in capitals stand for here."""
 
-FAST = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "ranks.probe_tokens=64", "search.step=0.3"]
+FAST = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "ranks.probe_tokens=64"]
 FAST_SETTINGS = [item for setting in [*FAST, "search.resolution=0.2", *SHORT_TEXT] for item in ("--set", setting)]
 QUICKER = {
     "calibrate": [*FAST_SETTINGS, "--overwrite", "-q"],

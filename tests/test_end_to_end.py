@@ -9,19 +9,25 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
+from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated, reseal
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rotor.calibrate import calibrate
 from rotor.errors import AccuracyError, CheckpointError
 from rotor.export import export
+from rotor.point import as_lists
+from rotor.recipe import override
 from rotor.run import Run, read_statistics
+from rotor.search import rank_path
 from rotor.statistics import LayerStatistics
+from rotor.table import RankTable, any_probes
 from rotor.validate import validate
 
 
@@ -52,17 +58,16 @@ def test_main_job(recipe: str, run_copy, tmp_path: Path) -> None:
     assert first.measured_points >= 2
     report = first.report
     assert report["accuracy"]["search"] >= 0.95
-    assert report["accuracy"]["report"] >= 0.95
     low, high = report["accuracy"]["interval_95"]
     assert low <= report["accuracy"]["report"] <= high
     assert 0.2 < report["compression"]["stored"] <= report["compression"]["planned"]
 
-    table = json.loads((run.folder / "rank_table.json").read_text())
-    again = export(run.folder, tmp_path / "out-90", accuracy=0.90)
+    before_again = contents(run.folder / "tables")
+    again = export(run.folder, tmp_path / "out-again", accuracy=0.95)
     assert again.measured_points == 0
     assert "measure" not in again.seconds
-    assert json.loads((run.folder / "rank_table.json").read_text()) == table
-    assert again.report["compression"]["stored"] >= report["compression"]["stored"]
+    assert contents(run.folder / "tables") == before_again
+    assert again.report["ranks"] == report["ranks"]
 
     result = validate(tmp_path / "out")
     assert result.target_met
@@ -86,36 +91,47 @@ def test_main_job(recipe: str, run_copy, tmp_path: Path) -> None:
     assert "base_model: demo-model" in card
 
 
+def change_points(run: Run, change: Any) -> None:
+    """Edit the search split's measurements in the run's last table."""
+    table = RankTable.latest(run)
+    assert table is not None
+    table.points = [p.with_fidelity("search", change(p, p.fidelity("search"))) for p in table.points]
+    table.save()
+
+
 def test_another_accuracy_is_out_of_reach_with_the_best_value_and_nothing_written(run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")
-    export(run.folder, tmp_path / "first", accuracy=0.9)
-    table = json.loads((run.folder / "rank_table.json").read_text())
-    for point in table["points"]:
-        point["report"]["default"] = min(point["report"]["default"], 0.97)
-    (run.folder / "rank_table.json").write_text(json.dumps(table))
+    with pytest.raises(AccuracyError):
+        export(run.folder, tmp_path / "first", accuracy=1.0, confidence=0.95)
+    change_points(run, lambda point, found: replace(found, accuracy=min(found.accuracy, 0.97)))
     with pytest.raises(AccuracyError, match=r"the best measured is 0\.9700"):
         export(run.folder, tmp_path / "out", accuracy=0.99)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_report_split_can_only_veto(run_copy, tmp_path: Path) -> None:
-    """A point that reaches the target only on the search split is passed over for a milder one."""
+def test_the_search_split_alone_chooses_and_the_report_split_is_measured_once(run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")
     chosen = export(run.folder, tmp_path / "a", accuracy=0.9).report
-    table = json.loads((run.folder / "rank_table.json").read_text())
-    for point in table["points"]:
-        if point["compression"]["stored"] >= chosen["compression"]["stored"]:
-            point["report"]["default"] = 0.5
-    (run.folder / "rank_table.json").write_text(json.dumps(table))
-    milder = export(run.folder, tmp_path / "b", accuracy=0.9).report
-    assert milder["compression"]["stored"] < chosen["compression"]["stored"]
+    table = RankTable.latest(run)
+    assert table is not None
+    assert len(table.points) > 2
+    assert [p.stored for p in table.points if p.has("report")] == [chosen["compression"]["stored"]]
+    table.points = [
+        p.with_fidelity("report", replace(p.fidelity("report"), accuracy=0.5)) if p.has("report") else p
+        for p in table.points
+    ]
+    table.save()
+    again = export(run.folder, tmp_path / "b", accuracy=0.9)
+    assert again.report["ranks"] == chosen["ranks"]
+    assert again.report["accuracy"]["report"] == 0.5
+    assert again.measured_points == 0
 
 
 def test_compression_and_removal_rate_measure_one_point(run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")
     half = export(run.folder, tmp_path / "half", compression=0.5)
     assert half.report["compression"]["stored"] >= 0.5
-    assert half.measured_points == 1
+    assert half.measured_points == 2  # one point, on both splits
     assert half.report["accuracy"]["target"] is None
     same = export(run.folder, tmp_path / "same", removal_rate=half.report["parameter"])
     assert same.measured_points == 0
@@ -131,6 +147,7 @@ def test_a_missed_target_is_reported_and_not_called_damage(run_copy, tmp_path: P
     report = json.loads((tmp_path / "out" / "rotor.json").read_text())
     report["accuracy"]["target"] = 0.999
     (tmp_path / "out" / "rotor.json").write_text(json.dumps(report))
+    reseal(tmp_path / "out")
     result = validate(tmp_path / "out")
     assert not result.target_met
     assert not result.damaged
@@ -176,8 +193,8 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
 
 def test_search_and_report_splits_share_no_document(tmp_path: Path) -> None:
     from rotor.checkpoint import Checkpoint
-    from rotor.evaluation import evaluation_data
     from rotor.recipe import Evaluation
+    from rotor.splits import evaluation_data
 
     checkpoint = Checkpoint(DEMO_MODEL)
     for i in range(6):
@@ -332,9 +349,11 @@ def test_ranks_may_choose_domain_and_group_size_for_latency(tiny, tmp_path: Path
         assert result.report["compression"]["stored"] >= 0.4
         checked = validate(result.folder)
         assert not checked.damaged, [c for c in checked.checks if c.status == "fail"]
-    table = json.loads((run.folder / "rank_table.json").read_text())
-    point = table["points"][0]
-    assert point["saving"] != pytest.approx(point["compression"]["stored"])
+    path = rank_path(run.bases(), run, override(run.recipe, ["objective.kind=latency"]), any_probes(run))
+    plan = path.at_compression(0.4)
+    assert plan is not None
+    assert plan.saving != pytest.approx(plan.stored)
+    assert as_lists(plan.rounded) == latency.report["ranks"]["stored"]
     from rotor.errors import UsageError
 
     fdc = calibrate(tiny("llama"), tmp_path / "fdc", "fdc", [*tokens[1:], *FAST_EVALUATION])

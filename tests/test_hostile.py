@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated
+from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated, reseal
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -38,7 +38,8 @@ from rotor.progress import Progress
 from rotor.recipe import load_recipe, override, parse_recipe
 from rotor.report_data import collect
 from rotor.run import Run, read_statistics
-from rotor.search import RankTable, choose, rank_path
+from rotor.search import rank_path
+from rotor.table import RankTable, probes_json, read_probes
 
 CASES = {
     "header": 2000,
@@ -303,7 +304,7 @@ def test_a_link_to_a_secret_is_not_taken_along(tmp_path: Path, tiny) -> None:
         (snapshot / path.name).symlink_to(path)
     (tmp_path / "secret").write_text("key")
     (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
-    names = [path.name for path in Checkpoint(snapshot).sidecars()]
+    names = Checkpoint(snapshot).sidecars()
     assert "tokenizer.json" in names
     assert "notes.txt" not in names
 
@@ -415,6 +416,7 @@ def test_run_files(places_for) -> None:
 
     def check(data: bytes) -> None:
         (run / "run.json").write_bytes(data)
+        reseal(run)
         clean(lambda: use(Run.open(run)))
 
     def use(opened: Run) -> None:
@@ -423,7 +425,8 @@ def test_run_files(places_for) -> None:
         collect(opened.folder)
 
     (run / "recipe.yaml").write_text("{name: x, summary: y, bases: {qk: kq, vo: kq}, groups: {domain: pre, size: 2}}")
-    (run / "rank_table.json").unlink()
+    shutil.rmtree(run / "tables")
+    shutil.rmtree(run / "probes", ignore_errors=True)
     shutil.rmtree(run / "bases")
     both("run", json.loads((run / "run.json").read_text()), check)
 
@@ -431,23 +434,37 @@ def test_run_files(places_for) -> None:
 def test_rank_tables(places_for) -> None:
     _, folder, _ = places_for
     run = Run.open(folder)
-    recipe = override(run.recipe, [])
     bases = run.bases()
-    base = json.loads((folder / "rank_table.json").read_text())
-    base["sensitivities"] = [{key: [[[16, 1e-9]], [[16, 1e-9]]] for key in layer} for layer in bases]
+    latest = RankTable.latest(run)
+    assert latest is not None
+    path = folder / "tables" / f"{latest.context.key}.json"
 
     def check(data: bytes) -> None:
-        (folder / "rank_table.json").write_bytes(data)
+        path.write_bytes(data)
         clean(use)
 
     def use() -> None:
-        table = RankTable.open(run, recipe)
-        plan = rank_path(bases, run, recipe, table.sensitivities).full()
-        table.find(plan)
-        if table.points:
-            choose(table, 0.5)
+        table = RankTable.open(run, latest.context)
+        table.find(rank_path(bases, run, override(run.recipe, ["ranks.method=uniform"])).full())
+        for point in table.points:
+            point.to_json()
 
-    both("table", base, check)
+    both("table", json.loads(path.read_text()), check)
+
+
+def test_probes(places_for) -> None:
+    _, folder, _ = places_for
+    run = Run.open(folder)
+    path = folder / "probes" / "some.json"
+    path.parent.mkdir(exist_ok=True)
+    layers = [{key: ([(16, 1e-9)], [(16, 1e-9)]) for key in layer} for layer in run.bases()]
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        clean(lambda: read_probes(run, "some"))
+
+    both("table", json.loads(json.dumps(probes_json(layers))), check)
+    path.unlink()
 
 
 def test_checkpoint_files(places_for) -> None:
@@ -538,17 +555,17 @@ def test_a_config_that_asks_for_too_much_is_refused_before_anything_is_allocated
     model = shutil.copytree(tiny("llama"), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     for change, text in (
-        ({"vocab_size": 1 << 40}, "describes a model of"),
+        ({"vocab_size": 1 << 24}, "describes a model of"),
         ({"intermediate_size": 65}, r"tensor model.layers.0.mlp.gate_proj.weight has shape \[64, 48\]"),
-        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, expected at most"),
-        ({"num_labels": 1 << 40}, "num_labels is 1099511627776, expected at most"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, expected 0 to 16384"),
+        ({"num_labels": 1 << 40}, "num_labels is 1099511627776, expected 0 to 16384"),
         ({"num_hidden_layers": 0}, "expected numbers from 1"),
         ({"num_attention_heads": 0}, "expected numbers from 1|cannot read it"),
     ):
         (model / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(CheckpointError, match=text):
             read_model(model)
-    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 1 << 40}))
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 1 << 24}))
     with pytest.raises(CheckpointError, match="describes a model of"):
         calibrate(model, tmp_path / "run", "fdc")
 

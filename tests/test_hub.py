@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL
+from conftest import DEMO_MODEL, reseal
 
 from rotor.checkpoint import Checkpoint
 from rotor.errors import CheckpointError, UnsupportedModelError, UsageError
@@ -53,7 +53,8 @@ def test_calibrate_from_the_hub_pins_the_commit(cache: Path, tmp_path: Path) -> 
     info = json.loads((out / "run.json").read_text())
     info["model"]["path"] = str(tmp_path / "gone")
     (out / "run.json").write_text(json.dumps(info))
-    done = in_cache(cache, f"from rotor.run import Run; print(Run.open({str(out)!r}).model_folder)")
+    reseal(out)
+    done = in_cache(cache, f"from rotor.run import Run; print(Run.open({str(out)!r}).fetch_model())")
     assert done.stdout.strip() == str(cache / "models--team--demo" / "snapshots" / COMMIT)
 
 

@@ -73,3 +73,11 @@ def test_command_line() -> None:
     data = json.loads(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--json"]).stdout)
     assert data["shape"]["num_layers"] == 5
     assert data["kv_bytes_per_token"] == 2560
+
+
+def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:
+    """Mistral's layers all have one, of Gemma 2's two layers one."""
+    for family, layers in (("mistral", 2), ("gemma2", 1)):
+        found = inspect(tiny(family))
+        per_layer = found.kv_bytes_per_token // 2
+        assert found.kv_cache_bytes[32768] == per_layer * (12 * layers + 32768 * (2 - layers))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +19,19 @@ from rotor import evaluation
 from rotor.checkpoint import Checkpoint
 from rotor.compress import load_model
 from rotor.errors import DataError, RecipeError, UsageError
-from rotor.evaluation import Tally, batch_logits, bootstrap, position_kl_div, score
+from rotor.evaluation import Scores, Tally, answer_scores, batch_logits, position_kl_div, quantiles, resample
 from rotor.export import export
+from rotor.fidelity import FidelityMeter
 from rotor.layerwise import LayerwiseModel
-from rotor.metrics import KLDivergence, Recall, Top1Agreement, accuracy_field, describe, make_metric
-from rotor.metrics.recall import key_words, lookup_text, recall_hits, recall_prompts
-from rotor.recipe import METRICS, Evaluation, load_recipe
+from rotor.metric_registry import METRICS, accuracy_field, describe
+from rotor.metrics import EvaluationContext, Measurement, Seen, make_metric, smallest
+from rotor.metrics.distance import key_words, lookup_text
+from rotor.progress import Progress
+from rotor.recipe import Evaluation, load_recipe
 from rotor.run import Run
 from rotor.search import rank_path
-from rotor.tokens import text_rows
+from rotor.splits import evaluation_data
+from rotor.table import RankTable
 from rotor.validate import validate
 
 # Two rows of two predicted positions over three tokens, as probabilities.
@@ -67,18 +73,46 @@ def test_scores_by_hand() -> None:
     np.testing.assert_allclose(other.kl_div, expected, rtol=1e-6)
 
 
-def test_top1_agreement_and_kl_div_by_hand() -> None:
+def context(spec: Evaluation | None = None, checkpoint: Checkpoint | None = None) -> EvaluationContext:
+    rows = {split: ROWS for split in ("search", "report")}
+    if checkpoint is None:
+        return EvaluationContext(spec or Evaluation(), rows, None, None)
+    spec = spec or Evaluation()
+    data = evaluation_data(
+        replace(spec, search_tokens=2048, report_tokens=2048), checkpoint.config, checkpoint.tokenizer
+    )
+    return EvaluationContext(spec, data.rows, checkpoint.tokenizer, checkpoint.config)
+
+
+def measured(name: str, base: Scores, other: Scores) -> Measurement:
+    metric = make_metric(name, context())
+    metric.measure_base(Seen(None, base), "report")  # type: ignore[arg-type]
+    return metric.measure(Seen(None, other), "report")  # type: ignore[arg-type]
+
+
+def test_ratios_by_hand() -> None:
     base, other = tally(BASE), tally(OTHER, BASE)
-    agreement = Top1Agreement("top1_agreement").measure(None, "report", base, other)
+    agreement = measured("top1_agreement", base, other)
     assert agreement.value == 0.5
     assert agreement.interval == (0.5, 0.5)  # one of two positions in either row
-    assert agreement.fields == {"top1_agreement": 0.5}
-    found = KLDivergence("kl_div").measure(None, "report", base, other)
+    found = measured("kl_div", base, other)
     mean = (0.65 * math.log(2) + 0.2 * math.log(2 / 3)) / 4
     assert found.fields["kl_div"] == pytest.approx(mean, abs=2e-7)
-    assert found.value == found.fields["kl_accuracy"] == pytest.approx(math.exp(-mean), abs=2e-6)
+    assert found.value == pytest.approx(math.exp(-mean), abs=2e-6)
     rows = np.exp(-other.kl_div / 2)
     assert found.interval == pytest.approx((rows.min(), rows.max()), abs=1e-6)  # two rows: both resampled extremes
+    assert measured("token_accuracy", base, other).value == 1.0  # three right of four, both
+    logs = math.log(0.5 * 0.7 * 0.8 * 0.2) - math.log(0.25 * 0.7 * 0.8 * 0.4)
+    assert measured("ppl_ratio", base, other).value == pytest.approx(math.exp(-logs / 4), abs=1e-6)
+
+
+def test_the_smallest_is_so_in_every_resample() -> None:
+    first = Measurement.of(0.9, np.array([0.8, 1.0]))
+    second = Measurement.of(0.95, np.array([0.9, 0.9]))
+    found = smallest([first, second])
+    assert found.value == 0.9
+    assert found.resampled is not None
+    assert found.resampled.tolist() == [0.8, 0.9]
 
 
 def test_kl_in_pieces_is_kl_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,29 +128,33 @@ def test_kl_in_pieces_is_kl_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bootstrap_draws_the_same_rows_for_all_columns() -> None:
     column = np.random.default_rng(3).random(40)
-    assert bootstrap(lambda a, b: b / a, column, column / 2) == (0.5, 0.5)
-    low, high = bootstrap(lambda total: total / 40, column)
+    assert quantiles(resample(lambda a, b: b / a, column, column / 2)) == (0.5, 0.5)
+    low, high = quantiles(resample(lambda total: total / 40, column))
     assert low < column.mean() < high
-    assert bootstrap(lambda total: total / 40, column) == (low, high)
-    assert bootstrap(lambda total: total / 40, column, seed=1) != (low, high)
+    assert quantiles(resample(lambda total: total / 40, column)) == (low, high)
+    assert quantiles(resample(lambda total: total / 40, column, seed=1)) != (low, high)
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_the_uncompressed_model_has_accuracy_one(name: str, demo) -> None:
     checkpoint, model = demo
-    spec = Evaluation(metric=name, recall_prompts=4)
-    metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
-    assert metric.name == name
-    rows = text_rows(["def add(a, b):\n    return a + b\n" * 20], checkpoint.tokenizer, 32)[:3]
-    metric.measure_base(model, "search")
-    base = score(model, rows)
-    same = score(model, rows, reference=model.final_states(rows))
-    found = metric.measure(model, "search", base, same)
-    assert found.value == 1
+    spec = Evaluation(metric=name, seq_len=256, lookup_prompts=4, copy_prompts=2)
+    made = context(spec, checkpoint)
+    meter = FidelityMeter(made, Progress())
+    if name == "copy":
+        with pytest.raises(
+            DataError, match=r"copy: the uncompressed model gives the right answers a mean prob.* 0\.[01]"
+        ):
+            meter.measure_base(model, "search")
+        return
+    meter.measure_base(model, "search")
+    found = meter.measure(model, "search")
+    assert found.accuracy == 1
     assert found.interval == (1, 1)
-    assert found.fields.get("kl_div", 0) == 0
-    assert accuracy_field(name) in {*found.fields, "default", "token_accuracy", "ppl_ratio"}
+    assert found.values.get("kl_div", 0) == 0
+    assert found.values[accuracy_field(name)] == 1
     assert describe(name)
+    assert set(meter.left_out["search"]) == ({"copy"} if name == "default" else set())
 
 
 def test_swapping_the_attention_leaves_both_models_as_they_were(demo_run) -> None:
@@ -136,80 +174,100 @@ def test_swapping_the_attention_leaves_both_models_as_they_were(demo_run) -> Non
     assert modules == [network.family.attention_module(network.model, i) for i in range(network.shape.num_layers)]
 
 
-# Look-up prompts.
+# Look-up and copying rows.
 
 
-def test_lookup_text_asks_only_for_stated_keys_and_marks_the_answers() -> None:
-    words = ["alpha", "beta", "gamma", "delta"]
-    formats = set()
-    for seed in range(12):
-        text, spans = lookup_text(words, 3, 5, torch.Generator().manual_seed(seed))
-        assert len(spans) == 5
-        stated_end = text.index("}\n") if "{" in text else [i for i, c in enumerate(text) if c == "\n"][2]
-        stated = text[:stated_end]
-        formats.add("{" in text)
-        for begin, end in spans:
-            assert begin > stated_end
-            assert 10 <= int(text[begin:end]) <= 99
-            question = text[text.rindex("\n", 0, begin) + 1 : begin]
-            key = question.split('"')[1] if '"' in question else question.split(":")[0]
-            assert key in words
-            assert f'"{key}": {text[begin:end]}' in stated or f"{key}: {text[begin:end]}" in stated
-    assert formats == {True, False}
+def test_lookup_text_asks_for_each_stated_key_once_and_marks_the_answers() -> None:
+    keys = [("alpha", "12"), ("beta", "34"), ("gamma", "56")]
+    stated, asked, spans = lookup_text(keys, [2, 0, 1], "codes")
+    assert stated == 'codes = {\n    "alpha": 12,\n    "beta": 34,\n    "gamma": 56,\n}\n'
+    assert asked == '\nassert codes["gamma"] == 56\nassert codes["alpha"] == 12\nassert codes["beta"] == 34\n'
+    assert [asked[begin:end] for begin, end in spans] == ["56", "12", "34"]
 
 
-def test_recall_prompts_are_seeded_and_differ_between_splits(demo) -> None:
+@pytest.mark.parametrize("name", ["lookup", "copy"])
+def test_rows_of_a_split_are_seeded_full_and_hold_text_between(name: str, demo) -> None:
     checkpoint, _ = demo
-    spec = Evaluation(recall_prompts=4, recall_keys=3, recall_questions=5)
-    first = recall_prompts(spec, "search", checkpoint.tokenizer, checkpoint.config)
-    again = recall_prompts(spec, "search", checkpoint.tokenizer, checkpoint.config)
-    report = recall_prompts(spec, "report", checkpoint.tokenizer, checkpoint.config)
-    other = recall_prompts(Evaluation(seed=1, recall_prompts=4), "search", checkpoint.tokenizer, checkpoint.config)
-    assert torch.equal(first.rows, again.rows)
-    assert torch.equal(first.answers, again.answers)
-    for rows in (report.rows, other.rows):
-        assert rows.shape != first.rows.shape or not torch.equal(rows, first.rows)
-    assert first.rows.shape == first.answers.shape
-    assert (first.rows[:, 0] == 0).all()
-    for ids, answers in zip(first.rows, first.answers, strict=True):
-        digits = checkpoint.tokenizer.decode(ids[answers]).replace(" ", "")
-        assert len(digits) == 2 * 5
-        assert digits.isdigit()
+    spec = Evaluation(lookup_prompts=4, copy_prompts=4, seq_len=256)
+    made = context(spec, checkpoint)
+    prompts = make_metric(name, made).prompts("search")
+    again = make_metric(name, made).prompts("search")
+    assert torch.equal(prompts.rows, again.rows)
+    assert torch.equal(prompts.answers, again.answers)
+    assert prompts.rows.shape == prompts.answers.shape == (4, 256)
+    for other in (
+        make_metric(name, made).prompts("report"),
+        make_metric(name, replace(made, spec=replace(spec, seed=1))).prompts("search"),
+    ):
+        assert not torch.equal(other.rows, prompts.rows)
+    assert (prompts.rows[:, 0] == 0).all()
+    assert not (prompts.rows[:, 1:] == 0).any()  # what separates documents may make a model forget
+    for ids, answers in zip(prompts.rows, prompts.answers, strict=True):
+        where = answers.nonzero()[:, 0]
+        text = made.rows["search"].flatten()
+        middle = ids[256 // 3 : 2 * 256 // 3][:20]
+        assert any(torch.equal(text[i : i + 20], middle) for i in range(len(text) - 20))
+        if name == "copy":
+            count = 64
+            assert torch.equal(ids[1 : 1 + count], ids[-count:])
+            assert where.tolist() == list(range(256 - count + 1, 256))
+        else:
+            digits = checkpoint.tokenizer.decode(ids[answers]).replace(" ", "")
+            assert digits.isdigit()
+            assert len(digits) >= 2 * 2
+            assert len(digits) % 2 == 0
+            assert int(where.min()) >= 256 - 256 // 3
 
 
-def test_padding_and_batches_do_not_change_the_hits(demo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_do_not_change_the_scores_of_answers(demo, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, model = demo
-    prompts = recall_prompts(Evaluation(recall_prompts=3), "report", checkpoint.tokenizer, checkpoint.config)
-    together = recall_hits(model, prompts)
+    prompts = make_metric("lookup", context(Evaluation(lookup_prompts=3, seq_len=256), checkpoint)).prompts("report")
+    states = model.final_states(prompts.rows)
+    together = answer_scores(model, prompts.rows, prompts.answers, states)
     monkeypatch.setitem(evaluation.LOGIT_BYTES, "cpu", 1)
-    assert recall_hits(model, prompts).tolist() == together.tolist()
-    for i, (ids, answers) in enumerate(zip(prompts.rows, prompts.answers, strict=True)):
-        end = int(answers.nonzero().max()) + 1
-        hits = model.model(ids[None, :end]).logits[0, :-1].argmax(-1) == ids[1:end]
-        assert int(hits[answers[1:end]].sum()) == together[i]
+    alone = answer_scores(model, prompts.rows, prompts.answers, states)
+    np.testing.assert_allclose(alone.probability, together.probability, rtol=1e-5)
+    logits = model.model(prompts.rows).logits[:, :-1].double().softmax(-1)
+    right = logits.gather(-1, prompts.rows[:, 1:, None])[..., 0]
+    expected = (right * prompts.answers[:, 1:]).sum(-1).detach().numpy()
+    np.testing.assert_allclose(together.probability, expected, rtol=1e-4)
+    hits = (logits.argmax(-1) == prompts.rows[:, 1:]) & prompts.answers[:, 1:]
+    assert together.hits.tolist() == hits.sum(-1).tolist()
 
 
-def test_the_bundled_model_looks_up_and_a_random_one_cannot(demo, tiny) -> None:
+def test_the_bundled_model_looks_up_and_a_random_one_leaves_it_out(demo, tiny, caplog) -> None:
     checkpoint, model = demo
-    spec = Evaluation(metric="recall", recall_prompts=8)
-    base = Recall("recall", spec, checkpoint.tokenizer, checkpoint.config).measure_base(model, "report")
-    assert base["recall"] > 0.98  # measured: 0.999 over 32 prompts
+    meter = FidelityMeter(context(Evaluation(lookup_prompts=8, copy_prompts=2), checkpoint), Progress())
+    meter.measure_base(model, "report")
+    assert 0.35 < meter.base["report"]["lookup"] < 0.75  # measured: 0.44 over 64 rows
     other = Checkpoint(tiny("llama"))
     random = LayerwiseModel.of(load_model(other.folder, torch.device("cpu"), torch.float32))
-    recall = Recall("recall", spec, other.tokenizer, other.config)
-    with pytest.raises(DataError, match=r"looks up 0\.0\d\d of the keys \(search split\), expected at least 0\.2"):
-        recall.measure_base(random, "search")
+    spec = Evaluation(seq_len=128, lookup_prompts=4, copy_prompts=4)
+    with caplog.at_level("INFO", "rotor"):
+        meter = FidelityMeter(context(spec, other), Progress())
+        for split in ("search", "report"):
+            meter.measure_base(random, split)
+    for name in ("lookup", "copy"):
+        why = rf"{name}: the uncompressed model gives the right answers a mean probability of 0\.0\d\d "
+        assert re.match(why, meter.left_out["search"][name])
+        assert sum(f"leaves out `{name}`" in message for message in caplog.messages) == 1
+    found = meter.measure(random, "search")
+    assert found.accuracy == 1
+    assert {"lookup", "copy"}.isdisjoint(found.values)
+    with pytest.raises(DataError, match="choose another metric"):
+        FidelityMeter(context(replace(spec, metric="lookup"), other), Progress()).measure_base(random, "search")
 
 
-def test_recall_says_what_it_cannot_do(demo) -> None:
+def test_lookup_says_what_it_cannot_do(demo) -> None:
     checkpoint, _ = demo
-    with pytest.raises(DataError, match="the model's folder has none"):
-        recall_prompts(Evaluation(), "search", None, checkpoint.config)
-    with pytest.raises(DataError, match="the model 2048 positions") as error:
-        recall_prompts(
-            Evaluation(recall_prompts=1, recall_questions=1000), "search", checkpoint.tokenizer, checkpoint.config
-        )
-    assert "evaluation.recall_questions" in error.value.hint
+    made = context(Evaluation(), checkpoint)
+    with pytest.raises(DataError, match="needs a tokenizer with character offsets, and the model's folder has none"):
+        make_metric("lookup", replace(made, tokenizer=None)).prompts("search")
+    short = replace(made, rows={"search": made.rows["search"][:, :24]})
+    with pytest.raises(DataError, match="rows of 24 tokens are too short to state two keys"):
+        make_metric("lookup", short).prompts("search")
+    with pytest.raises(DataError, match="copy: rows of 5 tokens are too short"):
+        make_metric("copy", replace(made, rows={"search": made.rows["search"][:, :5]})).prompts("search")
 
 
 def test_a_tokenizer_without_words_gets_made_up_ones() -> None:
@@ -230,7 +288,10 @@ def test_a_tokenizer_without_words_gets_made_up_ones() -> None:
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
-        ("top1", "got 'top1', expected one of default, token_accuracy, ppl_ratio, top1_agreement, kl_div, recall"),
+        (
+            "top1",
+            "got 'top1', expected one of default, text, token_accuracy, ppl_ratio, lookup, copy, top1_agreement, kl",
+        ),
         ("kldiv", "did you mean 'kl_div'?"),
         ("lm-eval", "or lm-eval:TASK; did you mean 'lm-eval:'?"),
         ("'lm-eval:'", "evaluation.metric: got 'lm-eval:'"),
@@ -247,69 +308,70 @@ def test_recipes_take_metrics_and_check_their_settings() -> None:
         load_recipe("fdc", ["evaluation.metric=lm-eval:tasks/a b.yaml"]).evaluation.metric == "lm-eval:tasks/a b.yaml"
     )
     assert load_recipe("fdc", ["evaluation.lm_eval_limit=null"]).evaluation.lm_eval_limit is None
-    for name in ("recall_prompts", "recall_keys", "recall_questions", "lm_eval_limit"):
+    for name in ("lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "lm_eval_limit"):
         with pytest.raises(RecipeError, match=f"evaluation.{name}: got 0"):
             load_recipe("fdc", [f"evaluation.{name}=0"])
 
 
-@pytest.mark.parametrize("metric", ["kl_div", "recall"])
+@pytest.mark.parametrize("metric", ["kl_div", "lookup", "text"])
 def test_export_and_validate_agree_on_a_metric(metric: str, run_copy: Run, tmp_path: Path) -> None:
-    settings = [f"evaluation.metric={metric}", "evaluation.recall_prompts=6"]
+    settings = [f"evaluation.metric={metric}", "evaluation.lookup_prompts=6", "evaluation.seq_len=256"]
     report = export(run_copy.folder, tmp_path / "out", accuracy=0.9, overrides=settings).report
     accuracy = report["accuracy"]
     assert accuracy["metric"] == metric
-    assert min(accuracy["search"], accuracy["report"]) >= 0.9
+    assert accuracy["search"] >= 0.9
     low, high = accuracy["interval_95"]
     assert low <= accuracy["report"] <= high
-    table = json.loads((run_copy.folder / "rank_table.json").read_text())
-    for point in table["points"]:
+    table = RankTable.latest(run_copy)
+    assert table is not None
+    assert [point.stored for point in table.points if point.report] == [report["compression"]["stored"]]
+    for point in table.points:
         for split in ("search", "report"):
-            found = point[split]
-            assert {"default", "token_accuracy", "ppl_ratio", accuracy_field(metric)} <= set(found)
+            if not point.has(split):
+                continue
+            found = point.fidelity(split).values
+            assert {"text", "token_accuracy", "ppl_ratio", accuracy_field(metric)} <= set(found)
+            assert found["text"] == min(found["token_accuracy"], found["ppl_ratio"])
+            assert found[accuracy_field(metric)] == point.fidelity(split).accuracy
             if metric == "kl_div":
                 assert found["kl_accuracy"] == pytest.approx(math.exp(-found["kl_div"]), abs=1e-6)
-            else:
-                base = table["base"][split]["recall"]
-                assert found["compressed_recall"] == pytest.approx(base * found["recall"], abs=1e-5)
+            elif metric == "lookup":
+                base = table.base[split]["lookup"]
+                assert found["compressed_lookup"] == pytest.approx(base * found["lookup"], abs=1e-5)
+    chosen = accuracy["measurements"]["report"]["values"]
+    assert chosen["default"] == min(chosen[name] for name in ("token_accuracy", "ppl_ratio", "lookup"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"accuracy ({metric})" in card
     assert describe(metric) in card
+    for name in ("token_accuracy", "ppl_ratio", "lookup", "top1_agreement"):
+        assert f"| {METRICS[name].label} | {chosen[name]:.4f}" in card
+    assert "| copying ratio (random tokens across filler text) | left out: copy: the uncompressed model" in card
 
     result = validate(tmp_path / "out")
     assert result.target_met
     assert not result.damaged
+    assert result.summary["same_data_as_export"]
     summary = result.summary["accuracy"]
     assert summary["value"] == pytest.approx(accuracy["report"], abs=1e-4)
     assert summary["interval_95"] == pytest.approx([low, high], abs=1e-4)
     assert 0 < summary["kl_div"] < 0.3
     assert 0.5 < summary["top1_agreement"] < 1
-    assert summary["recall"] == pytest.approx(summary["compressed_recall"] / summary["base_recall"], abs=1e-5)
+    assert summary["lookup"] == pytest.approx(summary["compressed_lookup"] / summary["base_lookup"], abs=1e-5)
+    assert set(summary["left_out"]) == {"copy"}
 
 
-def test_the_default_metric_asks_for_no_base_logits(
-    run_copy: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rotor.compress import CompressibleModel
-
-    def refuse(self: CompressibleModel) -> None:
-        raise AssertionError("the base model was put back for a metric that does not need it")
-
-    monkeypatch.setattr(CompressibleModel, "uncompressed", refuse)
-    report = export(run_copy.folder, tmp_path / "out", compression=0.5).report
-    assert "kl_div" not in report["accuracy"]["measurements"]["report"]
-
-
-def test_recall_is_refused_as_the_metric_of_a_model_that_cannot(tiny, tmp_path: Path) -> None:
-    from conftest import calibrated
-
-    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
-    with pytest.raises(DataError, match="choose another metric"):
-        export(run.folder, tmp_path / "out", compression=0.3, overrides=["evaluation.metric=recall"])
-    assert not (tmp_path / "out").exists()
-    export(run.folder, tmp_path / "out", compression=0.3)
-    summary = validate(tmp_path / "out").summary["accuracy"]
-    assert summary["recall"] is None
-    assert "looks up" in summary["recall_not_measured"]
+def test_another_metric_adds_a_table_and_wipes_none(run_copy: Run, tmp_path: Path) -> None:
+    first = export(run_copy.folder, tmp_path / "a", accuracy=0.9, overrides=["evaluation.metric=text"])
+    table = RankTable.latest(run_copy)
+    export(run_copy.folder, tmp_path / "b", compression=0.4, overrides=["evaluation.metric=kl_div"])
+    other = RankTable.latest(run_copy)
+    assert table is not None
+    assert other is not None
+    assert (table.context.metric, other.context.metric) == ("text", "kl_div")
+    assert len(list((run_copy.folder / "tables").glob("*.json"))) == 3  # and latest.json
+    again = export(run_copy.folder, tmp_path / "c", accuracy=0.9, overrides=["evaluation.metric=text"])
+    assert again.measured_points == 0
+    assert again.report["ranks"] == first.report["ranks"]
 
 
 # lm-eval.
@@ -319,7 +381,7 @@ def test_lm_eval_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch, 
     checkpoint, _ = demo
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UsageError, match=r"evaluation\.metric lm-eval:hellaswag: the lm-eval package") as error:
-        make_metric(Evaluation(metric="lm-eval:hellaswag"), checkpoint.tokenizer, checkpoint.config)
+        make_metric("lm-eval:hellaswag", context(Evaluation(metric="lm-eval:hellaswag"), checkpoint))
     assert error.value.hint == "pip install rotor-kv[eval]"
 
 
@@ -363,17 +425,15 @@ def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy: Run, tmp
     checkpoint, model = demo
     capsys.readouterr()
     spec = Evaluation(metric=f"lm-eval:{lookup_task}", lm_eval_limit=10)
-    metric = make_metric(spec, checkpoint.tokenizer, checkpoint.config)
+    metric = make_metric(spec.metric, context(spec, checkpoint))
     assert metric._documents("search") == {"rotor_lookup": list(range(0, 20, 2))}
     assert metric._documents("report") == {"rotor_lookup": list(range(1, 20, 2))}
-    base = metric.measure_base(model, "report")
+    base = metric.measure_base(Seen(model, tally(BASE)), "report")
     assert "%|" not in capsys.readouterr().err  # no bars but rotor's own
     assert base["score"] >= 0.8  # four choices: 0.25 by chance
-    scores = tally(BASE)
-    found = metric.measure(model, "report", scores, scores)
+    found = metric.measure(Seen(model, tally(BASE)), "report")
     assert found.value == 1
     assert found.fields == {
-        metric.name: 1,
         "compressed_score": base["score"],
         "compressed_score_stderr": base["score_stderr"],
     }
@@ -383,10 +443,11 @@ def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy: Run, tmp
     settings = [f"evaluation.metric={metric.name}", "evaluation.lm_eval_limit=10"]
     report = export(run_copy.folder, tmp_path / "out", compression=0.7, overrides=settings).report
     accuracy = report["accuracy"]
-    measured = accuracy["measurements"]["report"]
+    measured = accuracy["measurements"]["report"]["values"]
     assert accuracy["base"]["report"]["score"] == base["score"]
     assert accuracy["report"] == pytest.approx(measured["compressed_score"] / base["score"], abs=1e-6)
-    result = validate(tmp_path / "out")
+    assert "accuracy" not in validate(tmp_path / "out").summary  # a task that only the checkpoint names
+    result = validate(tmp_path / "out", overrides=settings)
     assert result.summary["accuracy"]["value"] == accuracy["report"]
     assert checkpoint.tokenizer.pad_token is None
 
@@ -395,10 +456,10 @@ def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy: Run, tmp
 def test_lm_eval_errors_name_the_task(lookup_task: Path, demo) -> None:
     checkpoint, _ = demo
     with pytest.raises(DataError, match="lm-eval:no_such_task_here: lm-eval cannot load the task"):
-        make_metric(Evaluation(metric="lm-eval:no_such_task_here"), checkpoint.tokenizer, checkpoint.config)
+        make_metric("lm-eval:no_such_task_here", context(None, checkpoint))
     with pytest.raises(DataError, match="needs a tokenizer"):
-        make_metric(Evaluation(metric=f"lm-eval:{lookup_task}"), None, checkpoint.config)
-    metric = make_metric(Evaluation(metric=f"lm-eval:{lookup_task}"), checkpoint.tokenizer, checkpoint.config)
+        make_metric(f"lm-eval:{lookup_task}", context())
+    metric = make_metric(f"lm-eval:{lookup_task}", context(None, checkpoint))
     result = {"alias": "t", "loss,none": 4.0, "loss_stderr,none": 0.8, "acc,none": 0.5}
     output = {"results": {"t": result}, "higher_is_better": {"t": {"loss": False}}}
     assert metric._read(output) == (0.25, pytest.approx(0.05))

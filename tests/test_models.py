@@ -11,9 +11,10 @@ from conftest import CONFIGS, NO_ROPE, calibrated, in_memory, relative_error
 from transformers import AutoModelForCausalLM
 
 from rotor.export import export
-from rotor.rewrite import layer_layout, rewrite_layer, truncate_layer
+from rotor.rewrite import layer_layout, rewrite_layer
 from rotor.run import Run
 from rotor.search import rank_path
+from rotor.truncation import truncate_layer
 from rotor.validate import validate
 
 CASES = [

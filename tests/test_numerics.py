@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_tiny, calibrated
+from conftest import build_tiny, calibrated, reseal
 from safetensors.torch import load_file, save_file
 
 from rotor.bases import kq
@@ -168,6 +168,7 @@ def accept_changed_source(run: Path, model: Path) -> None:
     info = json.loads((run / "run.json").read_text())
     info["model"]["shards"] = {"model.safetensors": file_sha256(model / "model.safetensors")}
     (run / "run.json").write_text(json.dumps(info))
+    reseal(run)
 
 
 def test_on_the_cast_of_a_model_to_the_dtype_of_the_forward_passes(model: Path, tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ from test_cli import rotor
 
 from rotor.export import export
 from rotor.run import Run
+from rotor.table import RankTable
 
 SERVER = """
 import json, os, sys, time
 from rotor import cli
 from rotor.partial import PartialRun
-from rotor.search import RankTable
+from rotor.table import RankTable
 
 def pausing(function, at):
     count = 0
@@ -167,15 +168,15 @@ def test_export_is_alone_on_its_folders_and_keeps_points_after_ctrl_c(tmp_path: 
         f"  Nothing was written to {out}; what was measured is kept in {run}: the same command goes on.",
     ]
     assert not out.exists()
-    kept = Run.open(run).read_rank_table()
+    kept = RankTable.latest(Run.open(run))
     assert kept is not None
-    assert len(kept["points"]) == 2
+    assert len(kept.points) == 2
     code, said, error = rotor(capsys, *command, "--json")
     assert code == 0, error
-    table = Run.open(run).read_rank_table()
+    table = RankTable.latest(Run.open(run))
     assert table is not None
-    assert table["complete"]
-    assert json.loads(said)["measured_points"] == len(table["points"]) - 2
+    measured = sum(point.has(split) for point in table.points for split in ("search", "report"))
+    assert json.loads(said)["measured_points"] == measured - 2
     assert {p.name for p in tmp_path.iterdir()} == {"run", "other", "alias", "out", "errors.txt"}
 
 

@@ -3,9 +3,11 @@
 import dataclasses
 
 import pytest
+from conftest import ROOT
 
+from rotor.bases import QK_METHODS, BasisMethod
 from rotor.errors import RecipeError
-from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
+from rotor.recipe import EXPORT_SECTIONS, NAMES, bundled_recipes, load_recipe, override, parse_recipe
 
 
 def test_bundled_recipes_are_what_the_papers_say() -> None:
@@ -47,7 +49,11 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
         ("tokens=3", "tokens: got 3, expected a mapping"),
         ("search.targets=[0.9, 1.5]", "search.targets"),
-        ("groups.domain=pre", "bases.qk: got 'svd', expected none of svd, rope-pairs, as groups.domain is pre"),
+        ("groups.domain=pre", "got 'svd', expected one of whitened, kq, kq-centred, palu, as groups.domain is pre"),
+        ("groups.size=any", "ranks.method: got 'removal-rate', expected global, as only it chooses"),
+        ("bases.qk=kq-centered", "bases.qk: got 'kq-centered', expected one of svd, whitened, kq, kq-centred"),
+        ("bases.vo=rope-pairs", "bases.vo: got 'rope-pairs', expected one of svd, whitened, kq, kq-output, palu"),
+        ("ranks.method=removalrate", "did you mean 'removal-rate'?"),
         ("name.x=1", "unknown key 'x' in name"),
     ],
 )
@@ -85,3 +91,38 @@ def test_calibration_settings_are_refused_on_export() -> None:
     assert override(recipe, ["ranks.multiple_of=8"], EXPORT_SECTIONS).ranks.multiple_of == 8
     with pytest.raises(RecipeError, match="Calibrate again"):
         override(recipe, ["tokens.count=1"], EXPORT_SECTIONS)
+
+
+def methods_table() -> list[str]:
+    """The rows of the documentation's table, from what is registered."""
+    rows = []
+    for setting, methods in NAMES.items():
+        for method in methods.values():
+            reads, where = "spectra", ""
+            if isinstance(method, BasisMethod):
+                reads = ", ".join(sorted(method.moments)) or "weights"
+                where = ", ".join(method.domains) if method.side == "qk" else ""
+            elif method.needs:
+                reads = f"spectra, {', '.join(sorted(method.needs))}"
+            rows.append(f"| `{setting}` | `{method.name}` | {where} | {reads} | {method.summary} |")
+    return rows
+
+
+def test_the_documentation_lists_the_registered_methods() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    listed = [line for line in page.splitlines() if line.startswith(("| `bases.", "| `ranks.method"))]
+    assert listed == methods_table()
+
+
+def test_names_are_those_of_the_registered_methods() -> None:
+    for methods in NAMES.values():
+        assert all(name == method.name for name, method in methods.items())
+    assert [name for name, method in QK_METHODS.items() if method.whole_planes] == ["rope-pairs"]
+    assert all("none" in method.domains for name, method in QK_METHODS.items() if name != "rope-pairs")
+
+
+def test_a_basis_for_either_domain_must_work_in_both() -> None:
+    with pytest.raises(
+        RecipeError, match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, as groups\.domain is any"
+    ):
+        load_recipe("rotor", ["groups.domain=any", "bases.qk=svd"])

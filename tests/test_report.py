@@ -11,14 +11,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL
+from conftest import DEMO_MODEL, reseal
 from test_cli import expect_error, rotor
 
 from rotor import report as report_module
 from rotor.errors import CheckpointError, UsageError
 from rotor.export import export
+from rotor.metric_registry import METRICS
 from rotor.report import report
+from rotor.report_data import collect
 from rotor.run import Run
+from rotor.table import RankTable, any_probes
 
 VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line", "polygon", "stop"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -103,10 +106,15 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     assert f"{facts['accuracy']['report']:.4f}" in page.text
     low, high = facts["accuracy"]["interval_95"]
     assert f"{low:.4f} to {high:.4f}" in page.text
-    table = json.loads((run / "rank_table.json").read_text())
-    for point in table["points"]:
-        assert f"{point['compression']['stored']:.3f}" in page.text
-        assert f"{point['report']['default']:.4f}" in page.text
+    table = RankTable.latest(Run.open(run))
+    assert table is not None
+    for point in table.points:
+        assert f"{point.stored:.3f}" in page.text
+        assert f"{point.fidelity('search').accuracy:.4f}" in page.text
+    for name in ("token_accuracy", "ppl_ratio", "top1_agreement"):
+        assert METRICS[name].label in page.text
+        assert f"{facts['accuracy']['measurements']['report']['values'][name]:.4f}" in page.text
+    assert "left out: copy: the uncompressed model" in page.text
     assert "source: synthetic" in page.text if recipe == "rotor" else "source: random" in page.text
     figures = 4 if recipe == "rotor" else 3  # only a probing recipe has losses of single layers
     assert sum(tag == "svg" for tag, _ in page.tags) == figures
@@ -128,16 +136,18 @@ def test_the_losses_are_those_of_the_probe(exported) -> None:
     """Sensitivity times the energy that the probe dropped, from the run's own bases."""
     run, _ = exported("rotor")
     opened = Run.open(run)
-    table = json.loads((run / "rank_table.json").read_text())
+    probes = any_probes(opened)
+    assert probes is not None
     layer = opened.bases()[0]["pre-2"]
     dropped = float(layer.vo.singular_values[:, 16:].square().sum())  # 12.5 % of 128 columns
     page = read(run / "report.html")
-    assert f"{table['sensitivities'][0]['pre-2'][1][0][1] * dropped:.1e}" in page.text
+    assert f"{probes[0]['pre-2'][1][0][1] * dropped:.1e}" in page.text
 
 
 def test_a_run_that_measured_nothing_says_so(demo_run, tmp_path: Path) -> None:
     folder = shutil.copytree(demo_run("rotor").folder, tmp_path / "run")
-    (folder / "rank_table.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "tables", ignore_errors=True)
+    shutil.rmtree(folder / "probes", ignore_errors=True)
     result = report(folder, tmp_path / "page.html")
     page = read(tmp_path / "page.html")
     assert result.figures == ["spectra-qk", "spectra-vo"]
@@ -149,7 +159,8 @@ def test_a_checkpoint_without_its_run(exported, tmp_path: Path) -> None:
     _, out = exported("fdc")
     moved = shutil.copytree(out, tmp_path / "far" / "away")
     result = report(moved)
-    page = read(moved / "report.html")
+    assert result.path == tmp_path / "far" / "away-report.html"
+    page = read(result.path)
     assert result.figures == ["points"]
     assert set(result.absent) == {"spectra", "losses", "timings", "tokens"}
     assert "The run folder is not where rotor.json says" in page.text
@@ -186,6 +197,7 @@ def test_text_of_a_recipe_is_escaped(demo_run, tmp_path: Path) -> None:
     folder = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     text = (folder / "recipe.yaml").read_text()
     (folder / "recipe.yaml").write_text(re.sub("summary: .*", "summary: <script>alert(1)</script>", text))
+    reseal(folder)
     report(folder)
     assert "<script>alert(1)</script>" in read(folder / "report.html").text
 
@@ -273,3 +285,16 @@ def test_in_a_browser(width: int, dark: bool, background: str, exported, tmp_pat
 def test_the_browser_does_report_console_errors(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("<!doctype html><title>x</title><script>nothing.here()</script>")
     assert browse(tmp_path / "page.html", 390, False, tmp_path / "profile")[1] != []
+
+
+def test_a_report_reads_no_bases(demo_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Singular values are all that it shows of them; those of a large model are hundreds of megabytes."""
+
+    def refuse(run: Run, layer: int) -> None:
+        raise AssertionError(f"the bases of layer {layer} were read")
+
+    monkeypatch.setattr(Run, "layer_bases", refuse)
+    run = demo_run("fdc")
+    data = collect(run.folder)
+    assert len(data.spectra) == run.shape.num_layers
+    assert all(layer[side][0] == 1 for layer in data.spectra for side in ("qk", "vo"))

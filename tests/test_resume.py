@@ -130,8 +130,9 @@ def drive(program: str, model: Path, out: Path, *overrides: str) -> str:
 
 
 def tensors(run: Run) -> dict[str, bytes]:
-    """The files that must not depend on how a run came about: all but the times in run.json and the log."""
-    files = sorted(p for p in run.folder.rglob("*") if p.is_file() and p.name not in ("run.json", "log.txt"))
+    """The files that must not depend on how a run came about: all but the times in run.json, its hash, and the log."""
+    times = ("run.json", "manifest.json", "log.txt")
+    files = sorted(p for p in run.folder.rglob("*") if p.is_file() and p.name not in times)
     return {str(path.relative_to(run.folder)): path.read_bytes() for path in files}
 
 
@@ -143,7 +144,8 @@ def test_killed_after_and_within_each_layer(model: Path, whole: Run, tmp_path: P
         out = tmp_path / f"run-{layer}-{half}"
         assert not out.exists()
         partial = out.with_name(f"{out.name}.partial")
-        assert json.loads((partial / "progress.json").read_text()) == {"finished_layers": layer}
+        progress = json.loads((partial / "work" / "progress.json").read_text())
+        assert (progress["finished_layers"], len(progress["files"])) == (layer, 2 * layer)
         with pytest.raises(CheckpointError):
             Run.open(partial)
         resumed = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, offload="always", resume=True)
@@ -233,20 +235,20 @@ def test_two_at_a_time_are_refused(model: Path, tmp_path: Path, monkeypatch: pyt
 def test_probes_go_on_after_the_last_layer_that_was_saved(
     model: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rotor.search import RankTable
+    from rotor.table import ProbeTable, RankTable, any_probes
 
     overrides = ["ranks.probe_tokens=256", *FAST_EVALUATION]
     folders = [shutil.copytree(whole.folder, tmp_path / name) for name in ("a", "b")]
     expected = export(folders[0], tmp_path / "out-a", compression=0.4, overrides=overrides).report
-    save, begun = RankTable.save, []
+    save, begun = ProbeTable.save, []
 
-    def stop_after_two(self: RankTable) -> None:
+    def stop_after_two(self: ProbeTable) -> None:
         save(self)
-        if len(self.probed) == 2:
+        if len(self.sensitivities) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RankTable, "save", stop_after_two)
+        patch.setattr(ProbeTable, "save", stop_after_two)
         with pytest.raises(KeyboardInterrupt):
             export(folders[1], tmp_path / "out-b", compression=0.4, overrides=overrides)
     put = CompressibleModel.compressed_layer
@@ -258,7 +260,10 @@ def test_probes_go_on_after_the_last_layer_that_was_saved(
     got = export(folders[1], tmp_path / "out-b", compression=0.4, overrides=overrides).report
     assert begun == [2] * 4  # two probes of keys and two of values, all of the last layer
     assert got["ranks"] == expected["ranks"]
-    assert Run.open(folders[0]).read_rank_table() == Run.open(folders[1]).read_rank_table()
+    runs = [Run.open(folder) for folder in folders]
+    assert any_probes(runs[0]) == any_probes(runs[1])
+    tables = [RankTable.latest(run) for run in runs]
+    assert [t.points for t in tables if t] == [tables[0].points] * 2
 
 
 def test_processes_share_the_tokens(model: Path, whole: Run, tmp_path: Path) -> None:

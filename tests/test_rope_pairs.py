@@ -93,7 +93,7 @@ def test_validation_passes_and_a_profile_is_a_prefix_of_the_planes(folded, tmp_p
     run, out = folded
     checked = validate(out)
     assert not checked.damaged, [c for c in checked.checks if c.status == "fail"]
-    settings = ["evaluation.metric=kl_div", "search.targets=[0.9,0.5]", "search.floor=0.2"]
+    settings = ["evaluation.metric=kl_div", "search.targets=[0.9,0.5]"]
     elastic = export(run.folder, tmp_path / "elastic", accuracy=0.9, elastic=True, overrides=settings).folder
     full = load(elastic, rank_profile=0.9)
     small = load(elastic, rank_profile=0.5)

@@ -1,74 +1,89 @@
-"""The adaptive table on synthetic accuracies: which points are measured, and which one is chosen."""
+"""The search for a target on synthetic accuracies: which plans are measured, and which one is chosen."""
 
-from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rotor.recipe import Search, load_recipe
-from rotor.search import RankTable, choose, complete_table
+from rotor.errors import AccuracyError
+from rotor.fidelity import Fidelity
+from rotor.search import find_plan, most_points
 
 STEPS = [i * 0.00625 for i in range(150)]
 
 
-class FakeMeasurer:
-    """Measures nothing: a plan's accuracy in each split is a function of its saving."""
+class Fake:
+    """Measures nothing: a plan's accuracy is a function of its saving; its interval is 0.01 to either side."""
 
-    def __init__(self, table: RankTable, curves: dict[str, Any]) -> None:
-        self.table, self.curves = table, curves
+    def __init__(self, curve: Any, steps: list[float]) -> None:
+        self.curve, self.asked = curve, []
+        self.steps: Any = [SimpleNamespace(saving=s, stored=s) for s in steps]
 
-    def measure(self, plan: Any) -> dict[str, Any]:
-        found = next((p for p in self.table.points if p["saving"] == plan.saving), None)
-        if found is None:
-            found = {"saving": plan.saving, "compression": {"stored": plan.saving}}
-            found |= {split: {"default": curve(plan.saving)} for split, curve in self.curves.items()}
-            self.table.points.append(found)
-        return found
+    def __call__(self, plan: Any) -> Fidelity:
+        self.asked.append(plan.saving)
+        value = self.curve(plan.saving)
+        return Fidelity(value, (value - 0.01, value + 0.01), {})
+
+    def find(self, target: float, resolution: float = 0.01, confidence: float | None = None) -> float:
+        return find_plan(self.steps, resolution, target, self, confidence).saving
 
 
 def cliff(edge: float, beyond: float) -> Any:
     return lambda saving: 1.0 - 0.01 * saving if saving < edge else beyond - (saving - edge)
 
 
-def completed(search: Any, report: Any, settings: Search, steps: list[float]) -> RankTable:
-    run = SimpleNamespace(write_rank_table=lambda data: None)
-    table = RankTable(run, replace(load_recipe("rotor"), search=settings), "", [], False)  # type: ignore[arg-type]
-    path = SimpleNamespace(steps=lambda: [SimpleNamespace(saving=s) for s in steps])
-    complete_table(FakeMeasurer(table, {"search": search, "report": report}), path)  # type: ignore[arg-type]
-    assert table.complete
-    return table
-
-
 @pytest.mark.parametrize("resolution", [0.0065, 0.01, 0.03])
-@pytest.mark.parametrize(("search_edge", "report_edge"), [(0.807, 0.807), (0.81, 0.77), (0.3, 0.33), (0.013, 0.9)])
-def test_chosen_point_and_next_refused_one_are_at_most_the_resolution_apart(
-    search_edge: float, report_edge: float, resolution: float
+@pytest.mark.parametrize("edge", [0.807, 0.3, 0.013, 0.92])
+def test_the_chosen_plan_and_the_next_refused_one_are_at_most_the_resolution_apart(
+    edge: float, resolution: float
 ) -> None:
-    """Wherever the cliff lies, and whichever split refuses."""
-    settings = Search(resolution=resolution)
-    table = completed(cliff(search_edge, 0.93), cliff(report_edge, 0.935), settings, STEPS)
-    chosen = choose(table, 0.95)["saving"]
-    edge = min(search_edge, report_edge)
+    fake = Fake(cliff(edge, 0.93), STEPS)
+    chosen = fake.find(0.95, resolution)
     assert edge - resolution <= chosen < edge
-    savings = sorted(p["saving"] for p in table.points)
-    assert savings[savings.index(chosen) + 1] - chosen <= resolution + 1e-9
-    assert len(savings) < len(STEPS) / 3
+    assert min((s for s in fake.asked if s > chosen), default=STEPS[-1]) - chosen <= resolution + 1e-9
+    assert len(fake.asked) <= most_points(resolution)
 
 
 def test_neighbours_on_the_path_are_measured_where_they_are_further_apart_than_the_resolution() -> None:
-    steps = [0.0, 0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.82, 0.84, 0.9]
-    table = completed(cliff(0.83, 0.5), cliff(0.83, 0.5), Search(resolution=0.001), steps)
-    assert choose(table, 0.95)["saving"] == 0.82
-    assert {0.82, 0.84} <= {p["saving"] for p in table.points}
+    fake = Fake(cliff(0.83, 0.5), [0.0, 0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.82, 0.84, 0.9])
+    assert fake.find(0.95, 0.001) == 0.82
+    assert {0.82, 0.84} <= set(fake.asked)
 
 
-def test_points_are_at_most_a_step_apart_where_no_target_is_crossed() -> None:
-    def slope(saving: float) -> float:
-        return 1.0 - saving / 4
+def test_everything_and_nothing_can_be_the_answer() -> None:
+    assert Fake(lambda saving: 1.0, STEPS).find(0.95) >= STEPS[-1] - 0.01
+    assert Fake(lambda saving: 1.0 - saving, STEPS).find(1.0) == 0.0
+    assert Fake(lambda saving: 1.0, [0.3]).find(0.95) == 0.3
 
-    table = completed(slope, slope, Search(targets=(0.99,), step=0.05, floor=0.9), STEPS)
-    savings = sorted(p["saving"] for p in table.points)
-    relevant = [s for s in savings if 0.9 <= slope(s) < 0.99]
-    assert all(b - a <= 0.05 + 1e-9 for a, b in pairwise(relevant))
+
+def test_out_of_reach_names_the_best_that_was_measured() -> None:
+    fake = Fake(lambda saving: 0.9 - saving, STEPS)
+    with pytest.raises(
+        AccuracyError, match=r"accuracy 0.95 is out of reach: the best measured is 0.9000, at compr.* 0.0"
+    ):
+        fake.find(0.95)
+    with pytest.raises(AccuracyError, match="has no rank plans to measure"):
+        Fake(fake.curve, []).find(0.95)
+
+
+def test_confidence_asks_for_the_lower_end_of_the_interval() -> None:
+    slope = Fake(lambda saving: 1.0 - saving / 10, STEPS)
+    value, lower = slope.find(0.95), slope.find(0.95, confidence=0.95)
+    assert 0.49 <= value <= 0.5
+    assert 0.39 <= lower <= 0.4
+    with pytest.raises(AccuracyError, match="no interval, which --confidence asks for"):
+        find_plan(slope.steps, 0.01, 0.95, lambda plan: Fidelity(1.0, None, {}), 0.95)
+
+
+def test_a_target_alone_decides_what_is_measured() -> None:
+    """Where accuracy is not monotonous another order could choose otherwise; what was asked before changes nothing."""
+
+    def bumpy(saving: float) -> float:
+        return 0.97 if 0.6 < saving < 0.66 else 1.0 - saving / 8
+
+    first, second = Fake(bumpy, STEPS), Fake(bumpy, STEPS)
+    second.find(0.9)
+    second.find(0.99)
+    second.asked.clear()
+    assert first.find(0.95) == second.find(0.95)
+    assert first.asked == second.asked

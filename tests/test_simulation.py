@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rotor.cli.commands import app
 from rotor.devices import find_device
-from rotor.errors import CheckpointError, UsageError
+from rotor.errors import UsageError
 from rotor.export import export
 from rotor.kernels.schedule import (
     equal_slices,
@@ -22,7 +22,7 @@ from rotor.kernels.schedule import (
     row_block_costs,
 )
 from rotor.layout import AttentionShape, GroupLayout, ordered_by_class
-from rotor.simulation import TILE, layer_tasks, parse_lengths, read_layouts, simulate, simulate_prefill
+from rotor.simulation import TILE, layer_tasks, parse_lengths, simulate, simulate_prefill
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
 H200 = find_device("h200", None)
@@ -86,7 +86,7 @@ def test_finer_schedules_are_never_worse(lengths: list[int]) -> None:
 
 
 def test_one_long_sequence_keeps_most_sms_idle_unless_it_is_split() -> None:
-    """DESIGN section 4: batch 1 at 32 K tokens, 8 ragged heads on 132 SMs."""
+    """Batch 1 at 32 K tokens, 8 ragged heads on 132 SMs."""
     none, _, stream = simulate([ragged_layout()], SHAPE, [32768], H200, 132)
     assert none.largest_over_mean > 15
     assert stream.largest_over_mean < 1.1
@@ -157,8 +157,3 @@ def test_command_line(demo_run, tmp_path: Path) -> None:
     assert "largest over mean" in text
     assert f"{data['schedules'][0]['largest_over_mean']:.3f}" in text
     assert f"last round redistributed {data['prefill']['redistributed']:.3f}" in text
-
-
-def test_a_folder_that_is_not_there_is_said_to_be_so() -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere: no such folder"):
-        read_layouts(Path("nowhere"))

@@ -14,8 +14,8 @@ from conftest import calibrated, close
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rotor.checkpoint import Checkpoint
 from rotor.compress import compressed_weights
+from rotor.compressed import CompressedCheckpoint
 from rotor.errors import RotorError, UsageError
 from rotor.export import export
 from rotor.integrity import Validation, check_integrity, difference
@@ -77,7 +77,7 @@ def test_a_bit_flipped_in_the_data_of_any_tensor_names_it_and_its_file(out: Path
                 path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
                 found = problems(out)
                 assert found["tensor hashes"] == f"{name} in {path.name} differs from its SHA-256"
-                assert found["shards"] == f"{path.name} differs from its SHA-256"
+                assert found["files"] == f"{path.name} differs from its SHA-256"
                 tried += 1
         path.write_bytes(data)
     assert tried == len(json.loads((out / "rotor.json").read_text())["tensors"])
@@ -92,7 +92,7 @@ def test_a_bit_flipped_in_the_header_of_any_shard_is_found(step: int, out: Path)
         for at in range(step, end, 151):
             path.write_bytes(data[:at] + bytes([data[at] ^ (1 << step)]) + data[at + 1 :])
             found = problems(out)
-            assert path.name in found.get("shards", "") + found.get("error", ""), (at, found)
+            assert path.name in found.get("files", "") + found.get("error", ""), (at, found)
         path.write_bytes(data)
 
 
@@ -185,8 +185,8 @@ def lost_shard(folder: Path) -> None:
     [
         (dropped, "error", LAYER + "o_proj.weight is missing"),
         (dropped_from_the_index_too, "tensor names", LAYER + "o_proj.weight is missing"),
-        (dropped_from_the_index_alone, "tensor names", LAYER + "o_proj.weight is not in the index"),
-        (added, "tensor names", "extra.weight in model-0000"),
+        (dropped_from_the_index_alone, "error", LAYER + "o_proj.weight is not in the index"),
+        (added, "error", "tensor extra.weight is not in the index"),
         (added_to_the_index_too, "tensor names", "extra.weight in model-0000"),
         (renamed, "tensor names", LAYER + "o_proj.weight is missing; other.weight in model-0000"),
         (reshaped, "tensor shapes and dtypes", LAYER + "o_proj.weight is float32 ["),
@@ -197,7 +197,7 @@ def lost_shard(folder: Path) -> None:
         (swapped_bases, "tensor hashes", LAYER + "key_basis in model-0000"),
         (swapped_bases, "tensor hashes", LAYER + "query_basis in model-0000"),
         (not_finite, "tensors finite", LAYER + "o_proj.weight has 2 elements that are NaN or Inf"),
-        (stray_shard, "shards", "model-00009-of-00009.safetensors is unexpected"),
+        (stray_shard, "files", "model-00009-of-00009.safetensors is unexpected"),
         (lost_shard, "error", "missing shard"),
     ],
 )
@@ -284,7 +284,7 @@ def test_the_command_finds_a_flipped_bit(out: Path, good: Path) -> None:
     path.write_bytes(data)
     result = validate(moved)
     assert result.damaged
-    assert {check.name for check in result.checks if check.status == "fail"} >= {"shards"}
+    assert {check.name for check in result.checks if check.status == "fail"} >= {"files"}
     assert "numerics and accuracy" not in result.seconds
 
 
@@ -304,7 +304,7 @@ def test_one_layer_of_weights_at_a_time_finds_the_same(family: str, domain: str,
 
 
 def test_an_elastic_checkpoint_is_loaded_as_a_whole(good: Path) -> None:
-    checkpoint = Checkpoint(good)
+    checkpoint = CompressedCheckpoint(good)
     checkpoint.config_dict["quantization_config"]["profiles"] = {"0.9": []}
     with pytest.raises(UsageError, match="an elastic checkpoint is loaded as a whole"):
-        compressed_weights(checkpoint, [], torch.device("cpu"), torch.float32, True)
+        compressed_weights(checkpoint, torch.device("cpu"), torch.float32, True)

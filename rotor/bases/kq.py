@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .method import BasisMethod
 from .pair import BasisPair, descending_eigh, positive_signs
 
 DAMPING = 1e-10
@@ -28,7 +29,7 @@ def closed_form(read: Tensor, store: Tensor, heads: int = 1) -> BasisPair:
         heads: read is block-diagonal, of this many blocks of equal size.
     Source: KQ-SVD, arXiv 2512.05916, theorem 1; square roots by eigh, damped.
     """
-    (read, read_unit), (store, store_unit) = _unit_mean(read), _unit_mean(store)
+    (read, read_scale), (store, store_scale) = _mean_one(read), _mean_one(store)
     blocks = read.unflatten(-1, (heads, -1)).unflatten(-3, (heads, -1)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
     values, vectors = descending_eigh(blocks)  # [num_groups, heads, n / heads, ...]
     root = (values + DAMPING).sqrt().unsqueeze(-2)
@@ -42,14 +43,49 @@ def closed_form(read: Tensor, store: Tensor, heads: int = 1) -> BasisPair:
     squares, left = torch.linalg.eigh(times(factor.mT, times(factor.mT, damped).mT))
     singular_values, left = squares.flip(-1).clamp(min=0).sqrt(), left.flip(-1)
     scale = torch.maximum(singular_values, torch.finfo(torch.float64).eps * singular_values[:, :1]).sqrt().unsqueeze(-2)
-    alive = (read_unit > 0) & (store_unit > 0)
-    scale = scale * torch.where(alive, store_unit / read_unit, 1.0) ** 0.25  # as if the units had stayed in
+    alive = (read_scale > 0) & (store_scale > 0)
+    scale = scale * torch.where(alive, store_scale / read_scale, 1.0) ** 0.25  # as if the scales had stayed in
     encode, decode = times(factor, left) / scale, times(inverse, left) * scale
     signs = torch.where(positive_signs(encode).mul(encode).sum(-2, keepdim=True) < 0, -1.0, 1.0)
-    return BasisPair(encode * signs, decode * signs, singular_values * (read_unit * store_unit).sqrt().squeeze(-1))
+    return BasisPair(encode * signs, decode * signs, singular_values * (read_scale * store_scale).sqrt().squeeze(-1))
 
 
-def _unit_mean(moments: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_one(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Moments of mean eigenvalue 1 (or 0, of what is dead), and what they were divided by, [num_groups, 1, 1]."""
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     return torch.where(mean > 0, moments / mean, 0.0), mean.clamp(min=0)
+
+
+_READS_BOTH = frozenset({"query", "key"})
+
+METHODS = (
+    BasisMethod(
+        "qk",
+        "kq",
+        "least error of the logits, in closed form (KQ-SVD); before RoPE weighted by the query per rotary frequency",
+        lambda i: closed_form(i.queries(), i.keys(), i.group_size),
+        _READS_BOTH,
+    ),
+    # Before RoPE a constant key is no constant in the logits: there nothing is centred.
+    BasisMethod(
+        "qk",
+        "kq-centred",
+        "the same of keys less their mean, which softmax does not see; before RoPE exactly kq",
+        lambda i: closed_form(i.queries(), i.centred_keys(), i.group_size),
+        _READS_BOTH,
+    ),
+    BasisMethod(
+        "vo",
+        "kq",
+        "least error of what W_o makes of the values, in closed form (KQ-SVD)",
+        lambda i: closed_form(i.readers(), i.values(), i.group_size),
+        frozenset({"value"}),
+    ),
+    BasisMethod(
+        "vo",
+        "kq-output",
+        "the same of the values as attention weighs them, which is what o_proj receives",
+        lambda i: closed_form(i.readers(), i.outputs(), i.group_size),
+        frozenset({"output"}),
+    ),
+)

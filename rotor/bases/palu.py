@@ -1,15 +1,16 @@
-"""Left singular vectors of the value projection, without any data."""
+"""Left singular vectors of the key or value projection, without any data."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .method import BasisMethod
 from .pair import BasisPair, positive_signs
 
 
 def from_weight(weight: Tensor, rows: int) -> BasisPair:
-    """SVD of each group's rows of W_v.
+    """Decompose each group's rows of W_k or W_v.
 
     Args:
         weight: [num_groups * rows, hidden_size], any dtype.
@@ -24,3 +25,20 @@ def from_weight(weight: Tensor, rows: int) -> BasisPair:
     noise = max(blocks.shape[-2:]) * torch.finfo(torch.float64).eps * values[:, :1]
     vectors = positive_signs(vectors)
     return BasisPair(vectors, vectors, torch.where(values > noise, values, 0.0))
+
+
+METHODS = (
+    BasisMethod(
+        "qk",
+        "palu",
+        "SVD of W_k, without data (Palu)",
+        lambda i: from_weight(i.weights.k_weight, i.width),
+        domains=("pre", "none"),
+    ),
+    BasisMethod(
+        "vo",
+        "palu",
+        "SVD of W_v, without data (Palu)",
+        lambda i: from_weight(i.weights.v_weight, i.width),
+    ),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .method import BasisMethod
 from .pair import BasisPair
 
 
@@ -19,7 +20,8 @@ def from_moments(queries: Tensor, keys: Tensor, head_dim: int, rotary_dim: int |
     Args:
         queries, keys: [num_groups, n, n], second moments after RoPE; n = group_size * head_dim.
         rotary_dim: dimensions of a head that RoPE turns, the first ones (None: all); even, as is head_dim.
-    Source: DESIGN section 1 (only maps inside one rotary frequency commute with RoPE).
+    Source: the rotations of RoPE (RoFormer, arXiv 2104.09864, equation 15): only maps inside one rotary frequency
+    commute with them.
     """
     width, turned = keys.shape[-1], head_dim if rotary_dim is None else rotary_dim
     parts = torch.arange(turned), torch.arange(turned, head_dim)
@@ -43,3 +45,16 @@ def planes(basis: Tensor, head_dim: int) -> Tensor:
         [num_groups, columns / 2].
     """
     return basis[..., ::2].argmax(-2) % head_dim % (head_dim // 2)
+
+
+METHODS = (
+    BasisMethod(
+        "qk",
+        "rope-pairs",
+        "whole rotary planes by their share of the logits; RoPE commutes with them, so they fold into W_q and W_k",
+        lambda i: from_moments(i.queries(), i.keys(), i.shape.head_dim, i.shape.turned),
+        frozenset({"query", "key"}),
+        ("post",),
+        whole_planes=True,
+    ),
+)

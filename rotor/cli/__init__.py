@@ -5,33 +5,38 @@ This module has the entry point and imports nothing large, so that an interrupti
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..errors import Interrupted, RotorError
+from ..errors import Interrupted, RotorError, from_system
 
 
 def main() -> None:
-    """Entry point: an error of rotor's is two lines on stderr and its exit code; ROTOR_DEBUG=1 shows the traceback."""
+    """Entry point: any error is two lines on stderr and an exit code; ROTOR_DEBUG=1 shows the traceback."""
+    _prepare_streams()
     for library in ("transformers", "lm_eval"):
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
         with _terminable():
             from .commands import app
 
-            app()
+            try:
+                app()
+            finally:
+                sys.stdout.flush()  # what cannot be said is an error, while it can still be told
     except KeyboardInterrupt:
         _fail(Interrupted("interrupted.", "Nothing was begun; give the same command again."))
-    except RotorError as error:
+    except Exception as error:
         if os.environ.get("ROTOR_DEBUG"):
             raise
-        _fail(error)
+        _fail(error if isinstance(error, RotorError) else from_system(error) or _defect(error))
 
 
 def is_first_process() -> bool:
@@ -42,18 +47,53 @@ def is_first_process() -> bool:
 def _fail(error: RotorError) -> None:
     exec("")  # else Python, interrupted in an exec of some library, would end by SIGINT instead of with the exit code
     if is_first_process() or not isinstance(error, Interrupted):
-        print(f"error: {error.message}", file=sys.stderr)
-        print(f"  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}", file=sys.stderr)
+        lines = f"error: {error.message}\n  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}\n"
+        with suppress(OSError):  # the terminal is gone, or the disk behind a redirection full
+            sys.stderr.write(lines)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except OSError:  # else Python tries again at its end, and ends with a message and an exit code of its own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     sys.exit(error.exit_code)
+
+
+def _defect(error: Exception) -> RotorError:
+    """What should not happen."""
+    return RotorError(
+        f"unexpected {type(error).__name__}: {' '.join(str(error).split())}",
+        "A defect of rotor's: please report it, with the traceback that ROTOR_DEBUG=1 shows.",
+    )
+
+
+def _prepare_streams() -> None:
+    """Let text that the terminal's encoding lacks be escaped, and let closed streams lead nowhere.
+
+    A closed one must not stay closed: the next file that is opened would get its number, and what libraries print.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """A request to end (SIGTERM) is like Ctrl-C: what is half done is removed, what is done is kept."""
+    """A request to end (SIGTERM, or SIGHUP of a closed terminal) is like Ctrl-C: what is half done is removed, what is
+    done is kept."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
     try:

@@ -105,7 +105,8 @@ def command_line() -> str:
 
 
 def print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
 
 
 def split(names: str) -> list[str]:
@@ -119,3 +120,11 @@ def numbers(option: str, text: str) -> list[int]:
     if not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
         raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
     return list(dict.fromkeys(int(item) for item in items))
+
+
+def shares(option: str, text: str | None) -> tuple[float, ...]:
+    """`0.99,0.95`, or nothing; raises UsageError unless they are numbers."""
+    try:
+        return tuple(dict.fromkeys(float(item) for item in split(text or "")))
+    except ValueError:
+        raise UsageError(f"{option} {text}: expected numbers.", f"Example: {option} 0.99,0.95") from None

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from ..errors import UsageError
 from . import is_first_process
 from .app import (
     AsJson,
@@ -30,6 +31,7 @@ from .app import (
     app,
     print_json,
     resumable,
+    shares,
 )
 from .console import in_interval, print_seconds, print_table, say, show_progress
 from .plans import print_calibration_plan, print_export_plan
@@ -101,8 +103,9 @@ def calibrate(
 
 def _how_to_resume(out: Path) -> str:
     from ..partial import PartialRun
+    from ..places import OutputFolder
 
-    partial = PartialRun(out)
+    partial = PartialRun(OutputFolder.at(out, "run"))
     if not partial.exists:
         return "No layer was finished and nothing was written; give the same command again."
     return (
@@ -115,7 +118,15 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder that `rotor calibrate` wrote.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Checkpoint folder to write.")],
     accuracy: Annotated[
-        float | None, typer.Option(help="Remove as much as keeps this accuracy (ratio to the model).")
+        float | None,
+        typer.Option(help="Remove as much as keeps this accuracy (ratio to the model) on the search split."),
+    ] = None,
+    confidence: Annotated[
+        float | None,
+        typer.Option(help="0.95: the lower end of the 95 % interval has to reach --accuracy, not the value alone."),
+    ] = None,
+    targets: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Further accuracies to search; with --elastic, its profiles.")
     ] = None,
     compression: Annotated[float | None, typer.Option(help="Remove at least this share of the KV cache.")] = None,
     removal_rate: Annotated[float | None, typer.Option(help="Singular-value removal rate.")] = None,
@@ -141,8 +152,9 @@ def export(
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
-    The first --accuracy on a run measures a table from accuracy to ranks; later ones read it. Only the recipe's
-    sections ranks, evaluation, search and objective can still be changed with --set.
+    An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
+    once, for the point that is written. Only the recipe's sections ranks, evaluation, search and objective can still
+    be changed with --set.
     """
     from ..dry_run import plan_export
     from ..export import run_export
@@ -152,7 +164,8 @@ def export(
     settings = ExportSettings(
         run,
         out,
-        Goal(accuracy, compression, removal_rate),
+        Goal(accuracy, compression, removal_rate, confidence),
+        shares("--targets", targets),
         (*(overrides or ()), *_device_overrides(target_device, device_file)),
         objective=objective,
         elastic=elastic,
@@ -170,14 +183,17 @@ def export(
     report = result.report
     if as_json:
         shown = {k: v for k, v in report.items() if k not in ("tensors", "layouts")}
-        print_json({"folder": str(out), **shown, "seconds": result.seconds, "measured_points": result.measured_points})
+        more = {"digest": result.digest, "seconds": result.seconds, "measured_points": result.measured_points}
+        print_json({"folder": str(out), **shown, **more})
         return
     size, value = report["kv_bytes_per_token"], report["accuracy"]
     say(
         f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
-        f"token), accuracy {value['report']:.4f}{in_interval(value)}, {result.measured_points} point(s) measured"
+        f"token), accuracy {value['report']:.4f}{in_interval(value)} on the report split ({value['search']:.4f} on the "
+        f"search split), {result.measured_points} measurement(s)"
     )
     print_seconds(result.seconds)
+    say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {out}")
 
 
@@ -191,6 +207,13 @@ def validate(
     folders: Annotated[list[Path], typer.Argument(help="One or more folders that `rotor export` wrote.")],
     model: SourceModel = None,
     run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe whose section evaluation says how accuracy is measured.")
+    ] = None,
+    overrides: RecipeOverrides = None,
+    digest: Annotated[
+        str | None, typer.Option(metavar="HEX", help="What `rotor export` printed: the digest of every file.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "auto",
@@ -200,13 +223,27 @@ def validate(
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
-    Exit code 3: everything is sound, but the stored accuracy target is not met.
+    A text or an lm-eval task that only the checkpoint names is not opened: name it with --set or --recipe.
+    Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
     """
     from ..validate import validate as run_validate
 
+    if digest is not None and len(folders) > 1:
+        raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
     progress = show_progress(quiet, verbose)
     results = [
-        run_validate(folder, model=model, run=run, device=device, dtype=dtype, offload=offload, progress=progress)
+        run_validate(
+            folder,
+            model=model,
+            run=run,
+            recipe=recipe,
+            overrides=overrides or (),
+            digest=digest,
+            device=device,
+            dtype=dtype,
+            offload=offload,
+            progress=progress,
+        )
         for folder in folders
     ]
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from ..logs import log
+from ..logs import log, printable
 from ..progress import Advance, Progress
 from . import is_first_process
 
@@ -52,7 +52,8 @@ class ConsoleHandler(logging.Handler):
     """What the logger is told, on stderr; above the bars, if there are any."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        stderr.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
+        with suppress(OSError):  # a terminal that is gone ends no work
+            stderr.print(printable(record.getMessage()), highlight=False, markup=False, soft_wrap=True)
 
 
 def show_progress(quiet: bool, verbose: bool = False) -> Progress:
@@ -72,8 +73,8 @@ def show_progress(quiet: bool, verbose: bool = False) -> Progress:
 
 
 def say(text: str) -> None:
-    """A line on stdout as it is."""
-    stdout.print(text, highlight=False, markup=False, soft_wrap=True)
+    """A line on stdout as it is, but for what a terminal would act on."""
+    stdout.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def print_seconds(seconds: dict[str, float]) -> None:
@@ -84,20 +85,25 @@ def print_pairs(*rows: tuple[str, str]) -> None:
     """Two columns: what, and its value."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(_cell, row))
     stdout.print(table, highlight=False)
 
 
 def print_table(title: str | None, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table with columns of text, then columns of numbers; the first column may break where it likes."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=None if title is None else _cell(title), title_justify="left")
     for index, column in enumerate(left):
-        table.add_column(column, overflow="fold" if index == 0 else "ellipsis")
+        table.add_column(_cell(column), overflow="fold" if index == 0 else "ellipsis")
     for column in right:
-        table.add_column(column, justify="right")
+        table.add_column(_cell(column), justify="right")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        table.add_row(*map(_cell, row))
     stdout.print(table)
+
+
+def _cell(value: Any) -> Text:
+    """Text as it is: brackets in it are no markup."""
+    return value if isinstance(value, Text) else Text(printable(str(value)))
 
 
 def in_bytes(size: int) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..logs import printable
 from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
 from .console import show_progress
 from .plans import print_inspection
@@ -32,7 +33,7 @@ def generate(
     if as_json:
         print_json(result)
     else:
-        print(result["text"])
+        print(printable(result["text"]))
 
 
 @app.command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
@@ -63,12 +64,16 @@ def inspect(
 
 @app.command(epilog="Example: rotor recipes --json")
 def recipes(as_json: AsJson = False) -> None:
-    """List the bundled recipes."""
-    from ..recipe import bundled_recipes
+    """List the bundled recipes, and the bases and rank methods that a recipe may name."""
+    from ..recipe import NAMES, bundled_recipes
 
     found = bundled_recipes()
     if as_json:
         print_json({name: recipe.to_dict() for name, recipe in found.items()})
         return
     for name, recipe in found.items():
-        print(f"{name:12} {recipe.summary}")
+        print(f"{name:15} {recipe.summary}")
+    for setting, methods in NAMES.items():
+        print(f"\n{setting}")
+        for name, method in methods.items():
+            print(f"  {name:13} {method.summary}")

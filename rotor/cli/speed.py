@@ -200,12 +200,14 @@ def schedule(
     With --chunk also a prefill's, with and without its last round redistributed. Arithmetic on predicted costs; nothing
     is run, and no GPU is needed.
     """
+    from ..compressed import CompressedCheckpoint
     from ..devices import find_device
     from ..provenance import provenance
-    from ..simulation import parse_lengths, read_layouts, simulate, simulate_prefill
+    from ..simulation import parse_lengths, simulate, simulate_prefill
 
     tokens = parse_lengths(lengths)
-    layouts, shape, element_bytes = read_layouts(folder)
+    checkpoint = CompressedCheckpoint(folder)
+    layouts, shape, element_bytes = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
     rates = find_device(target_device, None if device_file is None else str(device_file))
     balances = simulate(layouts, shape, tokens, rates, sms, element_bytes)
     prefill = None

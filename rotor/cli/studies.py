@@ -35,8 +35,7 @@ def study(
         str | None,
         typer.Option(
             help="Some of curves, sources, tokens, degradation, pruning, ablation, front, with commas; by default all "
-            "that can run (pruning needs recipes with a section prune, ablation needs ablations, front a recipe in "
-            "focus with ranks.method=global)."
+            "that can run (ablation needs ablations, front a recipe in focus with ranks.method=global)."
         ),
     ] = None,
     focus: Annotated[
@@ -74,7 +73,7 @@ def study(
     --set applies to all recipes; the number of tokens is the largest that any of them asks for, and their seed, row
     length, evaluation and search are those of the first.
     """
-    from ..study import PARTS, parse_ablations, parse_counts
+    from ..study import parse_ablations, parse_counts
     from ..study import study as run_study
 
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
@@ -83,7 +82,7 @@ def study(
             out,
             split(recipes),
             overrides or [],
-            parts=PARTS if parts is None else split(parts),
+            parts=None if parts is None else split(parts),
             focus=None if focus is None else split(focus),
             ablations=parse_ablations(ablation or [], ablations),
             ablation_base=ablation_base,
@@ -126,7 +125,10 @@ def _print_targets(records: dict[str, dict[str, Any]]) -> None:
 def report(
     folder: Annotated[Path, typer.Argument(help="Folder that `rotor calibrate` or `rotor export` wrote.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="HTML file to write; by default report.html in the folder.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="HTML file to write; by default report.html in a run, OUT-report.html beside OUT."
+        ),
     ] = None,
     study: Annotated[
         Path | None, typer.Option(help="Study folder; its comparison of calibration tokens is shown.")

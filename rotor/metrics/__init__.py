@@ -1,54 +1,21 @@
-"""What accuracy means, by name: one file a metric."""
+"""What accuracy means, by name: one file a metric, one row each in rotor/metric_registry.py."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
 
-from ..recipe import LM_EVAL, Evaluation, accuracy_field
-from .base import Measurement, Metric
-from .kl_div import KLDivergence
-from .next_token import NextToken
-from .recall import Recall
-from .top1_agreement import Top1Agreement
+from ..metric_registry import metric_info
+from .base import EvaluationContext, Measurement, Metric, Seen, smallest
 
-__all__ = [
-    "KLDivergence",
-    "Measurement",
-    "Metric",
-    "Recall",
-    "Top1Agreement",
-    "accuracy_field",
-    "describe",
-    "make_metric",
-]
-
-_DESCRIPTIONS = {
-    "default": "the smaller of the next-token accuracy ratio and the perplexity ratio to the uncompressed model",
-    "token_accuracy": "the next-token accuracy ratio to the uncompressed model",
-    "ppl_ratio": "the perplexity of the uncompressed model over that of this one",
-    "top1_agreement": "the share of tokens where the most likely next token is the uncompressed model's",
-    "kl_div": "exp(-KL) of the next-token distribution against the uncompressed model's",
-    "recall": "the share of keys looked up from earlier in the prompt, as a ratio to the uncompressed model's",
-}
+__all__ = ["EvaluationContext", "Measurement", "Metric", "Seen", "make_metric", "smallest"]
 
 
-def make_metric(spec: Evaluation, tokenizer: Any, config: Any) -> Metric:
-    """The metric that a recipe names.
+def make_metric(name: str, context: EvaluationContext) -> Metric:
+    """A metric that is measured by itself (one of `primitive_metrics`).
 
-    Args:
-        tokenizer: the model's, or None. config: its transformers config.
     Raises:
         UsageError: a package that it needs is not installed. DataError: its task cannot be loaded.
     """
-    if spec.metric.startswith(LM_EVAL):
-        from .harness import LMEval
-
-        return LMEval(spec.metric, spec, tokenizer)
-    if spec.metric == "recall":
-        return Recall(spec.metric, spec, tokenizer, config)
-    return {"top1_agreement": Top1Agreement, "kl_div": KLDivergence}.get(spec.metric, NextToken)(spec.metric)
-
-
-def describe(name: str) -> str:
-    """What the accuracy of a metric is, in words."""
-    return _DESCRIPTIONS.get(name, f"the score of {name}, as a ratio to the uncompressed model's")
+    module, _, kind = metric_info(name).implementation.partition(":")
+    made: Metric = getattr(importlib.import_module(f".{module}", __name__), kind)(name, context)
+    return made

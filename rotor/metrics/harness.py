@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, RotorError, UsageError
-from ..evaluation import Scores
 from ..layerwise import LayerwiseModel
-from ..recipe import LM_EVAL, Evaluation
-from .base import Measurement, Metric
+from ..metric_registry import LM_EVAL
+from .base import EvaluationContext, Measurement, Metric, Seen
 
 BATCH_SIZE = 8
 
@@ -36,8 +35,8 @@ class LMEval(Metric):
     It generates, so the whole model must be in memory.
     """
 
-    def __init__(self, name: str, spec: Evaluation, tokenizer: Any) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, context: EvaluationContext) -> None:
+        super().__init__(name, context)
         try:
             import lm_eval.models.huggingface
             import lm_eval.tasks
@@ -46,9 +45,9 @@ class LMEval(Metric):
                 f"evaluation.metric {name}: the lm-eval package cannot be imported ({error}).",
                 "pip install rotor-kv[eval]",
             ) from error
-        if tokenizer is None:
+        if context.tokenizer is None:
             raise DataError(f"{name}: needs a tokenizer, and the model's folder has none.", "Add tokenizer.json to it.")
-        self._spec, self._tokenizer = spec, tokenizer
+        self._spec, self._tokenizer = context.spec, context.tokenizer
         task = name.removeprefix(LM_EVAL)
         manager = lm_eval.tasks.TaskManager(include_defaults=not Path(task).expanduser().is_file())
         try:
@@ -61,21 +60,21 @@ class LMEval(Metric):
             ) from error
         self._base: dict[str, tuple[float, float | None]] = {}
 
-    def measure_base(self, model: LayerwiseModel, split: str) -> dict[str, Any]:
+    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
         """Raises DataError if the score is not positive."""
-        score, stderr = self._base[split] = self._score(model, split)
+        score, stderr = self._base[split] = self._score(seen.network, split)
         if score <= 0:
             raise DataError(f"{self.name}: the uncompressed model scores {score:g}, expected more than 0.")
         return {"score": score, "score_stderr": stderr}
 
-    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
-        (before, before_error), (after, after_error) = self._base[split], self._score(model, split)
+    def measure(self, seen: Seen, split: str) -> Measurement:
+        (before, before_error), (after, after_error) = self._base[split], self._score(seen.network, split)
         value = round(after / before, 6)
         bounds = None
         if before_error is not None and after_error is not None:
             error = 1.96 * math.hypot(after_error / before, after * before_error / before**2)
             bounds = (round(max(0.0, value - error), 6), round(value + error, 6))
-        fields = {self.name: value, "compressed_score": after, "compressed_score_stderr": after_error}
+        fields = {"compressed_score": after, "compressed_score_stderr": after_error}
         return Measurement(value, bounds, fields)
 
     def _documents(self, split: str) -> dict[str, list[int]]:

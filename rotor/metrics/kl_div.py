@@ -6,11 +6,12 @@ head is, so that a point costs one pass through the layers and two through the h
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ..evaluation import Scores, bootstrap
-from ..layerwise import LayerwiseModel
-from .base import Measurement, Metric
+from ..evaluation import resample
+from .base import Measurement, Metric, Seen
 
 
 class KLDivergence(Metric):
@@ -21,10 +22,14 @@ class KLDivergence(Metric):
 
     needs_reference = True
 
-    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
+    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
+        del seen, split
+        return {}
+
+    def measure(self, seen: Seen, split: str) -> Measurement:
+        scores = seen.text
         assert scores.kl_div is not None
         total = scores.tokens * len(scores.kl_div)
         kl_div = float(scores.kl_div.sum() / total)
-        value = round(float(np.exp(-kl_div)), 6)
-        bounds = bootstrap(lambda nats: np.exp(-nats / total), scores.kl_div)
-        return Measurement(value, bounds, {"kl_accuracy": value, "kl_div": round(kl_div, 7)})
+        resampled = resample(lambda nats: np.exp(-nats / total), scores.kl_div)
+        return Measurement.of(np.exp(-kl_div), resampled, kl_div=round(kl_div, 7))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from ..evaluation import Scores, bootstrap
-from ..layerwise import LayerwiseModel
-from .base import Measurement, Metric
+from typing import Any
+
+from ..evaluation import Scores, resample
+from .base import EvaluationContext, Measurement, Metric, Seen
 
 
 class Top1Agreement(Metric):
     """Share of positions of held-out text where both models have the same argmax, whether it is right or not."""
 
-    def measure(self, model: LayerwiseModel, split: str, base: Scores, scores: Scores) -> Measurement:
-        assert base.top1 is not None
-        positions, agreed = base.top1.size, (base.top1 == scores.top1).sum(-1)
-        value = round(float(agreed.sum() / positions), 6)
-        bounds = bootstrap(lambda total: total / positions, agreed)
-        return Measurement(value, bounds, {self.name: value})
+    def __init__(self, name: str, context: EvaluationContext) -> None:
+        super().__init__(name, context)
+        self._base: dict[str, Scores] = {}
+
+    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
+        self._base[split] = seen.text
+        return {}
+
+    def measure(self, seen: Seen, split: str) -> Measurement:
+        base, other = self._base[split].top1, seen.text.top1
+        assert base is not None
+        positions, agreed = base.size, (base == other).sum(-1)
+        return Measurement.of(agreed.sum() / positions, resample(lambda total: total / positions, agreed))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..layout import AttentionShape
-from .plan import RankPath, RankPlan, Spectra
+from .plan import RankMethod, RankPath, RankPlan, Spectra
 
 
 class FisherPath(RankPath):
@@ -56,3 +56,11 @@ class FisherPath(RankPath):
 
 def _clip(rank: float, columns: int) -> int:
     return max(1, min(columns, int(rank + 1e-9)))
+
+
+METHOD = RankMethod(
+    "fisher",
+    "in proportion to squared gradients of W_k and W_v (Palu section 3.2)",
+    lambda i: FisherPath(i.spectra, i.shape, i.multiple_of, i.gradients()),
+    frozenset({"gradients"}),
+)

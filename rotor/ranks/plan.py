@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..layout import AttentionShape, compression
+from ..layout import AttentionShape, LayerRanks, compression
 
-LayerRanks = list[tuple[int, int]]
-"""(qk_rank, v_rank) of each group of a layer, in the order of the bases."""
+SideSensitivity = list[tuple[int, float]]
+"""(rank, loss per unit of dropped energy when all groups of the layer have that rank), by rising rank; the loss is KL
+in nats per token. Empty where no rank drops any energy."""
+
+Sensitivity = dict[str, tuple[SideSensitivity, SideSensitivity]]
+"""Of qk and of vo, for each candidate of a layer."""
+
+Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
+"""(candidate, ranks) -> what one group of that candidate costs on its key side and on its value side at these ranks."""
+
+GroupCost = Callable[[str, int, int], float]
+"""(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
 
 T = TypeVar("T", covariant=True)
 
@@ -20,11 +30,11 @@ SLACK = 1e-9
 """Slack in comparing compressions, so that rounding errors do not decide."""
 
 
-class Candidates(Protocol[T]):
+class PerCandidate(Protocol[T]):
     """Something of every layer and candidate."""
 
     def select(self, choice: Sequence[str]) -> Sequence[T]:
-        """That of one candidate of each layer."""
+        """Pick that of one candidate of each layer."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,50 @@ class RankPlan:
     stored: float
     saving: float
 
-    def select(self, candidates: Candidates[T]) -> Sequence[T]:
-        """What belongs to the chosen candidate of each layer."""
-        return candidates.select(self.choice)
+    def select(self, them: PerCandidate[T]) -> Sequence[T]:
+        """Pick what belongs to the chosen candidate of each layer."""
+        return them.select(self.choice)
+
+
+Need = Literal["gradients", "sensitivities"]
+"""gradients: squared, of W_k and W_v, summed in calibration. sensitivities: from probes of each layer and side."""
+
+
+@dataclass(frozen=True)
+class RankInputs:
+    """Inputs of a method: spectra and sizes of all layers, and what else is measured, where it is asked for.
+
+    spectra: per layer its candidates' spectra by key.
+    multiple_of: stored ranks are multiples of this (or all columns).
+    squares: a removal rate is a share of squared singular values.
+    gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
+    sensitivities: per layer, by candidate. cost, group_cost: see WaterFillingPath.
+    """
+
+    spectra: Sequence[dict[str, Spectra]]
+    shape: AttentionShape
+    multiple_of: int
+    squares: bool
+    gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
+    sensitivities: Sequence[Sensitivity] | None
+    costs: Callable[[], tuple[Cost, GroupCost]]
+
+
+@dataclass(frozen=True)
+class RankMethod:
+    """A way from singular values to ranks, under the name that `ranks.method` gives it.
+
+    summary: one line, for help and tables; papers by their short names (see rotor).
+    needs: what has to be measured beside the spectra.
+    chooses: takes domain and group size of each layer too, where the recipe leaves them open, and weighs costs other
+        than bytes.
+    """
+
+    name: str
+    summary: str
+    path: Callable[[RankInputs], RankPath]
+    needs: frozenset[Need] = frozenset()
+    chooses: bool = False
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:
@@ -65,7 +116,7 @@ def round_rank(rank: int, multiple_of: int, columns: int) -> int:
 
 
 class RankPath(ABC):
-    """All rank plans that a method can give for a model, ordered by stored compression.
+    """Path of all rank plans that a method can give for a model, ordered by stored compression.
 
     Args:
         spectra: per layer its candidates' spectra by key; methods that do not choose take the only one.
@@ -80,10 +131,10 @@ class RankPath(ABC):
 
     @abstractmethod
     def _plans(self) -> list[RankPlan]:
-        """Every plan of the method, mildest first; duplicates allowed."""
+        """List every plan of the method, mildest first; duplicates allowed."""
 
     def steps(self) -> list[RankPlan]:
-        """One plan for each distinct saving, rising; the mildest parameter of each."""
+        """List one plan for each distinct saving, rising; the mildest parameter of each."""
         if self._steps is None:
             distinct: dict[float, RankPlan] = {}
             for plan in self._plans():
@@ -92,7 +143,7 @@ class RankPath(ABC):
         return self._steps
 
     def full(self) -> RankPlan:
-        """All columns of every group of the first candidates: the plan that changes nothing."""
+        """Make the plan that changes nothing: all columns of every group of the first candidates."""
         choice = tuple(next(iter(layer)) for layer in self.spectra)
         ranks = [
             [(s.qk.shape[-1], s.vo.shape[-1])] * s.qk.shape[0]

@@ -1,4 +1,4 @@
-"""From singular values to ranks: one removal rate shared by all groups and both sides."""
+"""Ranks from singular values by one removal rate shared by all groups and both sides."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ..layout import AttentionShape
-from .plan import RankPath, RankPlan, Spectra
+from .plan import RankMethod, RankPath, RankPlan, Spectra
 
 TIE = 1e-12
 """Slack in comparing a tail with the removal rate, so that rounding errors do not decide ties."""
 
 
 def removal_rate_ranks(singular_values: Tensor, removal_rate: float) -> list[int]:
-    """Columns to keep in each row: the largest tail whose share of the sum is at most `removal_rate` is removed.
+    """Count columns to keep in each row: the largest tail whose share of the sum is at most `removal_rate` is removed.
 
     One column always stays.
 
@@ -39,7 +39,7 @@ def ranks_from_shares(shares: Tensor, removal_rate: float) -> list[int]:
 
 
 class RemovalRatePath(RankPath):
-    """All plans of a shared removal rate.
+    """Path of all plans of a shared removal rate.
 
     Args:
         squares: apply the rate to squared singular values.
@@ -66,3 +66,10 @@ class RemovalRatePath(RankPath):
         starts = slice(self.multiple_of, None, self.multiple_of)
         rates = {0.0}.union(*(s[:, starts].flatten().tolist() for pair in self._shares for s in pair))
         return [self.plan(rate) for rate in sorted(rates)]
+
+
+METHOD = RankMethod(
+    "removal-rate",
+    "one rate for all groups, both sides: the largest tail of at most that share of the spectrum goes (FDC equation 1)",
+    lambda i: RemovalRatePath(i.spectra, i.shape, i.multiple_of, i.squares),
+)

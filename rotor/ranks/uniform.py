@@ -1,12 +1,12 @@
-"""The same share of columns everywhere (FDC's ablation without adaptive ranks)."""
+"""Ranks that are the same share of columns everywhere (FDC's ablation without adaptive ranks)."""
 
 from __future__ import annotations
 
-from .plan import RankPath, RankPlan
+from .plan import RankMethod, RankPath, RankPlan
 
 
 class UniformPath(RankPath):
-    """Every group of every layer keeps the same share of its columns, on both sides.
+    """Path on which every group of every layer keeps the same share of its columns, on both sides.
 
     Source: FDC section 6.6 (/AC).
     """
@@ -19,3 +19,10 @@ class UniformPath(RankPath):
             exact = [[(rank, rank)] * s.qk.shape[0] for s in only]
             plans.append(self._make(rank / columns, choice, exact))
         return plans
+
+
+METHOD = RankMethod(
+    "uniform",
+    "the same share of columns everywhere (FDC section 6.6, /AC)",
+    lambda i: UniformPath(i.spectra, i.shape, i.multiple_of),
+)

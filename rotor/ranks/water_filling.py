@@ -9,15 +9,15 @@ optimisation: only multiples are considered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..layout import AttentionShape
-from .plan import LayerRanks, RankPath, RankPlan, Spectra
+from ..layout import AttentionShape, LayerRanks
+from .plan import Cost, GroupCost, RankInputs, RankMethod, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
 
 PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""
@@ -25,19 +25,6 @@ PRICES = 2000
 GAP, HALVINGS = 0.005, 10
 """Where neighbouring plans are further apart in saving than GAP and several ranks changed at once, the interval of
 prices between them is halved, at most this often: a small model has few plans, and each may be the one."""
-
-SideSensitivity = list[tuple[int, float]]
-"""(rank, loss per unit of dropped energy when all groups of the layer have that rank), by rising rank; the loss is KL
-in nats per token. Empty where no rank drops any energy."""
-
-Sensitivity = dict[str, tuple[SideSensitivity, SideSensitivity]]
-"""Of qk and of vo, for each candidate of a layer."""
-
-Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
-"""(candidate, ranks) -> what one group of that candidate costs on its key side and on its value side at these ranks."""
-
-GroupCost = Callable[[str, int, int], float]
-"""(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
 
 Curve = tuple[Tensor, Tensor, Tensor]
 """Of one side of a candidate: possible ranks [R], loss of each group at them [num_groups, R], cost at them [R]."""
@@ -47,13 +34,13 @@ Curves = dict[str, list[Curve]]
 
 
 class WaterFillingPath(RankPath):
-    """All plans that the sweep gives.
+    """Path of all plans that the sweep gives.
 
     Args:
         sensitivities: per layer, by candidate.
         cost: of one group, by sides: what ranks are allocated by.
         group_cost: of one group as a whole: what the saving of a plan is counted in.
-    Source: DESIGN section 1 (`global`).
+    Source: docs/design.md.
     """
 
     def __init__(
@@ -122,10 +109,10 @@ class WaterFillingPath(RankPath):
             sides.append((ranks, loss, cost))
         return sides
 
-    def _layer(self, candidates: Curves, prices: Tensor) -> tuple[list[str], list[LayerRanks]]:
+    def _layer(self, curves: Curves, prices: Tensor) -> tuple[list[str], list[LayerRanks]]:
         """The best candidate of a layer, and its ranks, at every price."""
         totals, ranks = [], []
-        for sides in candidates.values():
+        for sides in curves.values():
             total = torch.zeros_like(prices)
             chosen = []
             for possible, loss, cost in sides:
@@ -137,7 +124,7 @@ class WaterFillingPath(RankPath):
             totals.append(total)
             ranks.append(chosen)
         winner = torch.stack(totals, dim=-1).argmin(-1).tolist()
-        keys = list(candidates)
+        keys = list(curves)
         chosen_keys = [keys[w] for w in winner]
         per_price: list[LayerRanks] = [
             list(zip(ranks[w][0][i], ranks[w][1][i], strict=True)) for i, w in enumerate(winner)
@@ -166,3 +153,17 @@ def _crowded(first: RankPlan, second: RankPlan) -> bool:
         else:
             changes += sum(a != b for pairs in zip(*layers, strict=True) for a, b in zip(*pairs, strict=True))
     return changes > 1
+
+
+def _path(inputs: RankInputs) -> WaterFillingPath:
+    assert inputs.sensitivities is not None  # who makes the inputs has probed
+    return WaterFillingPath(inputs.spectra, inputs.shape, inputs.multiple_of, inputs.sensitivities, *inputs.costs())
+
+
+METHOD = RankMethod(
+    "global",
+    "water-filling over all layers by probed sensitivities; also weighs decode time, domain and group size",
+    _path,
+    frozenset({"sensitivities"}),
+    chooses=True,
+)

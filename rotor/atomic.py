@@ -1,0 +1,69 @@
+"""Single files that appear whole or not at all, and are still there after a power loss."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` to write to; it takes that name when the `with` ends well, and goes otherwise.
+
+    The content is on the disk before the name is, and the name before the `with` is left. Whoever writes to a folder
+    holds its lock, so the name of the new file need not be unique: what a killed process left there is replaced.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # never through a link
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_bytes(path, json_bytes(data))
+
+
+def json_bytes(data: Any) -> bytes:
+    """UTF-8; names of files that are not UTF-8 make it ASCII with escapes, which Python reads back as they were."""
+    try:
+        return _dumps(data, ensure_ascii=False)
+    except UnicodeEncodeError:
+        return _dumps(data, ensure_ascii=True)
+
+
+def _dumps(data: Any, ensure_ascii: bool) -> bytes:
+    return (json.dumps(data, indent=2, ensure_ascii=ensure_ascii, allow_nan=False) + "\n").encode("utf-8")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk; some network file systems cannot do that for a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,135 @@
+"""Declare a method of a basis, and the view of a layer that it computes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..families import AttentionWeights
+from ..layout import AttentionShape, Domain
+from .pair import BasisPair
+
+Side = Literal["qk", "vo"]
+"""Of queries and keys, or of values and what reads them."""
+
+
+@dataclass(frozen=True)
+class BasisMethod:
+    """A way to compute the basis of one side, under the name that recipes give it.
+
+    summary: one line, for help and tables; papers by their short names (see rotor).
+    domains: where keys may be compressed with it.
+    moments: names of the second moments that it reads: `query`, `key` (before or after RoPE, as the domain says),
+        `value`, `output`.
+    whole_planes: its columns are unit vectors that take whole rotary planes, two columns each.
+    """
+
+    side: Side
+    name: str
+    summary: str
+    compute: Callable[[Inputs], BasisPair]
+    moments: frozenset[str] = frozenset()
+    domains: tuple[Domain, ...] = ("post", "pre", "none")
+    whole_planes: bool = False
+
+
+class Moments(Protocol):
+    """Second moments of one layer: what rotor.statistics gathers."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    def moment(self, name: str, group_size: int) -> Tensor: ...
+
+    def mean(self, group_size: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The view of one layer that a method computes from."""
+
+    statistics: Moments
+    weights: AttentionWeights
+    shape: AttentionShape
+    domain: Domain
+    group_size: int
+
+    def keys(self) -> Tensor:
+        """Moments of keys [num_groups, n, n], n = group_size * head_dim; before or after RoPE as the domain says."""
+        return self.statistics.moment("key_pre" if self.domain == "pre" else "key_post", self.group_size)
+
+    def centred_keys(self) -> Tensor:
+        """The same after RoPE of keys less their mean: softmax does not see what is added to a whole row of logits."""
+        if self.domain == "pre":
+            return self.keys()
+        mean = self.statistics.mean(self.group_size)
+        return self.keys() - mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
+
+    def queries(self) -> Tensor:
+        """Moments of queries [num_groups, n, n], block-diagonal; before RoPE averaged over relative positions."""
+        queries = self.statistics.moment("query", self.group_size)
+        if self.domain == "pre":
+            queries = rotary_average(queries, self.shape.turned)
+        return block_diagonal(queries, self.group_size)
+
+    def values(self) -> Tensor:
+        """Second moments of values [num_groups, n, n]."""
+        return self.statistics.moment("value", self.group_size)
+
+    def outputs(self) -> Tensor:
+        """Second moments of attention outputs [num_groups, n, n], summed over the query heads of each group."""
+        outputs = self.statistics.moment("output", self.group_size)
+        return outputs.unflatten(0, (-1, self.group_size * self.shape.heads_per_kv)).sum(1)
+
+    def readers(self) -> Tensor:
+        """Second moment of the rows of W_o that read each head's values, block-diagonal [num_groups, n, n]."""
+        return block_diagonal(output_moments(self.weights.o_weight, self.shape), self.group_size)
+
+    @property
+    def width(self) -> int:
+        """Columns of a group: n."""
+        return self.group_size * self.shape.head_dim
+
+
+def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
+    """Place [num_kv_heads, d, d] into [num_groups, group_size * d, group_size * d], zero between heads.
+
+    A query (or a column block of W_o) of one head touches only that head's block of the group's stacked keys.
+    """
+    heads, dim, _ = moments.shape
+    groups = moments.new_zeros(heads // group_size, group_size, dim, group_size, dim)
+    index = torch.arange(group_size)
+    groups[:, index, :, index, :] = moments.reshape(-1, group_size, dim, dim).transpose(0, 1)
+    return groups.reshape(-1, group_size * dim, group_size * dim)
+
+
+def rotary_average(moments: Tensor, rotary_dim: int | None = None) -> Tensor:
+    """Second moments of queries averaged over all relative rotations: one weight per rotary frequency.
+
+    Averaged over spread-out distances, the rotation between a query and a key leaves of the query's moment in each
+    rotary plane only its mean square, and nothing between planes. Rotations do not change that mean square, so
+    queries after RoPE serve as well as before it. Planes pair dimension i with i + rotary_dim/2, as in transformers;
+    the dimensions after them are not turned and keep their moment.
+
+    Args:
+        moments: [num_kv_heads, d, d].
+        rotary_dim: dimensions that RoPE turns, the first ones; None for all.
+    """
+    rotary_dim = moments.shape[-1] if rotary_dim is None else rotary_dim
+    half = rotary_dim // 2
+    squares = moments.diagonal(dim1=-2, dim2=-1)
+    planes = (squares[..., :half] + squares[..., half:rotary_dim]) / 2
+    average = torch.zeros_like(moments)
+    average[..., :rotary_dim, :rotary_dim] = torch.diag_embed(torch.cat([planes, planes], dim=-1))
+    average[..., rotary_dim:, rotary_dim:] = moments[..., rotary_dim:, rotary_dim:]
+    return average
+
+
+def output_moments(o_weight: Tensor, shape: AttentionShape) -> Tensor:
+    """Per KV head the sum over its query heads of W_o,h^T W_o,h: [num_kv_heads, d, d], float64."""
+    blocks = o_weight.to(torch.float64).reshape(-1, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
+    return torch.einsum("ohrd,ohre->hde", blocks, blocks)

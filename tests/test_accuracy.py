@@ -1,0 +1,284 @@
+"""Accuracy that means what it says: splits that never meet, tables by context, what a target asks of which split."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
+from test_cli import rotor
+
+from rotor.calibrate import calibrate
+from rotor.checkpoint import Checkpoint
+from rotor.errors import CheckpointError, DataError, UsageError
+from rotor.export import export
+from rotor.fidelity import Fidelity
+from rotor.layout import profile_name
+from rotor.metric_registry import METRICS
+from rotor.point import Point
+from rotor.recipe import Evaluation, load_recipe
+from rotor.run import Run
+from rotor.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
+from rotor.table import Context, ProbeTable, RankTable
+from rotor.tokens import Document
+from rotor.typed import Reader
+from rotor.validate import judge_target, validate
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of seven documents."""
+    (tmp_path / "texts").mkdir()
+    for i in range(7):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"document{i} " * 400)
+    return tmp_path / "texts"
+
+
+# Splits.
+
+
+def test_the_three_splits_share_no_document(texts: Path) -> None:
+    found = held_out_documents(Evaluation("text", str(texts)))
+    parts = [set(found.calibration), set(found.search), set(found.report)]
+    assert sorted(map(len, parts)) == [2, 2, 3]
+    assert len(set.union(*parts)) == 7
+    other = held_out_documents(Evaluation("text", str(texts), seed=1))
+    assert set(other.search) != parts[1]
+
+
+def test_a_single_document_is_cut_into_neighbouring_thirds(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("".join(f"{i:04d} " for i in range(600)))
+    found = held_out_documents(Evaluation("text", str(path)))
+    assert "".join([*found.calibration, *found.search, *found.report]) == path.read_text()
+    assert [len("".join(p)) for p in (found.calibration, found.search, found.report)] == [1000, 1000, 1000]
+
+
+def test_a_calibration_on_the_held_out_text_takes_its_own_share_alone(texts: Path, tmp_path: Path) -> None:
+    spec = Evaluation("text", str(texts))
+    documents = [Document(path.read_text(), "t") for path in sorted(texts.iterdir())]
+    found = held_out_documents(spec)
+    assert {d.text for d in calibration_share(documents, spec)} == set(found.calibration)
+    one = tmp_path / "one.txt"
+    one.write_text("".join(f"{i:04d} " for i in range(600)))
+    share = calibration_share([Document(one.read_text(), "t")], Evaluation("text", str(one)))
+    assert "".join(d.text for d in share) == one.read_text()[:1000]
+    apart = [Document("something else", "t")]
+    assert calibration_share(apart, spec) == apart
+
+
+def test_what_was_calibrated_on_is_left_out_and_nothing_left_is_an_error(texts: Path) -> None:
+    spec = Evaluation("text", str(texts))
+    free = held_out_documents(spec)
+    known = [digest(free.search[0])]
+    found = held_out_documents(spec, known)
+    assert found.excluded == tuple(known)
+    assert found.search == free.search[1:]
+    assert found.report == free.report
+    with pytest.raises(
+        DataError, match=r"the report split has no document left that was not calibrated on \(\d were\)"
+    ):
+        held_out_documents(spec, digests(free.report))
+
+
+def test_a_run_on_the_text_that_it_is_judged_on_never_sees_those_splits(texts: Path, tmp_path: Path) -> None:
+    own = ["evaluation.seq_len=64", "evaluation.search_tokens=256", "evaluation.report_tokens=256"]
+    text = ["tokens.source=text", f"tokens.path={texts}", "tokens.count=512", "tokens.seq_len=64"]
+    same = ["evaluation.source=text", f"evaluation.path={texts}", *own]
+    run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", [*text, *same, "evaluation.metric=text"])
+    data = held_out_documents(run.recipe.evaluation, run.calibrated_documents)
+    assert data.excluded == ()
+    assert run.calibrated_documents == set(digests(data.calibration))
+    # Calibrated on all of it, as the evaluation was another then.
+    run = calibrate(DEMO_MODEL, tmp_path / "all", "fdc", [*text, *own])
+    with pytest.raises(DataError, match="was not calibrated on"):
+        export(run.folder, tmp_path / "out", compression=0.3, overrides=same)
+
+
+# Points and tables.
+
+
+def test_a_point_survives_json() -> None:
+    found = Fidelity(0.97, (0.95, 0.99), {"token_accuracy": 0.98, "score": None})
+    point = Point(0.1, 0.41, 0.4, ("pre-2",), [[(3, 4)]], [[(8, 8)]], search=found)
+    data = json.loads(json.dumps(point.to_json()))
+    assert "report" not in data
+    again = Point.from_json(data, "points[0]", Reader("x.json", CheckpointError))
+    assert again == point
+    assert again.key == point.key
+    assert again.with_fidelity("report", found).fidelity("report") == found
+    with pytest.raises(UsageError, match="not measured on the report split"):
+        again.fidelity("report")
+    data["search"]["interval_95"] = [0.9]
+    with pytest.raises(CheckpointError, match=r"points\[0\]\.search\.interval_95: got \[0\.9\]"):
+        Point.from_json(data, "points[0]", Reader("x.json", CheckpointError))
+
+
+def test_all_that_a_number_depends_on_makes_another_context() -> None:
+    def data(token: int) -> EvaluationData:
+        return EvaluationData(torch.full((2, 4), token), torch.zeros(2, 4, dtype=torch.int64), "text")
+
+    spec = Evaluation()
+    contexts = [
+        Context.of(spec, data(1), torch.float32, CPU),
+        Context.of(spec, data(2), torch.float32, CPU),
+        Context.of(spec, data(1), torch.bfloat16, CPU),
+        Context.of(spec, data(1), torch.float32, torch.device("meta")),
+        Context.of(Evaluation(metric="text"), data(1), torch.float32, CPU),
+        Context.of(Evaluation(lookup_keys=4), data(1), torch.float32, CPU),
+    ]
+    assert len({context.key for context in contexts}) == len(contexts)
+    assert Context.of(Evaluation(search_tokens=1), data(1), torch.float32, CPU).key == contexts[0].key
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the bundled model on a short text, exported once at an accuracy of text alone."""
+    folder = tmp_path_factory.mktemp("measured")
+    text = folder / "text.txt"
+    text.write_text((Path(__file__).parent.parent / "LICENSE").read_text())
+    run = calibrated(DEMO_MODEL, folder / "run", "pre", 1)
+    own = ["evaluation.source=text", f"evaluation.path={text}", "evaluation.metric=text"]
+    recipe = load_recipe(str(run.folder / "recipe.yaml"), own)
+    (run.folder / "recipe.yaml").write_text(recipe.to_yaml())
+    export(run.folder, folder / "out", accuracy=0.9)
+    return folder
+
+
+@pytest.fixture
+def copied(measured: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    return shutil.copytree(measured, tmp_path / "copy")
+
+
+def test_a_changed_text_reuses_no_point(copied: Path) -> None:
+    text = copied / "text.txt"
+    own = [f"evaluation.path={text}"]
+    before = export(copied / "run", copied / "same", accuracy=0.9, overrides=own)
+    assert before.measured_points == 0  # another place, equal tokens
+    text.write_text(text.read_text().replace("the", "those"))
+    after = export(copied / "run", copied / "new", accuracy=0.9, overrides=own)
+    assert after.measured_points > 1
+    assert after.report["accuracy"]["data_sha256"] != before.report["accuracy"]["data_sha256"]
+    assert len(list((copied / "run" / "tables").glob("*.json"))) == 3
+
+
+def test_a_choice_depends_on_the_request_alone(copied: Path) -> None:
+    fresh = copied / "fresh"
+    shutil.copytree(copied / "run", fresh)
+    shutil.rmtree(fresh / "tables")
+    for compression in (0.35, 0.45):
+        export(copied / "run", copied / f"out-{compression}", compression=compression)
+    export(copied / "run", copied / "other", accuracy=0.95, targets=[0.8])
+    a = export(copied / "run", copied / "a", accuracy=0.97)
+    b = export(fresh, copied / "b", accuracy=0.97)
+    assert a.report["ranks"] == b.report["ranks"]
+    assert b.measured_points > a.measured_points
+
+
+def test_targets_are_searched_beside_and_noted(copied: Path) -> None:
+    export(copied / "run", copied / "more", accuracy=0.9, targets=[0.95, 0.8])
+    table = RankTable.latest(Run.open(copied / "run"))
+    assert table is not None
+    assert sorted(request.target for request in table.requests) == [0.8, 0.9, 0.95]
+    assert sum(point.has("report") for point in table.points) == 1
+    with pytest.raises(UsageError, match="--targets 2: expected accuracies"):
+        export(copied / "run", copied / "x", accuracy=0.9, targets=[2.0])
+    with pytest.raises(UsageError, match="searched beside an accuracy"):
+        export(copied / "run", copied / "x", compression=0.3, targets=[0.9])
+
+
+def test_confidence_asks_more_of_the_search_split(copied: Path, capsys) -> None:
+    plain = json.loads((copied / "out" / "rotor.json").read_text())
+    code, said, error = rotor(
+        capsys, "export", copied / "run", "-o", copied / "sure", "--accuracy", "0.9", "--confidence", "0.95", "--json"
+    )
+    assert code == 0, error
+    found = json.loads(said)
+    assert found["accuracy"]["confidence"] == 0.95
+    assert found["accuracy"]["measurements"]["search"]["interval_95"][0] >= 0.9
+    assert found["compression"]["stored"] <= plain["compression"]["stored"]
+    assert "for the lower end of the 95 % interval" in (copied / "sure" / "README.md").read_text()
+    with pytest.raises(UsageError, match=r"--confidence 0\.5: expected 0\.95, together with --accuracy"):
+        export(copied / "run", copied / "x", accuracy=0.9, confidence=0.5)
+
+
+def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Path) -> None:
+    small = [
+        "tokens.source=random",
+        "tokens.count=512",
+        "tokens.seq_len=64",
+        "ranks.probe_tokens=256",
+        *FAST_EVALUATION,
+    ]
+    run = calibrate(tiny("llama"), tmp_path / "run", "rotor", [*small, *SHORT_TEXT])
+    export(run.folder, tmp_path / "a", compression=0.4)
+    again = export(
+        run.folder, tmp_path / "b", compression=0.4, objective="latency", overrides=["evaluation.metric=text"]
+    )
+    assert "probe" not in again.seconds
+    assert len(list((run.folder / "probes").iterdir())) == 1
+    checkpoint = Checkpoint(run.model_folder)
+    data = evaluation_data(run.recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
+    assert ProbeTable.open(run, run.recipe.ranks, data.search[:2], torch.float32, CPU).complete
+    assert not ProbeTable.open(run, run.recipe.ranks, data.search[:1], torch.float32, CPU).complete
+
+
+def test_equal_accuracies_have_one_profile_name(copied: Path) -> None:
+    assert profile_name(1) == profile_name(1.0) == "1.0"
+    recipe = load_recipe(str(copied / "run" / "recipe.yaml"), ["bases.refit=false"])
+    (copied / "run" / "recipe.yaml").write_text(recipe.to_yaml())
+    table = RankTable.latest(Run.open(copied / "run"))
+    assert table is not None
+    for point in table.points:
+        table.put(point.with_fidelity("search", Fidelity(1.0, (1.0, 1.0), {})))
+    out = export(copied / "run", copied / "elastic", accuracy=1, targets=[0.9], elastic=True).folder
+    config = json.loads((out / "config.json").read_text())
+    assert config["rank_profile"] == "1.0"
+    assert set(config["quantization_config"]["profiles"]) == {"1.0", "0.9"}
+    assert not validate(out).damaged
+
+
+# What validate says of a target.
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "met", "text"),
+    [
+        (0.991, (0.985, 0.995), True, "default 0.9910 [0.9850, 0.9950], target 0.99"),
+        (0.989, (0.985, 0.993), True, "the value is below the target, its 95 % interval is not"),
+        (0.97, (0.96, 0.98), False, "the whole interval is below the target"),
+        (0.97, None, False, "default 0.9700, target 0.99: it is below the target"),
+        (0.99, None, True, "default 0.9900, target 0.99"),
+    ],
+)
+def test_a_target_is_missed_where_the_whole_interval_is_below(
+    value: float, interval: tuple[float, float] | None, met: bool, text: str
+) -> None:
+    found = judge_target("default", Fidelity(value, interval, {}), 0.99)
+    assert found[0] is met
+    assert found[1].endswith(text)
+    assert judge_target("default", Fidelity(value, interval, {}), None)[0] is None
+
+
+def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copied: Path, capsys) -> None:
+    out, path = copied / "out", copied / "out" / "rotor.json"
+    report = json.loads(path.read_text())
+    low, high = report["accuracy"]["interval_95"]
+    value = report["accuracy"]["report"]
+    assert low < value < high
+    for target, code in ((value + (high - value) / 2, 0), (high + 0.01, 3)):
+        report["accuracy"]["target"] = target
+        path.write_text(json.dumps(report))
+        assert rotor(capsys, "validate", out, "--model", DEMO_MODEL, "-q")[0] == code
+
+
+def test_the_reference_of_metrics_lists_them_all() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "commands.md").read_text()
+    table = page[page.index("### What accuracy means") : page.index("### What is saved")]
+    assert all(f"`{name}`" in table for name in METRICS)

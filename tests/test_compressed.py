@@ -1,0 +1,60 @@
+"""Opening a compressed checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import DEMO_MODEL
+
+from rotor import export
+from rotor.checkpoint import Checkpoint
+from rotor.compressed import CompressedCheckpoint, open_model
+from rotor.errors import CheckpointError
+from rotor.layout import kv_bytes_per_token
+
+
+@pytest.fixture(scope="module")
+def folder(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("compressed") / "out"
+    export(demo_run("fdc").folder, out, compression=0.5)
+    return out
+
+
+def test_its_files_are_read_through_one_object(folder: Path) -> None:
+    checkpoint = CompressedCheckpoint(folder)
+    report = json.loads((folder / "rotor.json").read_text())
+    assert checkpoint.report == report
+    assert [layout.to_dict() for layout in checkpoint.layouts] == report["layouts"]
+    assert checkpoint.default_layouts == checkpoint.layouts
+    assert not checkpoint.elastic
+    size = report["kv_bytes_per_token"]
+    assert checkpoint.dtype.itemsize == size["element_bytes"]
+    assert kv_bytes_per_token(checkpoint.layouts, checkpoint.dtype.itemsize) == size["after"]
+    assert len(checkpoint.kernel_config.layers) == checkpoint.shape.num_layers
+    assert checkpoint.source_folder.resolve() == DEMO_MODEL.resolve()
+    assert (checkpoint.run_folder / "run.json").is_file()
+
+
+def test_each_file_is_read_only_when_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "rotor.json").unlink()
+    (copy / "kernel_config.json").unlink()
+    checkpoint = CompressedCheckpoint(copy)
+    assert len(checkpoint.layouts) == checkpoint.shape.num_layers
+    with pytest.raises(CheckpointError, match=r"copy/rotor\.json: no such file"):
+        _ = checkpoint.report
+    with pytest.raises(CheckpointError, match=r"copy/kernel_config\.json: no such file"):
+        _ = checkpoint.kernel_config
+
+
+def test_plain_models_and_folders_that_are_none(folder: Path) -> None:
+    assert type(open_model(DEMO_MODEL)) is Checkpoint
+    assert type(open_model(folder)) is CompressedCheckpoint
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(DEMO_MODEL))}: not a compressed checkpoint"):
+        CompressedCheckpoint(DEMO_MODEL)
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        CompressedCheckpoint("nowhere")

@@ -1,0 +1,206 @@
+"""Every file of a finished folder is covered: what is edited, added or gone is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import calibrated, reseal
+from test_cli import expect_error, rotor
+
+from rotor.checkpoint import Checkpoint
+from rotor.errors import CheckpointError
+from rotor.export import export
+from rotor.integrity import Validation, check_integrity
+from rotor.manifest import NO_DIGEST, Manifest, read_checked_json, write_checked_json, write_manifest
+from rotor.model_card import markdown
+from rotor.progress import Progress
+from rotor.run import Run
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model, run and out in one folder; do not write to them."""
+    folder = tmp_path_factory.mktemp("manifest")
+    model = shutil.copytree(tiny("llama"), folder / "model")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    (model / "LICENSE").write_text("do what you like")
+    run = calibrated(model, folder / "run", "post", 1)
+    export(run.folder, folder / "out", compression=0.4)
+    return folder
+
+
+@pytest.fixture
+def out(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made / "out", tmp_path / "out")
+
+
+def found(folder: Path, digest: str | None = None) -> dict[str, str]:
+    """The checks that failed, with what they say."""
+    result = Validation(folder)
+    check_integrity(result, Progress(), digest)
+    return {check.name: check.detail for check in result.checks if check.status == "fail"}
+
+
+def test_any_file_that_is_edited_added_or_gone_is_named(out: Path) -> None:
+    manifest = Manifest.read(out)
+    assert manifest.problems() == {}
+    assert "additional_chat_templates/tool.jinja" in manifest.files
+    names = [path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()]
+    assert set(names) == {*manifest.files, "manifest.json"}
+    for name in manifest.files:
+        path = out / name
+        original = path.read_bytes()
+        for _ in range(8):
+            data = bytearray(original)
+            position = random.Random(f"{name}{_}").randrange(len(data))
+            data[position] ^= 1 << (position % 8)
+            path.write_bytes(data)
+            assert manifest.problems() == {name: "differs from its SHA-256"}
+        path.write_bytes(original + b"\n")
+        assert manifest.problems() == {name: "differs from its SHA-256"}
+        path.unlink()
+        assert manifest.problems()[name] == "is missing"
+        path.symlink_to(out / "recipe.yaml")
+        assert manifest.problems() == {name: "is missing"}
+        path.unlink()
+        path.write_bytes(original)
+    (out / "tokenizer.model").write_bytes(b"")
+    (out / "sub").mkdir()
+    os.mkfifo(out / "pipe")
+    (out / "dangling").symlink_to("nowhere")
+    assert manifest.problems() == dict.fromkeys(("dangling", "pipe", "sub/", "tokenizer.model"), "is unexpected")
+
+
+def test_validate_says_what_changed(out: Path, capsys) -> None:
+    """Values that no other check looks at."""
+    for file, edit in (
+        ("config.json", lambda data: data.update(rms_norm_eps=0.5)),
+        ("tokenizer.json", lambda data: data["model"]["vocab"].update(dict(zip("ab", (7, 8), strict=True)))),
+        ("rotor.json", lambda data: data["accuracy"].update(report=0.9999)),
+    ):
+        original = (out / file).read_bytes()
+        data = json.loads(original)
+        edit(data)
+        (out / file).write_text(json.dumps(data))
+        assert found(out)["files"] == f"{file} differs from its SHA-256"
+        code, text, _ = rotor(capsys, "validate", out, "--json")
+        assert code == 1
+        assert f"{file} differs from its SHA-256" in text
+        (out / file).write_bytes(original)
+    assert found(out) == {}
+    (out / "manifest.json").unlink()
+    assert "no such file" in found(out)["files"]
+
+
+def test_the_digest_covers_the_manifest(out: Path, made: Path, capsys) -> None:
+    """Whoever edits a file and its hash is caught by the digest, which the card quotes and export prints."""
+    digest = hashlib.sha256((out / "manifest.json").read_bytes()).hexdigest()
+    assert (out / "README.md").read_text().count(digest) == 1
+    assert found(out, digest.upper()) == {}
+    (out / "recipe.yaml").write_text((out / "recipe.yaml").read_text() + "# harmless\n")
+    other = reseal(out)
+    assert found(out) == {}
+    assert set(found(out, digest)) == {"digest"}
+    assert found(out, digest)["digest"].startswith(f"is {other}, expected '{digest[:16]}")
+    code, text, _ = rotor(capsys, "validate", out, "--digest", digest)
+    assert code == 1
+    assert other[:16] in text
+    card = (out / "README.md").read_text()
+    (out / "README.md").write_text(card.replace(other, NO_DIGEST))
+    assert found(out) == {"files": "README.md differs from its SHA-256"}
+    (out / "README.md").write_text(card.replace(other, digest))
+    assert found(out) == {"files": "README.md differs from its SHA-256"}
+    code, text, _ = rotor(
+        capsys, "export", made / "run", "-o", out.with_name("again"), "--compression", "0.4", "--json"
+    )
+    printed = json.loads(text)["digest"]
+    assert printed == Manifest.read(out.with_name("again")).digest
+    expect_error(capsys, 2, "--digest belongs to one folder", "validate", out, out, "--digest", digest)
+
+
+def test_a_run_is_as_calibrate_wrote_it(made: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(made / "run", tmp_path / "run")
+    Run.open(run)
+    for name in ("run.json", "recipe.yaml"):
+        original = (run / name).read_text()
+        (run / name).write_text(original + "\n")
+        with pytest.raises(CheckpointError, match=f"{name}: differs from its SHA-256"):
+            Run.open(run)
+        (run / name).write_text(original)
+    (run / "fisher.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"fisher\.safetensors: is unexpected"):
+        Run.open(run)
+    (run / "fisher.safetensors").unlink()
+    path = run / "bases" / "layer-0001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    bases = Run.open(run).bases()
+    assert bases[0]
+    for read in (lambda: bases[1], lambda: bases.spectra(1)):
+        with pytest.raises(CheckpointError, match=r"layer-0001\.safetensors: differs from its SHA-256"):
+            read()
+    (run / "log.txt").write_text("rotor writes to these later")
+    (run / "tables").mkdir()
+    (run / "tables" / "a.json").write_text("{}")
+    Run.open(run)
+    (run / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: no such file"):
+        Run.open(run)
+
+
+def test_files_added_to_a_source_are_changes(made: Path, tmp_path: Path) -> None:
+    for name in ("model", "run"):
+        shutil.copytree(made / name, tmp_path / name)
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    info["model"]["path"] = str(tmp_path / "model")
+    (tmp_path / "run" / "run.json").write_text(json.dumps(info))
+    reseal(tmp_path / "run")
+    (tmp_path / "model" / "notes.txt").write_text("not part of the model")
+    export(tmp_path / "run", tmp_path / "out", compression=0.4)
+    assert not (tmp_path / "out" / "notes.txt").exists()
+    (tmp_path / "model" / "special_tokens_map.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: was added since calibration"):
+        export(tmp_path / "run", tmp_path / "other", compression=0.4)
+    recorded = {**info["model"]["shards"], **info["model"]["files"]}
+    (problem,) = Checkpoint(tmp_path / "model").changes(recorded)
+    assert problem.endswith("special_tokens_map.json was added since calibration")
+
+
+def test_json_that_changes_later_has_a_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    data = {"points": [0.1, 2, None, "ä"], "name": "x"}
+    write_checked_json(path, data)
+    assert read_checked_json(path) == data
+    text = path.read_text()
+    for edited in (text.replace("0.1", "0.2"), text.replace('"x"', '"y"'), "{}"):
+        path.write_text(edited)
+        with pytest.raises(CheckpointError, match="differs from the SHA-256 in it"):
+            read_checked_json(path)
+    path.write_text(json.dumps(json.loads(text)))  # laid out in another way
+    assert read_checked_json(path) == data
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"rotor_manifest": 1, "kind": "other", "files": {}}', "{"])
+def test_what_is_no_manifest(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: "):
+        Manifest.read(tmp_path)
+
+
+def test_a_manifest_of_names_that_are_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9")).write_text("x")
+    write_manifest(tmp_path, "run")
+    assert Manifest.read(tmp_path).problems() == {}
+
+
+def test_names_in_the_card_are_no_markup() -> None:
+    assert markdown("<img src=x>`a`\n# b [c](d)\x1b[0m|") == r"\<img src=x\>\`a\` \# b \[c\](d) \[0m\|"
+    assert markdown("demo-model 1.5B") == "demo-model 1.5B"

@@ -1,0 +1,294 @@
+"""Outputs by whatever name: nothing is removed that rotor did not write, and no source by an alias."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, calibrated
+from test_cli import expect_error
+from test_end_to_end import contents
+
+from rotor.calibrate import calibrate
+from rotor.errors import UsageError
+from rotor.export import export
+from rotor.manifest import Manifest
+from rotor.places import OutputFolder, check_removable, is_same_or_inside, mark_unfinished, remove
+from rotor.run import Run
+
+SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run and an OUT; do not write to them."""
+    folder = tmp_path_factory.mktemp("paths")
+    model = shutil.copytree(tiny("llama"), folder / "model")
+    run = calibrated(model, folder / "run", "post", 1)
+    export(run.folder, folder / "out", compression=0.4)
+    return run
+
+
+@pytest.fixture
+def model(tiny, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny("llama"), tmp_path / "model")
+
+
+def notes(folder: Path) -> Path:
+    """A user's folder."""
+    folder.mkdir(parents=True)
+    (folder / "diary.txt").write_text("dear diary")
+    return folder
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_dots_after_a_link_remove_nothing(model: Path, tmp_path: Path, overwrite: bool) -> None:
+    """link/../notes is beside what the link leads to; by its text it would be beside the link."""
+    elsewhere = tmp_path / "elsewhere" / "deep"
+    elsewhere.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(elsewhere)
+    for name in ("notes", "notes.partial", "run.partial"):
+        notes(tmp_path / name)
+    before = contents(tmp_path)
+    run = calibrate(model, tmp_path / "link" / ".." / "notes", "fdc", SETTINGS, overwrite=overwrite)
+    assert run.folder == tmp_path / "elsewhere" / "notes"
+    assert before.items() <= contents(tmp_path).items()
+    calibrate(model, tmp_path / "link" / ".." / "model", "fdc", SETTINGS, overwrite=overwrite)
+    assert before.items() <= contents(tmp_path).items()
+    with pytest.raises(UsageError, match=r"run\.partial: is(: an unfinished run| not empty, and nothing)|unfinished"):
+        calibrate(model, tmp_path / "run", "fdc", SETTINGS, overwrite=overwrite)
+    assert before.items() <= contents(tmp_path).items()
+
+
+def test_only_what_says_that_it_is_rotors_is_replaced(run: Run, model: Path, tmp_path: Path, capsys) -> None:
+    mine, fake = notes(tmp_path / "mine"), notes(tmp_path / "fake")
+    (fake / "rotor.json").write_text("{}")
+    (fake / "manifest.json").write_text('{"rotor_manifest": 1, "kind": "checkpoint", "files": {}}')
+    out = shutil.copytree(run.folder.parent / "out", tmp_path / "out")
+    added = shutil.copytree(out, tmp_path / "added")
+    notes(added / "more")
+    damaged = shutil.copytree(out, tmp_path / "damaged")
+    (damaged / "manifest.json").write_text("{")
+    before = contents(tmp_path)
+    for place, why in (
+        (mine, "nothing in it says that it is a checkpoint folder"),
+        (damaged, "nothing in it says that it is a checkpoint folder"),
+        (fake, "holds diary.txt, which rotor did not write"),
+        (added, "holds more/diary.txt, which rotor did not write"),
+    ):
+        expect_error(capsys, 2, why, "export", run.folder, "-o", place, "--compression", "0.5", "--overwrite")
+    # Of another kind: a checkpoint in the place of a run, and the other way round.
+    other = shutil.copytree(run.folder, tmp_path / "other")
+    why = "is a run folder, and would become a checkpoint folder"
+    expect_error(capsys, 2, why, "export", run.folder, "-o", other, "--compression", "0.5", "--overwrite")
+    expect_error(capsys, 2, "is a checkpoint folder", "calibrate", model, "-o", out, "--overwrite")
+    shutil.rmtree(other)
+    assert contents(tmp_path) == before
+
+
+def test_a_source_under_a_name_that_may_be_removed(run: Run, model: Path, tmp_path: Path) -> None:
+    """OUT.partial, staging folders, what lies in them, links to them and in them; text that is calibrated with too."""
+    leftover = ".L.rotor-0123456789abcdef"
+    for name in ("L.partial", f"{leftover}/deep/model", leftover + "-old"):
+        source = shutil.copytree(model, tmp_path / name)
+        mark_unfinished(tmp_path / name.split("/")[0], "run")
+        linked = tmp_path / "linked"
+        linked.mkdir()
+        for path in source.iterdir():
+            (linked / path.name).symlink_to(path)
+        before = contents(tmp_path)
+        for given in (source, linked):
+            for resume in (False, True):
+                with pytest.raises(UsageError, match="which rotor reads from"):
+                    calibrate(given, tmp_path / "L", "fdc", SETTINGS, overwrite=True, resume=resume)
+        assert contents(tmp_path) == before
+        shutil.rmtree(tmp_path / name.split("/")[0])
+        shutil.rmtree(linked)
+    text = notes(tmp_path / "L.partial")
+    mark_unfinished(text, "run")
+    settings = [*SETTINGS, "tokens.source=text", f"tokens.path={text}"]
+    with pytest.raises(UsageError, match="which rotor reads from"):
+        calibrate(model, tmp_path / "L", "fdc", settings, overwrite=True)
+    assert (text / "diary.txt").is_file()
+
+
+def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for compression in (0.3, 0.4):
+        result = export(run.folder, tmp_path / "link", compression=compression, overwrite=True)
+        assert result.folder == tmp_path / "real"
+    assert (tmp_path / "link").readlink() == Path("real")
+    weights = "model.safetensors"
+    assert contents(tmp_path / "real")[weights] == contents(run.folder.parent / "out")[weights]
+    (tmp_path / "dangling").symlink_to("new")
+    assert export(run.folder, tmp_path / "dangling", compression=0.4).folder == tmp_path / "new"
+
+
+@pytest.mark.parametrize("name", ["m[ab]", "**", "-rf [b]"])
+def test_names_with_a_meaning_to_others(run: Run, tmp_path: Path, name: str) -> None:
+    """Neighbours that a pattern would match stay; so does the backup of `.ma`, which `m[ab]` once took."""
+    neighbours = [tmp_path / f".{other}.rotor-0123456789abcdef{end}" for other in ("ma", "x") for end in ("", "-old")]
+    for neighbour in neighbours:
+        shutil.copytree(run.folder.parent / "out", neighbour)
+    before = contents(tmp_path)
+    for _ in range(2):
+        out = export(run.folder, tmp_path / name, compression=0.4, overwrite=True).folder
+    after = contents(tmp_path)
+    assert {key: value for key, value in after.items() if not key.startswith(f"{out.name}/")} == before
+
+
+def test_leftovers_are_cleaned_up_whatever_process_left_them(run: Run, tmp_path: Path) -> None:
+    """By the lock, not by a process id, which in a container is 1 every time; what is not rotor's stays."""
+    out, whole = tmp_path / "out", run.folder.parent / "out"
+    shutil.copytree(whole, tmp_path / ".out.rotor-00000000000000aa-old")
+    unfinished = tmp_path / ".out.rotor-00000000000000bb"
+    unfinished.mkdir()
+    mark_unfinished(unfinished, "checkpoint")
+    (unfinished / "config.json").write_text("{")
+    (tmp_path / ".out.rotor-00000000000000cc").mkdir()
+    theirs = notes(tmp_path / ".out.rotor-00000000000000dd")
+    with pytest.raises(UsageError, match="the most that can be removed"):
+        export(run.folder, out, compression=0.99)
+    export(run.folder, out, compression=0.4, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", theirs.name}
+    shutil.rmtree(out)
+    shutil.copytree(whole, tmp_path / ".out.rotor-00000000000000aa-old")
+    # It is put back before the next export looks whether it may write there.
+    with pytest.raises(UsageError, match="exists and is not empty"):
+        export(run.folder, out, compression=0.3)
+    assert contents(out) == contents(whole)
+
+
+def test_the_root_files_and_long_names(run: Run, tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("x")
+    for out, why in (
+        ("/", "is the root of the file system"),
+        ("/..", "is the root of the file system"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "file" / "x", "cannot be written"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        for command in (["export", run.folder, "--compression", "0.5"], ["calibrate", run.model_folder]):
+            code = 2 if "is " in why else 1
+            expect_error(capsys, code, why, *command, "-o", out, "--overwrite")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_places_are_compared_by_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert is_same_or_inside(tmp_path / "link" / "b" / "new", tmp_path / "a")
+    assert is_same_or_inside(tmp_path / "a", tmp_path / "link")
+    assert not is_same_or_inside(tmp_path / "ab", tmp_path / "a")
+    assert not is_same_or_inside(tmp_path / "a", tmp_path / "a" / "b")
+    assert not is_same_or_inside(tmp_path / "a", tmp_path / "nowhere")
+    assert OutputFolder.at(tmp_path / "link" / "x", "run").path == tmp_path / "a" / "x"
+
+
+def test_removal(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(UsageError, match="is not a folder"):
+        check_removable(tmp_path / "link", "run")
+    mark_unfinished(folder, "run")
+    notes(folder / "bases")
+    outside = notes(tmp_path / "outside")
+    (folder / "out").symlink_to(outside)
+    with pytest.raises(UsageError, match="nothing in it says that it is a checkpoint folder"):
+        remove(folder, "checkpoint")
+    remove(folder, "run")
+    assert not folder.exists()
+    assert (outside / "diary.txt").is_file()
+
+
+MOUNTS = """
+import subprocess, sys
+from pathlib import Path
+import rotor
+from rotor.manifest import Manifest
+from rotor.places import OutputFolder, is_mount
+
+run, model, place = map(Path, sys.argv[1:])
+
+def bind(what, where):
+    where.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "--bind", what, where], check=True)
+    assert is_mount(where)
+
+def refused(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except rotor.RotorError as error:
+        print(error.message.split(": ", 1)[1])
+    else:
+        print("done")
+
+alias = place / "alias"
+bind(model, alias)
+for out in (alias, alias / "x"):
+    refused(rotor.calibrate, model, out, overwrite=True)
+refused(rotor.calibrate, alias, model, overwrite=True)
+partial = place / "L.partial"
+bind(model, partial)
+refused(rotor.calibrate, model, place / "L", overwrite=True)
+# The source is a folder in OUT that is mounted elsewhere.
+(place / "run" / "statistics").mkdir(parents=True)
+(place / "run" / "unfinished.json").write_text('{"rotor_unfinished": 1, "kind": "run"}')
+subprocess.run(["cp", "-r", model, place / "run" / "statistics" / "model"], check=True)
+bind(place / "run" / "statistics" / "model", place / "inner")
+refused(rotor.calibrate, place / "inner", place / "run", overwrite=True)
+# OUT and RUN as mount points, [ and blanks in their names, written twice.
+for name in ("out", "a [b] c"):
+    (place / "disk" / name).mkdir(parents=True)
+    bind(place / "disk" / name, place / name)
+    for compression in (0.3, 0.4):
+        print(rotor.export(run, place / name, compression=compression, overwrite=True).digest)
+bind(place / "disk" / "out", place / "again")
+from rotor.locks import exclusive
+with exclusive(place / "again", "export"):
+    refused(rotor.export, run, place / "out", compression=0.4, overwrite=True)
+(place / "out" / "mine.txt").write_text("keep")
+refused(rotor.export, run, place / "out", compression=0.4, overwrite=True)
+(place / "disk" / "newrun").mkdir()
+bind(place / "disk" / "newrun", place / "newrun")
+settings = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1"]
+rotor.calibrate(model, place / "newrun", "fdc", settings)
+rotor.calibrate(model, place / "newrun", "fdc", settings, overwrite=True)
+print(sorted(path.name for path in (place / "disk" / "newrun").iterdir()))
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
+    reason="mounting needs a namespace of its own",
+)
+def test_mounts(run: Run, tmp_path: Path) -> None:
+    """Aliases of the source by bind mounts are refused; a mount point is written file by file."""
+    model = run.model_folder
+    before = contents(model)
+    place = tmp_path / "place"
+    done = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", MOUNTS, str(run.folder), str(model), str(place)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.splitlines()
+    assert [line.split(" ")[0] for line in said[:5]] == ["lies", "lies", "lies", "contains", "contains"]
+    whole = contents(run.folder.parent / "out")
+    for name, digest in (("out", said[6]), ("a [b] c", said[8])):
+        (place / "disk" / name / "mine.txt").unlink(missing_ok=True)
+        manifest = Manifest.read(place / "disk" / name)
+        assert (manifest.digest, manifest.problems()) == (digest, {})
+    assert contents(place / "disk" / "a [b] c").keys() == whole.keys()
+    assert "in use by" in said[9]
+    assert said[10] == "holds mine.txt, which rotor did not write."
+    assert said[11] == "['bases', 'log.txt', 'manifest.json', 'recipe.yaml', 'run.json', 'statistics']"
+    assert contents(model) == before

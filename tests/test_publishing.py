@@ -1,0 +1,246 @@
+"""Files and folders that appear whole or not at all, what a power loss leaves, and locks that nobody can plant."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import calibrated
+from test_resume import SETTINGS, drive, interrupted, tensors
+from test_resume import model as model
+from test_resume import whole as whole
+
+from rotor.atomic import replacing, write_json
+from rotor.calibrate import calibrate
+from rotor.errors import CheckpointError, UsageError
+from rotor.export import export
+from rotor.json_differences import differences
+from rotor.locks import exclusive, lock_path
+from rotor.manifest import Manifest
+from rotor.run import Run
+from rotor.sidecars import sidecars
+
+
+def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    victim = tmp_path / "victim"
+    victim.write_text("keep")
+    (tmp_path / ".a.json.tmp").symlink_to(victim)
+
+    def interrupted_write() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted_write()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+    write_json(path, {"a": os.fsdecode(b"caf\xe9")})
+    assert json.loads(path.read_text()) == {"a": os.fsdecode(b"caf\xe9")}
+    assert victim.read_text() == "keep"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"a.json", "victim"}
+
+
+def test_the_name_is_on_the_disk_before_the_write_returns(tmp_path: Path, monkeypatch) -> None:
+    """File, then rename, then folder."""
+    steps = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (steps.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd))
+    )
+    monkeypatch.setattr(os, "replace", lambda old, new: (steps.append("rename"), replace(old, new)))
+    write_json(tmp_path / "a.json", {})
+    assert steps == [".a.json.tmp", "rename", tmp_path.name]
+
+
+def test_json_differences() -> None:
+    assert list(differences({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 1.0, "c": (1, 3)}})) == [
+        ("a.b", 1, 1.0),
+        ("a.c[1]", 2, 3),
+    ]
+    assert list(differences({"a": [1]}, {"a": [1, 2], "b": 0})) == [("a", [1], [1, 2]), ("b", None, 0)]
+    later = list(differences({"r": {"x": 1, "y": 2}}, {"r": {"x": 1, "z": 3}}, optional=lambda name: name == "r"))
+    assert later == []
+
+
+KILLED_PUBLISHING = """
+import rotor.publishing as publishing
+
+partial = importlib.import_module("rotor.partial")
+
+def killing(where):
+    if where == "before":
+        publishing.os.rename = lambda *names: die()
+    if where == "after":
+        partial.shutil.rmtree = lambda path: die()
+    if where == "manifest":
+        partial.write_manifest = lambda *arguments: die()
+
+for where in ("manifest", "before", "after"):
+    child = os.fork()
+    if not child:
+        killing(where)
+        run(name=f"-{where}")
+        os._exit(1)
+    assert wait([child]) == [-signal.SIGKILL]
+"""
+
+
+def test_a_run_that_was_killed_while_it_was_published_keeps_its_recipe(model: Path, whole: Run, tmp_path: Path) -> None:
+    """--resume with another recipe is refused as before, and with its own ends in the same run."""
+    drive(KILLED_PUBLISHING, model, tmp_path / "run")
+    for where in ("manifest", "before"):
+        out = tmp_path / f"run-{where}"
+        assert not out.exists()
+        other = [*SETTINGS, "bases.refit=false"]
+        with pytest.raises(UsageError, match=r"recipe\.bases\.refit was true, now is false"):
+            calibrate(model, out, "rotor", other, batch_tokens=64, resume=True)
+        run = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, resume=True)
+        assert tensors(run) == tensors(whole)
+        assert Manifest.read(out).problems() == {}
+        assert not out.with_name(f"{out.name}.partial").exists()
+    run = Run.open(tmp_path / "run-after")
+    assert Manifest.read(run.folder).problems() == {}
+    assert tensors(run).items() >= tensors(whole).items()
+    again = calibrate(model, run.folder, "rotor", SETTINGS, batch_tokens=64, overwrite=True)
+    assert tensors(again) == tensors(whole)
+
+
+def test_what_a_power_loss_tore_is_not_gone_on_with(model: Path, tmp_path: Path, monkeypatch) -> None:
+    """States and bases of another moment than progress.json says, and a fingerprint that is gone."""
+    partial = interrupted(model, tmp_path / "run", monkeypatch, at=2)
+    assert {path.name for path in (partial / "work").glob("states-*")} == {
+        f"states-0-{layer:04d}.{end}" for layer, end in ((2, "bin"), (2, "json"), (3, "bin"))
+    }
+    for name, text in (
+        ("work/states-0-0002.bin", "is not what was written when layer 2 was to begin"),
+        ("bases/layer-0001.safetensors", "is not what was written when its layer was finished"),
+        ("statistics/layer-0000.safetensors", "is not what was written when its layer was finished"),
+    ):
+        original = (partial / name).read_bytes()
+        (partial / name).write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match=text) as caught:
+            calibrate(model, tmp_path / "run", "rotor", SETTINGS, batch_tokens=64, resume=True)
+        assert "--overwrite" in caught.value.hint
+        (partial / name).write_bytes(original)
+    (partial / "work" / "fingerprint.json").unlink()
+    with pytest.raises(UsageError, match="nobody knows what the run was begun with"):
+        calibrate(model, tmp_path / "run", "rotor", SETTINGS, batch_tokens=64, resume=True)
+
+
+def test_planted_locks(tmp_path: Path) -> None:
+    """A link, a pipe, a folder, somebody's file, a second name of it: refused at once, and as they were."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "run"
+    path = lock_path(folder)
+    for plant in (
+        lambda: path.symlink_to(victim),
+        lambda: path.symlink_to(tmp_path / "nowhere"),
+        lambda: os.mkfifo(path),
+        lambda: os.link(victim, path),
+        lambda: path.write_text("somebody's"),
+        path.mkdir,
+    ):
+        plant()
+        with pytest.raises(CheckpointError, match="is not a lock that rotor wrote"), exclusive(folder, "export"):
+            pass
+        assert os.path.lexists(path)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+    path.write_text("")  # of a process that was killed before it wrote anything
+    with exclusive(folder, "export"):
+        pass
+    assert not path.exists()
+
+
+def test_the_folder_itself_is_locked_too(tmp_path: Path, monkeypatch) -> None:
+    """Where the lock file was removed, where it cannot be written, and whatever TMPDIR says."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with exclusive(folder, "calibrate"):
+        lock_path(folder).unlink()
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        with pytest.raises(UsageError, match="in use by"), exclusive(folder, "export"):
+            pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
+def test_locks_of_other_users(tmp_path: Path) -> None:
+    """A stale lock file of somebody else is taken over; one beside which nobody may write is locked itself."""
+    os.chmod(tmp_path.parent, 0o755)
+    os.chmod(tmp_path.parent.parent, 0o755)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(0o777)
+    stale = lock_path(folder)
+    for shared in (True, False):
+        tmp_path.chmod(0o1777 if shared else 0o755)
+        if shared:
+            stale.write_text("")
+        with exclusive(folder, "calibrate"):
+            assert as_nobody(folder) == 2
+        if shared:
+            stale.write_text("")
+        assert as_nobody(folder) == 0
+
+
+def as_nobody(folder: Path) -> int:
+    """Exit code of another user's attempt: 0 held, 2 in use, 1 anything else."""
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(65534)
+            with exclusive(folder, "export"):
+                os._exit(0)
+        except UsageError:
+            os._exit(2)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_sidecars_are_those_of_a_model(tmp_path: Path) -> None:
+    """Never a key, a backup, or other weights; links that lead out are refused, those of git-annex followed."""
+    model = tmp_path / "dataset" / "model"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    wanted = [
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "LICENSE"),
+        *("special_tokens_map.json", "generation_config.json", "chat_template.jinja", "preprocessor_config.json"),
+        *("LICENSE.md", "NOTICE", "additional_chat_templates/rag.jinja", "qwen.tiktoken"),
+    ]
+    other = [
+        *("config.json", "id_rsa", "id_rsa.pub", ".env", "tf_model.h5", "flax_model.msgpack", "rust_model.ot"),
+        *("model.onnx", "model.gguf", "tokenizer.json.bak", "tokenizer.json~", "merges.txt.orig", "notes.txt"),
+        *("pytorch_model.bin", "README.md", "modeling_x.py", "adapter_model.safetensors", "LICENSE.bak", "a.model"),
+    ]
+    for name in (*wanted, *other):
+        (model / name).write_text(name)
+    assert sidecars(model) == sorted(wanted)
+    annex = tmp_path / "dataset" / ".git" / "annex" / "objects" / "1x" / "2y"
+    annex.mkdir(parents=True)
+    (annex / "key").write_text("annexed")
+    (model / "vocab.txt").symlink_to("../.git/annex/objects/1x/2y/key")
+    assert "vocab.txt" in sidecars(model)
+    (annex / "key").unlink()
+    with pytest.raises(CheckpointError, match=r"vocab\.txt: is a link to .*/key, where there is no file"):
+        sidecars(model)
+    (model / "vocab.txt").unlink()
+    (tmp_path / "secret").write_text("key")
+    (model / "vocab.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"vocab\.txt: is a link to .*/secret, outside of the model"):
+        sidecars(model)
+
+
+def test_a_removal_rate_is_refused_before_anything_is_probed(tiny, tmp_path: Path) -> None:
+    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
+    with pytest.raises(UsageError, match=r"--removal-rate: ranks\.method global does not choose"):
+        export(run.folder, tmp_path / "out", removal_rate=0.1, overrides=["ranks.method=global"])
+    assert not (run.folder / "rank_table.json").exists()

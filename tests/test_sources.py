@@ -1,0 +1,137 @@
+"""Weights are read as transformers reads them, and what could be read in two ways is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import calibrated
+from safetensors.torch import load_file, save_file
+from test_cli import rotor
+from transformers import AutoModelForCausalLM
+
+from rotor.checkpoint import Checkpoint
+from rotor.compress import weights_of
+from rotor.errors import CheckpointError
+from rotor.export import export
+
+INDEX = "model.safetensors.index.json"
+HEAD, NORM = "lm_head.weight", "model.layers.0.input_layernorm.weight"
+
+
+@pytest.fixture
+def sharded(tiny, tmp_path: Path) -> Path:
+    """A model with a head of its own, in several shards."""
+    folder = tmp_path / "model"
+    model = AutoModelForCausalLM.from_pretrained(tiny("qwen2_moe"))
+    model.save_pretrained(folder, max_shard_size="1MB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny("qwen2_moe") / name, folder / name)
+    return folder
+
+
+def in_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    data = json.loads((folder / INDEX).read_text())
+    change(data["weight_map"])
+    (folder / INDEX).write_text(json.dumps(data))
+
+
+def holder(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def in_shard(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def other_shard(folder: Path, name: str) -> Path:
+    return next(path for path in sorted(folder.glob("*.safetensors")) if path != holder(folder, name))
+
+
+def head_not_named(folder: Path) -> None:
+    in_index(folder, lambda names: names.pop(HEAD))
+
+
+def norm_not_named(folder: Path) -> None:
+    in_index(folder, lambda names: names.pop(NORM))
+
+
+def norm_named_elsewhere(folder: Path) -> None:
+    other = other_shard(folder, NORM).name
+    in_index(folder, lambda names: names.update({NORM: other}))
+
+
+def head_twice(folder: Path) -> None:
+    in_shard(other_shard(folder, HEAD), lambda tensors: tensors.update({HEAD: torch.zeros(4096, 128)}))
+
+
+def head_gone(folder: Path) -> None:
+    in_shard(holder(folder, HEAD), lambda tensors: tensors.pop(HEAD))
+
+
+def a_single_file_beside(folder: Path) -> None:
+    save_file({HEAD: torch.zeros(4096, 128)}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (head_not_named, r"model-0000.*: a shard that is not in the index"),
+        (norm_not_named, rf"tensor {NORM} is not in the index"),
+        (norm_named_elsewhere, rf"tensor {NORM} is missing, but {INDEX} names it; it is in model-0000"),
+        (head_twice, rf"tensor {HEAD} is in model-0000.* and again in model-0000"),
+        (head_gone, rf"tensor {HEAD} is missing, but {INDEX} names it; no shard has it"),
+        (a_single_file_beside, "model.safetensors, which transformers would read, beside an index of other files"),
+    ],
+)
+def test_index_and_shards_that_disagree(damage: Callable[[Path], None], text: str, sharded: Path, capsys) -> None:
+    Checkpoint(sharded)
+    damage(sharded)
+    with pytest.raises(CheckpointError, match=text):
+        Checkpoint(sharded)
+    code, _, error = rotor(capsys, "calibrate", sharded, "-o", sharded.parent / "run")
+    assert (code, error.count("\n")) == (1, 2), error
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_head_that_is_neither_there_nor_tied(streamed: bool, sharded: Path) -> None:
+    """transformers would make up a random one, which is the same for both models, so that accuracy would look fine."""
+    holder(sharded, HEAD).unlink()
+    in_index(sharded, lambda names: names.pop(HEAD))
+    with pytest.raises(CheckpointError, match=rf"missing.*: {HEAD}"):
+        weights_of(Checkpoint(sharded), torch.device("cpu"), torch.float32, streamed)
+
+
+def test_an_index_of_the_single_file_alone_is_no_contradiction(tiny, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    names = load_file(folder / "model.safetensors").keys()
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert Checkpoint(folder).names == frozenset(names)
+
+
+def test_mixed_dtypes_of_one_layer_are_kept(tiny, tmp_path: Path) -> None:
+    """Each projection keeps the dtype of the one that it replaces; what is new takes the value projection's."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    prefix = "model.layers.0.self_attn."
+    kinds = {"q_proj": torch.float32, "k_proj": torch.float16, "v_proj": torch.bfloat16, "o_proj": torch.float32}
+
+    def mix(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if name.startswith(prefix):
+                tensors[name] = tensors[name].to(kinds[name.removeprefix(prefix).partition(".")[0]])
+
+    in_shard(folder / "model.safetensors", mix)
+    run = calibrated(folder, tmp_path / "run", "post", 1)
+    export(run.folder, tmp_path / "out", compression=0.4)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for projection, dtype in kinds.items():
+        assert written[f"{prefix}{projection}.weight"].dtype == dtype
+    assert {written[f"{prefix}{name}_basis"].dtype for name in ("key", "query")} == {torch.bfloat16}
+    assert written["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32

@@ -1,0 +1,191 @@
+"""What the system throws, and what the terminal is: two lines and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DEMO_MODEL, ROOT
+from rich.console import Console
+from test_cli import rotor
+
+from rotor import cli
+from rotor.cli import console
+from rotor.cli.app import print_json
+from rotor.errors import RotorError, from_system, system_errors
+from rotor.logs import log, log_file
+
+SETTINGS = ["--set", "tokens.source=random", "--set", "tokens.count=512", "--set", "tokens.seq_len=64"]
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """A line of the shell in which `rotor` is this one."""
+    command = f"rotor() {{ '{sys.executable}' -m rotor \"$@\"; }}; {line}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(["bash", "-c", command], capture_output=True, env=env)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "text"),
+    [
+        (">/dev/full", 1, "error: No space left on device."),
+        (">&-", 0, ""),
+        (">&- 2>&-", 0, ""),
+        ("</dev/null 2>/dev/full", 0, ""),
+        ("--unknown 2>/dev/full", 1, ""),
+    ],
+)
+def test_streams_that_are_full_or_closed(redirection: str, code: int, text: str) -> None:
+    done = shell(f"rotor recipes {redirection}")
+    assert (done.returncode, done.stderr.decode().partition("\n")[0]) == (code, text)
+    assert b"Traceback" not in done.stderr
+    assert b"Exception ignored" not in done.stderr
+
+
+def test_what_a_terminal_in_ascii_cannot_show_is_escaped(tmp_path: Path) -> None:
+    """And names that are no UTF-8; nothing in them is markup."""
+    for name in ("caf\u00e9[/b]", os.fsdecode(b"caf\xe9"), "esc\x1b[31m"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        done = shell('rotor inspect "$NAME"', NAME=str(folder), PYTHONIOENCODING="ascii")
+        assert done.returncode == 1
+        assert done.stderr.startswith(b"error: ")
+        assert done.stderr.count(b"\n") == 2
+        assert b"\x1b" not in done.stderr
+        assert done.stderr.isascii()
+
+
+def test_a_model_in_a_folder_of_any_name(tiny, tmp_path: Path, capsys) -> None:
+    """Calibrate, export and validate, with a name that has brackets and escape sequences."""
+    name = "m\u00e9[b]\x1b[31m"
+    shutil.copytree(tiny("llama"), tmp_path / name)
+    model, run, out = (tmp_path / f"{name}{end}" for end in ("", "-run", "-out"))
+    text = ["evaluation.source=text", f"evaluation.path={ROOT / 'LICENSE'}", "groups.size=1"]
+    small = [*text, "evaluation.search_tokens=512", "evaluation.report_tokens=512"]
+    overrides = [*SETTINGS, *(word for setting in small for word in ("--set", setting))]
+    for command in (
+        ["calibrate", model, "-o", run, *overrides],
+        ["export", run, "-o", out, "--compression", "0.3"],
+        ["validate", out],
+    ):
+        code, said, error = rotor(capsys, *command)
+        assert code == 0, error
+        assert "\x1b" not in said + error
+    for path in (run / "log.txt", out / "README.md"):
+        assert "\x1b" not in path.read_text()
+    other = os.fsdecode(b"m\xe9")
+    shutil.copytree(tiny("llama"), tmp_path / other)
+    for command, code in ((["calibrate", tiny("llama"), "-o"], 2), (["inspect"], 1)):
+        got, _, error = rotor(capsys, *command, tmp_path / other)
+        assert (got, error.count("\n"), "UTF-8" in error) == (code, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("thrown", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "/x/y: No space left on device."),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied."),
+        (MemoryError(), "out of memory: MemoryError"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory: [enforce fail]"),
+        (UnicodeEncodeError("ascii", "é", 0, 1, "no"), "a name or a text is not in the expected encoding"),
+        (ZeroDivisionError("division by zero"), "unexpected ZeroDivisionError: division by zero"),
+    ],
+)
+def test_anything_thrown_in_a_command_is_two_lines(thrown: Exception, text: str, monkeypatch, capsys) -> None:
+    def throwing(*_: object, **__: object) -> None:
+        raise thrown
+
+    monkeypatch.setattr(importlib.import_module("rotor.inspection"), "inspect", throwing)
+    code, said, error = rotor(capsys, "inspect", DEMO_MODEL)
+    assert (code, said) == (1, "")
+    assert error.startswith(f"error: {text}")
+    assert error.count("\n") == 2
+    if not isinstance(thrown, ZeroDivisionError):
+        assert isinstance(from_system(thrown), RotorError)
+        with pytest.raises(RotorError), system_errors():
+            throwing()
+
+
+def test_a_disk_that_is_full_at_any_write_of_a_calibration(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Each write and rename in its turn: exit code 1, two lines, and what is left goes on with --resume."""
+    replace, out, writes = os.replace, tmp_path / "run", 0
+
+    def full(old: object, new: object) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == stop:
+            raise OSError(errno.ENOSPC, "No space left on device", str(new))
+        replace(old, new)
+
+    command = ["calibrate", tiny("llama"), "-o", out, "-q", *SETTINGS, "--set", "groups.size=1"]
+    monkeypatch.setattr(os, "replace", full)
+    for stop in range(1, 100):
+        writes = 0
+        code, _, error = rotor(capsys, *command, *(["--resume"] if stop > 1 else []))
+        if code == 0:
+            break
+        assert (code, error.count("\n")) == (1, 2)
+        assert "No space left on device" in error
+        assert not out.exists()
+    assert code == 0
+    assert stop > 5
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_hangups_end_like_ctrl_c() -> None:
+    program = f"""
+import os, signal, sys
+from rotor import cli
+with cli._terminable():
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+    except KeyboardInterrupt:
+        print("interrupted")
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+with cli._terminable():
+    os.kill(os.getpid(), {int(signal.SIGHUP)})
+print("still here")
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert done.stdout.split("\n")[:2] == ["interrupted", "still here"], done.stderr
+
+
+def test_text_of_unknown_origin_moves_no_cursor(monkeypatch, capsys, tmp_path: Path) -> None:
+    evil = "a\x1b]0;title\x07b\x9b31m[/b]\u202e"
+    terminal = io.StringIO()
+    monkeypatch.setattr(console, "stdout", Console(file=terminal, width=100))
+    console.say(evil)
+    console.print_table(evil, [evil], [evil], [(evil, evil)])
+    console.print_pairs((evil, evil))
+    print_json({"x": evil})
+    said = capsys.readouterr().out
+    assert json.loads(said) == {"x": evil}
+    with log_file(tmp_path, "test"):
+        log.info(evil)
+    for text in (terminal.getvalue(), said, (tmp_path / "log.txt").read_text()):
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(text)
+        assert "[/b]" in text
+
+
+def test_a_log_on_a_full_disk_says_nothing_of_its_own(capsys, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    with log_file(tmp_path, "test"):
+        log.info("a line")
+    assert capsys.readouterr().err == ""
+
+
+def test_main_prepares_streams_that_are_not_there(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    cli._prepare_streams()
+    assert sys.stderr is not None
+    assert sys.stderr.fileno() == 2

@@ -1,0 +1,325 @@
+"""Models, recipes and checkpoints of unknown origin: what they name is not opened, and nonsense ends at the start."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import DEMO_MODEL, ROOT, calibrated
+from test_cli import rotor
+
+import rotor.tokenizer as tokenizer_module
+from rotor.calibrate import calibrate
+from rotor.checkpoint import Checkpoint
+from rotor.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UsageError
+from rotor.evaluation import logit_errors
+from rotor.export import export
+from rotor.recipe import LARGEST, load_recipe, override
+from rotor.tokens import calibration_tokens, check_ids
+from rotor.trusted import TrustedEvaluation, trusted_evaluation
+from rotor.validate import validate
+
+
+@pytest.fixture
+def model(tiny, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny("llama"), tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def exported(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint beside its run and model; do not write to it."""
+    folder = tmp_path_factory.mktemp("untrusted")
+    run = calibrated(shutil.copytree(tiny("llama"), folder / "model"), folder / "run", "post", 1)
+    export(run.folder, folder / "out", compression=0.3)
+    return folder / "out"
+
+
+def edit(path: Path, **values: Any) -> None:
+    data = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**data, **values}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": "org/name"},
+        {"attn_implementation": "kernels-community/flash-attn2@v1:flash"},
+        {"attn_implementation": {"": "org/name"}},
+        {"_attn_implementation": "org/name"},
+        {"attn_implementation": "flash_attention_2"},  # fetched from the hub where the package is not installed
+        {"experts_implementation": "org/name"},
+        {"text_config": {"attn_implementation": "org/name"}},
+    ],
+)
+def test_no_kernel_of_the_hub_that_a_config_names_is_reached(values: dict[str, Any], model: Path) -> None:
+    edit(model / "config.json", **values)
+    with pytest.raises(CheckpointError, match="code that transformers would fetch from the hub"):
+        Checkpoint(model)
+
+
+TASK = """
+task: planted
+dataset_path: json
+test_split: test
+output_type: multiple_choice
+doc_to_text: !function planted.touch
+doc_to_choice: [a, b]
+doc_to_target: 0
+"""
+
+
+def planted(out: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of a checkpoint with a task in it whose code leaves a mark when it is run; the copy, and the mark."""
+    folder, mark = tmp_path / "away" / "out", tmp_path / "mark"
+    shutil.copytree(out.parent, tmp_path / "away")
+    (folder / "task.yaml").write_text(TASK)
+    (folder / "planted.py").write_text(f"open({str(mark)!r}, 'w')\ndef touch(doc): return ''\n")
+    return folder, mark
+
+
+def set_evaluation(folder: Path, **values: Any) -> None:
+    path = folder / "recipe.yaml"
+    data = yaml.safe_load(path.read_text())
+    data["evaluation"].update(values)
+    path.write_text(yaml.safe_dump(data))
+
+
+def test_a_task_that_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -> None:
+    """`rotor validate` would run the code of its !function."""
+    folder, mark = planted(exported, tmp_path)
+    set_evaluation(folder, source="stdlib", path=None, metric=f"lm-eval:{folder / 'task.yaml'}")
+    result = validate(folder)
+    (check,) = (check for check in result.checks if check.name == "accuracy target")
+    assert check.status == "skipped"
+    assert check.detail.startswith("recipe.yaml names the task 'lm-eval:/")
+    assert "pass --set evaluation.metric=... or --recipe FILE" in check.detail
+    assert "accuracy" not in result.summary
+    assert "full-rank rewrite" in {check.name for check in result.checks if check.status == "pass"}
+    assert not mark.exists()
+
+
+def test_a_text_that_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path, capsys) -> None:
+    """A FIFO would be waited for without end, and any file of this machine be read."""
+    folder, _ = planted(exported, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    set_evaluation(folder, source="text", path=str(tmp_path / "pipe"))
+    code, text, _ = rotor(capsys, "validate", folder, "--json")
+    assert code == 0
+    (check,) = (c for c in json.loads(text)["checks"] if c["name"] == "accuracy target")
+    assert check["status"] == "skipped"
+    assert check["detail"].startswith("recipe.yaml names the text '/")
+    assert "pass --set evaluation.path=... or --recipe FILE" in check["detail"]
+
+
+def test_what_the_user_names_is_opened(exported: Path, tmp_path: Path) -> None:
+    named = validate(exported, overrides=[f"evaluation.path={ROOT / 'LICENSE'}"])
+    assert named.summary["same_data_as_export"]
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text((exported / "recipe.yaml").read_text())
+    assert validate(exported, recipe=str(recipe)).summary["accuracy"] == named.summary["accuracy"]
+    with pytest.raises(RecipeError, match="only evaluation can be changed"):
+        validate(exported, overrides=["tokens.count=5"])
+
+
+def test_nothing_else_of_a_recipe_is_withheld() -> None:
+    stored = load_recipe("fdc")
+    trusted = trusted_evaluation(stored, None, ["evaluation.metric=kl_div"])
+    assert (trusted.withheld, trusted.spec.metric) == ("", "kl_div")
+    assert trusted_evaluation(stored, None, ()) == TrustedEvaluation(stored.evaluation)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "text"),
+    [
+        ({"return_dict": False}, UnsupportedModelError, "return_dict is False"),
+        ({"return_dict": 0}, UnsupportedModelError, "return_dict is 0"),
+        ({"output_attentions": True}, UnsupportedModelError, "output_attentions is True"),
+        ({"output_hidden_states": True}, UnsupportedModelError, "output_hidden_states is True"),
+        ({"is_encoder_decoder": True}, UnsupportedModelError, "is_encoder_decoder is True"),
+        ({"vocab_size": 10**9}, CheckpointError, "vocab_size is 1000000000"),
+        ({"max_position_embeddings": -5}, CheckpointError, "max_position_embeddings is -5"),
+        ({"eos_token_id": {"a": 1}}, CheckpointError, "eos_token_id is {'a': 1}"),
+        ({"bos_token_id": "0"}, CheckpointError, "bos_token_id is '0'"),
+        ({"transformers_weights": "other.safetensors"}, CheckpointError, "transformers_weights"),
+    ],
+)
+def test_configs_that_change_what_a_model_is_or_returns(
+    values: dict[str, Any], kind: type[Exception], text: str, model: Path
+) -> None:
+    edit(model / "config.json", **values)
+    with pytest.raises(kind, match=text):
+        Checkpoint(model)
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", '"\\ud800"', '{"\\uDFFF": 1}'])
+def test_what_no_json_file_can_hold(text: str, model: Path, capsys) -> None:
+    path = model / "config.json"
+    path.write_text(path.read_text().replace("{", f'{{"extra": {text}, ', 1))
+    code, _, error = rotor(capsys, "calibrate", model, "-o", model.parent / "run")
+    assert (code, "not readable as JSON" in error, error.count("\n")) == (1, True, 2), error
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_beams": 10**9},
+        {"temperature": "hot"},
+        {"max_length": -3},
+        {"eos_token_id": ["x"]},
+        {"output_attentions": True},
+        {"top_k": [1]},
+    ],
+)
+def test_garbage_in_generation_config(values: dict[str, Any], model: Path, capsys) -> None:
+    edit(model / "generation_config.json", **values)
+    code, _, error = rotor(capsys, "calibrate", model, "-o", model.parent / "run")
+    assert (code, error.count("\n")) == (1, 2), error
+    assert f"generation_config.json: {next(iter(values))} is" in error
+    assert not (model.parent / "run").exists()
+
+
+def in_tokenizer(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        data = json.loads(path.read_text())
+        change(data)
+        path.write_text(json.dumps(data))
+
+    return apply
+
+
+def word_level(data: dict[str, Any]) -> None:
+    data["model"] = {"type": "WordLevel", "vocab": {"the": 0, "quick": 1}, "unk_token": "nothing"}
+    data["pre_tokenizer"], data["normalizer"] = {"type": "Whitespace"}, None
+
+
+def growing(data: dict[str, Any]) -> None:
+    """Every letter becomes ten, twelve times over."""
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    data["normalizer"] = {"type": "Sequence", "normalizers": [step] * 12}
+
+
+def many_ids(data: dict[str, Any]) -> None:
+    data["model"]["vocab"]["far"] = 1 << 20
+
+
+def missing_ids(data: dict[str, Any]) -> None:
+    data["model"]["merges"].append(["no", "such"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (in_tokenizer(word_level), "the tokenizer cannot be loaded"),
+        (in_tokenizer(growing), "the process that tried it ended"),
+        (in_tokenizer(many_ids), r"ids up to 1048576, config.json says vocab_size 4096"),
+        (in_tokenizer(missing_ids), "the tokenizer cannot be loaded"),
+        (lambda folder: (folder / "tokenizer.json").write_bytes(b"\0" * 100), "the tokenizer cannot be loaded"),
+        (lambda folder: (folder / "tokenizer.json").write_text("[" * 100_000), "the tokenizer cannot be loaded"),
+    ],
+    ids=["no-unk", "bomb", "large", "merges", "binary", "deep"],
+)
+def test_hostile_tokenizers_are_refused_before_any_work(
+    damage: Any, text: str, model: Path, capsys, monkeypatch
+) -> None:
+    """In a process of their own: one that takes all memory, aborts or panics takes nothing else with it."""
+    damage(model)
+    monkeypatch.setattr(tokenizer_module, "MEMORY_BYTES", 1 << 30)
+    with pytest.raises(CheckpointError, match=text):
+        _ = Checkpoint(model).tokenizer
+    code, _, error = rotor(capsys, "calibrate", model, "-o", model.parent / "run")
+    assert (code, error.count("\n")) == (1, 2), error
+    assert {path.name for path in model.parent.iterdir()} == {"model"}
+
+
+def test_a_tokenizer_is_tried_once_a_content(model: Path, monkeypatch) -> None:
+    tried = []
+    monkeypatch.setattr(tokenizer_module, "_verdicts", {})
+    monkeypatch.setattr(tokenizer_module, "_trial", lambda folder: tried.append(folder) or {"largest": 5})
+    for _ in range(2):
+        assert Checkpoint(model).tokenizer is not None
+    assert tried == [model]
+    edit(model / "tokenizer_config.json", model_max_length=77)
+    assert Checkpoint(model).tokenizer.model_max_length == 77
+    assert tried == [model, model]
+
+
+def test_a_text_that_names_an_added_token_beyond_the_model(tmp_path: Path) -> None:
+    """As in Gemma 3, whose tokenizer has one more than there are embeddings: only a text that names it is refused."""
+    config = Checkpoint(DEMO_MODEL).config
+    with pytest.raises(DataError, match=f"gives the id {config.vocab_size}, config.json says"):
+        check_ids(torch.tensor([[1, config.vocab_size]]), config)
+    check_ids(torch.tensor([[0, config.vocab_size - 1]]), config)
+
+
+def test_a_tokenizer_whose_every_token_is_special() -> None:
+    config = Checkpoint(DEMO_MODEL).config
+
+    class Special:
+        all_special_ids = range(config.vocab_size)
+
+        def __len__(self) -> int:
+            return config.vocab_size
+
+    with pytest.raises(DataError, match="there are none to draw from"):
+        calibration_tokens(load_recipe("fdc").tokens, config, Special())
+
+
+@pytest.mark.parametrize("name", sorted(LARGEST))
+def test_counts_of_recipes_are_bounded(name: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{name}: got 10+, expected"):
+        override(load_recipe("fdc"), [f"{name}=10000000000"])
+
+
+@pytest.mark.parametrize("name", ["search.targets", "ranks.probe_shares"])
+def test_lists_of_recipes_are_bounded(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"{name}: .*at most 256 values"):
+        override(load_recipe("rotor"), [f"{name}={[0.5] * 1000}"])
+
+
+def test_a_run_begun_with_other_threads_is_not_resumed(tiny, tmp_path: Path, monkeypatch) -> None:
+    """Sums of forward passes may differ in their last digits."""
+    module = importlib.import_module("rotor.calibrate")
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    overrides = ["tokens.count=512", "tokens.seq_len=64"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Calibration, "_finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(tiny("llama"), tmp_path / "run", "fdc", overrides)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(UsageError, match="threads"):
+            calibrate(tiny("llama"), tmp_path / "run", "fdc", overrides, resume=True)
+    finally:
+        torch.set_num_threads(threads)
+    calibrate(tiny("llama"), tmp_path / "run", "fdc", overrides, resume=True)
+
+
+def test_logits_that_are_exactly_zero_have_an_error() -> None:
+    """0 / 0 would fail a sound checkpoint, and be no JSON."""
+
+    class Network:
+        device = torch.device("cpu")
+        config = SimpleNamespace(vocab_size=4)
+
+        @contextmanager
+        def head(self) -> Any:
+            yield lambda states: states
+
+    reference, states = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
+    states[0, 1] = 1.0
+    assert logit_errors(Network(), torch.zeros(1, 3), reference, states).tolist() == [0.0, 2.0]  # type: ignore[arg-type]
