@@ -121,7 +121,7 @@ def _load_pieces(
     """The pieces of a tile of keys as they are stored; nothing from last_tile on."""
     start = tile * TILE
     index = start + tl.arange(0, TILE)
-    valid = (index >= first) & (index < end) & (tile < last_tile)
+    valid = (index >= first) & (index < end) & (index < last_tile * TILE)
     block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
     pieces = ()
     for p in tl.static_range(len(PIECES)):

@@ -217,7 +217,7 @@ class LayerLayout:
             start, qk_offset, v_offset = start + count, qk_offset + count * qk_rank, v_offset + count * v_rank
 
     def offsets(self) -> list[tuple[int, int]]:
-        """List (qk_offset, v_offset) of each group: the columns before it, which are its place in packed rows of the dtype."""
+        """List (qk_offset, v_offset): the columns before each group, in rows of the model's dtype its place."""
         qk = accumulate((g.qk_rank for g in self.groups), initial=0)
         v = accumulate((g.v_rank for g in self.groups), initial=0)
         return list(zip(qk, v, strict=True))[:-1]
