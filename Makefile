@@ -1,5 +1,6 @@
 # make demo      set up .venv, then calibrate, export and validate the bundled model; ends with a table
-# make test      set up .venv, then lint, types and tests
+# make test      set up .venv, then lint, types, the layers of the packages, and tests
+# make test-slow the tests marked slow: more kills, more mutations
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 WORKERS ?= auto
 TARGETS := 0.99 0.95 0.90
 
-.PHONY: demo test test-min lint setup clean
+.PHONY: demo test test-slow test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -32,17 +33,21 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy kernels --ignore-missing-imports
+	$(BIN)/lint-imports --no-cache
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m slow
 
 # Every lower bound of pyproject.toml as an exact version, in an environment of its own (Python 3.10 if there is one).
 test-min:
 	$$(command -v python3.10 || command -v $(PYTHON)) -m venv .venv-min
 	.venv-min/bin/pip install --quiet --disable-pip-version-check \
-		$$(sed -n 's/^ *"\([A-Za-z_-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml | grep -v -e ruff -e mypy -e types-)
+		$$(sed -n 's/^ *"\([A-Za-z_-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml | grep -v -e ruff -e mypy -e types- -e import-linter)
 	.venv-min/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
-	OMP_NUM_THREADS=1 .venv-min/bin/python -m pytest -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 .venv-min/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 clean:
 	rm -rf $(VENV) .venv-min runs out build

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rotor.kernel_config import LayerKernels, Schedule
-from rotor.layout import LayerLayout
+from rotor.format.kernel_config import LayerKernels, Schedule
+from rotor.format.layout import LayerLayout
 
-from .decode import decode_attention
+from .decode.kernel import decode_attention
 from .defaults import SCHEDULE
+from .key_ranges import DecodeKeys, PrefillKeys
 from .layer_table import layer_parts
-from .prefill import prefill_attention
-from .slices import DecodeKeys, PrefillKeys
+from .prefill.kernel import prefill_attention
 
 _ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Mask -> its version, what it was expanded to, and the ranges: all layers of a step share one mask."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotor.columns import Columns
-from rotor.layout import GroupClass, LayerLayout
+from rotor.format.columns import Columns
+from rotor.format.layout import GroupClass, LayerLayout
 
 from .reference import class_basis, class_mask, rotate
 from .rows import unpack

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from rotor.kernel_config import Blocks, ClassKernels, KernelConfig, LayerKernels, Schedule, serving
-from rotor.layout import AttentionShape, LayerLayout
+from rotor.format.kernel_config import Blocks, ClassKernels, KernelConfig, LayerKernels, Schedule, serving
+from rotor.format.layout import AttentionShape, LayerLayout
 
 from .schedule import balanced_row_blocks
 from .widths import padded

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from rotor.errors import UsageError
-from rotor.kernel_config import LayerKernels
-from rotor.layout import LayerLayout
+from rotor.format.kernel_config import LayerKernels
+from rotor.format.layout import LayerLayout
 from rotor.logs import log
 
-from .shapes import fits_shared_memory, gpu_of
+from .tile_sizes import fits_shared_memory, gpu_of
 
 VARIABLE = "ROTOR_ATTENTION"
 CHOICES = ("auto", "triton", "reference")

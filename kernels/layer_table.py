@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rotor.columns import WIDTHS, WORD_BYTES
-from rotor.kernel_config import LayerKernels, serving
-from rotor.layout import GroupLayout, LayerLayout
+from rotor.format.columns import WIDTHS, WORD_BYTES
+from rotor.format.kernel_config import LayerKernels, serving
+from rotor.format.layout import GroupLayout, LayerLayout
 
 from .defaults import default_layer
 from .widths import padded

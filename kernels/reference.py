@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.layout import GroupClass, LayerLayout
+from rotor.format.layout import GroupClass, LayerLayout
 
 REBUILT_ELEMENTS_CPU = 1 << 18
 REBUILT_ELEMENTS_GPU = 1 << 26

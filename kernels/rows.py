@@ -7,8 +7,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from rotor.columns import WORD_BYTES, Columns
-from rotor.layout import LayerLayout
+from rotor.format.columns import WORD_BYTES, Columns
+from rotor.format.layout import LayerLayout
 
 
 def pack(latents: Tensor, columns: Columns) -> Tensor:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from rotor.kernel_config import KernelConfig
-from rotor.layout import AttentionShape, LayerLayout
+from rotor.format.kernel_config import KernelConfig
+from rotor.format.layout import AttentionShape, LayerLayout
 
 from .ahead import Variant
-from .decode import decode_variants
+from .decode.kernel import decode_variants
 from .layer_table import layer_parts
-from .prefill import prefill_variants
-from .rotation import rotation_variants
-from .shapes import HOPPER, Gpu
+from .prefill.kernel import prefill_variants
+from .projection.rotation import rotation_variants
+from .tile_sizes import HOPPER, Gpu
 
 
 def model_variants(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotor.layout import LayerLayout
+from rotor.format.layout import LayerLayout
 
 from .reference import rotate
 

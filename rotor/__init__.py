@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .registration import register_with_transformers
+from .runtime.registration import register_with_transformers
 
 # In a source checkout kernels/ and recipes/ lie beside this folder; an installed rotor has them inside it.
 if not (Path(__file__).parent / "kernels").is_dir():
@@ -35,15 +35,15 @@ if not (Path(__file__).parent / "kernels").is_dir():
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .calibrate import calibrate
+    from .calibration.calibrate import calibrate
+    from .calibration.run import Run
     from .errors import RotorError
-    from .export import ExportResult, export
-    from .inspection import Inspection, inspect
-    from .integrity import Validation
+    from .export.export import ExportResult, export
+    from .planning.inspection import Inspection, inspect
     from .progress import Progress
-    from .run import Run
-    from .study import Study, study
-    from .validate import validate
+    from .study.study import Study, study
+    from .validation.integrity import Validation
+    from .validation.validate import validate
 
 __all__ = [
     "ExportResult",
@@ -61,18 +61,18 @@ __all__ = [
     "validate",
 ]
 _MODULES = {
-    "ExportResult": "export",
-    "Inspection": "inspection",
+    "ExportResult": "export.export",
+    "Inspection": "planning.inspection",
     "Progress": "progress",
     "RotorError": "errors",
-    "Run": "run",
-    "Study": "study",
-    "Validation": "integrity",
-    "calibrate": "calibrate",
-    "export": "export",
-    "inspect": "inspection",
-    "study": "study",
-    "validate": "validate",
+    "Run": "calibration.run",
+    "Study": "study.study",
+    "Validation": "validation.integrity",
+    "calibrate": "calibration.calibrate",
+    "export": "export.export",
+    "inspect": "planning.inspection",
+    "study": "study.study",
+    "validate": "validation.validate",
 }
 
 

@@ -8,10 +8,10 @@ from kernel_checks import FLOAT32_ERROR, allowed_error, assert_lse, relative_err
 from ragged import paged
 from torch import Tensor
 
-from rotor.kernels.decode import decode_attention
+from rotor.kernels.decode.kernel import decode_attention
+from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill import prefill_attention
-from rotor.kernels.slices import DecodeKeys, PrefillKeys
+from rotor.kernels.prefill.kernel import prefill_attention
 from rotor.kernels.truth import Sequence, ragged_attention
 
 

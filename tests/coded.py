@@ -8,9 +8,9 @@ import torch
 from ragged import RaggedCase, random_case
 from torch import Tensor
 
-from rotor.columns import Columns
+from rotor.format.columns import Columns
+from rotor.format.layout import Domain, GroupLayout, LayerLayout
 from rotor.kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
-from rotor.layout import Domain, GroupLayout, LayerLayout
 
 MIXTURES = [
     Columns(n16=8, n8=8, n4=16, n2=16),

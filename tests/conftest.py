@@ -26,11 +26,11 @@ from transformers import (
 )
 
 import rotor
-from rotor.calibrate import calibrate
-from rotor.checkpoint import Checkpoint
-from rotor.compress import CompressibleModel
-from rotor.manifest import NO_DIGEST, Manifest, write_manifest
-from rotor.run import Run
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run
+from rotor.format.manifest import NO_DIGEST, Manifest, write_manifest
+from rotor.models.checkpoint import Checkpoint
+from rotor.rewriting.compressible import CompressibleModel
 
 ROOT = Path(rotor.__file__).parent.parent
 DEMO_MODEL = ROOT / "artifacts" / "demo-model"

@@ -15,12 +15,12 @@ import torch
 import transformers
 from conftest import CONFIGS, NO_ROPE, build_tiny, calibrated, in_memory, relative_error
 
-from rotor.compress import load_model
-from rotor.evaluation import row_kl_div
-from rotor.export import export
-from rotor.families import attention_shape
+from rotor.evaluation.scoring import row_kl_div
+from rotor.export.export import export
+from rotor.models.loading import load_model
 from rotor.progress import Progress
-from rotor.search import rank_path
+from rotor.runtime.families import attention_shape
+from rotor.search.search import rank_path
 
 COMPRESSION = 0.45
 ROWS = torch.randint(2, 4096, (4, 64), generator=torch.Generator().manual_seed(5))

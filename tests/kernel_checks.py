@@ -6,11 +6,11 @@ import torch
 from ragged import RaggedCase, paged
 from torch import Tensor
 
-from rotor.kernels.decode import decode_attention
+from rotor.kernels.decode.kernel import decode_attention
+from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill import prefill_attention
+from rotor.kernels.prefill.kernel import prefill_attention
 from rotor.kernels.reference import grouped_attention
-from rotor.kernels.slices import DecodeKeys, PrefillKeys
 from rotor.kernels.truth import Sequence, ragged_attention
 
 FLOAT32_ERROR = 4e-6

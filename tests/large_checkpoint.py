@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from rotor.checkpoint import write_json
+from rotor.format.atomic import write_json
 
 CONFIG = {
     "vocab_size": 128256,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rotor.format.layout import Domain, GroupLayout, LayerLayout
 from rotor.kernels.reference import rotate
-from rotor.layout import Domain, GroupLayout, LayerLayout
 
 
 def layer(domain: Domain, group_size: int, *ranks: tuple[int, int]) -> LayerLayout:

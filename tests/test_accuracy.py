@@ -11,21 +11,21 @@ import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
 from test_cli import rotor
 
-from rotor.calibrate import calibrate
-from rotor.checkpoint import Checkpoint
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run
+from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
+from rotor.data.tokens import Document
 from rotor.errors import CheckpointError, DataError, UsageError
-from rotor.export import export
-from rotor.fidelity import Fidelity
-from rotor.layout import profile_name
-from rotor.metric_registry import METRICS
-from rotor.point import Point
+from rotor.evaluation.fidelity import Fidelity
+from rotor.export.export import export
+from rotor.format.layout import profile_name
+from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation, load_recipe
-from rotor.run import Run
-from rotor.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
-from rotor.table import Context, ProbeTable, RankTable
-from rotor.tokens import Document
+from rotor.recipe.metric_registry import METRICS
+from rotor.search.point import Point
+from rotor.search.table import Context, ProbeTable, RankTable
 from rotor.typed import Reader
-from rotor.validate import judge_target, validate
+from rotor.validation.validate import judge_target, validate
 
 CPU = torch.device("cpu")
 

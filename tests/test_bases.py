@@ -7,11 +7,11 @@ import torch
 
 from rotor.bases import LayerBases, kq, palu, rope_pairs, svd
 from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_average
-from rotor.families import AttentionWeights
+from rotor.bases.moments import LayerStatistics
+from rotor.format.layout import AttentionShape
 from rotor.kernels.reference import rotate
-from rotor.layout import AttentionShape
-from rotor.rewrite import layer_layout, rewrite_layer
-from rotor.statistics import LayerStatistics
+from rotor.rewriting.rewrite import layer_layout, rewrite_layer
+from rotor.runtime.families import AttentionWeights
 
 DOUBLE = torch.float64
 

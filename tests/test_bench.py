@@ -11,11 +11,11 @@ import torch
 from ragged import layer
 from typer.testing import CliRunner
 
-from rotor import bench_rows
-from rotor.bench import bench, spread_layers
-from rotor.bench_attention import relative_error
-from rotor.bench_clock import Clock, Seconds
-from rotor.bench_problem import (
+from rotor.bench import rows as bench_rows
+from rotor.bench.attention import relative_error
+from rotor.bench.bench import bench, spread_layers
+from rotor.bench.clock import Clock, Seconds
+from rotor.bench.problem import (
     CHECKED_QUERIES,
     checked_output,
     compressed_layout,
@@ -24,15 +24,15 @@ from rotor.bench_problem import (
     truth,
     uncompressed_layout,
 )
-from rotor.bench_report import add_device
-from rotor.bench_rows import attention_rows, pytorch_path, rebuilt_in_memory
-from rotor.bench_settings import BenchSettings
+from rotor.bench.report import add_device
+from rotor.bench.rows import attention_rows, pytorch_path, rebuilt_in_memory
+from rotor.bench.settings import BenchSettings
 from rotor.cli.commands import app
-from rotor.cost import DecodeStep, decode_flops_per_token, layer_work, prefill_work
-from rotor.devices import find_device
 from rotor.errors import NumericsError, RecipeError, UsageError
-from rotor.export import export
-from rotor.layout import AttentionShape
+from rotor.export.export import export
+from rotor.format.layout import AttentionShape
+from rotor.prediction.cost import DecodeStep, decode_flops_per_token, layer_work, prefill_work
+from rotor.prediction.devices import find_device
 
 SHAPE = AttentionShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=96)
 SMALL = BenchSettings((48,), (24,), (2,), layers=2, repetitions=2, new_tokens=0)
@@ -48,9 +48,9 @@ def folder(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates and flushes on arrays that take no time; the numbers mean nothing here."""
-    monkeypatch.setitem(importlib.import_module("rotor.bench_clock").COPY_BYTES, "cpu", 1 << 16)
-    monkeypatch.setitem(importlib.import_module("rotor.bench_clock").FLUSH_BYTES, "cpu", 1 << 16)
-    monkeypatch.setitem(importlib.import_module("rotor.bench_clock").MATRIX, "cpu", 32)
+    monkeypatch.setitem(importlib.import_module("rotor.bench.clock").COPY_BYTES, "cpu", 1 << 16)
+    monkeypatch.setitem(importlib.import_module("rotor.bench.clock").FLUSH_BYTES, "cpu", 1 << 16)
+    monkeypatch.setitem(importlib.import_module("rotor.bench.clock").MATRIX, "cpu", 32)
 
 
 def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> None:
@@ -226,7 +226,7 @@ def test_command_line_writes_numbers_and_measured_rates(folder: Path, tmp_path: 
 def test_a_model_that_differs_from_itself_in_float64_stops_the_report(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("rotor.bench_model")
+    module = importlib.import_module("rotor.bench.models")
     real = module.load_model
 
     def noisy(path, device, dtype):

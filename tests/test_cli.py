@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from test_end_to_end import contents
 
 from rotor import cli
-from rotor.run import Run
-from rotor.table import RankTable
+from rotor.calibration.run import Run
+from rotor.search.table import RankTable
 
 FAST = [item for setting in ["tokens.count=1024", *FAST_EVALUATION] for item in ("--set", setting)]
 FAST_EXPORT = [item for setting in FAST_EVALUATION for item in ("--set", setting)]
@@ -237,7 +237,9 @@ def test_a_changed_source_is_refused_on_export(model: Path, tmp_path: Path, caps
 def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, capsys, monkeypatch) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(importlib.import_module("rotor.rank_search"), "Placement", None)  # the disk is checked first
+    monkeypatch.setattr(
+        importlib.import_module("rotor.search.rank_search"), "Placement", None
+    )  # the disk is checked first
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     expect_error(capsys, 1, "GB needed", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
     assert not (tmp_path / "out").exists()
@@ -252,7 +254,7 @@ def test_a_failing_disk_leaves_nothing_and_the_old_folder(demo_run, tmp_path: Pa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(importlib.import_module("rotor.export"), "write_shard", full)
+    monkeypatch.setattr(importlib.import_module("rotor.export.export"), "write_shard", full)
     expect_error(capsys, 1, "No space left on device", *export, "--overwrite")
     assert contents(tmp_path / "out") == before
     assert {p.name for p in tmp_path.iterdir()} == {"run", "out"}

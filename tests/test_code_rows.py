@@ -10,13 +10,13 @@ import torch
 from coded import MIXTURES, coded_layer, random_coded_case, steps_of
 from ragged import layer
 
-from rotor.columns import Columns
 from rotor.errors import CheckpointError
+from rotor.format.columns import Columns
+from rotor.format.layout import LayerLayout, kv_bytes_per_token, ordered_by_class
 from rotor.kernels import code_reference
 from rotor.kernels.code_reference import coded_attention
 from rotor.kernels.reference import grouped_attention
 from rotor.kernels.rows import pack, pack_layer, unpack, unpack_layer
-from rotor.layout import LayerLayout, kv_bytes_per_token, ordered_by_class
 
 
 def numbers(columns: Columns, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -11,16 +11,16 @@ from conftest import relative_error
 from torch import Tensor
 
 from rotor.bases.kq import closed_form
-from rotor.checkpoint import Checkpoint
+from rotor.calibration.gradients import fisher_information
 from rotor.codes.allocation import bit_curve, bit_path
-from rotor.codes.fisher import fisher_information
 from rotor.codes.fold import constant_output, fold_code, fold_projection
 from rotor.codes.quantiser import ColumnCode, measure_columns
-from rotor.compress import load_model, weights_of
 from rotor.errors import NumericsError
-from rotor.families import find_family
 from rotor.kernels.reference import rotate
-from rotor.layerwise import LayerwiseModel
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.layerwise import LayerwiseModel
+from rotor.models.loading import load_model, weights_of
+from rotor.runtime.families import find_family
 
 WIDTHS = (0, 2, 4, 8, 16)
 
@@ -234,8 +234,8 @@ def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
 
 def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
     """KL of a small error of the values is e^T F e / 2 on average over text that the model wrote itself."""
+    from rotor.data.tokens import calibration_tokens
     from rotor.recipe import Tokens
-    from rotor.tokens import calibration_tokens
 
     checkpoint = Checkpoint(tiny("gpt2"))
     model = load_model(tiny("gpt2"), torch.device("cpu"), torch.float32)

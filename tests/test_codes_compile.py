@@ -8,13 +8,13 @@ from coded import coded_layer
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from rotor.columns import Columns
+from rotor.format.columns import Columns
 from rotor.kernels.ahead import Resources, Variant, compile_variant
-from rotor.kernels.append import append_variant
-from rotor.kernels.decode import decode_variants
+from rotor.kernels.decode.kernel import decode_variants
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill import prefill_kernel, prefill_variants
-from rotor.kernels.shapes import Gpu, decode_shared_bytes, prefill_shared_bytes
+from rotor.kernels.prefill.kernel import prefill_kernel, prefill_variants
+from rotor.kernels.projection.append import append_variant
+from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes
 
 HEADS_PER_KV, HEAD_DIM = 4, 128
 MIXED = Columns(n8=16, n4=32, n2=64)

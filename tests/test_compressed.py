@@ -11,10 +11,10 @@ import pytest
 from conftest import DEMO_MODEL
 
 from rotor import export
-from rotor.checkpoint import Checkpoint
-from rotor.compressed import CompressedCheckpoint, open_model
 from rotor.errors import CheckpointError
-from rotor.layout import kv_bytes_per_token
+from rotor.format.layout import kv_bytes_per_token
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.compressed import CompressedCheckpoint, open_model
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 
-from rotor.cost import (
+from rotor.errors import RecipeError
+from rotor.format.layout import (
+    AttentionShape,
+    Domain,
+    GroupLayout,
+    LayerLayout,
+    kv_bytes_per_token,
+    uncompressed_kv_bytes_per_token,
+)
+from rotor.prediction.cost import (
     DecodeStep,
     Objective,
     Work,
@@ -17,16 +26,7 @@ from rotor.cost import (
     uncompressed_group_work,
     value_work,
 )
-from rotor.devices import Device, bundled_devices, find_device, parse_devices
-from rotor.errors import RecipeError
-from rotor.layout import (
-    AttentionShape,
-    Domain,
-    GroupLayout,
-    LayerLayout,
-    kv_bytes_per_token,
-    uncompressed_kv_bytes_per_token,
-)
+from rotor.prediction.devices import Device, bundled_devices, find_device, parse_devices
 from rotor.recipe import EXPORT_SECTIONS, ObjectiveSettings, load_recipe, override, parse_recipe
 
 LLAMA = AttentionShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)

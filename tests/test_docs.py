@@ -111,7 +111,9 @@ def test_every_command_runs(tmp_path: Path, capsys, monkeypatch) -> None:
     """In the order of the pages, in one folder: later commands find what earlier ones wrote."""
     monkeypatch.chdir(tmp_path)
     ran: list[str] = []
-    monkeypatch.setattr(importlib.import_module("rotor.export"), "write_with_checkpoint", lambda *arguments: None)
+    monkeypatch.setattr(
+        importlib.import_module("rotor.export.export"), "write_with_checkpoint", lambda *arguments: None
+    )
     for page in PAGES:
         for words in commands(page):
             if words[0] == "torchrun":

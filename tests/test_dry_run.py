@@ -12,11 +12,11 @@ from safetensors import safe_open
 from test_cli import rotor
 from test_processes import SETTINGS
 
-from rotor.dry_run import plan_export
+from rotor.calibration.run import Run
 from rotor.errors import UsageError
-from rotor.export import export
-from rotor.run import Run
-from rotor.settings import ExportSettings, Goal
+from rotor.export.export import export
+from rotor.planning.dry_run import plan_export
+from rotor.recipe.settings import ExportSettings, Goal
 
 
 def state(folder: Path) -> dict[str, tuple[bytes, int]]:

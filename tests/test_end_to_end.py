@@ -19,17 +19,17 @@ from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated, reseal
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rotor.calibrate import calibrate
+from rotor.bases.moments import LayerStatistics
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run, read_statistics
+from rotor.data.splits import digests
 from rotor.errors import AccuracyError, CheckpointError
-from rotor.export import export
-from rotor.point import as_lists
+from rotor.export.export import export
 from rotor.recipe import override
-from rotor.run import Run, read_statistics
-from rotor.search import rank_path
-from rotor.splits import digests
-from rotor.statistics import LayerStatistics
-from rotor.table import RankTable, any_probes
-from rotor.validate import validate
+from rotor.search.point import as_lists
+from rotor.search.search import rank_path
+from rotor.search.table import RankTable, any_probes
+from rotor.validation.validate import validate
 
 
 @pytest.fixture
@@ -161,11 +161,11 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
         "layer-0000.safetensors",
         "layer-0001.safetensors",
     ]
-    from rotor.checkpoint import Checkpoint
-    from rotor.collect import layer_statistics
-    from rotor.compress import load_model
-    from rotor.layerwise import LayerwiseModel
-    from rotor.tokens import calibration_tokens
+    from rotor.calibration.collect import layer_statistics
+    from rotor.data.tokens import calibration_tokens
+    from rotor.models.checkpoint import Checkpoint
+    from rotor.models.layerwise import LayerwiseModel
+    from rotor.models.loading import load_model
 
     checkpoint = Checkpoint(run.model_folder)
     tokens = calibration_tokens(run.recipe.tokens, checkpoint.config, checkpoint.tokenizer).rows
@@ -193,9 +193,9 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
 
 
 def test_search_and_report_splits_share_no_document(tmp_path: Path) -> None:
-    from rotor.checkpoint import Checkpoint
+    from rotor.data.splits import evaluation_data
+    from rotor.models.checkpoint import Checkpoint
     from rotor.recipe import Evaluation
-    from rotor.splits import evaluation_data
 
     checkpoint = Checkpoint(DEMO_MODEL)
     for i in range(6):
@@ -281,7 +281,7 @@ for folder in sys.argv[1:]:
 
 def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(tmp_path: Path, monkeypatch) -> None:
     """Also one where only queries and keys are compressed, whose shapes all fit; and both, loaded and saved again."""
-    plan_for = importlib.import_module("rotor.rank_search").plan_for
+    plan_for = importlib.import_module("rotor.search.rank_search").plan_for
 
     def keys_alone(*arguments):
         plan = plan_for(*arguments)
@@ -291,7 +291,7 @@ def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(tmp_path: Path, 
     run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
     export(run, tmp_path / "out", compression=0.3)
     with monkeypatch.context() as patch:
-        patch.setattr(importlib.import_module("rotor.rank_search"), "plan_for", keys_alone)
+        patch.setattr(importlib.import_module("rotor.search.rank_search"), "plan_for", keys_alone)
         export(run, tmp_path / "keys", compression=0.3)
     before, after = (load_file(folder / "model.safetensors") for folder in (DEMO_MODEL, tmp_path / "keys"))
     assert all(after[name].shape == tensor.shape for name, tensor in before.items())

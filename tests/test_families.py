@@ -14,15 +14,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from rotor.capture import capture
-from rotor.checkpoint import Checkpoint
-from rotor.compress import load_model
+from rotor.calibration.capture import capture
 from rotor.errors import UnsupportedModelError
-from rotor.export import export
-from rotor.families import FAMILIES, attention_shape, find_family, read_attention, split_blocks, split_by_kv_head
+from rotor.export.export import export
+from rotor.format.layout import AttentionShape
 from rotor.kernels.reference import attend, rotate
-from rotor.layout import AttentionShape
-from rotor.validate import validate
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.loading import load_model
+from rotor.models.projections import read_attention
+from rotor.runtime.families import FAMILIES, attention_shape, find_family, split_blocks, split_by_kv_head
+from rotor.validation.validate import validate
 
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 EVERYTHING = frozenset({"query", "key_post", "key_pre", "value", "output"})

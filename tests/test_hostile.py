@@ -25,21 +25,22 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rotor.calibrate import calibrate
-from rotor.checkpoint import Checkpoint
-from rotor.devices import parse_devices
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run, read_statistics
 from rotor.errors import CheckpointError, NumericsError, RecipeError, RotorError
-from rotor.export import export
-from rotor.families import attention_shape, find_family, read_attention
-from rotor.fit import check_fit
-from rotor.integration import RotorConfig
-from rotor.integrity import Validation, check_integrity
+from rotor.export.export import export
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.fit import check_fit
+from rotor.models.projections import read_attention
+from rotor.prediction.devices import parse_devices
 from rotor.progress import Progress
 from rotor.recipe import load_recipe, override, parse_recipe
-from rotor.report_data import collect
-from rotor.run import Run, read_statistics
-from rotor.search import rank_path
-from rotor.table import RankTable, probes_json, read_probes
+from rotor.report.data import collect
+from rotor.runtime.families import attention_shape, find_family
+from rotor.runtime.integration import RotorConfig
+from rotor.search.search import rank_path
+from rotor.search.table import RankTable, probes_json, read_probes
+from rotor.validation.integrity import Validation, check_integrity
 
 CASES = {
     "header": 2000,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import DEMO_MODEL, reseal
 
-from rotor.checkpoint import Checkpoint
+from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UnsupportedModelError, UsageError
-from rotor.hub import find_model
-from rotor.run import Run
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.hub import find_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -43,7 +43,7 @@ def in_cache(cache: Path, code: str) -> subprocess.CompletedProcess:
 
 def test_calibrate_from_the_hub_pins_the_commit(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    code = f"from rotor.calibrate import calibrate; calibrate('team/demo', {str(out)!r}, 'fdc', ['tokens.count=512'])"
+    code = f"import rotor; rotor.calibrate('team/demo', {str(out)!r}, 'fdc', ['tokens.count=512'])"
     done = in_cache(cache, code)
     assert done.returncode == 0, done.stderr
     model = Run.open(out).info["model"]
@@ -54,14 +54,14 @@ def test_calibrate_from_the_hub_pins_the_commit(cache: Path, tmp_path: Path) -> 
     info["model"]["path"] = str(tmp_path / "gone")
     (out / "run.json").write_text(json.dumps(info))
     reseal(out)
-    done = in_cache(cache, f"from rotor.run import Run; print(Run.open({str(out)!r}).fetch_model())")
+    done = in_cache(cache, f"from rotor.calibration.run import Run; print(Run.open({str(out)!r}).fetch_model())")
     assert done.stdout.strip() == str(cache / "models--team--demo" / "snapshots" / COMMIT)
 
 
 def test_what_the_hub_does_not_have(cache: Path) -> None:
     code = """
 from rotor.errors import CheckpointError
-from rotor.hub import find_model
+from rotor.models.hub import find_model
 for arguments in (("team/other",), ("team/demo", "v2")):
     try:
         find_model(*arguments)

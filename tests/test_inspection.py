@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rotor.cli.commands import app
 from rotor.errors import UnsupportedModelError
-from rotor.inspection import inspect
+from rotor.planning.inspection import inspect
 
 
 def test_the_bundled_model() -> None:

@@ -14,21 +14,21 @@ from conftest import build_tiny, calibrated
 from ragged import layer
 from transformers import AutoModelForCausalLM
 
-from rotor import integration
 from rotor.errors import CheckpointError
-from rotor.export import export
-from rotor.integration import RotorConfig, find_kernel_config
-from rotor.integrity import Validation, check_integrity
-from rotor.kernel_choice import kernels_of
-from rotor.kernel_config import KERNEL_CONFIG, KernelConfig
-from rotor.kernels.decode import decode_variants
+from rotor.export.export import export
+from rotor.format.kernel_config import KERNEL_CONFIG, KernelConfig
+from rotor.format.layout import AttentionShape
+from rotor.format.truncation import truncate_layer
+from rotor.kernels.decode.kernel import decode_variants
 from rotor.kernels.defaults import default_config, default_layer
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.shapes import prefill_constants
-from rotor.layout import AttentionShape
-from rotor.modeling import RotorAttention
+from rotor.kernels.tile_sizes import prefill_constants
 from rotor.progress import Progress
-from rotor.truncation import truncate_layer
+from rotor.runtime import integration
+from rotor.runtime.attention import RotorAttention
+from rotor.runtime.integration import RotorConfig, find_kernel_config
+from rotor.runtime.kernel_choice import kernels_of
+from rotor.validation.integrity import Validation, check_integrity
 
 SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, hidden_size=48)
 LAYOUTS = [layer("pre", 2, (48, 24), (16, 16)), layer("pre", 2, (32, 32), (32, 32))]

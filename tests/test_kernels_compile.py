@@ -10,17 +10,17 @@ from ragged import layer
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from rotor.format.layout import AttentionShape
 from rotor.kernels.ahead import Resources, Variant, compile_variant
-from rotor.kernels.decode import decode_variants
+from rotor.kernels.decode.kernel import decode_variants
+from rotor.kernels.decode.longest_first import assign_variant
 from rotor.kernels.defaults import default_config
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.longest_first import assign_variant
-from rotor.kernels.prefill import prefill_kernel, prefill_variants
-from rotor.kernels.rotation import rotation_variants
-from rotor.kernels.shapes import Gpu, decode_shared_bytes, prefill_shared_bytes
+from rotor.kernels.prefill.kernel import prefill_kernel, prefill_variants
+from rotor.kernels.projection.rotation import rotation_variants
 from rotor.kernels.specialise import model_variants
+from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes
 from rotor.kernels.widths import chunks, padded
-from rotor.layout import AttentionShape
 
 HEADS_PER_KV, HEAD_DIM = 4, 128
 MENU = {

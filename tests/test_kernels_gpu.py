@@ -10,11 +10,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 from kernel_checks import check_decode, check_prefill, relative_error
 from ragged import layer, random_case
 
-from rotor.kernels.decode import decode_attention
+from rotor.kernels.decode.kernel import decode_attention
+from rotor.kernels.key_ranges import DecodeKeys
 from rotor.kernels.layer_table import layer_parts
+from rotor.kernels.projection.rotation import rotate_and_project
 from rotor.kernels.reference import project_keys, rotate
-from rotor.kernels.rotation import rotate_and_project
-from rotor.kernels.slices import DecodeKeys
 from rotor.kernels.truth import Sequence
 
 pytestmark = [

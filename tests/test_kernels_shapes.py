@@ -7,7 +7,7 @@ import torch
 from ragged import layer
 
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.shapes import (
+from rotor.kernels.tile_sizes import (
     Gpu,
     can_be_cut,
     decode_config,

@@ -9,10 +9,10 @@ from conftest import build_tiny, in_memory, relative_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rotor.calibrate import calibrate
-from rotor.export import export
-from rotor.ranks import RemovalRatePath
-from rotor.search import rank_path
+from rotor.allocation import RemovalRatePath
+from rotor.calibration.calibrate import calibrate
+from rotor.export.export import export
+from rotor.search.search import rank_path
 
 HEAD_DIM, HEADS_PER_KV = 16, 2
 QK_RANKS = [[2, 6, 10, 16], [14, 4, 8, 12]]

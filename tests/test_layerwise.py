@@ -10,23 +10,25 @@ import torch
 from conftest import CONFIGS, DEMO_MODEL, FAST_EVALUATION, build_tiny, close, relative_error
 from safetensors.torch import load_file
 
-from rotor import layerwise, memory
 from rotor.bases import layer_bases
-from rotor.calibrate import calibrate
-from rotor.checkpoint import Checkpoint
-from rotor.collect import layer_statistics
-from rotor.compress import CompressibleModel, load_model
+from rotor.bases.moments import pack_symmetric, unpack_symmetric
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.collect import layer_statistics
 from rotor.errors import CheckpointError, UsageError
-from rotor.estimate import Estimate, weight_sizes
-from rotor.evaluation import batch_logits, score
-from rotor.export import export
-from rotor.families import FAMILIES, attention_shape, read_attention
-from rotor.layerwise import LayerwiseModel, new_states
-from rotor.memory import available_host_bytes, stream_weights
-from rotor.rewrite import layer_layout, rewrite_layer
-from rotor.statistics import pack_symmetric, unpack_symmetric
-from rotor.table import RankTable
-from rotor.weights import StreamedWeights
+from rotor.evaluation.scoring import batch_logits, score
+from rotor.export.export import export
+from rotor.models import layerwise, memory
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.estimate import Estimate, weight_sizes
+from rotor.models.layerwise import LayerwiseModel, new_states
+from rotor.models.loading import load_model
+from rotor.models.memory import available_host_bytes, stream_weights
+from rotor.models.projections import read_attention
+from rotor.models.weights import StreamedWeights
+from rotor.rewriting.compressible import CompressibleModel
+from rotor.rewriting.rewrite import layer_layout, rewrite_layer
+from rotor.runtime.families import FAMILIES, attention_shape
+from rotor.search.table import RankTable
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -140,13 +142,12 @@ def test_compressed_models_score_the_same(tiny, tmp_path: Path, rows: torch.Tens
 
 def test_parts_of_a_row_score_like_the_whole(tiny, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large vocabulary leaves room for the logits of a few positions only."""
-    from rotor import evaluation
 
     network = LayerwiseModel.of(load_model(tiny("llama"), CPU, torch.float32))
     whole = score(network, rows)
-    monkeypatch.setitem(evaluation.LOGIT_BYTES, "cpu", 4 * 4096 * 7)
-    monkeypatch.setattr(evaluation, "HEAD_POSITIONS", 1)
-    assert max(p.stop - p.start for _, p in evaluation.logit_batches(network, rows)) == 7
+    monkeypatch.setitem(layerwise.LOGIT_BYTES, "cpu", 4 * 4096 * 7)
+    monkeypatch.setattr(layerwise, "HEAD_POSITIONS", 1)
+    assert max(p.stop - p.start for _, p in layerwise.logit_batches(network, rows)) == 7
     parts = score(network, rows)
     assert parts.top1.tolist() == whole.top1.tolist()
     torch.testing.assert_close(torch.tensor(parts.nll), torch.tensor(whole.nll), rtol=1e-6, atol=0)
@@ -267,12 +268,12 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
 
 
 def test_device_map(tiny, tmp_path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rotor import compress
+    from rotor.models import loading
 
     folder = tiny("mistral")
     plain = LayerwiseModel.of(load_model(folder, CPU, torch.float32))
     expected = batch_logits(plain, rows)
-    monkeypatch.setattr(compress, "is_accelerate_available", lambda: False)
+    monkeypatch.setattr(loading, "is_accelerate_available", lambda: False)
     with pytest.raises(UsageError, match="--device-map auto: the package accelerate is not installed"):
         load_model(folder, CPU, torch.float32, device_map="auto")
     monkeypatch.undo()

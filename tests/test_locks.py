@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from rotor.errors import CheckpointError, UsageError
-from rotor.locks import exclusive, lock_path
+from rotor.format.locks import exclusive, lock_path
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from rotor.locks import exclusive
+from rotor.format.locks import exclusive
 with exclusive(Path(sys.argv[1]), "calibrate"):
     print("held", flush=True)
     time.sleep(600)

@@ -13,14 +13,14 @@ import pytest
 from conftest import calibrated, reseal
 from test_cli import expect_error, rotor
 
-from rotor.checkpoint import Checkpoint
+from rotor.calibration.run import Run
 from rotor.errors import CheckpointError
-from rotor.export import export
-from rotor.integrity import Validation, check_integrity
-from rotor.manifest import NO_DIGEST, Manifest, read_checked_json, write_checked_json, write_manifest
-from rotor.model_card import markdown
+from rotor.export.export import export
+from rotor.export.model_card import markdown
+from rotor.format.manifest import NO_DIGEST, Manifest, read_checked_json, write_checked_json, write_manifest
+from rotor.models.checkpoint import Checkpoint
 from rotor.progress import Progress
-from rotor.run import Run
+from rotor.validation.integrity import Validation, check_integrity
 
 
 @pytest.fixture(scope="module")

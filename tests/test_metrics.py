@@ -15,24 +15,24 @@ import pytest
 import torch
 from conftest import DEMO_MODEL, in_memory
 
-from rotor import evaluation
-from rotor.checkpoint import Checkpoint
-from rotor.compress import load_model
+from rotor.calibration.run import Run
+from rotor.data.splits import evaluation_data
 from rotor.errors import DataError, RecipeError, UsageError
-from rotor.evaluation import Scores, Tally, answer_scores, batch_logits, position_kl_div, quantiles, resample
-from rotor.export import export
-from rotor.fidelity import FidelityMeter
-from rotor.layerwise import LayerwiseModel
-from rotor.metric_registry import METRICS, accuracy_field, describe
-from rotor.metrics import EvaluationContext, Measurement, Seen, make_metric, smallest
-from rotor.metrics.distance import key_words, lookup_text
+from rotor.evaluation import scoring as evaluation
+from rotor.evaluation.fidelity import FidelityMeter
+from rotor.evaluation.metrics import EvaluationContext, Measurement, Seen, make_metric, smallest
+from rotor.evaluation.metrics.distance import key_words, lookup_text
+from rotor.evaluation.scoring import Scores, Tally, answer_scores, batch_logits, position_kl_div, quantiles, resample
+from rotor.export.export import export
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.layerwise import LayerwiseModel
+from rotor.models.loading import load_model
 from rotor.progress import Progress
 from rotor.recipe import Evaluation, load_recipe
-from rotor.run import Run
-from rotor.search import rank_path
-from rotor.splits import evaluation_data
-from rotor.table import RankTable
-from rotor.validate import validate
+from rotor.recipe.metric_registry import METRICS, accuracy_field, describe
+from rotor.search.search import rank_path
+from rotor.search.table import RankTable
+from rotor.validation.validate import validate
 
 # Two rows of two predicted positions over three tokens, as probabilities.
 BASE = torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.7, 0.1]], [[0.1, 0.1, 0.8], [0.6, 0.2, 0.2]]]).log()

@@ -10,12 +10,12 @@ import torch
 from conftest import CONFIGS, NO_ROPE, calibrated, in_memory, relative_error
 from transformers import AutoModelForCausalLM
 
-from rotor.export import export
-from rotor.rewrite import layer_layout, rewrite_layer
-from rotor.run import Run
-from rotor.search import rank_path
-from rotor.truncation import truncate_layer
-from rotor.validate import validate
+from rotor.calibration.run import Run
+from rotor.export.export import export
+from rotor.format.truncation import truncate_layer
+from rotor.rewriting.rewrite import layer_layout, rewrite_layer
+from rotor.search.search import rank_path
+from rotor.validation.validate import validate
 
 CASES = [
     (family, domain, size)

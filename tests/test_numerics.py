@@ -13,19 +13,20 @@ from conftest import build_tiny, calibrated, reseal
 from safetensors.torch import load_file, save_file
 
 from rotor.bases import kq
-from rotor.calibrate import calibrate
-from rotor.checkpoint import Checkpoint
-from rotor.compress import CompressibleModel, load_model
+from rotor.bases.moments import LayerStatistics
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run, read_fisher, read_statistics, write_fisher
+from rotor.data.tokens import synthetic_tokens
 from rotor.errors import NumericsError, RotorError
-from rotor.evaluation import batch_logits
-from rotor.export import export
-from rotor.families import AttentionWeights
-from rotor.layerwise import LayerwiseModel
-from rotor.layout import AttentionShape
+from rotor.evaluation.scoring import batch_logits
+from rotor.export.export import export
+from rotor.format.layout import AttentionShape
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.layerwise import LayerwiseModel
+from rotor.models.loading import load_model
 from rotor.numerics import check_parameters, first_not_finite
-from rotor.run import Run, read_fisher, read_statistics, write_fisher
-from rotor.statistics import LayerStatistics
-from rotor.tokens import synthetic_tokens
+from rotor.rewriting.compressible import CompressibleModel
+from rotor.runtime.families import AttentionWeights
 
 CPU = torch.device("cpu")
 VALUE = "model.layers.1.self_attn.v_proj.weight"
@@ -163,7 +164,7 @@ def test_on_the_cast_of_rewritten_weights(tmp_path: Path) -> None:
 
 def accept_changed_source(run: Path, model: Path) -> None:
     """Put the hashes of changed weights into run.json."""
-    from rotor.checkpoint import file_sha256
+    from rotor.format.hashes import file_sha256
 
     info = json.loads((run / "run.json").read_text())
     info["model"]["shards"] = {"model.safetensors": file_sha256(model / "model.safetensors")}

@@ -13,10 +13,10 @@ from conftest import ROOT
 
 import rotor
 from rotor.errors import CheckpointError
-from rotor.kernel_config import KernelConfig
+from rotor.format.kernel_config import KernelConfig
+from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 from rotor.kernels.defaults import default_config
 from rotor.kernels.schedule import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
-from rotor.layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 
 SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=64, hidden_size=256)
 
@@ -35,7 +35,7 @@ def test_import_touches_no_gpu_and_brings_only_torch_and_transformers() -> None:
 
 
 def test_importing_twice_registers_once() -> None:
-    from rotor.integration import register
+    from rotor.runtime.integration import register
 
     register()
 
@@ -120,7 +120,7 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 print("rotor" in AUTO_QUANTIZER_MAPPING, any("rotor" in type(finder).__module__ for finder in sys.meta_path))
-import rotor.export, rotor.validate, rotor.study
+import rotor.export.export, rotor.validation.validate, rotor.study.study
 print([n for n in ("calibrate", "export", "inspect", "study", "validate") if not callable(getattr(rotor, n))])
 print([n for n in rotor.__all__ if n not in dir(rotor) or getattr(rotor, n) is None])
 """

@@ -13,12 +13,12 @@ from conftest import ROOT, calibrated
 from test_cli import expect_error
 from test_end_to_end import contents
 
-from rotor.calibrate import calibrate
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run
 from rotor.errors import UsageError
-from rotor.export import export
-from rotor.manifest import Manifest
-from rotor.places import OutputFolder, check_removable, is_same_or_inside, mark_unfinished, remove
-from rotor.run import Run
+from rotor.export.export import export
+from rotor.format.manifest import Manifest
+from rotor.format.places import OutputFolder, check_removable, is_same_or_inside, mark_unfinished, remove
 
 SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
 
@@ -211,8 +211,8 @@ MOUNTS = """
 import subprocess, sys
 from pathlib import Path
 import rotor
-from rotor.manifest import Manifest
-from rotor.places import OutputFolder, is_mount
+from rotor.format.manifest import Manifest
+from rotor.format.places import OutputFolder, is_mount
 
 run, model, place = map(Path, sys.argv[1:])
 
@@ -250,7 +250,7 @@ for name in ("out", "a [b] c"):
     for compression in (0.3, 0.4):
         print(rotor.export(run, place / name, compression=compression, overwrite=True).digest)
 bind(place / "disk" / "out", place / "again")
-from rotor.locks import exclusive
+from rotor.format.locks import exclusive
 with exclusive(place / "again", "export"):
     refused(rotor.export, run, place / "out", compression=0.4, overwrite=True)
 (place / "out" / "mine.txt").write_text("keep")

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rotor.errors import UsageError
-from rotor.modeling import RotorAttention
-from rotor.positions import PositionCheck
-from rotor.probe import columns
+from rotor.runtime.attention import RotorAttention
+from rotor.runtime.positions import PositionCheck
+from rotor.search.probe import full_ranks
 
 IDS = torch.arange(7, 19).reshape(1, 12)
 HOLE = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1]])
@@ -33,7 +33,7 @@ def pair(tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
             run = calibrated(tiny(family), tmp_path_factory.mktemp("positions") / "run", domain, 1)
             bases = run.bases().select([f"{domain}-1"] * run.shape.num_layers)
             network = in_memory(run)
-            network.compress(bases, [[columns(layer)] * len(layer.qk.encode) for layer in bases])
+            network.compress(bases, [[full_ranks(layer)] * len(layer.qk.encode) for layer in bases])
             made[family, domain] = AutoModelForCausalLM.from_pretrained(tiny(family)).eval(), network.model
         return made[family, domain]
 

@@ -15,15 +15,15 @@ import torch
 from ragged import layer
 from typer.testing import CliRunner
 
-from rotor import precompile as module
-from rotor.bench_problem import random_problem
+from rotor.bench import precompile as module
+from rotor.bench.precompile import kernel_variants, parse_archs, precompile
+from rotor.bench.problem import random_problem
 from rotor.cli.commands import app
 from rotor.errors import CheckpointError, UsageError
-from rotor.export import export
-from rotor.kernel_config import KernelConfig
+from rotor.export.export import export
+from rotor.format.kernel_config import KernelConfig
+from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.kernels.defaults import default_config
-from rotor.layout import AttentionShape, LayerLayout
-from rotor.precompile import kernel_variants, parse_archs, precompile
 
 SHAPE = AttentionShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64, hidden_size=192)
 NO_TRITON = not module.triton_installed()
@@ -109,19 +109,19 @@ class Driver:
 
 
 def launch_decode(layout: LayerLayout, schedule: str = "stream") -> None:
-    from rotor.bench_rows import kernel_decode
+    from rotor.bench.rows import kernel_decode
 
     kernel_decode(random_problem(layout, SHAPE, 1, 1, 40, torch.bfloat16, torch.Generator()), schedule)()
 
 
 def launch_prefill(layout: LayerLayout, seq_len: int = 40) -> None:
-    from rotor.bench_rows import kernel_prefill
+    from rotor.bench.rows import kernel_prefill
 
     kernel_prefill(random_problem(layout, SHAPE, 1, seq_len, seq_len, torch.bfloat16, torch.Generator()))()
 
 
 def launch_rotation(layout: LayerLayout) -> None:
-    from rotor.kernels.rotation import rotate_and_project
+    from rotor.kernels.projection.rotation import rotate_and_project
 
     for seq_len in (1, 400):
         query, key = (torch.zeros(1, seq_len, heads, 64, dtype=torch.bfloat16) for heads in (6, 2))

@@ -16,15 +16,15 @@ import pytest
 from conftest import DEMO_MODEL, FAST_EVALUATION, ROOT, SHORT_TEXT, calibrated
 from test_cli import rotor
 
-from rotor.export import export
-from rotor.run import Run
-from rotor.table import RankTable
+from rotor.calibration.run import Run
+from rotor.export.export import export
+from rotor.search.table import RankTable
 
 SERVER = """
 import json, os, sys, time
 from rotor import cli
-from rotor.partial import PartialRun
-from rotor.table import RankTable
+from rotor.calibration.partial import PartialRun
+from rotor.search.table import RankTable
 
 def pausing(function, at):
     count = 0
@@ -139,7 +139,7 @@ def test_interrupted_before_the_first_layer_leaves_nothing(tiny, tmp_path: Path,
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("rotor.calibrate"), "layer_statistics", interrupted)
+    monkeypatch.setattr(importlib.import_module("rotor.calibration.calibrate"), "layer_statistics", interrupted)
     code, _, error = rotor(capsys, "calibrate", tiny("llama"), "-o", tmp_path / "run", *SETTINGS, "-q")
     assert (code, list(tmp_path.iterdir())) == (130, [])
     assert error.splitlines()[1] == "  No layer was finished and nothing was written; give the same command again."

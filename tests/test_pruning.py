@@ -12,15 +12,15 @@ import pytest
 import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION, relative_error
 
-import rotor.pruning
-from rotor.calibrate import calibrate
+import rotor.calibration.pruning
+from rotor.bases.moments import LayerStatistics
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.pruning import BATCH_VECTORS, CLUSTERED, ClusteredStatistics, StreamingKMeans, prune_rows
+from rotor.calibration.run import read_statistics
+from rotor.data.tokens import CalibrationTokens
 from rotor.errors import DataError, NumericsError, RecipeError
-from rotor.layout import AttentionShape
-from rotor.pruning import BATCH_VECTORS, CLUSTERED, ClusteredStatistics, StreamingKMeans, prune_rows
+from rotor.format.layout import AttentionShape
 from rotor.recipe import Prune, load_recipe, parse_recipe
-from rotor.run import read_statistics
-from rotor.statistics import LayerStatistics
-from rotor.tokens import CalibrationTokens
 
 SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=8, hidden_size=64)
 
@@ -236,7 +236,8 @@ def test_scikit_learn_is_imported_only_for_k_means() -> None:
     """Older versions of transformers import it themselves."""
     program = (
         "import sys, json; from transformers import GenerationMixin; before = 'sklearn' in sys.modules;"
-        "import rotor.calibrate, rotor.pruning; print(json.dumps([before, 'sklearn' in sys.modules]))"
+        "import rotor.calibration.calibrate, rotor.calibration.pruning;"
+        "print(json.dumps([before, 'sklearn' in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     before, after = json.loads(done.stdout)

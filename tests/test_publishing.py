@@ -13,15 +13,15 @@ from test_resume import SETTINGS, drive, interrupted, tensors
 from test_resume import model as model
 from test_resume import whole as whole
 
-from rotor.atomic import replacing, write_json
-from rotor.calibrate import calibrate
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UsageError
-from rotor.export import export
-from rotor.json_differences import differences
-from rotor.locks import exclusive, lock_path
-from rotor.manifest import Manifest
-from rotor.run import Run
-from rotor.sidecars import sidecars
+from rotor.export.export import export
+from rotor.format.atomic import replacing, write_json
+from rotor.format.json_differences import differences
+from rotor.format.locks import exclusive, lock_path
+from rotor.format.manifest import Manifest
+from rotor.models.sidecars import sidecars
 
 
 def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_json_differences() -> None:
 
 
 KILLED_PUBLISHING = """
-import rotor.publishing as publishing
+import rotor.format.publishing as publishing
 
-partial = importlib.import_module("rotor.partial")
+partial = importlib.import_module("rotor.calibration.partial")
 
 def killing(where):
     if where == "before":

@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rotor.layout import AttentionShape, compression
-from rotor.ranks import (
+from rotor.allocation import (
     FisherPath,
     RemovalRatePath,
     Spectra,
@@ -16,7 +15,8 @@ from rotor.ranks import (
     round_rank,
     tail_shares,
 )
-from rotor.ranks.water_filling import interpolated
+from rotor.allocation.water_filling import interpolated
+from rotor.format.layout import AttentionShape, compression
 
 
 def rank(values: list[float], rate: float) -> int:

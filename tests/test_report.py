@@ -14,14 +14,14 @@ import pytest
 from conftest import DEMO_MODEL, reseal
 from test_cli import expect_error, rotor
 
-from rotor import report as report_module
+from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UsageError
-from rotor.export import export
-from rotor.metric_registry import METRICS
-from rotor.report import report
-from rotor.report_data import collect
-from rotor.run import Run
-from rotor.table import RankTable, any_probes
+from rotor.export.export import export
+from rotor.recipe.metric_registry import METRICS
+from rotor.report import report as report_module
+from rotor.report.data import collect
+from rotor.report.report import report
+from rotor.search.table import RankTable, any_probes
 
 VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line", "polygon", "stop"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

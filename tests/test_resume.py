@@ -15,13 +15,13 @@ from conftest import CONFIGS, FAST_EVALUATION, ROOT, SIZES, build_tiny
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from rotor.calibrate import calibrate
-from rotor.compress import CompressibleModel
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UsageError
-from rotor.export import export
-from rotor.layerwise import LayerwiseModel
-from rotor.locks import exclusive
-from rotor.run import Run
+from rotor.export.export import export
+from rotor.format.locks import exclusive
+from rotor.models.layerwise import LayerwiseModel
+from rotor.rewriting.compressible import CompressibleModel
 
 LAYERS = 3
 SETTINGS = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
@@ -30,10 +30,10 @@ SETTINGS = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "gr
 DRIVER = """
 import importlib, os, signal, sys
 import rotor
-from rotor.partial import PartialRun
-from rotor.processes import Processes
+from rotor.calibration.partial import PartialRun
+from rotor.calibration.processes import Processes
 
-module = importlib.import_module("rotor.calibrate")
+module = importlib.import_module("rotor.calibration.calibrate")
 model, out, settings = sys.argv[1], sys.argv[2], sys.argv[4:]
 
 def run(**options):
@@ -235,7 +235,7 @@ def test_two_at_a_time_are_refused(model: Path, tmp_path: Path, monkeypatch: pyt
 def test_probes_go_on_after_the_last_layer_that_was_saved(
     model: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rotor.table import ProbeTable, RankTable, any_probes
+    from rotor.search.table import ProbeTable, RankTable, any_probes
 
     overrides = ["ranks.probe_tokens=256", *FAST_EVALUATION]
     folders = [shutil.copytree(whole.folder, tmp_path / name) for name in ("a", "b")]
@@ -306,7 +306,7 @@ assert ranks(2, "-kmeans", fail=lambda rank: settings.append("prune.kmeans=16"))
 assert ranks(8, "-8") == [7] * 8
 def broken(rank):
     if rank == 1:
-        from rotor.layerwise import LayerwiseModel
+        from rotor.models.layerwise import LayerwiseModel
         def fail(self, *rest):
             raise MemoryError("no room")
         LayerwiseModel.embed = fail

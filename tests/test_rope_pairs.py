@@ -11,12 +11,12 @@ from conftest import calibrated, in_memory, relative_error
 from transformers import AutoModelForCausalLM
 
 from rotor.errors import RecipeError
-from rotor.export import export
-from rotor.layout import LayerLayout
-from rotor.modeling import RotorAttention
+from rotor.export.export import export
+from rotor.format.layout import LayerLayout
 from rotor.recipe import load_recipe
-from rotor.search import rank_path
-from rotor.validate import validate
+from rotor.runtime.attention import RotorAttention
+from rotor.search.search import rank_path
+from rotor.validation.validate import validate
 
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 COMPRESSION = 0.45

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rotor.errors import AccuracyError
-from rotor.fidelity import Fidelity
-from rotor.search import find_plan, most_points
+from rotor.evaluation.fidelity import Fidelity
+from rotor.search.search import find_plan, most_points
 
 STEPS = [i * 0.00625 for i in range(150)]
 

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rotor.cli.commands import app
-from rotor.devices import find_device
 from rotor.errors import UsageError
-from rotor.export import export
+from rotor.export.export import export
+from rotor.format.layout import AttentionShape, GroupLayout, ordered_by_class
 from rotor.kernels.schedule import (
     equal_slices,
     greedy_assignment,
@@ -21,8 +21,8 @@ from rotor.kernels.schedule import (
     redistributed_makespan,
     row_block_costs,
 )
-from rotor.layout import AttentionShape, GroupLayout, ordered_by_class
-from rotor.simulation import TILE, layer_tasks, parse_lengths, simulate, simulate_prefill
+from rotor.prediction.devices import find_device
+from rotor.prediction.simulation import TILE, layer_tasks, parse_lengths, simulate, simulate_prefill
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
 H200 = find_device("h200", None)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from test_cli import rotor
 from transformers import AutoModelForCausalLM
 
-from rotor.checkpoint import Checkpoint
-from rotor.compress import weights_of
 from rotor.errors import CheckpointError
-from rotor.export import export
+from rotor.export.export import export
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.loading import weights_of
 
 INDEX = "model.safetensors.index.json"
 HEAD, NORM = "lm_head.weight", "model.layers.0.input_layernorm.weight"

@@ -13,9 +13,18 @@ import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION
 from test_cli import rotor
 
-from rotor import plots, study_front, study_parts
 from rotor.bases import BasisPair, LayerBases
-from rotor.comparison import (
+from rotor.calibration.run import Run
+from rotor.errors import DataError, RecipeError, UsageError
+from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
+from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from rotor.prediction.devices import bundled_devices
+from rotor.recipe import Tokens, load_recipe
+from rotor.search.search import rank_path
+from rotor.study import front as study_front
+from rotor.study import parts as study_parts
+from rotor.study import plots
+from rotor.study.comparison import (
     align_signs,
     basis_difference,
     coefficient_of_variation,
@@ -23,16 +32,9 @@ from rotor.comparison import (
     principal_angles,
     relative_difference,
 )
-from rotor.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
-from rotor.devices import bundled_devices
-from rotor.errors import DataError, RecipeError, UsageError
-from rotor.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
-from rotor.recipe import Tokens, load_recipe
-from rotor.run import Run
-from rotor.search import rank_path
-from rotor.study import parse_ablations, parse_counts, same_conditions, study
-from rotor.study_measure import COLUMNS, uniform_ranks
-from rotor.study_store import StudyStore
+from rotor.study.measure import COLUMNS, uniform_ranks
+from rotor.study.store import StudyStore
+from rotor.study.study import parse_ablations, parse_counts, same_conditions, study
 
 SMALL = [
     "tokens.count=1024",
@@ -244,8 +246,8 @@ def test_small_study_measures_every_part(small) -> None:
 
 def test_fidelity_is_what_validate_reports(small, tmp_path: Path) -> None:
     """KL and agreement of a point against a compressed checkpoint loaded beside the source."""
-    from rotor.export import export
-    from rotor.validate import validate
+    from rotor.export.export import export
+    from rotor.validation.validate import validate
 
     result, _ = small
     run = Run.open(result.folder / "runs" / "fdc")
@@ -266,8 +268,8 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("measured again")
 
     monkeypatch.setattr(study_parts, "calibrate", refuse)
-    monkeypatch.setattr("rotor.search.Measurer.measure", refuse)
-    monkeypatch.setattr("rotor.study_measure.Bench.degradation", refuse)
+    monkeypatch.setattr("rotor.search.search.Measurer.measure", refuse)
+    monkeypatch.setattr("rotor.study.measure.Bench.degradation", refuse)
     before = (result.folder / "results.json").read_text()
     again = study(DEMO_MODEL, result.folder, **arguments)
     assert again.added == 0
@@ -382,7 +384,7 @@ def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
 def test_pruning_tables_and_plots(tmp_path: Path) -> None:
     """From records as the part leaves them."""
     pytest.importorskip("matplotlib")
-    from rotor.study_report import write_summary
+    from rotor.study.tables import write_summary
 
     settings = {
         "model": {"name": "m"},

@@ -11,12 +11,7 @@ import pytest
 import torch
 from conftest import DEMO_MODEL
 
-from rotor.checkpoint import Checkpoint
-from rotor.compress import load_model
-from rotor.errors import DataError, NumericsError
-from rotor.progress import Progress
-from rotor.recipe import Tokens
-from rotor.tokens import (
+from rotor.data.tokens import (
     Document,
     calibration_tokens,
     ordinary_tokens,
@@ -26,6 +21,11 @@ from rotor.tokens import (
     synthetic_tokens,
     topic_rows,
 )
+from rotor.errors import DataError, NumericsError
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.loading import load_model
+from rotor.progress import Progress
+from rotor.recipe import Tokens
 
 CPU = torch.device("cpu")
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
@@ -106,7 +106,7 @@ def test_synthetic_tokens_hold_a_special_one_only_first_in_every_second_row(tiny
 
 
 def test_synthetic_tokens_in_several_batches_and_their_progress(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    import rotor.tokens
+    import rotor.data.tokens
 
     checkpoint = Checkpoint(tiny("qwen2"))
     model = load_model(checkpoint.folder, CPU, torch.float32)

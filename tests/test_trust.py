@@ -18,20 +18,20 @@ from test_cli import rotor
 from test_end_to_end import contents
 from transformers import AutoModelForCausalLM
 
-from rotor.calibrate import calibrate
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, RotorError, UsageError
-from rotor.export import export
-from rotor.integrity import Validation, check_integrity
+from rotor.export.export import export
 from rotor.progress import Progress
-from rotor.run import Run
-from rotor.validate import validate
+from rotor.validation.integrity import Validation, check_integrity
+from rotor.validation.validate import validate
 
 EXPORTS = """
 import importlib, os, signal, sys, time
 import rotor
-from rotor import publishing
+from rotor.format import publishing
 
-module = importlib.import_module("rotor.export")
+module = importlib.import_module("rotor.export.export")
 module.write_with_checkpoint = lambda *arguments: None
 run, out = sys.argv[1:]
 whole, steps = 1.0, 0
@@ -211,7 +211,7 @@ def test_killed_at_more_random_moments(sharded: Run, tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_up_at_any_shard(sharded: Run, tmp_path: Path, monkeypatch) -> None:
     """OUT is absent, or the old one as it was; nothing else is left."""
-    module = importlib.import_module("rotor.export")
+    module = importlib.import_module("rotor.export.export")
     write = module.write_shard
     shards = sorted(p.name for p in sharded.model_folder.glob("*.safetensors"))
     assert len(shards) >= 2

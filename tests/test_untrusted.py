@@ -18,16 +18,16 @@ import yaml
 from conftest import DEMO_MODEL, ROOT, calibrated
 from test_cli import rotor
 
-import rotor.tokenizer as tokenizer_module
-from rotor.calibrate import calibrate
-from rotor.checkpoint import Checkpoint
+import rotor.models.tokenizer as tokenizer_module
+from rotor.calibration.calibrate import calibrate
+from rotor.data.tokens import calibration_tokens, check_ids
 from rotor.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UsageError
-from rotor.evaluation import logit_errors
-from rotor.export import export
+from rotor.evaluation.scoring import logit_errors
+from rotor.export.export import export
+from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import LARGEST, load_recipe, override
-from rotor.tokens import calibration_tokens, check_ids
-from rotor.trusted import TrustedEvaluation, trusted_evaluation
-from rotor.validate import validate
+from rotor.validation.trusted import TrustedEvaluation, trusted_evaluation
+from rotor.validation.validate import validate
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_lists_of_recipes_are_bounded(name: str) -> None:
 
 def test_a_run_begun_with_other_threads_is_not_resumed(tiny, tmp_path: Path, monkeypatch) -> None:
     """Sums of forward passes may differ in their last digits."""
-    module = importlib.import_module("rotor.calibrate")
+    module = importlib.import_module("rotor.calibration.calibrate")
 
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt

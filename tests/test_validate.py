@@ -14,13 +14,13 @@ from conftest import calibrated, close
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rotor.compress import compressed_weights
-from rotor.compressed import CompressedCheckpoint
 from rotor.errors import RotorError, UsageError
-from rotor.export import export
-from rotor.integrity import Validation, check_integrity, difference
+from rotor.export.export import export
+from rotor.models.compressed import CompressedCheckpoint
+from rotor.models.loading import compressed_weights
 from rotor.progress import Progress
-from rotor.validate import validate
+from rotor.validation.integrity import Validation, check_integrity, difference
+from rotor.validation.validate import validate
 
 LAYER = "model.layers.1.self_attn."
 

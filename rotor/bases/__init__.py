@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, NumericsError
-from ..families import AttentionWeights
-from ..layout import AttentionShape, Domain
+from ..format.layout import AttentionShape, Domain
 from ..numerics import one_thread
+from ..runtime.families import AttentionWeights
 from . import kq, palu, rope_pairs, svd
 from .method import BasisMethod, Inputs, Moments
 from .pair import BasisPair

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..families import AttentionWeights
-from ..layout import AttentionShape, Domain
+from ..format.layout import AttentionShape, Domain
+from ..runtime.families import AttentionWeights
 from .pair import BasisPair
 
 Side = Literal["qk", "vo"]

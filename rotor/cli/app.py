@@ -74,7 +74,7 @@ DeviceMap = Annotated[
     typer.Option(metavar="MAP", help="auto spreads the model over several GPUs; needs the package accelerate."),
 ]
 TargetDevice = Annotated[
-    str | None, typer.Option(help="Device whose decode time is predicted, e.g. h200 (rotor/devices.yaml).")
+    str | None, typer.Option(help="Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).")
 ]
 DeviceFile = Annotated[Path | None, typer.Option(help="YAML with further devices.")]
 SourceModel = Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")]

@@ -66,9 +66,9 @@ def calibrate(
     verbose: Verbose = False,
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder."""
-    from ..calibrate import run_calibration
-    from ..dry_run import plan_calibration
-    from ..settings import CalibrationSettings, Compute
+    from ..calibration.calibrate import run_calibration
+    from ..planning.dry_run import plan_calibration
+    from ..recipe.settings import CalibrationSettings, Compute
 
     progress = show_progress(quiet or dry_run, verbose)
     settings = CalibrationSettings(
@@ -102,8 +102,8 @@ def calibrate(
 
 
 def _how_to_resume(out: Path) -> str:
-    from ..partial import PartialRun
-    from ..places import OutputFolder
+    from ..calibration.partial import PartialRun
+    from ..format.places import OutputFolder
 
     partial = PartialRun(OutputFolder.at(out, "run"))
     if not partial.exists:
@@ -156,9 +156,9 @@ def export(
     once, for the point that is written. Only the recipe's sections ranks, evaluation, search and objective can still
     be changed with --set.
     """
-    from ..dry_run import plan_export
-    from ..export import run_export
-    from ..settings import Compute, ExportSettings, Goal
+    from ..export.export import run_export
+    from ..planning.dry_run import plan_export
+    from ..recipe.settings import Compute, ExportSettings, Goal
 
     progress = show_progress(quiet or dry_run, verbose)
     settings = ExportSettings(
@@ -226,7 +226,7 @@ def validate(
     A text or an lm-eval task that only the checkpoint names is not opened: name it with --set or --recipe.
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
     """
-    from ..validate import validate as run_validate
+    from ..validation.validate import validate as run_validate
 
     if digest is not None and len(folders) > 1:
         raise UsageError("--digest belongs to one folder.", "Validate them one by one.")

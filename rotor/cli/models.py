@@ -26,7 +26,7 @@ def generate(
     quiet: Quiet = False,
 ) -> None:
     """Continue a prompt with transformers' generate()."""
-    from ..generate import continue_prompt
+    from ..models.generation import continue_prompt
 
     with show_progress(quiet).task("generate", None, ""):
         result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile)
@@ -51,7 +51,7 @@ def inspect(
 
     Reads the configuration and the headers of the shards, no weights; of a hub id nothing else is fetched.
     """
-    from ..inspection import inspect as run_inspect
+    from ..planning.inspection import inspect as run_inspect
 
     found = run_inspect(
         model, recipe, overrides or [], revision=revision, device=device, dtype=dtype, batch_tokens=batch_tokens

@@ -53,10 +53,10 @@ def bench(
     Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
     is measured, and the Triton kernels are listed as not measured.
     """
-    from ..bench import bench as run_bench
-    from ..bench_report import add_device, device_name, write_report
-    from ..bench_settings import BenchSettings
-    from ..hardware import pick_device
+    from ..bench.bench import bench as run_bench
+    from ..bench.report import add_device, device_name, write_report
+    from ..bench.settings import BenchSettings
+    from ..models.hardware import pick_device
 
     given = (
         None if text is None else numbers(option, text)
@@ -143,8 +143,8 @@ def compile_kernels(
     They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Exit code 1 if one cannot be
     compiled.
     """
-    from ..precompile import cache_folder, parse_archs, precompile
-    from ..provenance import provenance
+    from ..bench.precompile import cache_folder, parse_archs, precompile
+    from ..bench.provenance import provenance
 
     archs, batch_sizes = parse_archs(arch), numbers("--batch", batch)
     kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=show_progress(quiet))
@@ -182,7 +182,9 @@ def schedule(
     lengths: Annotated[
         str, typer.Option(help="Cached tokens of each sequence of the batch: 32768, or 8x32768,200.")
     ] = "32768",
-    target_device: Annotated[str, typer.Option(help="Device whose rates are used (rotor/devices.yaml).")] = "h200",
+    target_device: Annotated[
+        str, typer.Option(help="Device whose rates are used (rotor/prediction/devices.yaml).")
+    ] = "h200",
     device_file: DeviceFile = None,
     chunk: Annotated[
         int | None,
@@ -200,10 +202,10 @@ def schedule(
     With --chunk also a prefill's, with and without its last round redistributed. Arithmetic on predicted costs; nothing
     is run, and no GPU is needed.
     """
-    from ..compressed import CompressedCheckpoint
-    from ..devices import find_device
-    from ..provenance import provenance
-    from ..simulation import parse_lengths, simulate, simulate_prefill
+    from ..bench.provenance import provenance
+    from ..models.compressed import CompressedCheckpoint
+    from ..prediction.devices import find_device
+    from ..prediction.simulation import parse_lengths, simulate, simulate_prefill
 
     tokens = parse_lengths(lengths)
     checkpoint = CompressedCheckpoint(folder)
@@ -214,7 +216,7 @@ def schedule(
     if chunk is not None:
         prefill = simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms, element_bytes)
     if plot is not None:
-        from ..plots import write_balance_plot
+        from ..study.plots import write_balance_plot
 
         write_balance_plot(balances, plot)
     if as_json:

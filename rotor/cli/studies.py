@@ -73,8 +73,8 @@ def study(
     --set applies to all recipes; the number of tokens is the largest that any of them asks for, and their seed, row
     length, evaluation and search are those of the first.
     """
-    from ..study import parse_ablations, parse_counts
-    from ..study import study as run_study
+    from ..study.study import parse_ablations, parse_counts
+    from ..study.study import study as run_study
 
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
         result = run_study(
@@ -137,7 +137,7 @@ def report(
     quiet: Quiet = False,
 ) -> None:
     """Write one HTML file that shows spectra, ranks, accuracy, losses, sizes and timings (export writes one too)."""
-    from ..report import report as write_report
+    from ..report.report import report as write_report
 
     with show_progress(quiet).task("report", None, ""):
         result = write_report(folder, out, study=study)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from ragged import layer
 
-from rotor.bench_problem import checked_output, compressed_layout, random_problem, truth, uncompressed_layout
-from rotor.bench_rows import SCHEDULES, kernel_decode, kernel_prefill
-from rotor.layout import AttentionShape
+from rotor.bench.problem import checked_output, compressed_layout, random_problem, truth, uncompressed_layout
+from rotor.bench.rows import SCHEDULES, kernel_decode, kernel_prefill
+from rotor.format.layout import AttentionShape
 
 SHAPE = AttentionShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=96)
 LAYOUTS = {

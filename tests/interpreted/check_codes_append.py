@@ -6,8 +6,8 @@ import pytest
 import torch
 from coded import MIXTURES, steps_of
 
-from rotor.columns import Columns
-from rotor.kernels.append import pack_rows
+from rotor.format.columns import Columns
+from rotor.kernels.projection.append import pack_rows
 from rotor.kernels.rows import pack_layer
 
 LAYERS = [*((columns,) for columns in MIXTURES), (MIXTURES[0], MIXTURES[0], MIXTURES[3]), (Columns(n2=512, n4=136),)]

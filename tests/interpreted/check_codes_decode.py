@@ -7,7 +7,7 @@ import torch
 from code_checks import check_coded_decode
 from coded import MIXTURES, coded_layer, random_coded_case
 
-from rotor.columns import Columns
+from rotor.format.columns import Columns
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM = 32

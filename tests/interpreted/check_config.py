@@ -12,7 +12,7 @@ import torch
 from conftest import build_tiny, calibrated
 from transformers import AutoModelForCausalLM
 
-from rotor.export import export
+from rotor.export.export import export
 from rotor.kernels import combine, decode, longest_first, prefill
 from rotor.kernels.launch import launch
 

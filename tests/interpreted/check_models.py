@@ -9,8 +9,8 @@ import torch
 from conftest import build_tiny, calibrated
 from transformers import AutoModelForCausalLM
 
-from rotor.export import export
-from rotor.kernels.decode import decode_attention
+from rotor.export.export import export
+from rotor.kernels.decode.kernel import decode_attention
 
 CASES = [
     ("llama", "post", 1, None),

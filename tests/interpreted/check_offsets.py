@@ -13,9 +13,9 @@ from ragged import RaggedCase, layer, random_case
 from torch import Tensor
 
 from rotor.kernels.attention import packed_attention
-from rotor.kernels.prefill import prefill_attention
-from rotor.kernels.rotation import rotate_and_project
-from rotor.kernels.slices import PrefillKeys
+from rotor.kernels.key_ranges import PrefillKeys
+from rotor.kernels.prefill.kernel import prefill_attention
+from rotor.kernels.projection.rotation import rotate_and_project
 
 STRIDE = 1 << 32
 

@@ -7,9 +7,9 @@ import torch
 from kernel_checks import check_prefill
 from ragged import layer, random_case
 
+from rotor.kernels.key_ranges import PrefillKeys, packed_bits
 from rotor.kernels.schedule import last_round
-from rotor.kernels.shapes import prefill_constants, prefill_workers, sm_count
-from rotor.kernels.slices import PrefillKeys, packed_bits
+from rotor.kernels.tile_sizes import prefill_constants, prefill_workers, sm_count
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM = 16

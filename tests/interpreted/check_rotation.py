@@ -6,8 +6,8 @@ import pytest
 import torch
 from ragged import layer, rotation_table
 
+from rotor.kernels.projection.rotation import rotate_and_project
 from rotor.kernels.reference import project_keys, rotate
-from rotor.kernels.rotation import rotate_and_project
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 13)], ids=str)

@@ -1,0 +1,1 @@
+"""Attention of a few new queries over a long cache, its keys split over programs."""

@@ -1,0 +1,548 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Decoding: one query position a sequence, against the packed rows of a layer.
+
+Floor: bytes of the compressed keys and values that are attended / memory bandwidth. All query rows of a group are one
+tile, so its latents are read once. In domain `pre` the keys of each KV head are rebuilt from them by a matrix product
+and rotated in registers: queries are rotated back to the start of the tile, so that keys only turn by their place in
+it, by a table of `TILE` rows that stays in the L1 cache.
+
+A program works through tiles of keys of one unit (a part of a layer, see `layer_table`, and a sequence) after another;
+which ones is the schedule's matter:
+
+- `stream`: a fixed number of programs with slices of equal bytes over all parts, sequences and tiles; a slice may
+  begin and end inside a unit, and `combine` joins the results by their log-sum-exp.
+- `lpt`: whole units, the longest first, each to the program with the least work (FDC section 5.3).
+- `none`: one program a unit.
+
+Logits are held transposed, [keys, query rows]: keys are the long side, and rebuilt ones go into the next product
+without leaving registers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rotor.errors import UsageError
+
+from ..ahead import Variant
+from ..key_ranges import DecodeKeys
+from ..launch import launch
+from ..layer_table import Column, LayerParts, pieces_name, table_on
+from ..table_fields import (
+    BASIS_COLUMN,
+    BASIS_ROW,
+    BODY,
+    FIELDS,
+    FIRST_HEAD,
+    OUTPUT_OFFSET,
+    QK_16,
+    QK_OFFSET,
+    QK_RANK,
+    QUERY_OFFSET,
+    V_16,
+    V_OFFSET,
+    V_RANK,
+    WORK,
+    WORK_BEFORE,
+)
+from ..tile_sizes import HOPPER, Gpu, decode_config, gpu_of, rebuilding_steps, sm_count
+from ..tiles import (
+    key_rows,
+    load_basis,
+    load_piece,
+    load_rotation,
+    numbers_of,
+    piece_places,
+    rotate_back,
+    rotate_tile,
+    scaled_logits,
+)
+from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
+from .longest_first import assign_variant, longest_first
+
+
+@triton.jit
+def _rebuilt_scores(
+    scores, latents, places, step, start, head_base, basis_base, basis_row, basis_stride, constant_base, cos, sin,
+    rotation_len, rotation_stride, KEYS: tl.constexpr, CONSTANT: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """scores [keys, query rows] plus what one KV head contributes at FREQUENCIES of its rotary frequencies."""
+    head = step // (HALF_PADDED // FREQUENCIES)
+    first = (step % (HALF_PADDED // FREQUENCIES)) * FREQUENCIES
+    dtype = latents[0].dtype
+    rows = basis_row + head * (2 * HALF) + first
+    key_0 = tl.zeros((TILE, FREQUENCIES), tl.float32)
+    key_1 = tl.zeros((TILE, FREQUENCIES), tl.float32)
+    for p in tl.static_range(len(KEYS)):
+        columns = basis_base + places[p][0]
+        width = places[p][1]
+        basis_0 = load_basis(columns, basis_stride, rows, HALF - first, width, 0, KEYS[p][2], FREQUENCIES)
+        basis_1 = load_basis(columns, basis_stride, rows + HALF, HALF - first, width, 0, KEYS[p][2], FREQUENCIES)
+        key_0 = tl.dot(latents[p], basis_0, key_0, input_precision=PRECISION)
+        key_1 = tl.dot(latents[p], basis_1, key_1, input_precision=PRECISION)
+    if CONSTANT:
+        frequency = first + tl.arange(0, FREQUENCIES)
+        constants = constant_base + head * (2 * HALF) + frequency
+        key_0 += tl.load(constants, mask=frequency < HALF, other=0.0).to(tl.float32)[None, :]
+        key_1 += tl.load(constants + HALF, mask=frequency < HALF, other=0.0).to(tl.float32)[None, :]
+    place = tl.arange(0, TILE)
+    tile_cos, tile_sin = load_rotation(cos, sin, place, place < rotation_len, rotation_stride, first, HALF, FREQUENCIES)
+    key_0, key_1 = rotate_tile(key_0, key_1, tile_cos, tile_sin)
+
+    query_row = tl.arange(0, TILE_ROWS)[:, None]
+    column = first + tl.arange(0, FREQUENCIES)[None, :]
+    # Rows of other heads are zeros: each row gets the logits of its own head.
+    own = (query_row // HEADS_PER_KV == head) & (query_row < ROWS) & (column < HALF)
+    query_0 = tl.load(head_base + column, mask=own, other=0.0).to(tl.float32)
+    query_1 = tl.load(head_base + HALF + column, mask=own, other=0.0).to(tl.float32)
+    row_of_start = start + tl.zeros((1,), tl.int64)
+    start_cos, start_sin = load_rotation(
+        cos, sin, row_of_start, row_of_start < rotation_len, rotation_stride, first, HALF, FREQUENCIES
+    )
+    query_0, query_1 = rotate_back(query_0, query_1, start_cos, start_sin)
+    query_0 = tl.trans(query_0.to(dtype))
+    query_1 = tl.trans(query_1.to(dtype))
+    scores = tl.dot(key_0.to(dtype), query_0, scores, input_precision=PRECISION)
+    return tl.dot(key_1.to(dtype), query_1, scores, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_pieces(
+    base, tile, last_tile, first, end, sequence, block_table, table_stride, block_stride, row_stride, places,
+    PIECES: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The pieces of a tile of keys as they are stored; nothing from last_tile on."""
+    start = tile * TILE
+    index = start + tl.arange(0, TILE)
+    valid = (index >= first) & (index < end) & (index < last_tile * TILE)
+    block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
+    pieces = ()
+    for p in tl.static_range(len(PIECES)):
+        pieces += (
+            load_piece(
+                base + places[p][2], block, row, block_stride, row_stride, places[p][3], valid, PIECES[p][0],
+                PIECES[p][2], DTYPE,
+            ),
+        )  # fmt: skip
+    return pieces
+
+
+@triton.jit
+def _segment(
+    query, key, value, partial, partial_lse, output, lse, row, slot, first_tile, last_tile, first, end, holes, sequence,
+    block_table, mask, cos, sin, basis, constant, query_stride, head_stride, key_block, key_row, value_block, value_row,
+    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps, scale,
+    softcap,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PRE: tl.constexpr, CONSTANT: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr,
+    ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    v_rank = tl.multiple_of(tl.load(row + V_RANK), ALIGN)
+    key_base = key + tl.multiple_of(tl.load(row + QK_OFFSET), ROW_ALIGN)
+    value_base = value + tl.multiple_of(tl.load(row + V_OFFSET), ROW_ALIGN)
+    key_places = piece_places(row + QK_16, KEYS, DTYPE, ALIGN, ROW_ALIGN)
+    value_places = piece_places(row + V_16, VALUES, DTYPE, ALIGN, ROW_ALIGN)
+    query_row = tl.arange(0, TILE_ROWS)
+    query_base = query + sequence.to(tl.int64) * query_stride
+    if PRE:
+        first_head = tl.load(row + FIRST_HEAD)
+        head_base = query_base + (first_head + query_row[:, None]) * head_stride
+        basis_base = basis + tl.multiple_of(tl.load(row + BASIS_COLUMN), ALIGN)
+        basis_row = tl.load(row + BASIS_ROW)
+        constant_base = constant + first_head // HEADS_PER_KV * (2 * HALF)
+    else:
+        query_base += tl.multiple_of(tl.load(row + QUERY_OFFSET), ALIGN)
+        row_base = query_base + query_row[:, None] * tl.multiple_of(tl.load(row + QK_RANK), ALIGN)
+        queries = ()
+        for p in tl.static_range(len(KEYS)):
+            column = tl.arange(0, KEYS[p][2])[None, :]
+            some = (query_row[:, None] < ROWS) & (column < key_places[p][1])
+            queries += (tl.trans(tl.load(row_base + key_places[p][0] + column, mask=some, other=0.0)),)
+    largest = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_ROWS,), tl.float32)
+    weighted = ()
+    for p in tl.static_range(len(VALUES)):
+        weighted += (tl.zeros((TILE_ROWS, VALUES[p][2]), tl.float32),)
+
+    if AHEAD:
+        ahead = _load_pieces(
+            key_base, first_tile, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
+            key_places, KEYS, PAGE, TILE, DTYPE,
+        )  # fmt: skip
+    for tile in range(first_tile, last_tile):
+        start = tile * TILE
+        index = start + tl.arange(0, TILE)
+        valid = (index >= first) & (index < end)
+        if AHEAD:
+            # The inner loop below keeps the compiler from copying asynchronously: what it is to hide is loaded here.
+            pieces = ahead
+            ahead = _load_pieces(
+                key_base, tile + 1, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
+                key_places, KEYS, PAGE, TILE, DTYPE,
+            )  # fmt: skip
+            value_pieces = _load_pieces(
+                value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block, value_row,
+                value_places, VALUES, PAGE, TILE, DTYPE,
+            )  # fmt: skip
+        else:
+            pieces = _load_pieces(
+                key_base, tile, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
+                key_places, KEYS, PAGE, TILE, DTYPE,
+            )  # fmt: skip
+        latents = ()
+        for p in tl.static_range(len(KEYS)):
+            latents += (numbers_of(pieces[p], KEYS[p][0], KEYS[p][2], TILE, DTYPE),)
+        scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
+        if PRE:
+            # As many steps as an argument says: known, few would be unrolled, and all bases hoisted into registers.
+            for step in range(steps):
+                scores = _rebuilt_scores(
+                    scores, latents, key_places, step, start, head_base, basis_base, basis_row, basis_stride,
+                    constant_base, cos, sin, rotation_len, rotation_stride, KEYS, CONSTANT, HEADS_PER_KV, HALF,
+                    HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PRECISION,
+                )  # fmt: skip
+        else:
+            for p in tl.static_range(len(KEYS)):
+                scores = tl.dot(latents[p], queries[p], scores, input_precision=PRECISION)
+        scores = scaled_logits(scores, scale, softcap, SOFT_CAP)
+        attended = valid
+        if MASK:
+            place_in_mask = mask + sequence.to(tl.int64) * mask_stride + index
+            read = valid & (index < tl.where(holes > 0, end, 0))
+            attended = valid & (tl.load(place_in_mask, mask=read, other=1) > 0)
+        scores = tl.where(attended[:, None], scores, float("-inf"))
+
+        new_largest = tl.maximum(largest, tl.max(scores, 0))
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(scores - reference[None, :])
+        shrink = tl.exp2(largest - reference)
+        total = total * shrink + tl.sum(weight, 0)
+        largest = new_largest
+        weight = tl.trans(weight).to(DTYPE)
+        if not AHEAD:
+            value_pieces = _load_pieces(
+                value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block, value_row,
+                value_places, VALUES, PAGE, TILE, DTYPE,
+            )  # fmt: skip
+        added = ()
+        for p in tl.static_range(len(VALUES)):
+            values = numbers_of(value_pieces[p], VALUES[p][0], VALUES[p][2], TILE, DTYPE)
+            added += (tl.dot(weight, values, weighted[p] * shrink[:, None], input_precision=PRECISION),)
+        weighted = added
+
+    safe_total = tl.where(total == 0.0, 1.0, total)
+    base_2_lse = largest + tl.log2(safe_total)
+    in_tile = query_row < ROWS
+    if SPLIT:
+        tl.store(partial_lse + slot * TILE_ROWS + query_row, base_2_lse, mask=in_tile)
+        out = partial + (slot * TILE_ROWS + query_row[:, None]) * PARTIAL_WIDTH
+    else:
+        natural = base_2_lse * 0.6931471805599453
+        tl.store(lse + sequence * lse_stride + tl.load(row + FIRST_HEAD) + query_row, natural, mask=in_tile)
+        out = output + sequence.to(tl.int64) * output_stride + query_row[:, None] * v_rank
+        out += tl.multiple_of(tl.load(row + OUTPUT_OFFSET), ALIGN)
+    for p in tl.static_range(len(VALUES)):
+        column = tl.arange(0, VALUES[p][2])[None, :]
+        some = in_tile[:, None] & (column < value_places[p][1])
+        result = (weighted[p] / safe_total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + value_places[p][0] + column, result, mask=some)
+
+
+INTEGERS = [
+    "batch_size", "query_stride", "head_stride", "key_block", "key_row", "value_block", "value_row", "table_stride",
+    "mask_stride", "rotation_len", "rotation_stride", "basis_stride", "output_stride", "lse_stride", "parts",
+    "total_work", "steps",
+]  # fmt: skip
+"""Not specialised on their values: what divides them is said by ALIGN, so that one compiled kernel serves them all."""
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def decode_kernel(
+    query, key, value, partial, partial_lse, output, lse, table, first_key, end_key, holes, tile_prefix, order, bounds,
+    block_table, mask, cos, sin, basis, constant, batch_size, query_stride, head_stride, key_block, key_row,
+    value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride,
+    lse_stride, parts, total_work, steps, scale, softcap,
+    BODIES: tl.constexpr, PRE: tl.constexpr, CONSTANT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SCHEDULE: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, PARTS_PADDED: tl.constexpr,
+    BATCH_PADDED: tl.constexpr,
+):  # fmt: skip
+    """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
+
+    Strides come in units of ALIGN elements, of the key and value rows in ROW_ALIGN, so that the compiler knows what
+    divides them (or it would load latents two bytes at a time); of offsets and widths it knows by `multiple_of`.
+    Products with strides are of 64 bits, since a large cache has more than 2^31 elements.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
+    key_block = key_block.to(tl.int64) * ROW_ALIGN
+    key_row = key_row.to(tl.int64) * ROW_ALIGN
+    value_block = value_block.to(tl.int64) * ROW_ALIGN
+    value_row = value_row.to(tl.int64) * ROW_ALIGN
+    query_stride = query_stride.to(tl.int64) * ALIGN
+    head_stride = head_stride.to(tl.int64) * ALIGN
+    basis_stride = basis_stride * ALIGN
+    output_stride = output_stride.to(tl.int64) * ALIGN
+    rotation_stride = rotation_stride * ALIGN
+    if SCHEDULE == "stream":
+        total_tiles = tl.load(tile_prefix + batch_size)
+        begin = program * (total_tiles * total_work) // programs
+        finish = (program + 1) * (total_tiles * total_work) // programs
+        first_unit = _unit_at(begin, table, tile_prefix, parts, batch_size, PARTS_PADDED, BATCH_PADDED)
+        last_unit = _unit_at(finish - 1, table, tile_prefix, parts, batch_size, PARTS_PADDED, BATCH_PADDED)
+        if begin >= finish:
+            last_unit = first_unit - 1
+        places_begin = first_unit
+        places_end = last_unit + 1
+    elif SCHEDULE == "lpt":
+        places_begin = tl.load(bounds + program)
+        places_end = tl.load(bounds + program + 1)
+    else:
+        places_begin = program.to(tl.int32)
+        places_end = places_begin + 1
+    for i in range(places_begin, places_end):
+        if SCHEDULE == "lpt":
+            unit = tl.load(order + i)
+        else:
+            unit = i
+        part = unit // batch_size
+        sequence = unit % batch_size
+        first = tl.load(first_key + sequence)
+        end = tl.load(end_key + sequence)
+        first_tile = 0
+        last_tile = tl.load(tile_prefix + sequence + 1) - tl.load(tile_prefix + sequence)
+        if SCHEDULE == "stream":
+            start, work, tiles = unit_on_the_line(table, tile_prefix, part, sequence, batch_size)
+            first_tile = tiles_before(begin, start, work, tiles).to(tl.int32)
+            last_tile = tiles_before(finish, start, work, tiles)
+        first_tile += first // TILE
+        last_tile = last_tile.to(tl.int32) + first // TILE
+        row = table + part * FIELDS
+        body = tl.load(row + BODY)
+        if (SCHEDULE != "stream") | (first_tile < last_tile):
+            for choice in tl.static_range(len(BODIES)):
+                if body == choice:
+                    _segment(
+                        query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
+                        last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
+                        constant, query_stride, head_stride, key_block, key_row, value_block, value_row, table_stride,
+                        mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps,
+                        scale, softcap, BODIES[choice][0], BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF,
+                        HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
+                        MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, AHEAD,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _unit_at(place, table, tile_prefix, parts, batch_size, PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr):
+    """The unit that a place on the line of all work lies in: counts of what begins before it, no search."""
+    total_tiles = tl.load(tile_prefix + batch_size)
+    column = tl.arange(0, PARTS_PADDED)
+    before = tl.load(table + column * FIELDS + WORK_BEFORE, mask=column < parts, other=0).to(tl.int64) * total_tiles
+    part = tl.sum(((before <= place) & (column < parts)).to(tl.int32), 0) - 1
+    part = tl.maximum(part, 0)
+    row = table + part * FIELDS
+    work = tl.load(row + WORK).to(tl.int64)
+    rest = place - tl.load(row + WORK_BEFORE).to(tl.int64) * total_tiles
+    column = tl.arange(0, BATCH_PADDED)
+    before = tl.load(tile_prefix + column, mask=column < batch_size, other=0) * work
+    sequence = tl.sum(((before <= rest) & (column < batch_size)).to(tl.int32), 0) - 1
+    return part * batch_size + tl.maximum(sequence, 0)
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: LayerParts,
+    keys: DecodeKeys,
+    heads_per_kv: int,
+    scaling: float,
+    *,
+    query_basis: Tensor | None = None,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    constant_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softcap: float | None = None,
+    schedule: str = "stream",
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query position of each sequence over a layer's packed rows; nothing waits for the host.
+
+    Args:
+        query: domain `pre`: [batch_size, num_heads, head_dim], rotated; else [batch_size, width] with the rows of each
+            group beside each other, projected: [groups][query rows of a group][qk_rank].
+        key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width] in query's dtype, or
+            rows of codes [batch_size, kv_len, bytes], uint8; with a block table [num_pages, page_size, .]. The
+            innermost stride is 1.
+        parts: of `layer_parts`.
+        keys: which keys of each sequence are attended.
+        heads_per_kv, scaling: as in the uncompressed model.
+        query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
+            cache, [at least kv_len, head_dim], both halves alike.
+        constant_key: domain `pre`: [num_kv_heads, head_dim], contiguous, float32: added to rebuilt keys before their
+            rotation.
+        block_table: [batch_size, pages of a sequence], int32; a page holds a power of two of keys.
+        softcap: logits become softcap * tanh(logits / softcap).
+        schedule: `stream`, `lpt` or `none`.
+        programs: how many share the work, for `stream` and `lpt`; default by the device.
+    Returns:
+        [batch_size, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the logits
+        [batch_size, num_heads], float32. Sequences with no keys give zeros and minus infinity.
+    """
+    batch_size = query.shape[0]
+    device = query.device
+    page = check_page(key, block_table)
+    if parts.coded:
+        key, value = as_words(key), as_words(value)
+    head_dim = 0 if query_basis is None else query.shape[-1]
+    config = decode_config(parts, heads_per_kv, query.element_size(), head_dim, gpu_of(device))
+    units = len(parts.table) * batch_size
+    programs = programs or default_programs(device)
+    width = parts.rows * sum(row[Column.V_RANK] for row in parts.table)
+    output = torch.empty(batch_size, width, dtype=query.dtype, device=device)
+    lse = torch.empty(batch_size, parts.rows * len(parts.table), dtype=torch.float32, device=device)
+    table = table_on(parts, device)
+    prefix = keys.tile_prefix(config["TILE"])
+    partial = partial_lse = lse
+    order = bounds = keys.first
+    grid = units
+    if schedule == "stream":
+        grid = programs
+        partial = torch.empty(
+            programs + units, config["TILE_ROWS"], config["PARTIAL_WIDTH"], dtype=torch.float32, device=device
+        )
+        partial_lse = torch.empty(programs + units, config["TILE_ROWS"], dtype=torch.float32, device=device)
+    elif schedule == "lpt":
+        grid = min(programs, units)
+        length = (keys.end - keys.first).clamp(min=0).long()
+        d_sum = table[:, Column.WORK] + 1
+        order, bounds = longest_first(d_sum[:, None] * length, grid)
+    elif schedule != "none":
+        raise UsageError(f"schedule {schedule!r}: expected stream, lpt or none.", "Choose one of them.")
+    cos, sin = key_rotation if key_rotation is not None else (query, query)
+    basis = query if query_basis is None else query_basis
+    strides = [query.stride(0), 0, 0, 0, output.stride(0)]
+    if parts.domain == "pre":
+        strides[1:4] = query.stride(1), cos.stride(0), basis.stride(0)
+    row_strides = [*key.stride()[:2], *value.stride()[:2]]
+    align, row_align = alignment(parts, strides, row_strides)
+    query_stride, head_stride, rotation_stride, basis_stride, output_stride = (s // align for s in strides)
+    launch(
+        decode_kernel, (grid,), query, key, value, partial, partial_lse, output, lse, table, keys.first, keys.end,
+        keys.first if keys.holes is None else keys.holes, prefix, order, bounds,
+        keys.first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
+        basis if constant_key is None else constant_key, batch_size, query_stride, head_stride,
+        *(stride // row_align for stride in row_strides),
+        0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
+        cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),
+        parts.total_work, rebuilding_steps(parts, config), scaling, 1.0 if softcap is None else softcap,
+        **config,
+        CONSTANT=constant_key is not None,
+        PAGE=page,
+        MASK=keys.mask is not None,
+        SOFT_CAP=softcap is not None,
+        SCHEDULE=schedule,
+        ALIGN=align,
+        ROW_ALIGN=row_align,
+        BATCH_PADDED=triton.next_power_of_2(batch_size),
+    )  # fmt: skip
+    if schedule == "stream":
+        launch(
+            combine_kernel, (units, parts.rows), partial, partial_lse, output, lse, table, prefix, batch_size,
+            output.stride(0), lse.stride(0), programs, parts.total_work,
+            **combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
+        )  # fmt: skip
+    return output, lse
+
+
+def alignment_of(*numbers: int) -> int:
+    """What divides all offsets, widths and strides, in elements: 16 at most, and 16 bytes suffice."""
+    return math.gcd(16, *numbers)
+
+
+def alignment(parts: LayerParts, strides: list[int], row_strides: list[int]) -> tuple[int, int]:
+    """What divides widths, offsets and strides of queries, bases and outputs, in elements, and those of the rows, in
+    theirs.
+    """
+    align, row_align = math.gcd(parts.align, *strides), math.gcd(parts.row_align, *row_strides)
+    return (align, row_align) if parts.coded else (math.gcd(align, row_align),) * 2
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """Rows of codes [..., bytes], uint8, in words of four bytes, int32; a view."""
+    return rows.view(torch.int32)
+
+
+def check_page(key: Tensor, block_table: Tensor | None) -> int:
+    """Keys of a page, 0 for a contiguous cache."""
+    page = 0 if block_table is None else key.shape[1]
+    if page & (page - 1):
+        raise UsageError(f"pages of {page} keys: expected a power of two.", "Choose another page size.")
+    return page
+
+
+def default_programs(device: torch.device) -> int:
+    """Two programs for each SM."""
+    return 2 * sm_count(device)
+
+
+def decode_variants(
+    parts: LayerParts,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    batch_size: int = 1,
+    schedule: str = "stream",
+    page: int = 0,
+    mask: bool = False,
+    softcap: bool = False,
+    gpu: Gpu = HOPPER,
+) -> list[Variant]:
+    """What `decode_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
+    config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0, gpu)
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
+    single, integer = torch.float32, torch.int32
+    align, row_align = alignment(parts, [], [])
+    pointers = {
+        **dict.fromkeys(("query", "output", "basis"), dtype),
+        **dict.fromkeys(("key", "value"), integer if parts.coded else dtype),
+        **dict.fromkeys(("partial", "partial_lse", "lse", "constant"), single),
+        **dict.fromkeys(("cos", "sin"), single if parts.domain == "pre" else dtype),
+        **dict.fromkeys(("table", "first_key", "end_key", "holes", "order", "bounds", "block_table"), integer),
+        "mask": torch.uint8 if mask else single,
+        "tile_prefix": torch.int64,
+    }
+    constants = {
+        **config,
+        "CONSTANT": parts.coded and parts.domain == "pre",
+        "PAGE": page,
+        "MASK": mask,
+        "SOFT_CAP": softcap,
+        "SCHEDULE": schedule,
+        "ALIGN": align,
+        "ROW_ALIGN": row_align,
+        "BATCH_PADDED": triton.next_power_of_2(batch_size),
+    }
+    bodies = " ".join(f"{pieces_name(keys)}+{pieces_name(values)}" for keys, values in parts.bodies)
+    name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
+    variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
+    if schedule == "stream":
+        variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
+    elif schedule == "lpt":
+        variants.append(assign_variant(len(parts.table), batch_size))
+    return variants

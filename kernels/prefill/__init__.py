@@ -1,0 +1,1 @@
+"""Attention of many new queries, causal, tile by tile."""

@@ -1,0 +1,1 @@
+"""Rotating queries and keys and projecting them onto their bases."""

@@ -1,0 +1,375 @@
+"""Tile sizes, warps and stages of every kernel, by rule: what fits into an SM's registers and shared memory.
+
+Arithmetic alone, so that a launch, `rotor compile` and the simulator choose alike, without Triton. That the compiler
+spills nothing at these sizes, and needs no more shared memory than estimated here, is what the compile tests assert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from rotor.format.columns import WORD_BYTES, Columns
+from rotor.format.kernel_config import Blocks, LayerKernels
+from rotor.format.layout import GroupClass, LayerLayout
+
+from .defaults import default_layer
+from .layer_table import Bodies, Column, LayerParts, Piece, layer_parts
+from .schedule import PIECES
+from .widths import chunks, padded
+
+SHARED_KB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""Shared memory that one program may have, by compute capability. Source: CUDA programming guide."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What tiles depend on: the compute capability (90 is 9.0), and bytes of shared memory that a program may have."""
+
+    capability: int
+    shared_bytes: int
+
+    @classmethod
+    def of_capability(cls, capability: int, unknown_bytes: int = 64 << 10) -> Gpu:
+        """A GPU that need not be there; unknown_bytes where nothing is known of its shared memory."""
+        return cls(capability, SHARED_KB[capability] << 10 if capability in SHARED_KB else unknown_bytes)
+
+    @property
+    def registers_hold_operands(self) -> bool:
+        """Whether matrix products read all of their operands from registers, not from shared or tensor memory."""
+        return not 90 <= self.capability < 120
+
+
+HOPPER = Gpu.of_capability(90)
+
+
+@lru_cache(maxsize=16)
+def gpu_of(device: torch.device) -> Gpu:
+    """Of a device; where there is no GPU (in Triton's interpreter), as for an H100."""
+    if device.type != "cuda":
+        return HOPPER
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 64 << 10)  # ROCm does not say; it has 64 KB
+    return Gpu.of_capability(10 * properties.major + properties.minor, shared_bytes)
+
+
+MOST_REGISTERS = 200
+"""Of a thread of four warps where a decode kernel has several bodies. Left to itself the assembler stops at 168, at
+which three programs fit an SM, and spills; the grid has two an SM."""
+
+BYTES_IN_FLIGHT = 9 << 10
+"""Of rows of codes that a program of the decode kernel waits for at a time: with two an SM that is what covers the
+memory's latency on an H100 (3.35 TB/s, 700 ns, 132 SMs)."""
+
+MOST_STAGES = 6
+"""Of the pipeline of loads."""
+
+REBUILT_BYTES = 1 << 30
+"""The most that rebuilt keys of a layer may take for the time of its prefill."""
+
+
+@lru_cache(maxsize=16)
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors; two where there is no GPU (in Triton's interpreter)."""
+    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def decode_config(
+    parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu = HOPPER
+) -> dict[str, Any]:
+    """Constants of the decode kernel that follow from the layer alone, with num_warps and num_stages.
+
+    head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory.
+    """
+    widest = widest_pieces(parts.bodies)
+    tile_rows = padded(parts.rows)
+    # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
+    # fewer frequencies at a time, and then more rows and columns.
+    crowded = gpu.registers_hold_operands or len(parts.bodies) > 1
+    wide_pre = parts.domain == "pre" and (parts.coded or max(widest) > 128 or (crowded and max(widest) == 128))
+    if wide_pre:
+        tile_rows = max(32, tile_rows)
+    tile, warps, stages = decode_shape(parts.tile, widest, tile_rows, element_bytes, head_dim, gpu)
+    if parts.coded and head_dim and gpu.registers_hold_operands:
+        tile, stages = min(tile, 16), 1  # words and numbers both take registers
+    elif parts.coded and not head_dim:
+        stages = max(
+            stages, min(MOST_STAGES, 1 - -BYTES_IN_FLIGHT // (tile * _piece_bytes(parts.bodies, element_bytes)))
+        )
+    half = head_dim // 2
+    config = {
+        # Smaller tiles than these would be loaded two bytes at a time.
+        "BODIES": tuple(tuple(map(_widened, body)) for body in parts.bodies) if wide_pre else parts.bodies,
+        "PRE": parts.domain == "pre",
+        "HEADS_PER_KV": heads_per_kv,
+        "HALF": half,
+        "HALF_PADDED": padded(half),
+        "FREQUENCIES": 16 if wide_pre else min(32, padded(half)),
+        "ROWS": parts.rows,
+        "TILE_ROWS": tile_rows,
+        "TILE": tile,
+        "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
+        "PRECISION": precision(element_bytes),
+        "AHEAD": parts.coded and parts.domain == "pre",
+        "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
+        "num_warps": warps,
+        "num_stages": stages,
+        "maxnreg": MOST_REGISTERS if warps == 4 and len(parts.bodies) > 1 else None,
+    }
+    while decode_shared_bytes(config, element_bytes) > gpu.shared_bytes and _shrink(
+        config, ("TILE", 16), ("num_stages", 1)
+    ):
+        pass
+    return config
+
+
+def widest_pieces(bodies: Bodies) -> tuple[int, int]:
+    """Columns of the widest body, of keys and of values."""
+    key, value = (max(sum(size for *_, size in body[side]) for body in bodies) for side in (0, 1))
+    return key, value
+
+
+def _piece_bytes(bodies: Bodies, element_bytes: int) -> int:
+    """Bytes of a key and its value in the widest body, as rows of codes."""
+    return max(
+        sum(size * element_bytes if bits == 16 else size * bits // 8 for side in body for bits, _, size in side)
+        for body in bodies
+    )
+
+
+def _widened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Pieces of at least 32 columns."""
+    return tuple((bits, field, max(32, size)) for bits, field, size in pieces)
+
+
+def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
+    """Steps in which the decode kernel rebuilds the keys of a tile: FREQUENCIES of one head in each."""
+    return parts.heads * (config["HALF_PADDED"] // config["FREQUENCIES"])
+
+
+def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
+    """Shared memory of a program of the decode kernel, estimated from above."""
+    key, value = widest_pieces(config["BODIES"])
+    tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
+    scores = 4 * tile * rows
+    if config["BODIES"][0][0][0][0]:
+        words = stages * tile * _piece_bytes(config["BODIES"], element_bytes)
+        rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile) if config["PRE"] else 0
+        return words + (tile * max(key, value) + rows * key) * element_bytes + rebuilding + 4 * scores + 1024
+    if config["PRE"]:
+        rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile)
+        return stages * tile * (key + value) * element_bytes + rebuilding + scores + 1024
+    return (max(1, stages - 1) * tile * (key + value) + rows * key) * element_bytes + 4 * scores + 1024
+
+
+def _shrink(config: dict[str, Any], *order: tuple[str, int]) -> bool:
+    """Halve the first of `order` that is above its least; False where none is."""
+    for name, least in order:
+        if config[name] > least:
+            config[name] = max(least, config[name] // 2)
+            return True
+    return False
+
+
+def decode_shape(
+    tile: int, widest: tuple[int, int], tile_rows: int, element_bytes: int, head_dim: int, gpu: Gpu
+) -> tuple[int, int, int]:
+    """Keys of a tile, warps, and stages of the pipeline of loads; head_dim is 0 except in domain `pre`.
+
+    `tile` is what was chosen for 16-bit numbers: half as many of 32 bits, and in `pre` at most what the compiler does
+    not spill at.
+    """
+    if head_dim:
+        narrow = max(widest) < 128 or (max(widest) == 128 and not gpu.registers_hold_operands)
+        return min(tile, 64 if narrow else 16), 4 if sum(widest) <= 64 else 8, 2
+    return max(16, tile * 2 // max(2, element_bytes)), 4 if tile_rows * widest[1] <= 4096 else 8, 3
+
+
+def precision(element_bytes: int) -> str:
+    """Of matrix products: float32 is multiplied as such."""
+    return "ieee" if element_bytes == 4 else "tf32"
+
+
+def rebuilding_pays(
+    layout: LayerLayout, heads_per_kv: int, head_dim: int, seq_len: int, tokens: int, element_bytes: int
+) -> bool:
+    """Whether keys of domain `pre` are rebuilt once in memory rather than by every row block in registers.
+
+    For n row blocks that saves (n - 1) 2 qk_rank head_dim FLOPs a key and KV head, and costs 4 head_dim bytes written
+    and read again, in 16 bits: with 180 FLOP in the time of a byte it pays from (n - 1) qk_rank = 360 on.
+
+    Args:
+        seq_len: queries of a sequence. tokens: cached keys of all sequences.
+    """
+    if layout.domain != "pre":
+        return False
+    rebuilt_bytes = tokens * len(layout.groups) * layout.group_size * head_dim * element_bytes
+    row_blocks = -(-seq_len * heads_per_kv // 64)
+    saved = (row_blocks - 1) * max(group.qk_rank for group in layout.groups)
+    return rebuilt_bytes <= REBUILT_BYTES and saved >= 360
+
+
+def prefill_constants(
+    layout: LayerLayout,
+    heads_per_kv: int,
+    element_bytes: int,
+    head_dim: int,
+    rebuilt: bool,
+    gpu: Gpu = HOPPER,
+    kernels: LayerKernels | None = None,
+) -> list[tuple[GroupClass, dict[str, Any]]]:
+    """Each class of a layer, widest first, with the constants that its prefill kernel is compiled for.
+
+    Row blocks are those of `kernels` (by default by rule: balanced by d_sum, FDC section 5.3), in powers of two. Of
+    keys that are rebuilt first the kernel reads head_dim columns. Tiles shrink where the GPU has little shared memory.
+    """
+    kernels = kernels or default_layer(layout, head_dim)
+    per_head, pre = layout.domain == "pre", layout.domain == "pre" and not rebuilt
+    half = head_dim // 2 if pre else 0
+    result = []
+    for cls, blocks in _launched_classes(kernels, rebuilt):
+        qk_width, v_rank = head_dim if rebuilt else cls.qk_rank, cls.v_rank
+        whole = pre and max(qk_width, v_rank) > 64  # more pieces take more registers
+        widths = [(padded(width), 0) if whole else chunks(width) for width in (qk_width, v_rank)]
+        rows, tile, warps = prefill_shape(widths, blocks.rows, blocks.columns, element_bytes, pre, gpu)
+        if layout.coded and not rebuilt and gpu.registers_hold_operands and (pre or sum(widths[1]) > 64):
+            tile = 16  # what is not yet unpacked takes registers too
+        group = layout.groups[cls.start]
+        keys = static_pieces(None if rebuilt else group.qk_columns, qk_width, widths[0], element_bytes)
+        values = static_pieces(group.v_columns, v_rank, widths[1], element_bytes)
+        constants = {
+            "QK": qk_width,
+            "V": v_rank,
+            "KEYS": keys,
+            "VALUES": values,
+            "QK_ROW": sum(piece[4] for piece in keys),
+            "V_ROW": sum(piece[4] for piece in values),
+            "PRE": pre,
+            "HEADS": layout.group_size if per_head else 1,
+            "PACK": heads_per_kv if per_head else heads_per_kv * layout.group_size,
+            "HALF": half,
+            "HALF_PADDED": padded(half),
+            "ROWS": rows,
+            "SPLIT": 1,
+            "TILE": tile,
+            "PRECISION": precision(element_bytes),
+            "num_warps": warps,
+            "num_stages": 2,
+        }
+        order = ("TILE", 16), ("num_stages", 1), ("ROWS", 16)
+        while prefill_shared_bytes(constants, element_bytes) > gpu.shared_bytes and _shrink(constants, *order):
+            pass
+        result.append((cls, constants))
+    return result
+
+
+StaticPiece = tuple[int, int, int, int, int, int]
+"""What the prefill kernel loads of a latent at a time: bits (0 in rows of the model's dtype), the group's columns that
+these are as first and count, the place in the group's row and the size there in elements, the power of two of columns
+that they fit into."""
+
+
+def static_pieces(
+    columns: Columns | None, rank: int, widths: tuple[int, int], element_bytes: int
+) -> tuple[StaticPiece, ...]:
+    """The segments of rows of codes, or a rank in pieces of `widths`."""
+    if columns is None:
+        first, second = widths
+        whole = (0, 0, min(rank, first), 0, min(rank, first), first)
+        return (whole, (0, first, rank - first, first, rank - first, second)) if second else (whole,)
+    return tuple(
+        (s.bits, s.first, s.count, s.offset_bytes // WORD_BYTES, s.size_bytes // WORD_BYTES, padded(s.count))
+        for s in columns.segments(element_bytes)
+    )
+
+
+def _padded_columns(pieces: tuple[StaticPiece, ...]) -> int:
+    return sum(piece[5] for piece in pieces)
+
+
+def _launched_classes(kernels: LayerKernels, rebuilt: bool) -> Iterator[tuple[GroupClass, Blocks]]:
+    """The classes with their places in the layer and in the packed rows, and their blocks."""
+    start = qk_offset = v_offset = 0
+    for cls in kernels.classes:
+        blocks = cls.rebuilt if rebuilt else cls.blocks
+        assert blocks is not None  # KernelConfig.check
+        yield GroupClass(start, cls.groups, cls.qk_rank, cls.v_rank, qk_offset, v_offset), blocks
+        start, qk_offset = start + cls.groups, qk_offset + cls.groups * cls.qk_rank
+        v_offset += cls.groups * cls.v_rank
+
+
+def prefill_shape(
+    widths: list[tuple[int, int]], row_block: int, column_block: int, element_bytes: int, pre: bool, gpu: Gpu
+) -> tuple[int, int, int]:
+    """Rows and keys of a tile, and warps: the balanced block sizes as powers of two that the registers can hold.
+
+    Args:
+        widths: of keys and of values, as one or two powers of two.
+        pre: whether keys are rebuilt in registers: they and their rotation take as many again as the scores.
+    """
+    key, value = (sum(width) for width in widths)
+    rows = min(128, 1 << (row_block.bit_length() - 1))
+    tile = column_block
+    while rows > 16 and rows * (value + tile) > 24576:
+        rows //= 2
+    if element_bytes == 4 or pre:
+        rows, tile = min(rows, 64), min(tile, 16 if pre and max(key, value) > 128 else 32)
+    elif value > 128:
+        tile = min(tile, 32)
+    if gpu.registers_hold_operands and pre:
+        rows = min(rows, 32)
+    elif gpu.registers_hold_operands:
+        in_pieces = widths[1][1] > 0
+        rows = min(rows, 64) if value > 64 else rows
+        tile = min(tile, 16 if value > 128 else 32) if in_pieces and value > 80 else tile
+    return rows, tile, 8 if rows * (value + tile) > 8192 or pre else 4
+
+
+def can_be_cut(constants: dict[str, Any]) -> bool:
+    """Whether a kernel's row blocks may be cut into PIECES; not where each would rebuild keys for itself."""
+    return not constants["PRE"] and constants["ROWS"] >= 16 * PIECES
+
+
+def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
+    value = _padded_columns(constants["VALUES"])
+    rows = constants["ROWS"] // PIECES
+    tile = min(16 if rows * value > 2048 else 32, constants["TILE"])
+    return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
+
+
+def prefill_workers(constants: dict[str, Any], sms: int) -> int:
+    """Programs of a prefill kernel that a GPU holds at a time: its registers allow two of four warps an SM, or one."""
+    return sms * (8 // constants["num_warps"])
+
+
+def prefill_shared_bytes(constants: dict[str, Any], element_bytes: int) -> int:
+    """Shared memory of a program of the prefill kernel, estimated from above."""
+    key, value = _padded_columns(constants["KEYS"]), _padded_columns(constants["VALUES"])
+    rows, tile, head_dim = constants["ROWS"], constants["TILE"], 2 * constants["HALF_PADDED"]
+    elements = constants["num_stages"] * tile * (key + value) + rows * tile
+    elements += (rows + key) * head_dim if constants["PRE"] else rows * key
+    rotation = 4 * tile * head_dim if constants["PRE"] else 0
+    return elements * element_bytes + rotation + 16 * rows + 1024
+
+
+@lru_cache(maxsize=4096)
+def fits_shared_memory(
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    element_bytes: int,
+    gpu: Gpu,
+    kernels: LayerKernels | None = None,
+) -> bool:
+    """Whether decoding and prefill, in their smallest tiles, fit into the shared memory that a program may have."""
+    parts = layer_parts(layout, heads_per_kv, head_dim, kernels, element_bytes)
+    config = decode_config(parts, heads_per_kv, element_bytes, head_dim if layout.domain == "pre" else 0, gpu)
+    prefills = prefill_constants(layout, heads_per_kv, element_bytes, head_dim, False, gpu, kernels)
+    needed = [decode_shared_bytes(config, element_bytes)]
+    needed += [prefill_shared_bytes(constants, element_bytes) for _, constants in prefills]
+    return max(needed) <= gpu.shared_bytes

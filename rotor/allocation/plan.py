@@ -1,0 +1,189 @@
+"""Rank plans, and the ordered paths of them that every rank method gives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+from ..format.layout import AttentionShape, LayerRanks, compression
+
+SideSensitivity = list[tuple[int, float]]
+"""(rank, loss per unit of dropped energy when all groups of the layer have that rank), by rising rank; the loss is KL
+in nats per token. Empty where no rank drops any energy."""
+
+Sensitivity = dict[str, tuple[SideSensitivity, SideSensitivity]]
+"""Of qk and of vo, for each candidate of a layer."""
+
+Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
+"""(candidate, ranks) -> what one group of that candidate costs on its key side and on its value side at these ranks."""
+
+GroupCost = Callable[[str, int, int], float]
+"""(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
+
+T = TypeVar("T", covariant=True)
+
+SLACK = 1e-9
+"""Slack in comparing compressions, so that rounding errors do not decide."""
+
+
+class PerCandidate(Protocol[T]):
+    """Something of every layer and candidate."""
+
+    def select(self, choice: Sequence[str]) -> Sequence[T]:
+        """Pick that of one candidate of each layer."""
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """Singular values of one candidate of a layer, each [num_groups, columns], descending."""
+
+    qk: Tensor
+    vo: Tensor
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A candidate (domain and group size) for every layer, and the ranks of its groups.
+
+    parameter: what the method's knob was (the removal rate, a price, a share).
+    choice: key of the candidate of each layer.
+    exact, rounded: ranks as the method gives them, and as they are stored.
+    planned, stored: compression (share of the KV cache removed) by these.
+    saving: share of the objective's cost that is saved by the stored ranks; of bytes, the same as `stored`.
+    """
+
+    parameter: float
+    choice: tuple[str, ...]
+    exact: list[LayerRanks]
+    rounded: list[LayerRanks]
+    planned: float
+    stored: float
+    saving: float
+
+    def select(self, them: PerCandidate[T]) -> Sequence[T]:
+        """Pick what belongs to the chosen candidate of each layer."""
+        return them.select(self.choice)
+
+
+Need = Literal["gradients", "sensitivities"]
+"""gradients: squared, of W_k and W_v, summed in calibration. sensitivities: from probes of each layer and side."""
+
+
+@dataclass(frozen=True)
+class RankInputs:
+    """Inputs of a method: spectra and sizes of all layers, and what else is measured, where it is asked for.
+
+    spectra: per layer its candidates' spectra by key.
+    multiple_of: stored ranks are multiples of this (or all columns).
+    squares: a removal rate is a share of squared singular values.
+    gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
+    sensitivities: per layer, by candidate. cost, group_cost: see WaterFillingPath.
+    """
+
+    spectra: Sequence[dict[str, Spectra]]
+    shape: AttentionShape
+    multiple_of: int
+    squares: bool
+    gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
+    sensitivities: Sequence[Sensitivity] | None
+    costs: Callable[[], tuple[Cost, GroupCost]]
+
+
+@dataclass(frozen=True)
+class RankMethod:
+    """A way from singular values to ranks, under the name that `ranks.method` gives it.
+
+    summary: one line, for help and tables; papers by their short names (see rotor).
+    needs: what has to be measured beside the spectra.
+    chooses: takes domain and group size of each layer too, where the recipe leaves them open, and weighs costs other
+        than bytes.
+    """
+
+    name: str
+    summary: str
+    path: Callable[[RankInputs], RankPath]
+    needs: frozenset[Need] = frozenset()
+    chooses: bool = False
+
+
+def round_rank(rank: int, multiple_of: int, columns: int) -> int:
+    """Round up to what the kernels' tiles need, but never beyond the columns that there are."""
+    return min(-(-rank // multiple_of) * multiple_of, columns)
+
+
+class RankPath(ABC):
+    """Path of all rank plans that a method can give for a model, ordered by stored compression.
+
+    Args:
+        spectra: per layer its candidates' spectra by key; methods that do not choose take the only one.
+        multiple_of: stored ranks are multiples of this (or all columns).
+    """
+
+    def __init__(self, spectra: Sequence[dict[str, Spectra]], shape: AttentionShape, multiple_of: int) -> None:
+        self.spectra = list(spectra)
+        self.shape = shape
+        self.multiple_of = multiple_of
+        self._steps: list[RankPlan] | None = None
+
+    @abstractmethod
+    def _plans(self) -> list[RankPlan]:
+        """List every plan of the method, mildest first; duplicates allowed."""
+
+    def steps(self) -> list[RankPlan]:
+        """List one plan for each distinct saving, rising; the mildest parameter of each."""
+        if self._steps is None:
+            distinct: dict[float, RankPlan] = {}
+            for plan in self._plans():
+                distinct.setdefault(round(plan.saving, 9), plan)
+            self._steps = [distinct[key] for key in sorted(distinct)]
+        return self._steps
+
+    def full(self) -> RankPlan:
+        """Make the plan that changes nothing: all columns of every group of the first candidates."""
+        choice = tuple(next(iter(layer)) for layer in self.spectra)
+        ranks = [
+            [(s.qk.shape[-1], s.vo.shape[-1])] * s.qk.shape[0]
+            for s in (layer[key] for layer, key in zip(self.spectra, choice, strict=True))
+        ]
+        return RankPlan(0.0, choice, ranks, ranks, 0.0, 0.0, 0.0)
+
+    def at_compression(self, target: float) -> RankPlan | None:
+        """The mildest step that removes at least `target` of the cache, or None if none does."""
+        return next((plan for plan in self.steps() if plan.stored >= target - SLACK), None)
+
+    def _make(self, parameter: float, choice: tuple[str, ...], exact: list[LayerRanks]) -> RankPlan:
+        """A plan with its ranks rounded and its compressions counted."""
+        rounded = []
+        for layer, key, ranks in zip(self.spectra, choice, exact, strict=True):
+            columns = layer[key].qk.shape[-1], layer[key].vo.shape[-1]
+            rounded.append(
+                [
+                    (round_rank(qk, self.multiple_of, columns[0]), round_rank(vo, self.multiple_of, columns[1]))
+                    for qk, vo in ranks
+                ]
+            )
+        stored = compression(rounded, self.shape)
+        saving = self._saving(choice, rounded)
+        return RankPlan(
+            parameter,
+            choice,
+            exact,
+            rounded,
+            compression(exact, self.shape),
+            stored,
+            stored if saving is None else saving,
+        )
+
+    def _saving(self, choice: tuple[str, ...], rounded: list[LayerRanks]) -> float | None:
+        """Share of the cost that is saved, where the cost is not bytes."""
+        del choice, rounded
+        return None
+
+    def _only(self) -> tuple[tuple[str, ...], list[Spectra]]:
+        """The only candidate of each layer."""
+        choice = tuple(next(iter(layer)) for layer in self.spectra)
+        return choice, [layer[key] for layer, key in zip(self.spectra, choice, strict=True)]

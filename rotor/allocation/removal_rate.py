@@ -1,0 +1,75 @@
+"""Ranks from singular values by one removal rate shared by all groups and both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..format.layout import AttentionShape
+from .plan import RankMethod, RankPath, RankPlan, Spectra
+
+TIE = 1e-12
+"""Slack in comparing a tail with the removal rate, so that rounding errors do not decide ties."""
+
+
+def removal_rate_ranks(singular_values: Tensor, removal_rate: float) -> list[int]:
+    """Count columns to keep in each row: the largest tail whose share of the sum is at most `removal_rate` is removed.
+
+    One column always stays.
+
+    Args:
+        singular_values: [groups, columns], each row descending and not negative.
+        removal_rate: in [0, 1).
+    Source: FDC equation 1 (ZACK equation 6); the rank is j + 1 there.
+    """
+    return ranks_from_shares(tail_shares(singular_values), removal_rate)
+
+
+def tail_shares(singular_values: Tensor) -> Tensor:
+    """Share of the row's sum held by columns i, i + 1, ...: [groups, columns], non-increasing; zeros for a zero row."""
+    tails = singular_values.flip(-1).cumsum(-1).flip(-1)
+    return torch.where(tails[..., :1] > 0, tails / tails[..., :1], 0.0)
+
+
+def ranks_from_shares(shares: Tensor, removal_rate: float) -> list[int]:
+    """Equation 1 on the result of `tail_shares`."""
+    return (shares > removal_rate + TIE).sum(-1).clamp(min=1).tolist()
+
+
+class RemovalRatePath(RankPath):
+    """Path of all plans of a shared removal rate.
+
+    Args:
+        squares: apply the rate to squared singular values.
+    """
+
+    def __init__(
+        self, spectra: Sequence[dict[str, Spectra]], shape: AttentionShape, multiple_of: int, squares: bool
+    ) -> None:
+        super().__init__(spectra, shape, multiple_of)
+        power = 2 if squares else 1
+        self._choice, only = self._only()
+        self._shares = [(tail_shares(s.qk**power), tail_shares(s.vo**power)) for s in only]
+
+    def plan(self, removal_rate: float) -> RankPlan:
+        """Ranks of all groups at one shared removal rate in [0, 1)."""
+        exact = [
+            list(zip(ranks_from_shares(qk, removal_rate), ranks_from_shares(vo, removal_rate), strict=True))
+            for qk, vo in self._shares
+        ]
+        return self._make(removal_rate, self._choice, exact)
+
+    def _plans(self) -> list[RankPlan]:
+        # Only tails that start on a multiple change what is stored; the first column always stays.
+        starts = slice(self.multiple_of, None, self.multiple_of)
+        rates = {0.0}.union(*(s[:, starts].flatten().tolist() for pair in self._shares for s in pair))
+        return [self.plan(rate) for rate in sorted(rates)]
+
+
+METHOD = RankMethod(
+    "removal-rate",
+    "one rate for all groups, both sides: the largest tail of at most that share of the spectrum goes (FDC equation 1)",
+    lambda i: RemovalRatePath(i.spectra, i.shape, i.multiple_of, i.squares),
+)

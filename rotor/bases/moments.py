@@ -1,0 +1,170 @@
+"""Second moments of queries, keys, values and attention outputs: streamed sums, per layer and group of KV heads.
+
+Everything that rotor computes from data needs only these sums, so no activation is kept. Sums are float64, can be
+merged over batches and processes, and are stored as one safetensors file a layer. The moments of a group contain those
+of every smaller group in its diagonal blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, NumericsError
+from ..format.layout import AttentionShape
+
+CHUNK_BYTES = 64 << 20
+"""float64 copies of activations are made at most this many bytes at a time (or one head)."""
+
+MOMENTS = ("query", "key_post", "key_post_mean", "key_pre", "value", "output")
+"""query: after RoPE, per KV head, summed over its query heads. key_post, key_pre: after and before RoPE, stacked over
+the heads of a group; key_post_mean: sum of the vectors themselves. value: stacked likewise. output: per query head, the
+group's stacked values averaged with that head's attention weights; its own block is what o_proj receives."""
+
+
+@dataclass
+class LayerStatistics:
+    """Second moments of one layer, float64.
+
+    sums: `query` is [num_kv_heads, head_dim, head_dim]; `output` [num_heads, g * head_dim, g * head_dim] for groups of
+        g KV heads; `key_post_mean` [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim].
+    tokens: tokens that went into each sum.
+    """
+
+    shape: AttentionShape
+    group_size: int
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, activations: dict[str, Tensor]) -> None:
+        """Add one batch.
+
+        Args:
+            activations: `query` [tokens, num_heads, head_dim]; `output` [tokens, num_heads, g * head_dim]; the others
+                [tokens, num_kv_heads, head_dim]; any dtype.
+        """
+        for name, tensor in activations.items():
+            blocks = self._blocks(name, tensor)
+            count, rows, width = blocks.shape
+            total = self._sum(name, (count, width, width), blocks)
+            step = max(1, CHUNK_BYTES // (8 * rows * width))
+            for start in range(0, count, step):
+                part = blocks[start : start + step].to(torch.float64)
+                total[start : start + step].baddbmm_(part.mT, part)
+                if name == "key_post":
+                    self._sum("key_post_mean", (count, width), blocks)[start : start + step] += part.sum(1)
+        self.tokens += next(iter(activations.values())).shape[0]
+
+    def _blocks(self, name: str, tensor: Tensor) -> Tensor:
+        """Rows to multiply, [blocks, rows, width]: a KV head's query rows together, a group's KV heads side by side."""
+        tokens, _, dim = tensor.shape
+        if name == "query":
+            heads = self.shape.num_kv_heads
+            rows = tensor.reshape(tokens, heads, -1, dim).transpose(0, 1)
+            return rows.reshape(heads, -1, dim)
+        width = dim if name == "output" else self.group_size * dim
+        return tensor.reshape(tokens, -1, width).transpose(0, 1)
+
+    def _sum(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        if name not in self.sums:
+            self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=like.device)
+        return self.sums[name]
+
+    def moment(self, name: str, group_size: int) -> Tensor:
+        """A second moment for groups of `group_size` KV heads (a divisor of the stored size), symmetrised; float64.
+
+        Returns:
+            As in `sums`; `output` and the others per group of that size.
+        Raises:
+            CheckpointError: the statistics do not hold it.
+        """
+        if name not in self.sums:
+            raise CheckpointError(
+                f"the statistics hold {', '.join(sorted(self.sums))}, but not {name}.", "Run `rotor calibrate` again."
+            )
+        total = self.sums[name]
+        total = (total + total.mT).div_(2)
+        if name == "query" or group_size == self.group_size:
+            return total
+        width = group_size * self.shape.head_dim
+        parts = self.group_size // group_size
+        blocks = total.unflatten(-1, (parts, width)).unflatten(-3, (parts, width))
+        if name == "output":
+            # Each query head keeps the block of the smaller group that it belongs to.
+            per_kv_head = self.shape.heads_per_kv
+            heads = torch.arange(self.shape.num_heads)
+            part = heads // per_kv_head % self.group_size // group_size
+            return blocks[heads, part, :, part]
+        return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
+
+    def mean(self, group_size: int) -> Tensor:
+        """Sum of the keys after RoPE, [num_groups, group_size * head_dim]."""
+        return self.sums["key_post_mean"].reshape(-1, group_size * self.shape.head_dim)
+
+    def merge(self, other: LayerStatistics) -> LayerStatistics:
+        """The statistics of both inputs together."""
+        sums = {name: total + other.sums[name] for name, total in self.sums.items()}
+        return LayerStatistics(self.shape, self.group_size, sums, self.tokens + other.tokens)
+
+    def check_shapes(self, where: str) -> None:
+        """Raises CheckpointError, naming the moment and `where`, if sums that were read do not fit the shape."""
+        heads, size, dim = self.shape.num_kv_heads, self.group_size, self.shape.head_dim
+        if not (1 <= size <= heads and heads % size == 0 and self.tokens >= 1):
+            raise CheckpointError(
+                f"{where}: group_size {size} and {self.tokens} tokens, expected a divisor of {heads} KV heads and at "
+                "least 1 token.",
+                "Run `rotor calibrate` again.",
+            )
+        groups, width = heads // size, size * dim
+        special = {
+            "query": (heads, dim, dim),
+            "output": (self.shape.num_heads, width, width),
+            "key_post_mean": (groups, width),
+        }
+        for name, total in self.sums.items():
+            expected = special.get(name, (groups, width, width))
+            if tuple(total.shape) != expected or total.dtype != torch.float64:
+                raise CheckpointError(
+                    f"{where}: {name} is {total.dtype} of shape {list(total.shape)}, expected float64 of "
+                    f"{list(expected)}.",
+                    "Run `rotor calibrate` again.",
+                )
+
+    def check_finite(
+        self, where: str, hint: str = "The model overflows on the calibration tokens; calibrate with --dtype float32."
+    ) -> None:
+        """Raises NumericsError that names `where` (a layer, a file) and the first moment with a NaN or Inf."""
+        for name, total in self.sums.items():
+            if not torch.isfinite(total).all():
+                raise NumericsError(
+                    f"{where}: the second moment of {name} is not finite after {self.tokens} tokens.", hint
+                )
+
+
+def pack_symmetric(moments: Tensor) -> Tensor:
+    """Pack one triangle of symmetric matrices in float32: a quarter of the bytes.
+
+    The moments of attention outputs are stored so. They serve only the refit of W_o, whose ridge (1e-6 of the mean
+    latent energy) is far above float32's rounding.
+
+    Args:
+        moments: [..., n, n]; the mean of each pair of mirrored elements is kept.
+    Returns:
+        [..., n (n + 1) / 2].
+    """
+    rows, columns = torch.triu_indices(*moments.shape[-2:])
+    return torch.stack([((block + block.mT) / 2)[rows, columns].float() for block in moments.flatten(0, -3)]).unflatten(
+        0, moments.shape[:-2]
+    )
+
+
+def unpack_symmetric(packed: Tensor) -> Tensor:
+    """The [..., n, n] float64 matrices of which `pack_symmetric` kept a triangle."""
+    n = int(((8 * packed.shape[-1] + 1) ** 0.5 - 1) / 2)
+    rows, columns = torch.triu_indices(n, n)
+    full = torch.empty(*packed.shape[:-1], n, n, dtype=torch.float64)
+    full[..., rows, columns] = packed.double()
+    full[..., columns, rows] = packed.double()
+    return full

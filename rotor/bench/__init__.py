@@ -1,0 +1,1 @@
+"""Measurements of speed, and kernels compiled ahead of time."""

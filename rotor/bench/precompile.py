@@ -1,0 +1,128 @@
+"""Compile the kernels of a compressed checkpoint ahead of time, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..kernels.dispatch import DTYPES, triton_installed
+from ..models.compressed import CompressedCheckpoint
+from ..progress import Progress
+from ..runtime.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation for one architecture; `error` is the compiler's, and then the numbers are None.
+
+    mask: whether it reads one. batch_size: largest of a decode step; None where it does not matter.
+    registers, spill_bytes: per thread. shared_bytes: per program. async_copies, scalar_loads, matrix_products:
+    instructions in the PTX; scalar loads are those of 16 bits.
+    """
+
+    name: str
+    arch: str
+    mask: bool
+    batch_size: int | None
+    seconds: float
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    async_copies: int | None = None
+    scalar_loads: int | None = None
+    matrix_products: int | None = None
+    error: str | None = None
+
+
+def parse_archs(text: str) -> list[int]:
+    """Parse `sm_80,sm_90` as compute capabilities, 80 and 90.
+
+    Raises:
+        UsageError: not of that form.
+    """
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if not re.fullmatch(r"sm_[1-9][0-9]{1,2}", name):
+            raise UsageError(f"--arch {text}: {name!r} is no architecture.", "Example: --arch sm_80,sm_90")
+    return [int(name[3:]) for name in dict.fromkeys(names)]
+
+
+def precompile(
+    folder: Path,
+    archs: Sequence[int],
+    *,
+    dtype: str = "auto",
+    batch_sizes: Sequence[int] = (1,),
+    progress: Progress | None = None,
+) -> list[Compiled]:
+    """Compile every kernel that the folder needs by its kernel_config.json; Triton's cache keeps what comes out.
+
+    Args:
+        folder: what `rotor export` wrote.
+        archs: compute capabilities, 80, 90, ...
+        dtype: of activations and cache; `auto` is the checkpoint's.
+        batch_sizes: of the decoding steps; each is rounded up to a power of two.
+    Raises:
+        UsageError: Triton is not installed; a dtype that kernels do not have.
+        CheckpointError: not a compressed checkpoint; no kernel configuration, or nonsense in it.
+    """
+    variants = {arch: kernel_variants(folder, dtype, batch_sizes, arch) for arch in archs}
+    from ..kernels.ahead import compile_variant
+
+    progress = progress or Progress()
+    found = []
+    with progress.task("compile", sum(len(mine) for mine in variants.values()), "kernels") as advance:
+        for arch in archs:
+            for variant in variants[arch]:
+                begin = time.perf_counter()
+                numbers: dict[str, Any]
+                try:
+                    numbers = vars(compile_variant(variant, arch))
+                except Exception as error:  # the compiler has many, and one failure must not hide the others
+                    numbers = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+                mask, batch_size = bool(variant.constants.get("MASK")), variant.constants.get("BATCH_PADDED")
+                seconds = time.perf_counter() - begin
+                found.append(Compiled(variant.name, f"sm_{arch}", mask, batch_size, seconds, **numbers))
+                advance(1)
+    return found
+
+
+def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: int) -> list[Any]:
+    """The distinct variants for a folder on an architecture, of `specialise.model_variants`; see `precompile`."""
+    if not triton_installed():
+        raise UsageError("Triton, which compiles the kernels, is not installed.", "pip install 'rotor-kv[kernels]'")
+    from ..kernels.specialise import model_variants
+    from ..kernels.tile_sizes import Gpu
+
+    checkpoint = CompressedCheckpoint(folder)
+    config, kernels = checkpoint.config, checkpoint.kernel_config
+    by_name = {str(t).removeprefix("torch."): t for t in DTYPES}
+    chosen = config.dtype if dtype == "auto" else by_name.get(dtype)
+    if chosen not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: the kernels have {', '.join(by_name)}.", "Choose one of them.")
+    softcap = FAMILIES[config.model_type].softcap if config.model_type in FAMILIES else None
+    distinct = {}
+    for batch_size in batch_sizes:
+        for variant in model_variants(
+            kernels,
+            checkpoint.default_layouts,
+            checkpoint.shape,
+            chosen,
+            batch_size=batch_size,
+            softcap=bool(softcap and getattr(config, softcap, None)),
+            gpu=Gpu.of_capability(arch),
+        ):
+            distinct[variant.name, tuple(sorted(variant.constants.items(), key=lambda item: item[0]))] = variant
+    return list(distinct.values())
+
+
+def cache_folder() -> str:
+    """Folder in which Triton keeps what it compiled, and looks for it when a kernel is launched."""
+    from triton import knobs
+
+    return str(knobs.cache.dir)

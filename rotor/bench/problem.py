@@ -1,0 +1,156 @@
+"""What the benchmark's rows compute: attention of one layer on random inputs, and its value in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..format.layout import AttentionShape, GroupLayout, LayerLayout
+from ..kernels.reference import rotate
+from ..kernels.truth import Sequence, ragged_attention
+from ..prediction.cost import DecodeStep, Work, layer_work, prefill_work
+
+ROPE_THETA = 10000.0
+CHECKED_QUERIES = 32
+"""Query positions at either end of a prefill that are compared; each needs logits against all keys in float64."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of a layer: every sequence attends to all kv_len keys, its last seq_len queries causally.
+
+    layout: of domain `none` or `pre`. Queries of `post` come projected, as the kernels take them: it is `none`.
+    query: domain `pre` [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, sum over query
+        heads of qk_rank].
+    key, value: packed rows, [batch_size, 1, kv_len, width].
+    query_basis, key_rotation: of domain `pre`, as in `kernels.reference.grouped_attention`.
+    """
+
+    layout: LayerLayout
+    shape: AttentionShape
+    scaling: float
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_basis: Tensor | None = None
+    key_rotation: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def kv_len(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def seq_len(self) -> int:
+        return self.query.shape[2] if self.layout.domain == "pre" else self.query.shape[1]
+
+    @property
+    def work(self) -> Work:
+        """Bytes and FLOPs of attention over the cache; nothing of the projections."""
+        size = self.key.element_size()
+        if self.seq_len > 1:
+            return prefill_work(self.layout, self.shape, self.kv_len, self.batch_size, size)
+        whole = layer_work(self.layout, self.shape, DecodeStep(self.kv_len, self.batch_size, size))
+        return Work(whole.cache_bytes, whole.cache_flops)
+
+
+def uncompressed_layout(shape: AttentionShape) -> LayerLayout:
+    """Every KV head a group of full width: the cache of the uncompressed model as packed rows."""
+    heads = range(shape.num_kv_heads)
+    return LayerLayout("none", True, tuple(GroupLayout((h,), shape.head_dim, shape.head_dim) for h in heads))
+
+
+def compressed_layout(layout: LayerLayout) -> LayerLayout:
+    """A layer as the benchmark runs it: `post` is `none`, since its queries come projected."""
+    return layout if layout.domain == "pre" else replace(layout, domain="none", folded_keys=True)
+
+
+def rebuilt_layout(layout: LayerLayout) -> LayerLayout:
+    """The same ranks with keys compressed before RoPE, as Palu stores them."""
+    return replace(layout, domain="pre")
+
+
+def random_problem(
+    layout: LayerLayout,
+    shape: AttentionShape,
+    batch_size: int,
+    seq_len: int,
+    kv_len: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Problem:
+    """Random inputs on the generator's device, with logits of a few units, rounded to dtype."""
+    device = generator.device
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    rotation = basis = None
+    if layout.domain == "pre":
+        rotation = _rotation(kv_len, shape.turned, device)
+        query = 2.0 * normal(batch_size, shape.num_heads, seq_len, shape.head_dim).float()
+        query = rotate(query, *(table[kv_len - seq_len :] for table in rotation)).to(dtype)
+        basis = normal(layout.group_size * shape.head_dim, layout.qk_width) * layout.groups[0].qk_rank ** -0.5
+    else:
+        rows = layout.group_size * shape.heads_per_kv
+        query = 2.0 * normal(batch_size, seq_len, rows * layout.qk_width)
+    key = normal(batch_size, 1, kv_len, layout.qk_width)
+    value = normal(batch_size, 1, kv_len, layout.v_width)
+    return Problem(layout, shape, shape.head_dim**-0.5, query, key, value, basis, rotation)
+
+
+def checked_parts(problem: Problem) -> list[tuple[slice, int]]:
+    """(query positions, keys that they may see) that are compared with float64: all, or both ends of a prefill."""
+    seq_len, kv_len = problem.seq_len, problem.kv_len
+    if seq_len <= 2 * CHECKED_QUERIES:
+        return [(slice(0, seq_len), kv_len)]
+    before = kv_len - seq_len
+    return [
+        (slice(0, CHECKED_QUERIES), before + CHECKED_QUERIES),
+        (slice(seq_len - CHECKED_QUERIES, seq_len), kv_len),
+    ]
+
+
+def checked_sequences(problem: Problem) -> list[int]:
+    """The first and the last sequence of the batch."""
+    return sorted({0, problem.batch_size - 1})
+
+
+def checked_output(problem: Problem, output: Tensor) -> Tensor:
+    """What of a row's output [batch_size, seq_len, width] is compared, on the CPU in float64."""
+    chosen = output[checked_sequences(problem)]
+    return torch.cat([chosen[:, part] for part, _ in checked_parts(problem)], dim=1).cpu().double()
+
+
+def truth(problem: Problem) -> Tensor:
+    """The float64 value of `checked_output`."""
+    chosen, pre = checked_sequences(problem), problem.layout.domain == "pre"
+    found = []
+    for part, kv_end in checked_parts(problem):
+        query = problem.query[chosen][:, :, part] if pre else problem.query[chosen][:, part]
+        count = query.shape[2] if pre else query.shape[1]
+        output, _ = ragged_attention(
+            query,
+            problem.key[chosen, 0],
+            problem.value[chosen, 0],
+            problem.layout,
+            problem.shape.heads_per_kv,
+            problem.scaling,
+            [Sequence(count, 0, kv_end)] * len(chosen),
+            problem.query_basis,
+            problem.key_rotation,
+        )
+        found.append(output)
+    return torch.cat(found, dim=1)
+
+
+def _rotation(length: int, rotary_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, rotary_dim], float32, as the kernels and the models' own tables have them."""
+    frequency = ROPE_THETA ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
+    return angle.cos().float().to(device), angle.sin().float().to(device)

@@ -1,0 +1,251 @@
+"""The rows of the attention benchmark: what is compared with what, and where each can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..kernels.dispatch import DTYPES, triton_installed, widths_fit
+from ..kernels.reference import attend, grouped_attention, rotate
+from .problem import Problem
+
+Phase = Literal["decode", "prefill"]
+Kind = Literal["compressed", "uncompressed", "rebuilt"]
+"""What a row runs on: the checkpoint's ranks, full widths, or the same ranks with keys compressed before RoPE."""
+
+Prepare = Callable[[Problem], Callable[[], Tensor]]
+"""Makes the call that is timed, which gives [batch_size, seq_len, sum over query heads of v_rank]."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to compute attention.
+
+    why_not: of a problem, the reason that the row cannot run on it, or None.
+    refusals: what it raises where it turns out that it cannot; anything else is a defect, and is not caught.
+    """
+
+    name: str
+    kind: Kind
+    phases: tuple[Phase, ...]
+    prepare: Prepare
+    why_not: Callable[[Problem], str | None]
+    refusals: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)
+
+
+SCHEDULES = ("stream", "lpt", "none")
+BOTH: tuple[Phase, ...] = ("decode", "prefill")
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention_rows() -> list[Row]:
+    """All rows, in the order of the table."""
+    decode: tuple[Phase, ...] = ("decode",)
+    prefill: tuple[Phase, ...] = ("prefill",)
+    rows = []
+    for kind in ("compressed", "uncompressed"):
+        named = f"rotor {kind}, "
+        rows += [
+            Row(f"{named}kernel {s}", kind, decode, partial(kernel_decode, schedule=s), no_kernel) for s in SCHEDULES
+        ]
+        rows.append(Row(f"{named}kernel", kind, prefill, kernel_prefill, no_kernel))
+        rows.append(Row(f"{named}PyTorch path", kind, BOTH, pytorch_path, _always))
+    refusals = (RuntimeError, NotImplementedError)  # PyTorch's way to say that a backend does not take such inputs
+    for name, backend in BACKENDS.items():
+        run, why_not = partial(sdpa, backend=backend), partial(no_sdpa, backend=backend)
+        rows.append(Row(f"SDPA {name}", "uncompressed", BOTH, run, why_not, refusals))
+    rows.append(Row("flex attention", "uncompressed", BOTH, flex, no_flex, refusals))
+    rows.append(Row("keys rebuilt in memory, SDPA (Palu)", "rebuilt", BOTH, rebuilt_in_memory, _always))
+    return rows
+
+
+def _always(problem: Problem) -> None:
+    return None
+
+
+def no_kernel(problem: Problem) -> str | None:
+    """Why the Triton kernels do not run; never timed in Triton's interpreter, which is no kernel's speed."""
+    layout, device = problem.layout, problem.key.device
+    if device.type != "cuda":
+        return f"the Triton kernels need a CUDA device; this one is {device.type}"
+    if not triton_installed():
+        return "Triton is not installed (pip install 'rotor-kv[kernels]')"
+    if problem.key.dtype not in DTYPES:
+        return f"the kernels have no {problem.key.dtype}"
+    pre = layout.domain == "pre"
+    shape = problem.shape
+    if not widths_fit(layout, shape.heads_per_kv, shape.head_dim, problem.key.dtype, device):
+        return "the ranks are above the kernels' widest, or their tiles exceed this GPU's shared memory"
+    if pre and shape.turned != shape.head_dim:
+        return "the kernels do not rebuild keys with partial rotary embeddings"
+    return None
+
+
+def kernel_decode(problem: Problem, schedule: str) -> Callable[[], Tensor]:
+    """The decode kernel under one schedule, over contiguous packed rows."""
+    from ..kernels.decode.kernel import decode_attention
+    from ..kernels.key_ranges import DecodeKeys
+    from ..kernels.layer_table import layer_parts
+
+    pre = problem.layout.domain == "pre"
+    parts = layer_parts(problem.layout, problem.shape.heads_per_kv, problem.shape.head_dim)
+    keys = DecodeKeys.all_of(problem.batch_size, problem.kv_len, problem.key.device)
+    query = problem.query[:, :, 0] if pre else problem.query[:, 0]
+    key, value = problem.key[:, 0], problem.value[:, 0]
+
+    def run() -> Tensor:
+        output, _ = decode_attention(
+            query,
+            key,
+            value,
+            parts,
+            keys,
+            problem.shape.heads_per_kv,
+            problem.scaling,
+            query_basis=problem.query_basis,
+            key_rotation=problem.key_rotation,
+            schedule=schedule,
+        )
+        return output.unsqueeze(1)
+
+    return run
+
+
+def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
+    """The prefill kernels, as a layer of a model calls them."""
+    from ..kernels.attention import packed_attention
+
+    return lambda: packed_attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        problem.layout,
+        problem.shape.heads_per_kv,
+        problem.shape.head_dim,
+        problem.scaling,
+        query_basis=problem.query_basis,
+        key_rotation=problem.key_rotation,
+    )
+
+
+def pytorch_path(problem: Problem) -> Callable[[], Tensor]:
+    """rotor's own path where no kernel serves: plain PyTorch, groups batched by class."""
+    rotation = problem.key_rotation
+    if rotation is not None:
+        rotation = rotation[0].to(problem.key.dtype), rotation[1].to(problem.key.dtype)
+    return lambda: grouped_attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        problem.layout,
+        problem.shape.heads_per_kv,
+        problem.scaling,
+        problem.query_basis,
+        rotation,
+    )
+
+
+def uncompressed_heads(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value [batch_size, heads, seq_len, head_dim], contiguous, as an uncompressed model has them."""
+    head_dim = problem.shape.head_dim
+    query = problem.query.unflatten(-1, (-1, head_dim)).transpose(1, 2).contiguous()
+    rows = (x[:, 0].unflatten(-1, (-1, head_dim)).transpose(1, 2).contiguous() for x in (problem.key, problem.value))
+    return query, *rows  # type: ignore[return-value]
+
+
+def sdpa(problem: Problem, backend: SDPBackend) -> Callable[[], Tensor]:
+    """PyTorch's attention with one backend. Decoding, query heads that share keys are rows of one query, which every
+    backend takes, and which reads the keys once.
+    """
+    query, key, value = uncompressed_heads(problem)
+    causal = problem.seq_len > 1
+    if not causal:
+        query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            output = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=causal, scale=problem.scaling, enable_gqa=query.shape[1] != key.shape[1]
+            )
+        return output.transpose(1, 2).flatten(2) if causal else output.reshape(output.shape[0], 1, -1)
+
+    return run
+
+
+def no_sdpa(problem: Problem, backend: SDPBackend) -> str | None:
+    """Whether PyTorch has the backend for this device; it says itself what is wrong where it refuses the inputs."""
+    if problem.key.device.type == "cpu" and backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        return "this backend is for GPUs"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def flex(problem: Problem) -> Callable[[], Tensor]:
+    """FlexAttention, compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    query, key, value = uncompressed_heads(problem)
+    mask = None
+    if problem.seq_len > 1:
+        mask = create_block_mask(
+            lambda b, h, q, k: q >= k, None, None, problem.seq_len, problem.kv_len, device=str(query.device)
+        )
+    attention = _compiled_flex()
+
+    def run() -> Tensor:
+        output = attention(query, key, value, block_mask=mask, scale=problem.scaling, enable_gqa=True)
+        return output.transpose(1, 2).flatten(2)
+
+    return run
+
+
+def no_flex(problem: Problem) -> str | None:
+    if problem.key.device.type != "cuda":
+        return "measured where torch.compile makes a Triton kernel of it, on a CUDA device"
+    return None if triton_installed() else "Triton is not installed"
+
+
+def rebuilt_in_memory(problem: Problem) -> Callable[[], Tensor]:
+    """Keys of all KV heads rebuilt from their latents and rotated, in memory, then PyTorch's attention; values stay
+    latents. What Palu does where it has no kernel.
+    """
+    layout, heads_per_kv = problem.layout, problem.shape.heads_per_kv
+    assert problem.query_basis is not None
+    assert problem.key_rotation is not None
+    cos, sin = (table.to(problem.key.dtype) for table in problem.key_rotation)
+    size = layout.group_size
+
+    def run() -> Tensor:
+        outputs = []
+        for cls in layout.classes():
+            columns = slice(cls.qk_offset, cls.qk_offset + cls.count * cls.qk_rank)
+            latents = problem.key[:, 0, :, columns].unflatten(-1, (cls.count, cls.qk_rank))
+            basis = problem.query_basis[:, columns].unflatten(-1, (cls.count, cls.qk_rank))  # type: ignore[index]
+            basis = basis.unflatten(0, (size, -1))
+            keys = rotate(torch.einsum("blnr,gdnr->bngld", latents, basis), cos, sin).flatten(1, 2)
+            values = problem.value[:, 0, :, cls.v_offset : cls.v_offset + cls.count * cls.v_rank]
+            values = values.unflatten(-1, (cls.count, 1, cls.v_rank)).permute(0, 2, 3, 1, 4)
+            values = values.expand(-1, -1, size, -1, -1).flatten(1, 2)
+            heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
+            outputs.append(attend(problem.query[:, heads], keys, values, problem.scaling, None))
+        return torch.cat(outputs, dim=-1)
+
+    return run

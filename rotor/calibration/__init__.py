@@ -1,0 +1,1 @@
+"""From a model and a recipe to a run folder: tokens, capture, moments, bases."""

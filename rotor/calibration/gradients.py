@@ -1,0 +1,197 @@
+"""Fisher information of keys and values: how much an error in each of them costs the model.
+
+With g the gradient of the model's own loss by the keys (or values) of one token in one layer, an error e in them raises
+the loss, and the KL divergence from the uncompressed model, by e^T E[g g^T] e / 2 to second order. The expectation is
+over text that the model wrote itself, where the Fisher information is the loss's curvature. It is summed for the keys
+and values as they are, [n, n] for the n numbers of a group; any basis has its own: for keys = B latent, B^T G B. So one
+pass over the uncompressed model serves every domain, group size and basis.
+
+The pass goes forward once, keeping what enters each layer, then backward one layer at a time, each computed again with
+gradients: a model whose weights are read layer by layer needs no more memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ..bases.moments import LayerStatistics
+from ..errors import NumericsError
+from ..kernels.reference import attend
+from ..models.layerwise import LayerwiseModel, logit_batches
+from ..models.projections import keys_before_rope
+from ..progress import Advance
+from .capture import forward_through_interface
+
+FISHER = "rotor_fisher"
+
+SAMPLES = 2048
+"""Tokens of which keys and values are kept: enough to fit the quantiser of a column."""
+
+
+@dataclass(frozen=True)
+class LayerFisher:
+    """Of one layer, on the CPU.
+
+    information: second moments of the gradients by `key_post` and `value`, and by `key_pre` in a model with RoPE; the
+        gradient of the summed loss, so that information / tokens is per token.
+    samples: keys and values themselves by the same names, [samples, num_kv_heads, head_dim], from tokens
+        drawn without a pattern: at equal distances, first tokens of rows would be drawn too often.
+    """
+
+    information: LayerStatistics
+    samples: dict[str, Tensor]
+
+    def per_token(self, name: str, group_size: int) -> Tensor:
+        """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
+        return self.information.moment(name, group_size) / self.information.tokens
+
+    def stacked(self, name: str, group_size: int) -> Tensor:
+        """The samples of each group side by side, [num_groups, samples, n], float64."""
+        samples = self.samples[name].to(torch.float64).flatten(1)
+        return samples.unflatten(1, (-1, group_size * self.information.shape.head_dim)).transpose(0, 1)
+
+
+def fisher_information(
+    network: LayerwiseModel,
+    rows: Tensor,
+    group_size: int,
+    samples: int = SAMPLES,
+    advance: Advance = lambda done: None,
+) -> Iterator[tuple[int, LayerFisher]]:
+    """Fisher information of every layer, the last layer first.
+
+    Args:
+        rows: [n, seq_len] tokens, written by the model itself.
+        group_size: KV heads whose products are summed; the largest group that is wanted.
+        samples: tokens of which keys and values are kept, at most.
+        advance: is called with tokens times passes through a layer.
+    Yields:
+        (layer, its information). What enters each layer is kept, on disk where it is large, until all are done.
+    Raises:
+        NumericsError: a gradient is not finite; names the layer.
+    """
+    states = [network.embed(rows)]
+    for index in range(network.shape.num_layers):
+        states.append(network.states_like(rows))
+        with torch.inference_mode(), network.layer(index):
+            network.run(index, states[index], states[index + 1], advance)
+    gradient = _head_gradient(network, rows, states.pop())
+    for index in reversed(range(network.shape.num_layers)):
+        yield index, _layer_backward(network, index, states.pop(), gradient, group_size, samples, advance)
+
+
+def _head_gradient(network: LayerwiseModel, rows: Tensor, states: Tensor) -> Tensor:
+    """Gradient of the summed next-token loss by the final hidden states, of their shape."""
+    gradient = network.states_like(rows).zero_()
+    with network.head(differentiable=True) as head, torch.enable_grad():
+        for batch, positions in logit_batches(network, rows):
+            hidden = states[batch, positions].clone().requires_grad_()
+            labels = rows[batch, positions.start + 1 : positions.stop + 1].flatten()
+            logits = head(hidden).float().flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+            (part,) = torch.autograd.grad(loss, hidden)
+            gradient[batch, positions] = part
+    return gradient
+
+
+def _layer_backward(
+    network: LayerwiseModel,
+    index: int,
+    states: Tensor,
+    gradient: Tensor,
+    group_size: int,
+    samples: int,
+    advance: Advance,
+) -> LayerFisher:
+    """Information of one layer; `gradient`, by what leaves it, becomes that by what enters it.
+
+    Args:
+        states: what enters the layer, [n, seq_len, hidden_size].
+    """
+    information = LayerStatistics(network.shape, group_size)
+    kept: dict[str, list[Tensor]] = {}
+    tokens = states.shape[0] * states.shape[1]
+    chosen = torch.randperm(tokens, generator=torch.Generator().manual_seed(index))[:samples].sort().values
+    with network.layer(index), _keys_and_values(network, index) as seen, torch.enable_grad():
+        for part in network.batches(states):
+            hidden = states[part].to(network.device).clone().requires_grad_()
+            output = network.through(index, hidden)
+            tensors = [seen[name] for name in sorted(seen)]
+            entering, *parts = torch.autograd.grad(output, [hidden, *tensors], gradient[part].to(output.device))
+            gradient[part] = entering.to(gradient.device)
+            if not all(torch.isfinite(g).all() for g in parts):
+                raise NumericsError(
+                    f"layer {index}: a gradient of the loss by its keys or values is not finite.",
+                    "Calibrate with --dtype float32.",
+                )
+            information.add({name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)})
+            first, count = part.start * states.shape[1], hidden.shape[0] * hidden.shape[1]
+            here = chosen[(chosen >= first) & (chosen < first + count)] - first
+            for name, tensor in seen.items():
+                found = _by_token(network, name, tensor.detach())[here.to(tensor.device)]
+                kept.setdefault(name, []).append(found.float().cpu())
+            advance(2 * count)
+    information.sums = {name: total.cpu() for name, total in information.sums.items() if name != "key_post_mean"}
+    return LayerFisher(information, {name: torch.cat(parts) for name, parts in kept.items()})
+
+
+def _by_token(network: LayerwiseModel, name: str, tensor: Tensor) -> Tensor:
+    """Keys or values, or their gradients, as their module has them -> [tokens, num_kv_heads, head_dim]."""
+    if name == "key_pre":
+        return keys_before_rope(network.family, tensor, network.shape).unflatten(-1, (-1, network.shape.head_dim))
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+@contextmanager
+def _keys_and_values(network: LayerwiseModel, index: int) -> Iterator[dict[str, Tensor]]:
+    """A dict that holds `key_post`, `value` and, in a model with RoPE, `key_pre` of the batch that last went through
+    the layer: the very tensors that its output depends on, as gradients are wanted by them."""
+    seen: dict[str, Tensor] = {}
+    family, shape, config = network.family, network.shape, network.config
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        seen.update(key_post=key, value=value)
+        output = attend(query, key, value, scaling, attention_mask, softcap=softcap)
+        return output.unflatten(-1, (shape.num_heads, -1)), None
+
+    def keep_keys(module: Any, inputs: Any, output: Tensor) -> None:
+        seen["key_pre"] = output
+
+    module = family.attention_module(network.model, index)
+    handles: list[Any] = []
+    if family.rotary is not None:
+        handles.append(module.get_submodule(family.key_source).register_forward_hook(keep_keys))
+    AttentionInterface.register(FISHER, attention)
+    AttentionMaskInterface.register(FISHER, sdpa_mask)
+    before = config._attn_implementation
+    config._attn_implementation = FISHER
+    forward: Callable[..., Any] | None = None
+    if family.bypasses_interface:
+        forward = partial(forward_through_interface, module, family, shape, attention)
+        module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        if forward is not None:
+            del module.forward
+        config._attn_implementation = before
+        for handle in handles:
+            handle.remove()

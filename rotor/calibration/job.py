@@ -1,0 +1,120 @@
+"""A calibration request, checked against the model before any work is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import UsageError
+from ..format.layout import AttentionShape
+from ..format.places import OutputFolder
+from ..models.checkpoint import Checkpoint
+from ..models.hardware import pick_device, pick_dtype
+from ..models.hub import ModelSource, find_model
+from ..models.memory import check_offload, stream_weights
+from ..recipe import Recipe, load_recipe
+from ..recipe.settings import CalibrationSettings
+from ..runtime.families import Family
+from .candidates import Candidates, candidates_of, wanted_moments
+from .outline import Estimates, ModelOutline
+from .processes import Processes
+
+
+@dataclass(frozen=True)
+class CalibrationJob:
+    """A calibration request, with everything that is known before any work.
+
+    candidates: domain and group size of each, by key. wanted: names of the moments. group_size: the largest.
+    """
+
+    settings: CalibrationSettings
+    out: OutputFolder
+    source: ModelSource
+    checkpoint: Checkpoint
+    outline: ModelOutline
+    recipe: Recipe
+    candidates: Candidates
+    wanted: frozenset[str]
+    group_size: int
+    device: torch.device
+    dtype: torch.dtype
+    processes: Processes
+
+    @classmethod
+    def check(cls, settings: CalibrationSettings, processes: Processes, *, fetch: bool = True) -> CalibrationJob:
+        """Raises RotorError where the request cannot be carried out.
+
+        Args:
+            fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
+        """
+        recipe, out = load_recipe(settings.recipe, settings.overrides), OutputFolder.at(settings.out, "run")
+        source = find_model(settings.model, settings.revision, weights=fetch)
+        if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
+            raise UsageError(
+                f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",
+                f"`rotor inspect {source.hub_id}` tells what it takes from the headers alone.",
+            )
+        checkpoint = Checkpoint(source.folder)
+        outline = ModelOutline.of(checkpoint)
+        if processes.is_first:
+            _ = checkpoint.tokenizer  # one that cannot be loaded is refused before any work
+        candidates = candidates_of(recipe, outline.family, outline.shape)
+        if processes.count > 1 and recipe.prune.kmeans is not None:
+            raise UsageError(
+                f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
+                "Run it in one process, or give --set prune.kmeans=null.",
+            )
+        if settings.compute.device_map is not None and processes.count > 1:
+            raise UsageError(
+                f"--device-map with {processes.count} processes: each of them would spread the model over the GPUs.",
+                "Choose one of the two.",
+            )
+        device = pick_device(processes.device(settings.compute.device))
+        job = cls(
+            settings,
+            out,
+            source,
+            checkpoint,
+            outline,
+            recipe,
+            candidates,
+            wanted_moments(recipe, candidates),
+            max(size for _, size in candidates.values()),
+            device,
+            pick_dtype(settings.compute.dtype, outline.dtype, device),
+            processes,
+        )
+        job.check_out()
+        return job
+
+    def check_out(self) -> None:
+        """Raises UsageError where the run folder must not be written."""
+        text = self.recipe.tokens.path
+        self.out.check(self.settings.overwrite, [self.source.folder], [] if text is None else [Path(text)])
+
+    @property
+    def family(self) -> Family:
+        return self.outline.family
+
+    @property
+    def shape(self) -> AttentionShape:
+        return self.outline.shape
+
+    def streams(self) -> tuple[bool, str]:
+        """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
+        whole, instead = None, ""
+        if self.recipe.tokens.source == "synthetic":
+            whole = "tokens.source synthetic (text that the model writes)"
+            instead = "Choose other tokens: --set tokens.source=text --set tokens.path=FILE, or tokens.source=random."
+        elif "gradients" in self.recipe.ranks.rule.needs:
+            whole = f"ranks.method {self.recipe.ranks.method} (gradients)"
+            instead = "Choose another method, e.g. --set ranks.method=global."
+        elif self.settings.compute.device_map is not None:
+            whole, instead = f"--device-map {self.settings.compute.device_map}", "Leave it out."
+        offload, count = check_offload(self.settings.compute.offload), self.processes.local_count
+        return stream_weights(offload, *self.estimates(), self.device, count, whole, instead)
+
+    def estimates(self) -> Estimates:
+        return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

@@ -1,0 +1,100 @@
+"""A model as far as its configuration and the headers of its shards tell: sizes, and what work on it will take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..format.layout import AttentionShape
+from ..models.checkpoint import Checkpoint
+from ..models.estimate import (
+    Estimate,
+    WeightSizes,
+    calibration_estimate,
+    evaluation_estimate,
+    feed_forward_width,
+    weight_sizes,
+)
+from ..models.projections import longest_row
+from ..recipe import Recipe
+from ..runtime.families import Family, attention_shape, find_family
+from .candidates import candidates_of, wanted_moments
+
+
+class Estimates(NamedTuple):
+    """Estimates of a command with all weights in memory, and with one layer of them at a time."""
+
+    resident: Estimate
+    streamed: Estimate
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A model without its weights: all that is known from config and headers.
+
+    config: the transformers config.
+    """
+
+    config: Any
+    family: Family
+    shape: AttentionShape
+    sizes: WeightSizes
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> ModelOutline:
+        """Raises UnsupportedModelError if rotor cannot compress it."""
+        shapes = {name: checkpoint.shape_of(name) for name in checkpoint.names}
+        return cls.of_headers(checkpoint.config, shapes, checkpoint.total_bytes())
+
+    @classmethod
+    def of_headers(cls, config: Any, shapes: dict[str, list[int]], stored_bytes: int) -> ModelOutline:
+        """Build it from the shapes of all tensors by name, and the bytes of their files; raises likewise."""
+        family, shape = find_family(config), attention_shape(config)
+        sizes = weight_sizes(shapes, stored_bytes, family, shape, int(config.vocab_size))
+        return cls(config, family, shape, sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the stored weights."""
+        return self.config.dtype or torch.float32
+
+    def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
+        """Estimate calibrating."""
+        candidates = candidates_of(recipe, self.family, self.shape)
+        resident, streamed = (
+            calibration_estimate(
+                self.sizes,
+                self.shape,
+                recipe,
+                candidates,
+                wanted_moments(recipe, candidates),
+                feed_forward=feed_forward_width(self.config),
+                compute_bytes=dtype.itemsize,
+                streamed=streamed,
+                batch_tokens=batch_tokens,
+                seq_len=longest_row(recipe.tokens.seq_len, self.config),
+                on_gpu=device.type == "cuda",
+            )
+            for streamed in (False, True)
+        )
+        return Estimates(resident, streamed)
+
+    def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
+        """Estimate measuring accuracy."""
+        resident, streamed = (
+            evaluation_estimate(
+                self.sizes,
+                self.shape,
+                recipe,
+                candidates_of(recipe, self.family, self.shape),
+                feed_forward=feed_forward_width(self.config),
+                compute_bytes=dtype.itemsize,
+                streamed=streamed,
+                vocab_size=int(self.config.vocab_size),
+                on_gpu=device.type == "cuda",
+            )
+            for streamed in (False, True)
+        )
+        return Estimates(resident, streamed)

@@ -1,0 +1,180 @@
+"""An unfinished run: what calibration has done so far, layer by layer, in a folder beside the run (`RUN.partial`).
+
+A layer counts as done when `work/progress.json` says so, which is written last and holds the SHA-256 of its files. The
+hidden states that enter the next layer are kept likewise, so that a resumed run goes on exactly where the other ended.
+The folder becomes the run with all of `work/`, which goes last: at no moment is there a partial run that does not say
+what it was begun with.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, UsageError
+from ..format.atomic import replacing, sync, write_json
+from ..format.hashes import file_sha256
+from ..format.json_differences import differences, shorten_json
+from ..format.json_files import read_json
+from ..format.manifest import entries_below, write_manifest
+from ..format.places import OutputFolder, check_removable, is_ours, mark_unfinished, remove
+from ..format.publishing import publish_folder, write_shard
+from ..models.layerwise import new_states
+
+FINGERPRINT, PROGRESS, WORK = "fingerprint.json", "progress.json", "work"
+START_AGAIN = "Give --overwrite to start again."
+
+
+class PartialRun:
+    """The folder `OUT.partial`. Whoever writes to it holds the lock of OUT (see rotor.format.locks).
+
+    Args:
+        out: the run folder that it will become.
+    """
+
+    def __init__(self, out: OutputFolder) -> None:
+        self.out, self.folder = out, out.partial
+        self.work = self.folder / WORK
+
+    @property
+    def exists(self) -> bool:
+        return self.folder.is_dir()
+
+    def check(self, resume: bool, overwrite: bool) -> None:
+        """Raises UsageError if there is an unfinished run and it was not said what to do with it, or something else."""
+        if not self.exists:
+            return
+        if not resume and not overwrite:
+            raise UsageError(
+                f"{self.folder}: an unfinished run is there.",
+                "Give --resume to go on with it, or --overwrite to start again.",
+            )
+        check_removable(self.folder, "run")
+
+    def open(self, resume: bool) -> None:
+        """Make the folder, or go on with the one that is there.
+
+        Raises:
+            CheckpointError: it cannot be written, or what is done is not what was written then.
+        """
+        if self.exists and not resume:
+            remove(self.folder, "run")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not is_ours(self.folder):
+                mark_unfinished(self.folder, "run")
+            self.work.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: cannot be written ({error.strerror}).", "Choose another place."
+            ) from error
+        for name, digest in self._done().items():
+            path = self.folder / name
+            if not path.is_file() or file_sha256(path) != digest:
+                raise CheckpointError(f"{path}: is not what was written when its layer was finished.", START_AGAIN)
+
+    def agree(self, fingerprint: dict[str, Any]) -> None:
+        """Keep what the run depends on, or compare with what was kept.
+
+        Raises:
+            UsageError: it differs; names what.
+        """
+        path = self.work / FINGERPRINT
+        new = json.loads(json.dumps(fingerprint))
+        if not path.is_file():
+            if self.finished_layers:
+                raise UsageError(f"{path}: is gone, so nobody knows what the run was begun with.", START_AGAIN)
+            write_json(path, new)
+            return
+        found = [
+            f"{name} was {shorten_json(old)}, now is {shorten_json(now)}"
+            for name, old, now in differences(read_json(path, START_AGAIN), new)
+        ]
+        if found:
+            raise UsageError(
+                f"{self.folder}: was begun with something else: {'; '.join(found)}.",
+                f"Give what it was begun with. {START_AGAIN}",
+            )
+
+    @property
+    def finished_layers(self) -> int:
+        return int(self._progress().get("finished_layers", 0))
+
+    def commit(self, finished_layers: int) -> None:
+        """All files of the layers before are on disk, and so are the states that enter the next."""
+        known = self._done()
+        new = [name for name in entries_below(self.folder) if name.endswith(".safetensors") and name not in known]
+        files = known | {
+            name: file_sha256(self.folder / name) for name in new if name.split("/")[0] in ("statistics", "bases")
+        }
+        sync(self.work)
+        write_json(self.work / PROGRESS, {"finished_layers": finished_layers, "files": files})
+
+    def states(self, layer: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room for the hidden states that enter a layer, of one process's rows."""
+        return new_states(shape, dtype, self._states(layer, rank))
+
+    def keep_states(self, layer: int, rank: int) -> None:
+        """The hidden states that enter a layer are complete: they are on the disk when this returns."""
+        path = self._states(layer, rank)
+        sync(path)
+        write_json(path.with_suffix(".json"), {"sha256": file_sha256(path)})
+
+    def kept_states(self, layer: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The hidden states that enter a layer, as they were kept; others of this process are removed.
+
+        Raises:
+            CheckpointError: they are gone, or not what was kept.
+        """
+        path = self._states(layer, rank)
+        kept = path.with_suffix(".json")
+        if not path.is_file() or read_json(kept, START_AGAIN).get("sha256") != file_sha256(path):
+            raise CheckpointError(f"{path}: is not what was written when layer {layer} was to begin.", START_AGAIN)
+        for other in self.work.glob(f"states-{rank}-*"):
+            if other.stem != path.stem:
+                other.unlink()
+        return self.states(layer, rank, shape, dtype)
+
+    def drop_states(self, layer: int, rank: int) -> None:
+        """The hidden states that entered a layer, once what comes after it is done for good."""
+        path = self._states(layer, rank)
+        path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)
+
+    def _states(self, layer: int, rank: int) -> Path:
+        return self.work / f"states-{rank}-{layer:04d}.bin"
+
+    def _progress(self) -> dict[str, Any]:
+        path = self.work / PROGRESS
+        return read_json(path, START_AGAIN) if path.is_file() else {}
+
+    def _done(self) -> dict[str, str]:
+        """SHA-256 of the files of finished layers, by name."""
+        return dict(self._progress().get("files", {}))
+
+    def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Keep tensors that were costly to get."""
+        with replacing(self.work / name) as temporary:
+            write_shard(temporary, tensors)
+
+    def kept(self, name: str) -> Path | None:
+        path = self.work / name
+        return path if path.is_file() else None
+
+    def publish(self) -> None:
+        """The folder becomes the run."""
+        for path in self.work.iterdir():
+            if path.name not in (FINGERPRINT, PROGRESS):  # what is large; the rest is needed until the run is there
+                path.unlink()
+        write_manifest(self.folder, "run", self._done())
+        publish_folder(self.folder, self.out)
+        shutil.rmtree(self.out.path / WORK)
+
+    def remove(self) -> None:
+        if self.exists:
+            remove(self.folder, "run")

@@ -1,0 +1,284 @@
+"""The run folder: what calibration found, and what searches measured.
+
+RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases/layer-0000.safetensors ...
+      fisher.safetensors  tables/KEY.json ...  probes/KEY.json ...  log.txt
+
+Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..bases import BasisPair, LayerBases, check_stored, takes_whole_planes
+from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..errors import CheckpointError, NumericsError, UsageError
+from ..format.atomic import replacing
+from ..format.file_names import RECIPE
+from ..format.layout import AttentionShape, Domain
+from ..format.manifest import Manifest
+from ..format.publishing import write_tensors
+from ..format.schemas import RunInfo, check_run, read_file
+from ..models.hub import find_model
+from ..recipe import Recipe, load_recipe
+from ..typed import Reader
+
+INFO, FISHER = "run.json", "fisher.safetensors"
+SIDES = ("qk", "vo")
+CALIBRATE_AGAIN = "Run `rotor calibrate` again."
+
+
+def statistics_path(folder: Path, layer: int) -> Path:
+    return folder / "statistics" / f"layer-{layer:04d}.safetensors"
+
+
+def bases_path(folder: Path, layer: int) -> Path:
+    return folder / "bases" / f"layer-{layer:04d}.safetensors"
+
+
+def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
+    """Write one layer's moments, float64; those of the attention outputs as pack_symmetric keeps them."""
+    # One key, since safetensors writes several in any order, and equal runs are to have equal files.
+    metadata = {"rotor": json.dumps({"tokens": statistics.tokens, "group_size": statistics.group_size})}
+    tensors = {n: pack_symmetric(t) if n == "output" else t.contiguous() for n, t in sorted(statistics.sums.items())}
+    _write(statistics_path(folder, layer), tensors, metadata)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as temporary:
+        write_tensors(temporary, tensors, metadata)
+
+
+def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerStatistics:
+    """Raises CheckpointError if the layer's file is missing or damaged."""
+    path = statistics_path(folder, layer)
+    tensors, metadata = _load(path)
+    try:
+        counts = json.loads(metadata["rotor"][:1000])
+        tokens, group_size = int(counts["tokens"]), int(counts["group_size"])
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable ({error!r}).", CALIBRATE_AGAIN) from error
+    sums = {name: unpack_symmetric(tensor) if name == "output" else tensor for name, tensor in tensors.items()}
+    statistics = LayerStatistics(shape, group_size, sums, tokens)
+    statistics.check_shapes(str(path))
+    statistics.check_finite(f"{path}: layer {layer}", CALIBRATE_AGAIN)
+    return statistics
+
+
+def _load(path: Path, names: list[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of those names, or all, of a safetensors file of the run, and its metadata."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            wanted = handle.keys() if names is None else names
+            return {name: handle.get_tensor(name) for name in wanted}, handle.metadata() or {}
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
+
+
+def write_fisher(folder: Path, information: list[tuple[Tensor, Tensor]]) -> None:
+    """Fisher information of keys and of values in each layer; raises NumericsError if it is not finite."""
+    for index, pair in enumerate(information):
+        _check_fisher(pair, f"layer {index}")
+    tensors = {
+        f"layers.{i}.{side}": t for i, pair in enumerate(information) for side, t in zip("kv", pair, strict=True)
+    }
+    _write(folder / FISHER, tensors)
+
+
+def read_fisher(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
+    """Fisher information of keys and of values, each [num_kv_heads]; raises UsageError if the run has none."""
+    if not (folder / FISHER).is_file():
+        raise UsageError(
+            f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
+        )
+    tensors, _ = _load(folder / FISHER)
+    found = tensors.get(f"layers.{layer}.k"), tensors.get(f"layers.{layer}.v")
+    if found[0] is None or found[1] is None:
+        raise CheckpointError(f"{folder / FISHER}: nothing of layer {layer}.", CALIBRATE_AGAIN)
+    _check_fisher((found[0], found[1]), f"{folder / FISHER}: layer {layer}")
+    return found[0], found[1]
+
+
+def _check_fisher(found: tuple[Tensor, Tensor], where: str) -> None:
+    for side, values in zip(("keys", "values"), found, strict=True):
+        if not torch.isfinite(values).all():
+            raise NumericsError(f"{where}: Fisher information of {side} is not finite.", CALIBRATE_AGAIN)
+
+
+def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
+    """Write all columns of the bases of a layer's candidates, float64, with their singular values."""
+    tensors: dict[str, Tensor] = {}
+    for key, candidate in bases.items():
+        for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
+            tensors[f"{key}.{side}.encode"] = pair.encode.contiguous()
+            if not pair.is_orthonormal:
+                tensors[f"{key}.{side}.decode"] = pair.decode.contiguous()
+            tensors[f"{key}.{side}.singular_values"] = pair.singular_values.contiguous()
+    _write(bases_path(folder, layer), tensors)
+
+
+@dataclass(frozen=True)
+class Run:
+    """An opened run folder."""
+
+    folder: Path
+    recipe: Recipe
+    info: dict[str, Any]
+    manifest: Manifest
+    _verified: set[str] = field(default_factory=set, compare=False)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Run:
+        """Raises CheckpointError if the folder is not a finished run, or not as calibrate wrote it."""
+        path = Path(folder)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
+        info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
+        check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
+        run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))
+        for name in run.manifest.added():
+            raise CheckpointError(f"{path / name}: is unexpected; rotor did not write it.", "Move it elsewhere.")
+        for name in (INFO, RECIPE, FISHER):
+            if name in run.manifest.files or (path / name).exists():
+                run.verify(path / name)
+        return run
+
+    def verify(self, path: Path) -> None:
+        """Raises CheckpointError if a file is not as calibrate wrote it; looks at each once."""
+        name = path.relative_to(self.folder).as_posix()
+        if name in self._verified:
+            return
+        problem = self.manifest.problem(name)
+        if problem:
+            raise CheckpointError(f"{path}: {problem}.", CALIBRATE_AGAIN)
+        self._verified.add(name)
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(**self.info["shape"])
+
+    @property
+    def calibrated_documents(self) -> frozenset[str]:
+        """Digests of the documents that were calibrated on; empty where that was no text."""
+        return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
+
+    @property
+    def model_folder(self) -> Path:
+        """Where the calibrated model was."""
+        return Path(self.info["model"]["path"])
+
+    def fetch_model(self) -> Path:
+        """The folder of the calibrated model; one from the hub is fetched again if its cache was emptied since.
+
+        Raises:
+            CheckpointError: it is not to be had.
+        """
+        model = self.info["model"]
+        if not self.model_folder.is_dir() and model.get("hub_id"):
+            return find_model(model["hub_id"], model["revision"]).folder
+        return self.model_folder
+
+    def bases(self) -> RunBases:
+        """The bases of each layer's candidates (a domain and a group size) by key, read when they are asked for."""
+        return RunBases(self)
+
+    def layer_bases(self, layer: int) -> dict[str, LayerBases]:
+        """The bases of one layer's candidates, by key.
+
+        Raises:
+            CheckpointError: the layer's file is missing, damaged or does not fit run.json.
+        """
+        path = bases_path(self.folder, layer)
+        tensors, _ = _load(path)
+        outputs = read_statistics(self.folder, layer, self.shape) if self.recipe.bases.refit else None
+        try:
+            found = {key: self._candidate(tensors, layer, key, outputs) for key in self.info["candidates"]}
+        except KeyError as error:
+            raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
+        self.verify(path)
+        if outputs is not None:
+            self.verify(statistics_path(self.folder, layer))
+        return found
+
+    def _candidate(
+        self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
+    ) -> LayerBases:
+        domain: Domain = self.info["candidates"][key]["domain"]
+        group_size = int(self.info["candidates"][key]["group_size"])
+        pairs = {}
+        for side in ("qk", "vo"):
+            encode = tensors[f"{key}.{side}.encode"]
+            decode = tensors.get(f"{key}.{side}.decode", encode)
+            pairs[side] = BasisPair(encode, decode, tensors[f"{key}.{side}.singular_values"])
+        outputs = None if statistics is None else statistics.moment("output", group_size)
+        whole_planes = takes_whole_planes(self.recipe.bases.qk, self.shape)
+        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes)
+        bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
+        return bases
+
+
+class RunBases(Sequence[dict[str, LayerBases]]):
+    """The bases of a run's layers; each is read when it is asked for, and not kept."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __len__(self) -> int:
+        return self.run.shape.num_layers
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, LayerBases]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, LayerBases]]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self.run.layer_bases(range(len(self))[index])
+
+    def spectra(self, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Singular values of qk and of vo of one layer's candidates, each [num_groups, columns]; raises likewise."""
+        path, shape = bases_path(self.run.folder, layer), self.run.shape
+        sizes = {key: int(candidate["group_size"]) for key, candidate in self.run.info["candidates"].items()}
+        tensors, _ = _load(path, [f"{key}.{side}.singular_values" for key in sizes for side in SIDES])
+
+        def read(key: str, side: str) -> Tensor:
+            values = tensors[f"{key}.{side}.singular_values"]
+            expected = shape.num_kv_heads // sizes[key], sizes[key] * shape.head_dim
+            check_stored(values, expected, f"{path}: {key}: {side}.singular_values")
+            return values
+
+        self.run.verify(path)
+        return {key: (read(key, "qk"), read(key, "vo")) for key in sizes}
+
+    def select(self, choice: Sequence[str]) -> ChosenBases:
+        """The chosen candidate of each layer."""
+        return ChosenBases(self, choice)
+
+
+class ChosenBases(Sequence[LayerBases]):
+    """Bases of one candidate of each layer; read when it is asked for, and not kept."""
+
+    def __init__(self, bases: RunBases, choice: Sequence[str]) -> None:
+        self.bases, self.choice = bases, tuple(choice)
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerBases: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerBases]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self.bases[index][self.choice[index]]

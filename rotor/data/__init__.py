@@ -1,0 +1,1 @@
+"""Text and tokens: what calibration reads and what accuracy is measured on."""

@@ -1,0 +1,157 @@
+"""The three splits of text that never meet: what may be calibrated on, what chooses the ranks, and what is reported.
+
+The documents of the held-out text are dealt to the three. A calibration that reads the same text takes its own share
+alone, and a run keeps the SHA-256 of what it was calibrated on, so that what of it lies in the other two is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..models.projections import longest_row
+from ..recipe import Evaluation
+from .tokens import Document, read_documents, spread_rows, stdlib_documents, text_rows
+
+SPLITS = ("search", "report")
+FEW, PIECES = 3, 6
+"""Of fewer documents than FEW each is cut into PIECES, which are then the documents."""
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """Held-out rows of tokens. `search` chooses the ranks; only `report` gives the numbers that are reported.
+
+    search, report: [rows, seq_len], from different documents (or different pieces of a single one).
+    description: what the text is. excluded: digests of documents left out, as they were calibrated on.
+    """
+
+    search: Tensor
+    report: Tensor
+    description: str
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """By the name of the split."""
+        return {"search": self.search, "report": self.report}
+
+    @property
+    def sha256(self) -> str:
+        """Of all rows of both."""
+        return hashlib.sha256(self.search.numpy().tobytes() + b"|" + self.report.numpy().tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of each split. excluded: digests of those left out, as they were calibrated on."""
+
+    calibration: list[str]
+    search: list[str]
+    report: list[str]
+    description: str
+    excluded: tuple[str, ...]
+
+
+def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: Collection[str] = ()) -> EvaluationData:
+    """Read the text that a recipe names and split it.
+
+    Args:
+        calibrated: digests of the documents that were calibrated on.
+    Raises:
+        DataError: no text, or too little of it.
+    """
+    seq_len = longest_row(spec.seq_len, config)
+    found = held_out_documents(spec, calibrated)
+    counts = -(-spec.search_tokens // seq_len), -(-spec.report_tokens // seq_len)
+    search, report = (
+        spread_rows(text_rows(part, tokenizer, seq_len), count, f"evaluation, {name} split of {found.description}")
+        for part, count, name in zip((found.search, found.report), counts, SPLITS, strict=True)
+    )
+    return EvaluationData(search, report, found.description, found.excluded)
+
+
+def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Documents:
+    """The documents of each split that a recipe names.
+
+    Args:
+        calibrated: digests of the documents that were calibrated on, which are left out of search and report.
+    Raises:
+        DataError: there is no text, or all of a split was calibrated on.
+    """
+    documents, description = _read(spec)
+    units = divided(documents)
+    cut = len(units) > len(documents)
+    if cut:  # neighbours stay together, so that as few sentences as possible are torn
+        step = -(-len(units) // 3)
+        parts = [units[start : start + step] for start in range(0, 3 * step, step)]
+    else:
+        ordered = in_order(units, spec.seed)
+        parts = [ordered[start::3] for start in range(3)]
+    known = set(calibrated)
+    if cut:
+        known |= {digest(p) for d in documents if digest(d) in known for p in divided([d])}
+    kept = [[unit for unit in part if digest(unit) not in known] for part in parts[1:]]
+    excluded = tuple(sorted({digest(unit) for part in parts[1:] for unit in part} & known))
+    if not all(kept):
+        empty = "report" if kept[0] else "search"
+        raise DataError(
+            f"evaluation, {description}: the {empty} split has no document left that was not calibrated on "
+            f"({len(excluded)} were).",
+            "Name other text with --set evaluation.path=FILE, or the standard library's with evaluation.source=stdlib.",
+        )
+    return Documents(parts[0], kept[0], kept[1], description, excluded)
+
+
+def calibration_share(documents: list[Document], spec: Evaluation) -> list[Document]:
+    """Those of a calibration text that are in neither of the splits that search and report.
+
+    Args:
+        spec: names the held-out text.
+    """
+    held = held_out_documents(spec)
+    others = {digest(unit) for unit in (*held.search, *held.report)}
+    units = [Document(piece, d.topic) for d in documents for piece in _pieces(d.text)]
+    if len(documents) >= FEW or not others & {digest(unit.text) for unit in units}:
+        units = documents
+    return [unit for unit in units if digest(unit.text) not in others]
+
+
+def digests(documents: Sequence[str]) -> list[str]:
+    """Digests of documents that are calibrated on, and of the pieces that few of them are cut into."""
+    return sorted({digest(unit) for unit in (*documents, *divided(documents))})
+
+
+def divided(documents: Sequence[str]) -> list[str]:
+    """The documents; where there are fewer than FEW, each in PIECES of equal length."""
+    return list(documents) if len(documents) >= FEW else [piece for d in documents for piece in _pieces(d)]
+
+
+def _pieces(text: str) -> list[str]:
+    step = -(-len(text) // PIECES)
+    return [text[start : start + step] for start in range(0, len(text), step)]
+
+
+def in_order(documents: Sequence[str], seed: int) -> list[str]:
+    """In a seeded order that does not depend on the order given."""
+    ranked = sorted(documents, key=digest)
+    return [ranked[i] for i in torch.randperm(len(ranked), generator=torch.Generator().manual_seed(seed)).tolist()]
+
+
+def digest(document: str) -> str:
+    """SHA-256 of a document's text."""
+    return hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _read(spec: Evaluation) -> tuple[list[str], str]:
+    if spec.source == "stdlib":
+        return stdlib_documents(), "source of the Python standard library (modules held out)"
+    assert spec.path is not None
+    return read_documents(Path(spec.path)), f"text {Path(spec.path).name}"

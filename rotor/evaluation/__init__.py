@@ -1,0 +1,1 @@
+"""Accuracy against the uncompressed model: splits, scores, metrics."""

@@ -1,0 +1,181 @@
+"""The fidelity of a model to the uncompressed one: every ratio on a split, from one pass through the layers.
+
+Search, study and validate measure with the same `FidelityMeter`. On the search split it measures what the recipe's
+metric needs, on the report split everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..models.layerwise import LayerwiseModel
+from ..progress import Progress
+from ..recipe.metric_registry import METRICS, accuracy_field, metric_info, primitive_metrics
+from ..typed import Reader
+from .metrics import EvaluationContext, Measurement, Metric, Seen, make_metric, smallest
+from .scoring import Scores, score
+
+TEXT = METRICS["text"].parts
+
+
+class FidelityInfo(TypedDict):
+    """A Fidelity in a JSON file."""
+
+    accuracy: float
+    interval_95: tuple[float, float] | None
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What was measured of a model on one split.
+
+    accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
+    interval: its 95 % interval, or None if it cannot be told.
+    values: each measured ratio under its own name, and what is recorded beside it.
+    """
+
+    accuracy: float
+    interval: tuple[float, float] | None
+    values: dict[str, float | None]
+
+    def to_json(self) -> dict[str, Any]:
+        interval = None if self.interval is None else list(self.interval)
+        return {"accuracy": self.accuracy, "interval_95": interval, "values": dict(self.values)}
+
+    @classmethod
+    def from_json(cls, data: Any, name: str, reader: Reader) -> Fidelity:
+        """Raises the reader's error, with the field's name, if it is not what to_json gives."""
+        found: Any = reader.read(FidelityInfo, data, name)
+        interval = found["interval_95"]
+        values = {
+            key: reader.read(float | None, value, f"{name}.values.{key}") for key, value in found["values"].items()
+        }
+        return cls(found["accuracy"], None if interval is None else (interval[0], interval[1]), values)
+
+    @property
+    def lower(self) -> float | None:
+        """The lower end of the interval."""
+        return None if self.interval is None else self.interval[0]
+
+
+@dataclass(frozen=True)
+class View:
+    """What a model made of a split: final states of the text [rows, seq_len, hidden_size], and what metrics see."""
+
+    states: Tensor
+    text: Scores
+    seen: dict[str, Seen]
+
+
+class FidelityMeter:
+    """Measures models against the uncompressed one, which has to be measured first, on each split by itself.
+
+    base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
+    name.
+    """
+
+    def __init__(self, context: EvaluationContext, progress: Progress) -> None:
+        self.context, self.progress = context, progress
+        self.metric = context.spec.metric
+        own = primitive_metrics(self.metric)
+        self._names = {
+            "search": tuple(dict.fromkeys([*own, *TEXT])),
+            "report": tuple(dict.fromkeys([*own, *(name for name, info in METRICS.items() if not info.parts)])),
+        }
+        self._metrics: dict[str, Metric] = {}
+        self._references: dict[str, Tensor] = {}
+        self.base: dict[str, dict[str, Any]] = {}
+        self.left_out: dict[str, dict[str, str]] = {}
+        self._told: set[str] = set()
+
+    def measure_base(self, network: LayerwiseModel, split: str) -> None:
+        """Run the uncompressed model.
+
+        Raises:
+            DataError: the recipe's metric, where it is not the smallest of several, cannot be measured on this model.
+        """
+        self.left_out[split] = {}
+        rows: dict[str, Tensor | None] = {}
+        for name in self._names[split]:
+            try:
+                rows[name] = self._made(name).rows(split)
+            except DataError as error:
+                self._leave_out(name, split, error)
+        view = self._run(network, split, rows, None)
+        found = view.text.as_dict()
+        for name in rows:
+            try:
+                found |= self._made(name).measure_base(view.seen[name], split)
+            except DataError as error:
+                self._leave_out(name, split, error)
+        if any(self._made(name).needs_reference for name in self.measured(split)):
+            self._references[split] = view.states
+        self.base[split] = found
+
+    def measured(self, split: str) -> list[str]:
+        """Names of the metrics that are measured by themselves on a split."""
+        return [name for name in self._names[split] if name not in self.left_out[split]]
+
+    def reference(self, split: str) -> Tensor:
+        """The uncompressed model's final hidden states of the text."""
+        return self._references[split]
+
+    def look(self, network: LayerwiseModel, split: str) -> View:
+        """Run a compressed model over a split's text and prompts."""
+        rows = {name: self._made(name).rows(split) for name in self.measured(split)}
+        return self._run(network, split, rows, self._references.get(split))
+
+    def judge(self, view: View, split: str) -> Fidelity:
+        """Compare what a compressed model made of a split with the uncompressed one."""
+        found = {name: self._made(name).measure(view.seen[name], split) for name in self.measured(split)}
+        values: dict[str, float | None] = {}
+        for name, one in found.items():
+            values |= {accuracy_field(name): one.value, **one.fields}
+        for name, info in METRICS.items():
+            parts = self._parts(name, found)
+            if parts and set(info.parts) <= {*found, *self.left_out[split]}:
+                values[name] = smallest(parts).value
+        result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found))
+        values |= {f"compressed_{name}": value for name, value in view.text.as_dict().items()}
+        return Fidelity(result.value, result.interval, values)
+
+    def measure(self, network: LayerwiseModel, split: str) -> Fidelity:
+        """`look`, then `judge`."""
+        return self.judge(self.look(network, split), split)
+
+    def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
+        return [found[part] for part in metric_info(name).parts if part in found]
+
+    def _made(self, name: str) -> Metric:
+        if name not in self._metrics:
+            self._metrics[name] = make_metric(name, self.context)
+        return self._metrics[name]
+
+    def _leave_out(self, name: str, split: str, error: DataError) -> None:
+        """One ratio of several may be missing, which is told once; the recipe's own metric may not."""
+        if name == self.metric:
+            raise error
+        self.left_out[split][name] = error.message
+        if name not in self._told and name in primitive_metrics(self.metric):
+            self._told.add(name)
+            self.progress.message(f"accuracy leaves out `{name}`: {error.message}")
+
+    def _run(
+        self, network: LayerwiseModel, split: str, rows: dict[str, Tensor | None], reference: Tensor | None
+    ) -> View:
+        """One pass through the layers for the text and for all rows that metrics ask for."""
+        text = self.context.rows[split]
+        asked = {name: prompts for name, prompts in rows.items() if prompts is not None}
+        together = torch.cat([text, *asked.values()])
+        with self.progress.task("measure", together.numel(), "tokens") as advance:
+            states = network.final_states(together, advance)
+        parts = states.split([len(text), *(len(prompts) for prompts in asked.values())])
+        scores = score(network, text, reference=reference, states=parts[0])
+        own = dict(zip(asked, parts[1:], strict=True))
+        return View(parts[0], scores, {name: Seen(network, scores, own.get(name)) for name in rows})

@@ -1,0 +1,100 @@
+"""What a metric is: an accuracy of a compressed model against the uncompressed one, 1 where nothing is lost."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...models.layerwise import LayerwiseModel
+from ...recipe import Evaluation
+from ..scoring import Scores, quantiles
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """What metrics are made for.
+
+    spec: settings. rows: the text of each split, [rows, seq_len]. tokenizer: the model's, or None. config: its
+    transformers config.
+    """
+
+    spec: Evaluation
+    rows: dict[str, Tensor]
+    tokenizer: Any
+    config: Any
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model made of a split: results on its text, and what left the last layer on rows that a metric asked for.
+
+    states: [prompts, seq_len, hidden_size]; None if it asked for none.
+    """
+
+    network: LayerwiseModel
+    text: Scores
+    states: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The accuracy of one compressed model on one split.
+
+    value: 1 is equal to the uncompressed model, below 1 is worse.
+    interval: its 95 % interval, or None if it cannot be told. resampled: values of bootstrap resamples, if there are.
+    fields: what is recorded beside it.
+    """
+
+    value: float
+    interval: tuple[float, float] | None
+    fields: dict[str, Any] = field(default_factory=dict)
+    resampled: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, value: float, resampled: np.ndarray, **fields: Any) -> Measurement:
+        return cls(round(float(value), 6), quantiles(resampled), fields, resampled)
+
+
+def smallest(found: Sequence[Measurement]) -> Measurement:
+    """The smallest of several, in each bootstrap resample too."""
+    resampled = [one.resampled for one in found if one.resampled is not None]
+    assert len(resampled) == len(found) > 0
+    return Measurement.of(min(one.value for one in found), np.minimum.reduce(resampled))
+
+
+class Metric(ABC):
+    """One metric of one evaluation; it remembers what it found out about the uncompressed model.
+
+    needs_reference: whether the Scores it is given must have kl_div.
+    """
+
+    needs_reference = False
+
+    def __init__(self, name: str, context: EvaluationContext) -> None:
+        self.name, self.context = name, context
+
+    def rows(self, split: str) -> Tensor | None:
+        """Rows [n, seq_len] of its own that are to be run beside the split's text.
+
+        Raises:
+            DataError: the model's tokenizer cannot make them.
+        """
+        del split
+        return None
+
+    @abstractmethod
+    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
+        """Look at the uncompressed model on a split, once, before any `measure`; returns what is to be recorded of it.
+
+        Raises:
+            DataError: the uncompressed model cannot be measured like this.
+        """
+
+    @abstractmethod
+    def measure(self, seen: Seen, split: str) -> Measurement:
+        """The accuracy of a compressed model on a split."""

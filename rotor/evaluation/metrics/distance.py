@@ -1,0 +1,210 @@
+"""`lookup` and `copy`: what compression of keys breaks first, reading something from the start of a row, across text.
+
+A look-up row states keys with two-digit values as a dict literal, goes on with held-out text, and ends by asking for
+each of them once, in another order, as assertions about the dict. A copying row begins with random tokens, goes on with
+held-out text, and repeats them. The answers stand in the row (teacher forcing), so that one forward pass scores all.
+
+The mean probability of the right answers is compared, not the share of right first choices: it is the less noisy of
+the two (artifacts/NOTES.md).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...data.tokens import ordinary_tokens
+from ...errors import DataError
+from ..scoring import AnswerScores, answer_scores, resample
+from .base import EvaluationContext, Measurement, Metric, Seen
+
+LEAST_BASE = 0.3
+"""Below this mean probability the uncompressed model cannot do the task, and a ratio to it says nothing."""
+
+SHARE = 3
+"""At most one part in so many of a row states, as much asks, and at least as much text lies between."""
+
+DICT_NAMES = ("table", "config", "index", "codes")
+SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows of tokens [prompts, seq_len] int64; answers, the same shape, true at the tokens that are scored."""
+
+    rows: Tensor
+    answers: Tensor
+
+
+class _Distance(Metric):
+    """The mean probability of the answers over the base model's."""
+
+    def __init__(self, name: str, context: EvaluationContext) -> None:
+        super().__init__(name, context)
+        self._prompts: dict[str, Prompts] = {}
+        self._base: dict[str, AnswerScores] = {}
+        self._text: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def prompts(self, split: str) -> Prompts:
+        """The rows of a split, drawn with a seed of its own; raises DataError if they cannot be made."""
+
+    def rows(self, split: str) -> Tensor:
+        if split not in self._prompts:
+            self._prompts[split] = self.prompts(split)
+        return self._prompts[split].rows
+
+    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
+        """Raises DataError if the mean probability is below LEAST_BASE."""
+        base = self._base[split] = self._scores(seen, split)
+        if base.mean_probability < LEAST_BASE:
+            raise DataError(
+                f"{self.name}: the uncompressed model gives the right answers a mean probability of "
+                f"{base.mean_probability:.3f} ({split} split), expected at least {LEAST_BASE}.",
+                "This model cannot do the task; choose another metric.",
+            )
+        return {self.name: round(base.mean_probability, 6), f"{self.name}_hits": round(base.mean_hits, 6)}
+
+    def measure(self, seen: Seen, split: str) -> Measurement:
+        before, after = self._base[split], self._scores(seen, split)
+        ratio = resample(lambda a, b: b / a, before.probability, after.probability)
+        absolute = {
+            f"compressed_{self.name}": round(after.mean_probability, 6),
+            f"compressed_{self.name}_hits": round(after.mean_hits, 6),
+        }
+        return Measurement.of(after.probability.sum() / before.probability.sum(), ratio, **absolute)
+
+    def _scores(self, seen: Seen, split: str) -> AnswerScores:
+        assert seen.states is not None
+        prompts = self._prompts[split]
+        return answer_scores(seen.network, prompts.rows, prompts.answers, seen.states)
+
+    def _generator(self, split: str) -> torch.Generator:
+        return torch.Generator().manual_seed(2 * self.context.spec.seed + (split == "report"))
+
+    def _start(self) -> list[int]:
+        """The token that a row begins with, if the model has one."""
+        tokenizer = self.context.tokenizer
+        first = None
+        if tokenizer is not None:
+            first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        return [] if first is None else [first]
+
+    def _filler(self, split: str, index: int, length: int) -> list[int]:
+        """Text of the split, each prompt's from another place, without the tokens that separate documents: a model may
+        have learnt to forget what is before them.
+        """
+        if split not in self._text:
+            text = self.context.rows[split].flatten()
+            self._text[split] = text[torch.isin(text, ordinary_tokens(self.context.config, self.context.tokenizer))]
+        text = self._text[split]
+        start = index * self.context.rows[split].shape[1] * 7 // 5 % len(text)
+        return torch.cat([text[start:], text]).tolist()[:length] if len(text) else []
+
+
+class Lookup(_Distance):
+    """Values looked up by keys."""
+
+    def prompts(self, split: str) -> Prompts:
+        """Raises DataError: no tokenizer that tells which characters a token is, or rows too short for two keys."""
+        context, spec = self.context, self.context.spec
+        tokenizer = context.tokenizer
+        if tokenizer is None or not tokenizer.is_fast:
+            missing = "the model's folder has none" if tokenizer is None else "the model's is of the slow kind"
+            raise DataError(
+                f"{self.name} needs a tokenizer with character offsets, and {missing}.",
+                "Add tokenizer.json to the model's folder, or choose --set evaluation.metric=text.",
+            )
+        generator, words = self._generator(split), key_words(tokenizer, spec.lookup_keys)
+        length = context.rows[split].shape[1]
+        rows, answers = [], []
+        for index in range(spec.lookup_prompts):
+            stated, asked, inside = self._parts(words, length // SHARE, generator)
+            begin = self._start() + stated
+            middle = self._filler(split, index, length - len(begin) - len(asked))
+            rows.append(begin + middle + asked)
+            answers.append([False] * (len(begin) + len(middle)) + inside)
+        return Prompts(torch.tensor(rows), torch.tensor(answers))
+
+    def _parts(
+        self, words: list[str], budget: int, generator: torch.Generator
+    ) -> tuple[list[int], list[int], list[bool]]:
+        """Tokens that state keys, tokens that ask for them, and which of those are answers; as many keys as fit."""
+        keys = lookup_keys(words, self.context.spec.lookup_keys, generator)
+        name = DICT_NAMES[int(torch.randint(len(DICT_NAMES), (1,), generator=generator))]
+        order = torch.randperm(len(keys), generator=generator).tolist()
+        for count in range(len(keys), 1, -1):
+            text, question, spans = lookup_text(keys[:count], [i for i in order if i < count], name)
+            stated = self._encode(text)["input_ids"]
+            asked = self._encode(question)
+            if max(len(stated) + 1, len(asked["input_ids"])) <= budget:
+                inside = [any(a < end and begin < b for begin, end in spans) for a, b in asked["offset_mapping"]]
+                return stated, asked["input_ids"], inside
+        raise DataError(
+            f"{self.name}: rows of {SHARE * budget} tokens are too short to state two keys and ask for them.",
+            "Raise evaluation.seq_len, or choose --set evaluation.metric=text.",
+        )
+
+    def _encode(self, text: str) -> Any:
+        return self.context.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+
+
+class Copy(_Distance):
+    """Random tokens repeated."""
+
+    def prompts(self, split: str) -> Prompts:
+        """The first token of the repetition is not scored: nothing before it says what comes.
+
+        Raises:
+            DataError: rows too short for a run of two tokens.
+        """
+        context, spec = self.context, self.context.spec
+        length, generator = context.rows[split].shape[1], self._generator(split)
+        allowed, start = ordinary_tokens(context.config, context.tokenizer), self._start()
+        count = min(spec.copy_tokens, length // SHARE - len(start))
+        if count < 2:
+            raise DataError(f"{self.name}: rows of {length} tokens are too short.", "Raise evaluation.seq_len.")
+        rows = []
+        for index in range(spec.copy_prompts):
+            run = allowed[torch.randperm(len(allowed), generator=generator)[:count]].tolist()
+            rows.append(start + run + self._filler(split, index, length - len(start) - 2 * len(run)) + run)
+        answers = torch.zeros(len(rows), length, dtype=torch.bool)
+        answers[:, length - count + 1 :] = True
+        return Prompts(torch.tensor(rows), answers)
+
+
+def lookup_keys(words: list[str], count: int, generator: torch.Generator) -> list[tuple[str, str]]:
+    """Distinct keys with two-digit values."""
+    chosen = torch.randperm(len(words), generator=generator)[:count].tolist()
+    values = torch.randint(10, 100, (count,), generator=generator).tolist()
+    return [(words[i], str(value)) for i, value in zip(chosen, values, strict=False)]
+
+
+def lookup_text(keys: list[tuple[str, str]], order: list[int], name: str) -> tuple[str, str, list[tuple[int, int]]]:
+    """What states the keys of a dict, what asks for them in this order, and the [begin, end) characters of answers."""
+    lines = "".join(f'    "{key}": {value},\n' for key, value in keys)
+    text, spans = "\n", []
+    for index in order:
+        key, value = keys[index]
+        text += f'assert {name}["{key}"] == '
+        spans.append((len(text), len(text) + len(value)))
+        text += value + "\n"
+    return f"{name} = {{\n{lines}}}\n", text, spans
+
+
+def key_words(tokenizer: Any, count: int) -> list[str]:
+    """At least `count` lower-case words of 3 to 9 letters: those that are tokens, made-up ones if there are too few."""
+    found = {w for w in tokenizer.get_vocab() if w.isascii() and w.isalpha() and w.islower() and 3 <= len(w) <= 9}
+    words = sorted(found)
+    if len(words) < count:
+        made = (a + b + c for a in SYLLABLES for b in SYLLABLES for c in SYLLABLES)
+        words += [word for word, _ in zip((w for w in made if w not in found), range(count), strict=False)]
+    if len(words) < count:
+        raise DataError(
+            f"lookup: {count} keys asked for, {len(words)} words to be had.", "Set a smaller evaluation.lookup_keys."
+        )
+    return words

@@ -1,0 +1,58 @@
+"""Placement of a model while accuracy is measured: device, dtype, and whether all its weights are in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..calibration.outline import ModelOutline
+from ..models.checkpoint import Checkpoint
+from ..models.hardware import pick_device, pick_dtype
+from ..models.memory import check_offload, stream_weights
+from ..progress import Progress
+from ..recipe import Recipe
+from ..recipe.metric_registry import LM_EVAL
+from ..recipe.settings import Compute
+from ..rewriting.compressible import CompressibleModel
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Device, dtype and streaming of a CompressibleModel."""
+
+    device: torch.device
+    dtype: torch.dtype
+    streamed: bool
+    device_map: str | None
+
+    @classmethod
+    def choose(cls, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress) -> Placement:
+        """Decide by an estimate of memory, which is told to `progress`.
+
+        Raises:
+            UsageError: the metric or the device map needs the whole model in memory, and it is not to be there.
+        """
+        outline, device = ModelOutline.of(checkpoint), pick_device(compute.device)
+        dtype = pick_dtype(compute.dtype, outline.dtype, device)
+        whole, instead = None, ""
+        if recipe.evaluation.metric.startswith(LM_EVAL):
+            whole, instead = f"evaluation.metric {recipe.evaluation.metric}", "Choose another metric, e.g. kl_div."
+        elif compute.device_map is not None:
+            whole, instead = f"--device-map {compute.device_map}", "Leave it out."
+        estimates = outline.evaluation(recipe, device, dtype)
+        stream, line = stream_weights(check_offload(compute.offload), *estimates, device, 1, whole, instead)
+        progress.message(line)
+        return cls(device, dtype, stream, compute.device_map)
+
+    def model(self, checkpoint: Checkpoint, workspace: Path) -> CompressibleModel:
+        """The model, loaded. `workspace`: a folder on a disk that can hold its hidden states."""
+        return CompressibleModel(
+            checkpoint,
+            self.device,
+            self.dtype,
+            streamed=self.streamed,
+            device_map=self.device_map,
+            workspace=workspace,
+        )

@@ -1,0 +1,209 @@
+"""What a model makes of rows of tokens: next-token scores, answers to prompts, and bootstrap resamples of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import NumericsError
+from ..models.estimate import LOGIT_BYTES
+from ..models.layerwise import LayerwiseModel, logit_batches
+from ..progress import Advance
+
+KL_POSITIONS_BYTES = 1 << 24
+"""Memory that one float32 tensor of the positions compared at a time may take."""
+
+RESAMPLES = 2000
+"""Bootstrap resamples of rows."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Next-token results per row, over `tokens` predictions a row.
+
+    correct: [rows], argmax hits. nll: [rows], their negative log-likelihoods summed, nats.
+    top1: [rows, tokens] int32, the argmax of each position.
+    kl_div: [rows], KL(reference || model) summed over positions, nats; None if there was no reference.
+    """
+
+    correct: np.ndarray
+    nll: np.ndarray
+    tokens: int
+    top1: np.ndarray | None = None
+    kl_div: np.ndarray | None = None
+
+    def as_dict(self) -> dict[str, float]:
+        total = self.tokens * len(self.nll)
+        return {
+            "token_accuracy": round(float(self.correct.sum() / total), 6),
+            "perplexity": round(float(np.exp(self.nll.sum() / total)), 6),
+            "tokens": total,
+        }
+
+
+def batch_logits(network: LayerwiseModel, rows: Tensor) -> Tensor:
+    """float32 logits of all positions but the last, [batch_size, seq_len - 1, vocab_size]; all of them in memory."""
+    states = network.final_states(rows)
+    with network.head() as head:
+        return _finite(head(states[:, :-1]).float())
+
+
+def _finite(logits: Tensor) -> Tensor:
+    if not torch.isfinite(logits).all():
+        raise NumericsError("the model's logits are not finite on the evaluation text.", "Evaluate in float32.")
+    return logits
+
+
+@torch.no_grad()
+def position_kl_div(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL(reference || model) of each position in nats.
+
+    Args:
+        reference, logits: [positions, vocab_size], float32. Taken KL_POSITIONS_BYTES at a time.
+    Returns:
+        [positions], float32; exactly 0 for equal logits, never below.
+    """
+    step = max(1, KL_POSITIONS_BYTES // (4 * logits.shape[-1]))
+    parts = []
+    for p, q in zip(reference.split(step), logits.split(step), strict=True):
+        log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        parts.append(log_q.sub_(log_p).neg_().mul_(log_p.exp_()).sum(-1).clamp_min_(0))
+    return torch.cat(parts)
+
+
+class Tally:
+    """Gathers the scores of one model, position by position of each row."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Tensor]] = {}
+
+    def add(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> None:
+        """Add positions.
+
+        Args:
+            logits: [n, vocab_size] float32. labels: [n], the tokens that come next.
+            reference: the uncompressed model's logits, if KL is wanted.
+        """
+        labels = labels.to(logits.device)
+        top1 = logits.argmax(-1)
+        columns = {
+            "correct": top1 == labels,
+            "nll": torch.nn.functional.cross_entropy(logits, labels, reduction="none").double(),
+            "top1": top1.int(),
+        }
+        if reference is not None:
+            columns["kl_div"] = position_kl_div(reference, logits).double()
+        for name, values in columns.items():
+            self._columns.setdefault(name, []).append(values.cpu())
+
+    def scores(self, rows: int) -> Scores:
+        columns = {name: torch.cat(parts).reshape(rows, -1) for name, parts in self._columns.items()}
+        sums = {name: values.sum(-1).numpy() for name, values in columns.items() if name != "top1"}
+        return Scores(tokens=columns["top1"].shape[1], top1=columns["top1"].numpy(), **sums)
+
+
+def score(
+    network: LayerwiseModel,
+    rows: Tensor,
+    advance: Advance = lambda done: None,
+    reference: Tensor | None = None,
+    states: Tensor | None = None,
+) -> Scores:
+    """Run the model over rows [n, seq_len] and score its next-token predictions.
+
+    Args:
+        reference: the uncompressed model's final hidden states; with them, KL is measured too.
+        states: the model's own, if they are known.
+    """
+    if states is None:
+        states = network.final_states(rows, advance)
+    tally = Tally()
+    with network.head() as head:
+        for batch, positions in logit_batches(network, rows):
+            labels = rows[batch, positions.start + 1 : positions.stop + 1].flatten()
+            logits = _finite(head(states[batch, positions]).float().flatten(0, 1))
+            expected = None if reference is None else head(reference[batch, positions]).float().flatten(0, 1)
+            tally.add(logits, labels, expected)
+    return tally.scores(len(rows))
+
+
+def logit_errors(network: LayerwiseModel, rows: Tensor, reference: Tensor, states: Tensor) -> Tensor:
+    """Relative error of the logits of each position, [n], by final hidden states of two models with one head.
+
+    Where all of the reference's logits are exactly 0 (behind a zero embedding of padding), the error is absolute.
+    """
+    errors = []
+    with network.head() as head:
+        for batch, positions in logit_batches(network, rows):
+            expected, got = (head(s[batch, positions]).float().flatten(0, 1) for s in (reference, states))
+            size = expected.norm(dim=-1)
+            errors.append(((got - expected).norm(dim=-1) / torch.where(size == 0, 1.0, size)).cpu())
+    return torch.cat(errors)
+
+
+@dataclass(frozen=True)
+class AnswerScores:
+    """What a model makes of the marked tokens of rows, each [rows].
+
+    hits: right first choices. probability: the sum of the probabilities that it gives them. answers: how many there
+    are.
+    """
+
+    hits: np.ndarray
+    probability: np.ndarray
+    answers: np.ndarray
+
+    @property
+    def mean_probability(self) -> float:
+        return float(self.probability.sum() / self.answers.sum())
+
+    @property
+    def mean_hits(self) -> float:
+        return float(self.hits.sum() / self.answers.sum())
+
+
+def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states: Tensor) -> AnswerScores:
+    """Score the marked tokens alone; the head runs for no other position.
+
+    Args:
+        rows: [n, seq_len] int64. answers: [n, seq_len] bool, true at tokens to be predicted, none a row's first.
+        states: [n, seq_len, hidden_size], the model's final hidden states.
+    """
+    row, position = answers[:, 1:].nonzero(as_tuple=True)
+    labels, chosen = rows[:, 1:][row, position], states[row, position]
+    step = max(1, LOGIT_BYTES.get(network.device.type, LOGIT_BYTES["cuda"]) // (4 * network.config.vocab_size))
+    hits, probability = [], []
+    with network.head() as head:
+        for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):
+            logits = _finite(head(part[None]).float())[0].cpu()
+            hits.append(logits.argmax(-1) == wanted)
+            probability.append(logits.double().softmax(-1).gather(-1, wanted[:, None])[:, 0])
+
+    def by_row(values: Tensor) -> np.ndarray:
+        return torch.zeros(len(rows), dtype=torch.float64).index_add_(0, row, values.double()).numpy()
+
+    return AnswerScores(by_row(torch.cat(hits)), by_row(torch.cat(probability)), by_row(torch.ones(len(labels))))
+
+
+def resample(value: Callable[..., Any], *columns: np.ndarray, seed: int = 0) -> np.ndarray:
+    """A value of column sums in RESAMPLES bootstrap resamples of rows, the same rows drawn for all columns (paired).
+
+    Args:
+        value: from one array of sums a column, each [RESAMPLES], to the value of each resample.
+        columns: [rows] each; at least one.
+    """
+    count = len(columns[0])
+    rows = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    found: np.ndarray = value(*(column[rows].sum(-1) for column in columns))
+    return found
+
+
+def quantiles(resampled: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of resampled values."""
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return round(float(low), 6), round(float(high), 6)

@@ -1,0 +1,1 @@
+"""From a run and a goal to a compressed checkpoint."""

@@ -1,0 +1,275 @@
+"""From a run folder to a compressed checkpoint: choose ranks, rewrite shard by shard, describe what was done."""
+
+from __future__ import annotations
+
+import logging
+import os.path
+import shutil
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bases import LayerBases
+from ..calibration.run import Run
+from ..data.splits import SPLITS
+from ..errors import system_errors
+from ..format.atomic import write_json, write_text
+from ..format.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
+from ..format.hashes import tensor_sha256
+from ..format.layout import LayerLayout, kv_bytes_per_token, profile_name, uncompressed_kv_bytes_per_token
+from ..format.locks import exclusive
+from ..format.manifest import write_manifest
+from ..format.publishing import staged_folder, write_shard
+from ..format.section import ATTENTION, FORMAT_VERSION, METHOD
+from ..kernels.defaults import default_config
+from ..logs import log_file
+from ..models.checkpoint import INDEX_FILE, Checkpoint
+from ..models.projections import read_attention
+from ..progress import Progress, StageTimes
+from ..recipe import Recipe
+from ..recipe.settings import Compute, ExportSettings, Goal
+from ..report.report import write_with_checkpoint
+from ..rewriting.compressible import bias_names
+from ..rewriting.shards import ShardContents, planned_layouts
+from ..search.export_job import ExportJob
+from ..search.point import Point
+from ..search.rank_search import RankSearch, stored_ranks
+from ..search.table import RankTable
+from .model_card import model_card
+
+log = logging.getLogger("rotor")
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written: the folder, the content of its rotor.json, and seconds per stage (0 measured points: none).
+
+    digest: SHA-256 of manifest.json, which has that of every other file: `rotor validate OUT --digest HEX`.
+    """
+
+    folder: Path
+    report: dict[str, Any]
+    digest: str
+    seconds: dict[str, float]
+    measured_points: int
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    accuracy: float | None = None,
+    compression: float | None = None,
+    removal_rate: float | None = None,
+    confidence: float | None = None,
+    targets: Iterable[float] = (),
+    overrides: Iterable[str] = (),
+    objective: str | float | None = None,
+    elastic: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    offload: str = "auto",
+    device_map: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ExportResult:
+    """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
+
+    Args:
+        run: folder that calibrate wrote; its tables gain the points that are measured.
+        out: the checkpoint folder; it appears whole or not at all.
+        accuracy: least accuracy on the search split (see Evaluation), in (0, 1]; the report split is then measured
+            once.
+        confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
+            the value does.
+        targets: further accuracies to search, whose points are then known; of an elastic checkpoint its profiles.
+        compression: least share of the KV cache to remove, in (0, 1).
+        removal_rate: singular-value removal rate, in [0, 1).
+        overrides: `section.field=value` for the recipe's ranks, evaluation, search and objective.
+        elastic: keep all columns, and store the ranks at each of `targets` (by default the recipe's search targets) as
+            profiles, chosen at load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs
+            `accuracy`.
+        device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
+        objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
+    Raises:
+        AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
+    """
+    settings = ExportSettings(
+        run,
+        out,
+        Goal(accuracy, compression, removal_rate, confidence),
+        tuple(targets),
+        tuple(overrides),
+        objective,
+        elastic,
+        Compute(device, dtype, offload, device_map),
+        overwrite,
+    )
+    return run_export(settings, progress)
+
+
+@system_errors()
+def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
+    """What `export` does, with its arguments in one object; raises likewise."""
+    job = ExportJob.check(settings)
+    with exclusive(job.run.folder, "export"), exclusive(job.out.path, "export"), log_file(job.run.folder, "export"):
+        job = ExportJob.check(settings)  # again: who held the folders until now may have written to them
+        return _export(job, RankSearch(job, StageTimes(), progress or Progress()))
+
+
+def _export(job: ExportJob, search: RankSearch) -> ExportResult:
+    point = search.point()
+    profiles = search.profiles(point) if job.settings.elastic else {}
+    if not job.settings.elastic:
+        search.search_targets()
+    search.close()
+    table, times = search.table, search.times
+    with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
+        chosen = search.bases.select(point.choice)
+        report, digest = _write(staging, job, chosen, point, table, profiles, search.progress)
+    log.info("compression %.4f, ranks of %s", point.stored, job.recipe.ranks.method)
+    return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
+
+
+def _write(
+    staging: Path,
+    job: ExportJob,
+    bases: Sequence[LayerBases],
+    point: Point,
+    table: RankTable,
+    profiles: dict[str, Any],
+    progress: Progress,
+) -> tuple[dict[str, Any], str]:
+    """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
+    run, recipe, checkpoint, family, accuracy = job.run, job.recipe, job.checkpoint, job.family, job.goal.accuracy
+    layouts = [layout for layout, _ in planned_layouts(bases, point.ranks, family.has_key_norm)]
+    planned = planned_layouts(bases, stored_ranks(bases, point.ranks, bool(profiles)), family.has_key_norm)
+    stored = [layout for layout, _ in planned]
+    contents = ShardContents(checkpoint, family, run.shape, bases, planned, checkpoint.tensor)
+    tensors = write_shards(staging, job, contents, progress)
+    for file in run.info["model"].get("files", {}):
+        job.check_unchanged(file)
+    for name in checkpoint.sidecars():
+        (staging / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint.folder / name, staging / name)
+
+    config = dict(checkpoint.config_dict)
+    first = read_attention(family, 0, checkpoint.names, checkpoint.tensor, run.shape)
+    config["attn_implementation"] = ATTENTION
+    config["quantization_config"] = {
+        "quant_method": METHOD,
+        "format_version": FORMAT_VERSION,
+        "biases": sorted(bias_names(first)),
+        "layers": {str(i): layout.to_dict() for i, layout in enumerate(stored)},
+    }
+    if profiles:
+        config["quantization_config"]["profiles"] = profiles
+        assert accuracy is not None
+        config["rank_profile"] = profile_name(accuracy)
+    write_json(staging / "config.json", config)
+    write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
+    write_text(staging / RECIPE, recipe.to_yaml())
+    report = _report(run, recipe, checkpoint, layouts, point, table, job.goal, tensors, first.v_weight.element_size())
+    if profiles:
+        report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
+    report["run"] = _relative(run.folder, job.out.path)
+    report["source"]["path"] = _relative(checkpoint.folder, job.out.path)
+    write_json(staging / ROTOR_JSON, report)
+    write_text(staging / CARD, model_card(report, recipe))
+    with progress.task("report", None, ""):
+        write_with_checkpoint(staging, run, job.out.path.name)
+    return report, write_manifest(staging, "checkpoint")
+
+
+def write_shards(
+    staging: Path, job: ExportJob, contents: ShardContents, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """Write the checkpoint shard by shard.
+
+    Tensors that stay as they are pass from the source's memory map to the file: only a shard's rewritten ones take
+    memory. Hashes are computed while the shard is written: those of the new tensors, and that of the source's shard.
+
+    Returns:
+        For each tensor written its file, shape, dtype and SHA-256.
+    Raises:
+        CheckpointError: a shard is not the one that was calibrated.
+    """
+    checkpoint = job.checkpoint
+    written: dict[str, dict[str, Any]] = {}
+    with progress.task("write", checkpoint.total_bytes(), "B") as advance, ThreadPoolExecutor() as pool:
+        for file in checkpoint.files:
+            unchanged = pool.submit(job.check_unchanged, file)
+            tensors = contents.tensors(file)
+            digests = {name: pool.submit(tensor_sha256, tensor) for name, tensor in sorted(tensors.items())}
+            write_shard(staging / file, tensors)
+            for name, digest in digests.items():
+                written[name] = {
+                    "file": file,
+                    "shape": list(tensors[name].shape),
+                    "dtype": str(tensors[name].dtype).removeprefix("torch."),
+                    "sha256": digest.result(),
+                }
+            unchanged.result()
+            advance((checkpoint.folder / file).stat().st_size)
+    if (checkpoint.folder / INDEX_FILE).is_file():
+        total = sum((staging / file).stat().st_size for file in checkpoint.files)
+        weight_map = {name: entry["file"] for name, entry in sorted(written.items())}
+        write_json(staging / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return written
+
+
+def _report(
+    run: Run,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    layouts: list[LayerLayout],
+    point: Point,
+    table: RankTable,
+    goal: Goal,
+    tensors: dict[str, dict[str, Any]],
+    element_bytes: int,
+) -> dict[str, Any]:
+    """The content of rotor.json."""
+    source, context = run.info["model"], table.context
+    fidelity = {split: point.fidelity(split) for split in SPLITS}
+    report = fidelity["report"]
+    return {
+        "format_version": FORMAT_VERSION,
+        "versions": run.info["versions"],
+        "recipe": recipe.name,
+        "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},
+        "compression": point.compression_json,
+        "rank_method": recipe.ranks.method,
+        "parameter": point.parameter,
+        "kv_bytes_per_token": {
+            "before": uncompressed_kv_bytes_per_token(run.shape, element_bytes),
+            "after": kv_bytes_per_token(layouts, element_bytes),
+            "element_bytes": element_bytes,
+        },
+        "accuracy": {
+            "target": goal.accuracy,
+            "confidence": goal.confidence,
+            "metric": recipe.evaluation.metric,
+            "search": fidelity["search"].accuracy,
+            "report": report.accuracy,
+            "interval_95": None if report.interval is None else list(report.interval),
+            "measurements": {split: found.to_json() for split, found in fidelity.items()},
+            "base": {split: table.base.get(split) for split in SPLITS},
+            "left_out": table.left_out,
+            "data": context.data,
+            "data_sha256": context.data_sha256,
+            "excluded_documents": list(context.excluded),
+            "table": context.key,
+        },
+        "ranks": point.ranks_json,
+        "layouts": [layout.to_dict() for layout in layouts],
+        "removed_tensors": sorted(checkpoint.names - set(tensors)),
+        "tensors": dict(sorted(tensors.items())),
+    }
+
+
+def _relative(path: Path, out: Path) -> str:
+    """A path as seen from inside `out`, so that the folders can be moved together."""
+    return os.path.relpath(path.resolve(), out.resolve())

@@ -1,0 +1,113 @@
+"""README.md of a compressed checkpoint: what it is, what was measured, how to load it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from ..format.manifest import NO_DIGEST
+from ..recipe import Recipe
+from ..recipe.metric_registry import METRICS, MetricInfo, describe
+
+
+def model_card(report: dict[str, Any], recipe: Recipe) -> str:
+    """Markdown with a metadata block, from the content of rotor.json."""
+    accuracy, size, name = report["accuracy"], report["kv_bytes_per_token"], report["source"]["name"]
+    measured, base = accuracy["measurements"]["report"]["values"], accuracy["base"]["report"] or {}
+    interval = ", no interval"
+    if accuracy["interval_95"] is not None:
+        interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
+    target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
+    base_model, name = report["source"]["hub_id"] or name, markdown(name)
+    if accuracy["confidence"] is not None:
+        target += f" for the lower end of the {100 * accuracy['confidence']:g} % interval"
+    ratios = "\n".join(_ratio_rows(measured, base, accuracy["left_out"].get("report", {})))
+    metadata = {
+        "base_model": base_model,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["rotor", "kv-cache", "compression"],
+    }
+    metric, layouts = accuracy["metric"], report["layouts"]
+    domains = sorted({layout["domain"] for layout in layouts})
+    sizes = sorted({len(layout["groups"][0]["kv_heads"]) for layout in layouts})
+    return f"""---
+{yaml.safe_dump(metadata, sort_keys=False).strip()}
+---
+
+# {name}, KV cache compressed by rotor
+
+The weights of {name} with value, output and (where folded) key projections rotated and truncated. The KV cache
+holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report["compression"]["stored"]:.1f} % less).
+
+| | |
+|---|---|
+| recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
+| keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
+| compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
+| KV bytes per token before, after | {size["before"]}, {size["after"]} |
+| accuracy ({metric}) | {accuracy["report"]:.4f}{interval} |
+| target of the search | {target}; the search split, which chose, measured {accuracy["search"]:.4f} |
+{ratios}
+| measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens of the report split, which chose nothing |
+
+Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; it may
+lie below the target by what the interval says.
+Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
+
+## Load it
+
+```python
+import rotor  # pip install rotor-kv
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+```
+
+Without `import rotor` transformers cannot run this checkpoint. `rotor validate` checks its integrity and its numbers;
+`rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
+
+`manifest.json` has the SHA-256 of every file. That of `manifest.json` itself, as it was written, is the digest
+
+```
+{NO_DIGEST}
+```
+
+With the digest from somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
+"""
+
+
+def markdown(text: str) -> str:
+    """Text of unknown origin so that Markdown, and HTML in it, shows it as it is, on one line."""
+    line = "".join(character if character.isprintable() else " " for character in text)
+    return re.sub(r"([\\`*_\[\]<>&|~$#!])", r"\\\1", line)
+
+
+def _ratio_rows(measured: dict[str, Any], base: dict[str, Any], left_out: dict[str, str]) -> list[str]:
+    """A row for each ratio, also for one that was left out of the accuracy, with why."""
+    rows = []
+    for name, info in METRICS.items():
+        if info.parts:
+            continue
+        if info.accuracy_field in measured:
+            of = {"ppl_ratio": f", base {base.get('perplexity', 0):.3f}", "kl_div": " = exp(-KL)"}.get(name, "")
+            of = f", base {base[name]:.3f}" if info.prompts and name in base else of
+            rows.append(f"| {_label(info)} | {measured[info.accuracy_field]:.4f}{of} |")
+        elif name in left_out:
+            rows.append(f"| {info.label} | left out: {left_out[name]} |")
+    return rows
+
+
+def _label(info: MetricInfo) -> str:
+    """KL is shown as an accuracy."""
+    return "closeness of the distributions" if info.field else info.label
+
+
+def _domain(domain: str) -> str:
+    return {
+        "post": "after RoPE (never rebuilt)",
+        "pre": "before RoPE (rebuilt inside attention)",
+        "none": "in place (the model has no RoPE)",
+    }[domain]

@@ -1,0 +1,15 @@
+"""Names of the files that an export adds to those of the model; a run has a recipe too."""
+
+from __future__ import annotations
+
+ROTOR_JSON = "rotor.json"
+"""What was done, measured and written: see rotor.format.schemas.CheckpointInfo."""
+
+KERNEL_CONFIG = "kernel_config.json"
+RECIPE = "recipe.yaml"
+CARD = "README.md"
+
+ADDED = (ROTOR_JSON, KERNEL_CONFIG, RECIPE, CARD)
+
+
+RESULTS = "results.json"

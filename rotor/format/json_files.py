@@ -1,0 +1,44 @@
+"""Read JSON files of unknown origin."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+MAX_JSON_BYTES = 1 << 27
+"""The index of a model of a million tensors is smaller."""
+
+
+def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+    """Read a JSON object from a file; raises CheckpointError if it is missing or not one."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)
+        text = path.read_text("utf-8")
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        if "\\ud" in text.lower():  # escaped halves of characters, which no file in UTF-8 can hold
+            json.dumps(data, ensure_ascii=False).encode()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file.", hint) from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{path}: not readable as JSON: {reason}", hint) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}.", hint)
+    return data
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is more than a float holds")
+    return value

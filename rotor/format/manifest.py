@@ -1,0 +1,141 @@
+"""What a finished folder of rotor's holds: the SHA-256 of every file, in manifest.json; its own is the folder's digest.
+
+    {"rotor_manifest": 1, "kind": "checkpoint", "files": {"config.json": "9f86d0...", ...}}
+
+The digest is what `sha256sum manifest.json` prints. The README.md of a checkpoint quotes it; since a file cannot hold a
+hash of itself, README.md is hashed with the digest written as zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ..errors import CheckpointError
+from .atomic import json_bytes, write_bytes, write_json
+from .file_names import CARD
+from .hashes import file_sha256
+from .json_files import read_json
+
+Kind = Literal["checkpoint", "run"]
+MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
+MARKERS = (MANIFEST, UNFINISHED)
+VERSION = 1
+NO_DIGEST = "0" * 64
+"""Stands for the digest where README.md is hashed."""
+
+CHANGING = {
+    "checkpoint": re.compile(r"(?!)"),
+    "run": re.compile(r"log\.txt|report\.html|rank_table\.json|(tables|probes|work)/.*|(.*/)?\.[^/]+\.tmp"),
+}
+"""Files that rotor itself writes after a folder is finished. Of a run: its log, report and measurements, each JSON of
+which has a checksum of its own; and what a killed process leaves."""
+
+CHECKSUM = "sha256"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest as read. digest: SHA-256 of its bytes."""
+
+    folder: Path
+    kind: Kind
+    files: Mapping[str, str]
+    digest: str
+
+    @classmethod
+    def read(cls, folder: Path, hint: str = "") -> Manifest:
+        """Raises CheckpointError if there is none, or not one."""
+        path = folder / MANIFEST
+        data = read_json(path, hint)
+        files = data.get("files")
+        sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
+        if data.get("rotor_manifest") != VERSION or data.get("kind") not in get_args(Kind) or not sound:
+            raise CheckpointError(f"{path}: not a manifest of this version of rotor.", hint)
+        return cls(folder, data["kind"], data["files"], file_sha256(path))
+
+    def added(self) -> list[str]:
+        """Files (links, pipes, empty folders) that are neither listed nor rotor's own later ones."""
+        known = CHANGING[self.kind]
+        return [
+            name
+            for name in entries_below(self.folder)
+            if name not in self.files and name not in MARKERS and not known.fullmatch(name)
+        ]
+
+    def problems(self) -> dict[str, str]:
+        """What is wrong with which file: `is missing`, `is unexpected`, `differs from its SHA-256`."""
+        found = {name: problem for name in sorted(self.files) if (problem := self.problem(name))}
+        return found | {name: "is unexpected" for name in self.added()}
+
+    def problem(self, name: str) -> str:
+        """What is wrong with one file, or nothing."""
+        path = self.folder / name
+        if name not in self.files:
+            return "is unexpected"
+        if not path.is_file() or path.is_symlink():
+            return "is missing"
+        if name == CARD and self.kind == "checkpoint":
+            text = path.read_bytes()
+            altered = NO_DIGEST.encode() in text
+            digest = _sha256(text.replace(self.digest.encode(), NO_DIGEST.encode()))
+            return "" if digest == self.files[name] and not altered else "differs from its SHA-256"
+        return "" if file_sha256(path) == self.files[name] else "differs from its SHA-256"
+
+
+def write_manifest(folder: Path, kind: Kind, known: Mapping[str, str] | None = None) -> str:
+    """List all files of a folder that is about to be published, and put the digest into README.md.
+
+    Args:
+        known: hashes that were computed while files were written.
+    Returns:
+        The digest.
+    """
+    known = known or {}
+    names = [name for name in entries_below(folder) if name not in MARKERS and not CHANGING[kind].fullmatch(name)]
+    files = {name: known.get(name) or file_sha256(folder / name) for name in names}
+    data = json_bytes({"rotor_manifest": VERSION, "kind": kind, "files": files})
+    digest = _sha256(data)
+    write_bytes(folder / MANIFEST, data)
+    if kind == "checkpoint" and CARD in files:
+        card = (folder / CARD).read_bytes()
+        write_bytes(folder / CARD, card.replace(NO_DIGEST.encode(), digest.encode()))
+    return digest
+
+
+def entries_below(folder: Path) -> list[str]:
+    """Everything in a folder and below by its name there, sorted; of folders only those that are empty or links."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        relative = Path(place).relative_to(folder)
+        found += [(relative / name).as_posix() for name in files]
+        found += [(relative / name).as_posix() for name in folders if (Path(place) / name).is_symlink()]
+        if not folders and not files and relative.parts:
+            found.append(f"{relative.as_posix()}/")
+    return sorted(found)
+
+
+def write_checked_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON object that changes after its folder is finished, with the SHA-256 of its content in it."""
+    write_json(path, {CHECKSUM: _content_sha256(data), **data})
+
+
+def read_checked_json(path: Path, hint: str = "") -> dict[str, Any]:
+    """The object that write_checked_json wrote; raises CheckpointError if it is missing, damaged or was edited."""
+    data = read_json(path, hint)
+    if data.pop(CHECKSUM, None) != _content_sha256(data):
+        raise CheckpointError(f"{path}: differs from the SHA-256 in it.", hint)
+    return data
+
+
+def _content_sha256(data: Mapping[str, Any]) -> str:
+    return _sha256(json_bytes({key: value for key, value in data.items() if key != CHECKSUM}))
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,220 @@
+"""Output folders: which path is which place, and what rotor may replace or remove there.
+
+The only module that removes folders. Nothing is removed that does not say of itself, in a file that rotor wrote, that
+it is a folder of the kind that is to be written: manifest.json of a finished one, unfinished.json of one in the making.
+Places are compared by device and inode, of themselves and of all folders above, so that links, bind mounts and
+spellings make no difference.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError, UsageError
+from .atomic import sync, write_json
+from .json_files import read_json
+from .manifest import MARKERS, UNFINISHED, Kind, Manifest
+
+INSIDE = re.compile(r"\.rotor-([0-9a-f]{16}|partial)")
+"""What rotor keeps in a folder that it cannot rename."""
+
+MINE = "Choose another folder, or remove it yourself."
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """A folder that a command writes. path: absolute, with links resolved: where it really is. kind: what it is to be.
+
+    A link to a folder stays a link: what it leads to is replaced.
+    """
+
+    path: Path
+    kind: Kind
+
+    @classmethod
+    def at(cls, given: str | Path, kind: Kind) -> OutputFolder:
+        """Raises UsageError for the root of the file system, and a name that safetensors cannot open."""
+        path = Path(os.path.realpath(given))
+        if not path.name:
+            raise UsageError(f"{given}: is the root of the file system.", "Choose a folder in it.")
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{path}: is not UTF-8.", "safetensors opens no other names; choose one in UTF-8."
+            ) from error
+        return cls(path, kind)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is there and cannot be renamed: a mount point, or in a folder that cannot be written to."""
+        return self.path.is_dir() and (is_mount(self.path) or not os.access(self.path.parent, os.W_OK))
+
+    @property
+    def partial(self) -> Path:
+        """Where an unfinished run lies: beside the folder; in it, if it is fixed."""
+        return self.path / ".rotor-partial" if self.is_fixed else self.path.with_name(f"{self.path.name}.partial")
+
+    def new_name(self, end: str = "") -> Path:
+        """A name that nobody has, where a folder can be renamed to this one or its files into this one."""
+        unique = f"rotor-{secrets.token_hex(8)}{end}"
+        return self.path / f".{unique}" if self.is_fixed else self.path.with_name(f".{self.path.name}.{unique}")
+
+    def leftovers(self) -> list[Path]:
+        """What killed processes left of it, under names that `new_name` gave."""
+        if self.is_fixed:
+            return [path for path in sorted(self.path.iterdir()) if re.fullmatch(r"\.rotor-[0-9a-f]{16}", path.name)]
+        if not self.path.parent.is_dir():
+            return []
+        name = re.compile(re.escape(f".{self.path.name}.rotor-") + "[0-9a-f]{16}(-old)?")
+        return [path for path in sorted(self.path.parent.iterdir()) if name.fullmatch(path.name)]
+
+    def check(self, overwrite: bool, sources: Iterable[Path], kept: Iterable[Path] = ()) -> None:
+        """Raises UsageError where the folder must not be written.
+
+        Args:
+            overwrite: allow a folder of the same kind there.
+            sources: folders that are read: the output must not lie in them, nor they in what may be removed.
+            kept: files and folders that must only not be removed.
+        """
+        sources = list(sources)
+        removed = [self.path, *([self.partial] if self.kind == "run" else []), *self.leftovers()]
+        check_apart(self.path, sources, kept, removed)
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UsageError(f"{self.path}: is a file.", "Choose another name.")
+        for path in self.path.iterdir():
+            if INSIDE.fullmatch(path.name):
+                check_removable(path, self.kind)
+        if not any(_contents(self.path)):
+            return
+        if not overwrite:
+            raise UsageError(f"{self.path}: exists and is not empty.", "Give --overwrite to replace it.")
+        check_removable(self.path, self.kind)
+
+
+def check_apart(
+    out: Path, sources: Iterable[Path], kept: Iterable[Path] = (), removed: Iterable[Path] | None = None
+) -> None:
+    """Raises UsageError where an output lies in a source, or a source in what may be removed.
+
+    Args:
+        sources: folders that are read. kept: files and folders that must only not be removed.
+        removed: folders that may be removed or replaced; the output by default.
+    """
+    sources = list(sources)
+    for source in sources:
+        if is_same_or_inside(out, source):
+            raise UsageError(f"{out}: lies in {source}, which rotor reads from.", "Choose a folder outside of it.")
+    for folder in (out,) if removed is None else removed:
+        mounted = {identity(Path(place)) for place, _, _ in os.walk(folder)} if is_ours(folder) else set()
+        for read in (*sources, *kept):
+            linked = read.iterdir() if read.is_dir() else ()  # files of a source may be links to where they are
+            for path in (read, *linked):
+                if is_same_or_inside(path, folder) or (path.is_dir() and identity(path) in mounted):
+                    raise UsageError(f"{folder}: contains {path}, which rotor reads from.", "Choose another folder.")
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of what a path leads to; None if there is nothing."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def is_same_or_inside(path: Path, folder: Path) -> bool:
+    """Whether a path, which need not exist, is a folder or lies somewhere below it, by whatever name."""
+    place, resolved = identity(folder), Path(os.path.realpath(path))
+    return place is not None and any(identity(part) == place for part in (resolved, *resolved.parents))
+
+
+def is_mount(path: Path) -> bool:
+    """Whether something is mounted there; a bind mount from the same file system shows only in the system's list."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return False
+    escaped = [line.split()[4] for line in lines]
+    points = {re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), point) for point in escaped}
+    return os.fsencode(path) in points
+
+
+def mark_unfinished(folder: Path, kind: Kind) -> None:
+    """Say of a folder that rotor is making it."""
+    write_json(folder / UNFINISHED, {"rotor_unfinished": 1, "kind": kind})
+
+
+def unmark(folder: Path) -> None:
+    """It is finished; from here on the manifest says what it is."""
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    sync(folder)
+
+
+def unfinished_kind(folder: Path) -> str | None:
+    """What a folder is to become; None if nothing says that rotor is making it."""
+    path = folder / UNFINISHED
+    if path.is_symlink() or not path.is_file():
+        return None
+    with suppress(CheckpointError):
+        data = read_json(path)
+        return data.get("kind") if data.get("rotor_unfinished") == 1 else None
+    return None
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder says that rotor made it, whatever else is in it."""
+    return any((folder / name).is_file() for name in MARKERS)
+
+
+def check_removable(folder: Path, kind: Kind) -> None:
+    """Raises UsageError unless a folder is empty, or an unfinished or finished one of that kind and nothing else."""
+    if folder.is_symlink() or not folder.is_dir():
+        raise UsageError(f"{folder}: is not a folder.", MINE)
+    if not any(_contents(folder)) or unfinished_kind(folder) == kind:
+        return
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError as error:
+        raise UsageError(
+            f"{folder}: is not empty, and nothing in it says that it is a {kind} folder that rotor wrote.", MINE
+        ) from error
+    if manifest.kind != kind:
+        raise UsageError(f"{folder}: is a {manifest.kind} folder, and would become a {kind} folder.", MINE)
+    foreign = [name for name in manifest.added() if not INSIDE.match(name)]
+    if foreign:
+        raise UsageError(f"{folder}: holds {foreign[0]}, which rotor did not write.", "Move it elsewhere first.")
+
+
+def remove(folder: Path, kind: Kind) -> None:
+    """Remove a folder of rotor's, with the files that say so last; raises UsageError if it is none."""
+    check_removable(folder, kind)
+    empty(folder)
+    for name in MARKERS:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def empty(folder: Path, but: Path | None = None) -> None:
+    """Remove what is in a folder that has been checked, except what says that it is rotor's, and `but`."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and path != but:
+            shutil.rmtree(path)
+        elif path.name not in MARKERS and path != but:
+            path.unlink()
+
+
+def _contents(folder: Path) -> list[Path]:
+    """What is in a folder, without what rotor keeps there while it works."""
+    return [path for path in folder.iterdir() if not INSIDE.fullmatch(path.name)]

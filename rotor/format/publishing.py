@@ -1,0 +1,158 @@
+"""Writing whole folders: made beside their place, flushed to the disk, then renamed; safetensors files; disk space.
+
+Whoever publishes a folder holds its lock (rotor.format.locks): whatever else has been left under its names is dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CheckpointError, UsageError
+from .atomic import sync
+from .manifest import MANIFEST, UNFINISHED
+from .places import OutputFolder, empty, mark_unfinished, remove, unmark
+
+CONFIG = "config.json"
+
+
+@contextmanager
+def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], needed_bytes: int) -> Iterator[Path]:
+    """A folder that appears whole or not at all: written elsewhere on the same disk, then published.
+
+    Args:
+        overwrite, sources: see OutputFolder.check.
+        needed_bytes: checked against the free disk space first.
+    Raises:
+        UsageError: `out` must not be written. CheckpointError: the disk is too small or fails.
+    """
+    out.check(overwrite, sources)
+    try:
+        out.path.parent.mkdir(parents=True, exist_ok=True)
+        recover(out)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out.path.parent}: cannot be written ({error.strerror}).", "Choose another place."
+        ) from error
+    out.check(overwrite, sources)  # again: an old folder may have been put back
+    check_space(out.path, needed_bytes)
+    staging = out.new_name()
+    try:
+        staging.mkdir()
+        mark_unfinished(staging, out.kind)
+        yield staging
+        publish_folder(staging, out)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{out.path}: writing failed: {reason}", "Nothing was changed there.") from error
+    finally:
+        if staging.exists():
+            with suppress(OSError, UsageError):
+                remove(staging, out.kind)
+
+
+def check_space(place: Path, needed_bytes: int) -> None:
+    """Raises CheckpointError if the disk that a folder is on, or is to be, has less free space than needed."""
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{place}: {free / 1e9:.2f} GB free, {needed_bytes / 1e9:.2f} GB needed.", "Free space, or choose another."
+        )
+
+
+def publish_folder(folder: Path, out: OutputFolder) -> None:
+    """Flush a folder with a manifest to the disk and give it its name, in place of what is there.
+
+    A folder that cannot be renamed (a mount point) gets the files one by one instead: there config.json, without which
+    nothing loads it, and the manifest go first and come last.
+
+    Raises:
+        UsageError: what is there is not rotor's to remove. OSError: the disk fails.
+    """
+    recover(out, but=folder)
+    for place, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(place) / name)
+        sync(Path(place))
+    if out.is_fixed:
+        _move_files(folder, out)
+    elif out.path.is_dir() and any(out.path.iterdir()):
+        _exchange(folder, out)
+    else:
+        unmark(folder)
+        os.rename(folder, out.path)  # an empty folder may be there
+    sync(out.path.parent)
+
+
+def _exchange(folder: Path, out: OutputFolder) -> None:
+    """Put a folder in the place of another one, which is kept until the new one is there."""
+    out.check(overwrite=True, sources=())  # again: what has come into it since
+    old = out.new_name("-old")
+    unmark(folder)
+    try:
+        os.rename(out.path, old)
+        os.rename(folder, out.path)
+    except BaseException as error:  # also an interruption between the two
+        if old.exists() and not out.path.exists():
+            os.rename(old, out.path)
+        if isinstance(error, OSError) and error.errno in (errno.EBUSY, errno.EXDEV):
+            raise CheckpointError(f"{out.path}: cannot be renamed ({error.strerror}).", "Choose another.") from error
+        raise
+    gone = out.new_name()  # a name that nobody restores, since from here on it may be there in part
+    os.rename(old, gone)
+    with suppress(OSError):
+        remove(gone, out.kind)
+
+
+def _move_files(folder: Path, out: OutputFolder) -> None:
+    """Put the files of a folder in the place of those of another one, which stays where it is."""
+    out.check(overwrite=True, sources=())
+    mark_unfinished(out.path, out.kind)  # so that the folder can be told to be rotor's at every moment
+    for name in (CONFIG, MANIFEST):
+        (out.path / name).unlink(missing_ok=True)
+    sync(out.path)
+    empty(out.path, but=folder)
+    last = {CONFIG: 1, MANIFEST: 2}
+    for path in sorted(folder.iterdir(), key=lambda path: (last.get(path.name, 0), path.name)):
+        if path.name != UNFINISHED:
+            sync(out.path)
+            os.rename(path, out.path / path.name)
+    sync(out.path)
+    remove(folder, out.kind)
+    unmark(out.path)
+
+
+def recover(out: OutputFolder, but: Path | None = None) -> None:
+    """Remove what a killed process left of a folder; put the old one back if it was killed between two renames."""
+    for path in out.leftovers():
+        if path == but:
+            continue
+        if path.name.endswith("-old") and not out.path.exists():
+            os.rename(path, out.path)
+            sync(out.path.parent)
+        else:
+            with suppress(UsageError):  # not rotor's: stays
+                remove(path, out.kind)
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one safetensors file of a checkpoint."""
+    write_tensors(path, {name: t.contiguous() for name, t in sorted(tensors.items())}, {"format": "pt"})
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone."""
+    with path.open("wb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)

@@ -1,0 +1,292 @@
+"""Reading checkpoints: shards, configuration, tokenizer. What is written is in rotor.publishing."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError
+from ..format.hashes import file_sha256
+from ..format.json_files import read_json
+from ..typed import shorten
+from .sidecars import sidecars
+from .source_config import check_config, check_generation_config
+from .tokenizer import load_tokenizer
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+NUMBERED = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d+)\.safetensors")
+"""Names of the shards of one model."""
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class Checkpoint:
+    """A folder with config.json and safetensors shards, opened read-only; tensors are read when asked for.
+
+    Raises:
+        CheckpointError: no model folder, a missing, truncated or unreadable shard, or a pickle checkpoint.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
+        _refuse_other_formats(self.folder)
+        self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
+        check_config(self.folder / "config.json", self.config_dict)
+        self.file_of = self._locate()
+        self._handles: dict[str, Any] = {}
+        self._check_index()
+
+    @property
+    def files(self) -> list[str]:
+        """Shard file names, sorted."""
+        return sorted(set(self.file_of.values()))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.file_of)
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config; code in the folder is never run."""
+        return config_of(self.folder)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer in the folder, or None; tried in a child process before (see rotor.tokenizer)."""
+        return load_tokenizer(self.folder, self.config.vocab_size)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: there is none of that name.
+            NumericsError: it has a NaN or Inf.
+        """
+        tensor = self.unchecked_tensor(name)
+        if not is_finite(tensor):
+            bad = int((~torch.isfinite(tensor.float())).sum())
+            raise NumericsError(
+                f"{self.folder / self.file_of[name]}: tensor {name} has {bad} elements that are NaN or Inf.",
+                "The source checkpoint is damaged; download it again.",
+            )
+        return tensor
+
+    def unchecked_tensor(self, name: str) -> Tensor:
+        """Read one tensor that has been looked through before."""
+        if name not in self.file_of:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is missing; the shards hold {len(self.file_of)} tensors.",
+                "Check that config.json belongs to these weights.",
+            )
+        file = self.file_of[name]
+        try:
+            return self._open(file).get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.folder / file}: tensor {name}: {_one_line(error)}") from error
+
+    def meta_tensor(self, name: str) -> Tensor:
+        """The shape and dtype of a tensor, on the meta device; only its header is read."""
+        stored = self._open(self.file_of[name]).get_slice(name)
+        return torch.empty(stored.get_shape(), dtype=stored[:0].dtype if stored.get_shape() else None, device="meta")
+
+    def release(self) -> None:
+        """Close the shards, so that what was read of them no longer counts as this process's memory."""
+        self._handles.clear()
+
+    def shape_of(self, name: str) -> list[int]:
+        return list(self._open(self.file_of[name]).get_slice(name).get_shape())
+
+    def stored_names(self, file: str) -> list[str]:
+        """Names of all tensors in a shard, also those that the index does not know."""
+        return sorted(self._open(file).keys())
+
+    def names_in(self, file: str) -> list[str]:
+        return sorted(name for name, where in self.file_of.items() if where == file)
+
+    def other_hashes(self) -> dict[str, str]:
+        """SHA-256 by name of what a run depends on beside the shards: config.json, the index, and the sidecars."""
+        return {name: file_sha256(self.folder / name) for name in self.other_files()}
+
+    def other_files(self) -> list[str]:
+        """Names of what a run depends on beside the shards."""
+        own = [name for name in ("config.json", INDEX_FILE) if (self.folder / name).is_file()]
+        return [*own, *self.sidecars()]
+
+    def sidecars(self) -> list[str]:
+        """Names of the files to take along unchanged; see rotor.sidecars."""
+        return sidecars(self.folder)
+
+    def changes(self, recorded: dict[str, str]) -> list[str]:
+        """What is not as it was at calibration, `FILE is gone`, `... was added`, `... changed`.
+
+        Args:
+            recorded: SHA-256 of every shard and of the other files, by name.
+        """
+        found = []
+        for file in sorted({*recorded, *self.files, *self.other_files()}):
+            path = self.folder.resolve() / file
+            if not path.is_file():
+                found.append(f"{path} is gone")
+            elif file not in recorded:
+                found.append(f"{path} was added since calibration")
+            elif file_sha256(path) != recorded[file]:
+                found.append(f"{path} changed since calibration")
+        return found
+
+    def total_bytes(self) -> int:
+        return sum((self.folder / file).stat().st_size for file in self.files)
+
+    def _check_index(self) -> None:
+        """The index names what the shards hold, no more and no less: transformers reads all that is in them."""
+        holder: dict[str, str] = {}
+        for file in self.files:
+            for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
+                if name in holder:
+                    raise CheckpointError(
+                        f"{self.folder}: tensor {name} is in {holder[name]} and again in {file}.",
+                        "Only one of them can be meant; download the model again.",
+                    )
+                holder[name] = file
+        for name, file in self.file_of.items():
+            if holder.get(name) != file:
+                where = f"it is in {holder[name]}" if name in holder else "no shard has it"
+                raise CheckpointError(
+                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it; {where}.",
+                    "Download it again.",
+                )
+        unnamed = sorted(holder.keys() - self.file_of.keys())
+        if unnamed:
+            raise CheckpointError(
+                f"{self.folder / holder[unnamed[0]]}: tensor {unnamed[0]} is not in the index ({INDEX_FILE}), though "
+                "transformers would load it.",
+                "Index and shards are not of one model; download it again.",
+            )
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> shard file name."""
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            weight_map = read_json(index, "Download it again.").get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: no weight_map in it.", "Download it again.")
+            for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                    raise CheckpointError(
+                        f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
+                    )
+                if not (self.folder / file).is_file():
+                    raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")
+            if (self.folder / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
+                raise CheckpointError(
+                    f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
+                    f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
+                )
+            self._check_numbered(set(weight_map.values()))
+            return dict(weight_map)
+        single = self.folder / SINGLE_FILE
+        if single.is_file():
+            with _safetensors(single) as handle:
+                return {name: SINGLE_FILE for name in handle.keys()}  # noqa: SIM118 (not a dict)
+        pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+        if pickles:
+            raise CheckpointError(
+                f"{self.folder / pickles[0]}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
+                "Convert it with transformers' save_pretrained, which writes safetensors.",
+            )
+        raise CheckpointError(
+            f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
+        )
+
+    def _check_numbered(self, indexed: set[str]) -> None:
+        """No shard of a numbered series is left out of the index: what it holds would be made up at random."""
+        series = {(match["stem"], match["total"]) for file in indexed if (match := NUMBERED.fullmatch(file))}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            match = NUMBERED.fullmatch(path.name)
+            if match and (match["stem"], match["total"]) in series and path.name not in indexed:
+                raise CheckpointError(
+                    f"{path}: a shard that is not in the index ({INDEX_FILE}).",
+                    "Index and shards are not of one model; download it again.",
+                )
+
+    def _open(self, file: str) -> Any:
+        if file not in self._handles:
+            self._handles[file] = _safetensors(self.folder / file)
+        return self._handles[file]
+
+
+def config_of(folder: Path) -> Any:
+    """The transformers config of a model folder; code in it is never run.
+
+    Raises:
+        CheckpointError: config.json is missing or not one that transformers knows, or what it or generation_config.json
+            says is refused (see rotor.source_config).
+    """
+    check_config(folder / "config.json", read_json(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        check_generation_config(generation, read_json(generation))
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except RotorError:
+        raise
+    except Exception as error:  # whatever the config classes of transformers make of values that they do not expect
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers cannot read it: {_one_line(error)}",
+            "Check config.json, or install a version of transformers that knows this model.",
+        ) from error
+
+
+def _refuse_other_formats(folder: Path) -> None:
+    """Raises UnsupportedModelError for folders whose weights are not a model's own: adapters and quantised formats."""
+    for name, what, hint in (
+        (
+            "adapter_config.json",
+            "a LoRA adapter, not a whole model",
+            "Merge it into its base model (peft's merge_and_unload, then save_pretrained) and give that folder.",
+        ),
+        ("quantize_config.json", "an already quantised checkpoint (GPTQ or AWQ)", "Give the original checkpoint."),
+        ("hf_quant_config.json", "an already quantised checkpoint (ModelOpt)", "Give the original checkpoint."),
+    ):
+        if (folder / name).is_file():
+            raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
+    if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
+        raise UnsupportedModelError(
+            f"{folder}: a GGUF model, which rotor cannot compress.", "Give the original safetensors checkpoint."
+        )
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {_one_line(error)}",
+            "Download it again.",
+        ) from error
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has neither NaN nor Inf. Its extremes show both, far faster than `isfinite` does."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    if tensor.element_size() == 1:  # torch has no extremes for numbers of 8 bits
+        tensor = tensor.float()
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or repr(error)
+    if isinstance(error, RotorError):
+        text = error.message
+    return text if len(text) <= 300 else text[:297] + "..."

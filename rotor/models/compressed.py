@@ -1,0 +1,103 @@
+"""Opening a checkpoint that rotor wrote: what its JSON files say, each read when it is first asked for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
+from ..format.kernel_config import KernelConfig
+from ..format.layout import AttentionShape, LayerLayout
+from ..format.schemas import CheckpointInfo, read_file
+from ..format.section import CompressedSection, is_compressed
+from ..runtime.families import attention_shape
+from ..runtime.kernel_choice import kernels_of
+from .checkpoint import Checkpoint
+
+HINT = "Give a folder that `rotor export` wrote."
+
+
+def read_report(folder: Path) -> CheckpointInfo:
+    """Read the rotor.json of a folder, whatever else is or is not there.
+
+    Raises:
+        CheckpointError: missing, or not what an export writes; names the field.
+    """
+    return read_file(folder / ROTOR_JSON, CheckpointInfo, HINT)
+
+
+class CompressedCheckpoint(Checkpoint):
+    """A folder that `rotor export` wrote, opened read-only.
+
+    Raises:
+        CheckpointError: not such a folder; every property raises it for what it reads.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        if not is_compressed(self.config_dict):
+            raise CheckpointError(f"{folder}: not a compressed checkpoint.", HINT)
+
+    @cached_property
+    def section(self) -> CompressedSection:
+        """The `quantization_config` of config.json, checked field by field."""
+        return CompressedSection(**self.config_dict["quantization_config"])
+
+    @cached_property
+    def shape(self) -> AttentionShape:
+        """Sizes of the attention layers before compression."""
+        return attention_shape(self.config)
+
+    @cached_property
+    def layouts(self) -> list[LayerLayout]:
+        """The layout of each layer as its tensors are stored; of an elastic checkpoint, with all columns."""
+        return self.section.layouts(self.shape)
+
+    @cached_property
+    def default_layouts(self) -> list[LayerLayout]:
+        """The layouts that are loaded by default: of an elastic checkpoint, cut to its default profile."""
+        return self.section.cut_layouts(self.shape, self.config_dict.get("rank_profile"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its tensors, and by default of its cache."""
+        return self.config.dtype or torch.float32
+
+    @property
+    def elastic(self) -> bool:
+        """Whether all columns are stored, and ranks are chosen at load."""
+        return bool(getattr(self.section, "profiles", None))
+
+    @cached_property
+    def report(self) -> CheckpointInfo:
+        """rotor.json."""
+        return read_report(self.folder)
+
+    @cached_property
+    def kernel_config(self) -> KernelConfig:
+        """kernel_config.json, checked against the layouts that are loaded by default."""
+        path, profile = self.folder / KERNEL_CONFIG, self.config_dict.get("rank_profile")
+        return kernels_of(self.section, path, self.shape, profile)
+
+    @property
+    def source_folder(self) -> Path:
+        """Folder of the source model by rotor.json; it may be gone."""
+        return self.folder.resolve() / self.report["source"]["path"]
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of the run by rotor.json; it may be gone."""
+        return self.folder.resolve() / self.report["run"]
+
+
+def open_model(folder: str | Path) -> Checkpoint:
+    """Open a model's folder, as a CompressedCheckpoint where it is one.
+
+    Raises:
+        CheckpointError: no model folder; see Checkpoint.
+    """
+    checkpoint = Checkpoint(folder)
+    return CompressedCheckpoint(folder) if is_compressed(checkpoint.config_dict) else checkpoint

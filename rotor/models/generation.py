@@ -1,0 +1,66 @@
+"""Continue a prompt with a model folder, compressed or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, DataError, UsageError
+from ..runtime.cache_size import cache_bytes
+from .compressed import CompressedCheckpoint, open_model
+from .hardware import pick_device, pick_dtype
+from .hub import find_model
+from .loading import load_model
+
+
+def continue_prompt(
+    folder: str | Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    profile: str | None = None,
+) -> dict[str, Any]:
+    """Generate with transformers' generate() and its dynamic cache; greedy at temperature 0.
+
+    Args:
+        profile: of an elastic checkpoint, the rank profile to load; None is its default.
+
+    Returns:
+        `text` (prompt and continuation), `new_tokens`, and `kv_cache_bytes` of the cache at the end.
+    Raises:
+        CheckpointError: the folder has no tokenizer. DataError: the prompt has no tokens.
+    """
+    folder = find_model(folder).folder
+    checkpoint = open_model(folder)
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
+    target = pick_device(device)
+    compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
+    elastic = isinstance(checkpoint, CompressedCheckpoint) and checkpoint.elastic
+    if profile is not None and not elastic:
+        raise UsageError(f"--profile {profile}: {folder} is not elastic.", "Export it with --elastic.")
+    model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
+    inputs = tokenizer(prompt, return_tensors="pt").to(target)
+    if inputs["input_ids"].shape[1] == 0:
+        raise DataError("the prompt is empty.", "Give some text to continue.")
+    torch.manual_seed(seed)  # transformers samples from the global generator
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    output = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    return {
+        "text": tokenizer.decode(output.sequences[0], skip_special_tokens=True),
+        "new_tokens": output.sequences.shape[1] - inputs["input_ids"].shape[1],
+        "kv_cache_bytes": cache_bytes(output.past_key_values),
+    }

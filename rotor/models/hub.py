@@ -1,0 +1,97 @@
+"""Find a model: a local folder, or a hub id that huggingface_hub fetches into its cache, pinned to a commit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError, UsageError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+"""What can be the id of a hub repository: `name` or `owner/name`."""
+
+SIDECARS = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*"]
+WEIGHTS = "*.safetensors"
+LEFT_ALONE = ["*/*", "consolidated*"]
+"""Folders of other formats, and the second copy of the weights that some repositories hold."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model folder; with `hub_id` and `revision` (a commit hash) where it came from the hub."""
+
+    folder: Path
+    hub_id: str | None = None
+    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name if self.hub_id is None else self.hub_id.rpartition("/")[2]
+
+
+def find_model(model: str | Path, revision: str | None = None, *, weights: bool = True) -> ModelSource:
+    """The folder of a model, fetched from the hub if `model` is no folder but can be a hub id.
+
+    huggingface_hub's own cache, tokens and settings (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE) apply.
+
+    Args:
+        revision: branch, tag or commit of a hub repository.
+        weights: False fetches only configuration, tokenizer and index.
+    Raises:
+        CheckpointError: neither a folder nor a repository that can be had. UsageError: a revision for a folder.
+    """
+    folder = Path(model)
+    if folder.exists():
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {model} is a local folder, which has none.", "Leave it out.")
+        return ModelSource(folder)
+    if not HUB_ID.fullmatch(str(model)):
+        raise CheckpointError(f"{model}: no such folder.", "Give the folder of a downloaded model, or a hub id.")
+    path = _fetch(str(model), revision, [*SIDECARS, *([WEIGHTS] if weights else [])])
+    return ModelSource(path, str(model), path.name)
+
+
+def tensor_headers(source: ModelSource) -> tuple[dict[str, list[int]], int]:
+    """Shapes of a hub model's tensors by name, and the bytes of all; only the headers of its shards are fetched.
+
+    Raises:
+        CheckpointError: the repository has no safetensors weights, or the hub cannot be reached.
+    """
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+
+    assert source.hub_id is not None
+    try:
+        found = get_safetensors_metadata(source.hub_id, revision=source.revision)
+    except (HfHubHTTPError, NotASafetensorsRepoError, OSError) as error:
+        raise CheckpointError(
+            f"{source.hub_id}: the headers of its weights cannot be fetched: {' '.join(str(error).split())[:300]}",
+            "Download it first, and give its folder.",
+        ) from error
+    tensors = {name: info for file in found.files_metadata.values() for name, info in file.tensors.items()}
+    shapes = {name: list(info.shape) for name, info in tensors.items()}
+    return shapes, sum(info.data_offsets[1] - info.data_offsets[0] for info in tensors.values())
+
+
+def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
+    """The snapshot folder, whose name is the commit."""
+    from huggingface_hub import is_offline_mode, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=LEFT_ALONE,
+            local_files_only=is_offline_mode(),  # some versions would ask the hub for the files of a cached commit
+        )
+        return Path(path)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        where = hub_id if revision is None else f"{hub_id} at revision {revision}"
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise CheckpointError(
+            f"{where}: no such folder, and not to be had from the hub: {reason}",
+            "Check the name; a gated model needs HF_TOKEN; offline, give a folder or a model in the hub's cache.",
+        ) from error

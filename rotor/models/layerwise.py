@@ -1,0 +1,260 @@
+"""Run a causal model layer by layer over many rows: all rows through one layer, then all through the next.
+
+So only one layer has to be in memory at a time, and what enters a layer can be kept and used again. Nothing is known
+here of how a family calls its layers: once for each size of batch the decoder runs with its layers replaced by
+recorders of what they are called with. Embedding and head are the model's own forward pass with the layers left out.
+Rows have equal lengths and no padding, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, DataError, NumericsError
+from ..format.publishing import check_space
+from ..numerics import first_not_finite
+from ..progress import Advance
+from ..runtime.families import FAMILIES, Family, attention_shape
+from .checkpoint import is_finite
+from .estimate import HEAD_POSITIONS, LOGIT_BYTES
+from .weights import ResidentWeights, Weights
+
+STATES_IN_MEMORY_BYTES = 256 << 20
+"""Hidden states up to this size are kept in memory; larger ones in a file that is mapped."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a decoder layer, without the hidden states."""
+
+CallKey = tuple[str, bool, int, int]
+"""What the arguments depend on: attention implementation, whether they may be used with gradients, batch and row size.
+"""
+
+
+class LayerwiseModel:
+    """A causal model that runs layer by layer.
+
+    Args:
+        source: the model, and where its weights are.
+        batch_tokens: tokens that go through a layer together.
+        workspace: folder for hidden states that are too large for memory; the system's temporary folder by default.
+    """
+
+    def __init__(self, source: Weights, batch_tokens: int = 2048, workspace: Path | None = None) -> None:
+        self.source, self.batch_tokens, self.workspace = source, batch_tokens, workspace
+        self.model = source.model
+        self.config: Any = self.model.config
+        self.family: Family = FAMILIES[self.config.model_type]
+        self.shape = attention_shape(self.config)
+        self.decoder = self.model.get_submodule(self.family.decoder)
+        self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]
+        self._calls: dict[CallKey, list[Call]] = {}
+
+    @classmethod
+    def of(cls, model: Any, batch_tokens: int = 2048) -> LayerwiseModel:
+        """A model that is in memory."""
+        return cls(ResidentWeights(model), batch_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        return getattr(self.source, "device", None) or self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(self.source, "dtype", None) or self.model.dtype
+
+    def states_like(self, rows: Tensor) -> Tensor:
+        """Room for the hidden states of rows [n, seq_len]: [n, seq_len, hidden_size] on the CPU."""
+        return new_states((*rows.shape, self.shape.hidden_size), self.dtype, folder=self.workspace)
+
+    def batches(self, rows: Tensor) -> Iterator[slice]:
+        """Rows (of tokens or of hidden states) that go through a layer together."""
+        step = max(1, self.batch_tokens // rows.shape[1])
+        return (slice(start, min(start + step, len(rows))) for start in range(0, len(rows), step))
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """The layer with its weights, for the length of a `with`."""
+        with self.source.loaded(index):
+            yield self.layers[index]
+
+    @torch.inference_mode()
+    def embed(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden states that enter the first layer, [n, seq_len, hidden_size]."""
+        states = self.states_like(rows) if out is None else out
+        kept: list[Tensor] = []
+
+        def keep(index: int, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            if index == 0:
+                kept.append(hidden)
+            return hidden
+
+        with self.source.loaded("embedding"), self._without_layers(keep):
+            for part in self.batches(rows):
+                self.decoder(input_ids=rows[part].to(self.device), use_cache=False)
+                states[part] = kept.pop().cpu()
+        return states
+
+    @torch.inference_mode()
+    def run(self, index: int, states: Tensor, out: Tensor, advance: Advance = lambda done: None) -> None:
+        """Put hidden states through a layer, which must be loaded; `out` may be `states` itself."""
+        layer = self.layers[index]
+        for part in self.batches(states):
+            hidden = states[part].to(self.device)
+            result = self.through(index, hidden)
+            if not is_finite(result):
+                place = first_not_finite(layer, lambda: self.through(index, hidden))  # noqa: B023 (called at once)
+                raise NumericsError(f"layer {index}: its output is not finite{place}.", "Compute in float32.")
+            out[part] = result.to(out.device)
+            advance(hidden.shape[0] * hidden.shape[1])
+
+    def through(self, index: int, hidden: Tensor) -> Tensor:
+        """One batch of hidden states [batch_size, seq_len, hidden_size] through a layer, which must be loaded.
+
+        With gradients, where they are enabled.
+        """
+        args, kwargs = self._call(index, *hidden.shape[:2])
+        result = self.layers[index](hidden, *args, **kwargs)
+        return result[0] if isinstance(result, tuple) else result
+
+    def final_states(self, rows: Tensor, advance: Advance = lambda done: None) -> Tensor:
+        """Hidden states that leave the last layer, [n, seq_len, hidden_size].
+
+        Args:
+            advance: is called with shares of the number of tokens in `rows`.
+        """
+        states = self.embed(rows)
+        for index in range(self.shape.num_layers):
+            with self.layer(index):
+                self.run(index, states, states, lambda tokens: advance(tokens / self.shape.num_layers))
+        return states
+
+    @contextmanager
+    def head(self, differentiable: bool = False) -> Iterator[Callable[[Tensor], Tensor]]:
+        """A function from final hidden states [batch_size, n, hidden_size] to logits [batch_size, n, vocab_size].
+
+        Args:
+            differentiable: gradients pass through it, where they are enabled.
+        """
+        width = self.model.get_input_embeddings().embedding_dim
+        current: list[Tensor] = []
+
+        @torch.inference_mode(not differentiable)
+        def logits(states: Tensor) -> Tensor:
+            current[:] = [states.to(self.device)]
+            # Nothing is embedded: the embedding of an untied model need not be in memory.
+            nothing = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device).expand(*states.shape[:2], width)
+            with self._without_layers(lambda index, hidden, args, kwargs: current[0]):
+                return self.model(inputs_embeds=nothing, use_cache=False).logits
+
+        with self.source.loaded("head"):
+            yield logits
+
+    def _call(self, index: int, batch_size: int, seq_len: int) -> Call:
+        """What the decoder calls a layer with; the same for all batches of a size."""
+        key = (self.config._attn_implementation, torch.is_inference_mode_enabled(), batch_size, seq_len)
+        if key not in self._calls:
+            calls: list[Call] = []
+
+            def record(index: int, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+                calls.append((args, kwargs))
+                return hidden
+
+            width = self.model.get_input_embeddings().embedding_dim
+            nothing = torch.zeros(batch_size, seq_len, width, dtype=self.dtype, device=self.device)
+            with torch.no_grad(), self._without_layers(record):
+                self.decoder(inputs_embeds=nothing, use_cache=False)
+            assert len(calls) == self.shape.num_layers
+            for known in [known for known in self._calls if known[2:] != (batch_size, seq_len)]:
+                if len(self._calls) > 8:  # masks of sizes that are no longer used
+                    del self._calls[known]
+            self._calls[key] = calls
+        return self._calls[key][index]
+
+    @contextmanager
+    def _without_layers(self, instead: Callable[[int, Tensor, Any, Any], Tensor]) -> Iterator[None]:
+        """Layers call `instead(index, hidden states, other arguments, keyword arguments)`."""
+        before = [layer.__dict__.get("forward") for layer in self.layers]
+
+        def forward_of(index: int) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+                result = instead(index, hidden, args, kwargs)
+                return (result, None) if self.family.layer_returns_tuple else result
+
+            return forward
+
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.forward = forward_of(index)  # type: ignore[method-assign]
+            yield
+        finally:
+            for layer, forward in zip(self.layers, before, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward  # type: ignore[method-assign]
+
+
+def new_states(
+    shape: tuple[int, ...], dtype: torch.dtype, path: Path | None = None, folder: Path | None = None
+) -> Tensor:
+    """Room for hidden states on the CPU, in memory if they are small, otherwise in a file that is mapped.
+
+    Args:
+        path: a file to keep them in whatever their size; one of the right size is opened as it is.
+        folder: where a file without a name lies, which goes when the tensor does.
+    Raises:
+        CheckpointError: the disk is too small.
+    """
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    if path is None and size <= STATES_IN_MEMORY_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    if path is not None:
+        return _mapped(path, shape, dtype, size)
+    descriptor, name = tempfile.mkstemp(prefix="rotor-states-", dir=folder)
+    os.close(descriptor)
+    try:
+        return _mapped(Path(name), shape, dtype, size)
+    finally:
+        os.unlink(name)  # the mapping stays
+
+
+def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> Tensor:
+    if not path.is_file() or path.stat().st_size != size:
+        check_space(path, size)
+        try:
+            with path.open("wb") as file:
+                if hasattr(os, "posix_fallocate"):  # writing to a hole of a mapped file on a full disk would kill us
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}; {size / 1e9:.2f} GB needed.", "Free space.") from error
+    count = size // dtype.itemsize
+    return torch.from_file(str(path), shared=True, size=count, dtype=dtype).reshape(shape)
+
+
+def logit_batches(network: LayerwiseModel, rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows and positions (all but the last) whose logits stay within LOGIT_BYTES: several rows, or parts of one.
+
+    Raises:
+        DataError: there are no rows.
+    """
+    if rows.numel() == 0:
+        raise DataError("the evaluation set is empty.", "Ask for more tokens with --set evaluation.report_tokens=N.")
+    allowed = LOGIT_BYTES.get(network.device.type, LOGIT_BYTES["cuda"]) // (4 * network.config.vocab_size)
+    length = rows.shape[1] - 1
+    count = max(1, allowed // rows.shape[1])
+    step = length if count > 1 else max(HEAD_POSITIONS, allowed)
+    for row in range(0, len(rows), count):
+        for position in range(0, length, step):
+            yield slice(row, row + count), slice(position, min(position + step, length))

@@ -1,0 +1,147 @@
+"""The tokenizer of a model of unknown origin: tried in a child process with limits, then loaded; text to ids.
+
+A tokenizer is a program: its file can ask for any amount of memory or time, or end the process that reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, DataError
+from . import tokenizer_trial
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "config.json",
+)
+"""What a tokenizer is loaded from; without one of VOCABULARIES there is none."""
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+MAX_FILE_BYTES = 1 << 28
+MEMORY_BYTES, CPU_S, TIMEOUT_S = 4 << 30, 60, 120.0
+"""What a trial may take: data in memory, seconds of processor time, and seconds in all."""
+
+TRIAL_TEXT = "\n".join(
+    [
+        "The quick brown fox jumps over 13 lazy dogs; 3.14159 is near 22/7, and (a + b) * c != a + b * c.",
+        "".join(map(chr, range(32, 127))),
+        "def f(x):\n\treturn {'key': [x, None]}  # comment\r\n",
+        "Größe, naïve, Ελλάδα, Москва, שלום, مرحبا, 日本語, 한국어, हिन्दी, ไทย, 😀👩‍🔬, ﬁ, ½, \u00a0\u200b\ufeff\u0301",
+        "a" * 2000 + "\n" + " " * 500 + "0123456789" * 50 + "\n" * 20,
+        "the same words again and again " * 100,
+    ]
+)
+"""What every tokenizer must be able to read: words, every printable character of ASCII, scripts, long repetitions."""
+
+_verdicts: dict[str, dict[str, Any]] = {}
+"""Of the trials in this process, by the SHA-256 of the files."""
+
+
+def load_tokenizer(folder: Path, vocab_size: int) -> Any:
+    """The tokenizer of a model folder, or None if it has none; no code in the folder is run.
+
+    Args:
+        vocab_size: the model's.
+    Raises:
+        CheckpointError: it cannot be loaded or used within the limits above, or gives ids that the
+            model does not have.
+    """
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        return None
+    verdict = _tried(folder)
+    if "error" in verdict:
+        raise CheckpointError(
+            f"{folder}: the tokenizer cannot be loaded: {verdict['error']}", "Download the model again."
+        )
+    if verdict["largest"] >= vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has ids up to {verdict['largest']}, config.json says vocab_size {vocab_size}.",
+            "Check that the tokenizer belongs to this model.",
+        )
+    from transformers import AutoTokenizer  # brings all of transformers, which reading headers does not need
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # many classes, each with errors of its own
+        raise CheckpointError(
+            f"{folder}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def _tried(folder: Path) -> dict[str, Any]:
+    """What the trial said, once for each content of the files."""
+    digest = hashlib.sha256()
+    for path in (folder / name for name in FILES if (folder / name).is_file()):
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            return {"error": f"{path.name} has {size} bytes, more than the {MAX_FILE_BYTES} of any sensible one"}
+        data = path.read_bytes()
+        digest.update(f"{path.name} {len(data)} ".encode() + data)
+    key = digest.hexdigest()
+    if key not in _verdicts:
+        _verdicts[key] = _trial(folder)
+    return _verdicts[key]
+
+
+def _trial(folder: Path) -> dict[str, Any]:
+    """Run rotor.models.tokenizer_trial in a process of its own."""
+    command = [sys.executable, tokenizer_trial.__file__, str(folder.absolute()), str(MEMORY_BYTES), str(CPU_S)]
+    try:
+        done = subprocess.run(
+            command,
+            input=TRIAL_TEXT.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it was not done within {TIMEOUT_S:g} s"}
+    except OSError as error:
+        return {"error": f"the process that tries it cannot be started ({error.strerror})"}
+    try:
+        verdict: dict[str, Any] = json.loads(done.stdout.rstrip().rpartition(b"\n")[2])
+        return verdict
+    except ValueError:  # it did not live to say anything
+        return {"error": f"the process that tried it ended {_how(done.returncode)}"}
+
+
+def _how(returncode: int) -> str:
+    if returncode >= 0:
+        return f"with exit code {returncode}"
+    try:
+        return f"by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"by signal {-returncode}"
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text, without special tokens around it.
+
+    Raises:
+        DataError: the tokenizer cannot read the text.
+    """
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        raise DataError(
+            f"the tokenizer cannot read the text: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            "Check that the tokenizer belongs to this model, or give another text.",
+        ) from error
+    return ids

@@ -1,0 +1,221 @@
+"""Residence of a model's weights while it runs: all in memory, or one part at a time read from its shards.
+
+A part is a decoder layer (its index), the `embedding`, or the `head`. Everything else (final norm, learned positions)
+is small and always in memory. Weights go through transformers' own loading, so that families whose modules hold them in
+another form than the checkpoint (fused experts) need no knowledge here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from ..errors import CheckpointError
+from ..runtime.families import FAMILIES, Family
+from .checkpoint import Checkpoint
+
+Part = int | Literal["embedding", "head"]
+
+
+class Weights(Protocol):
+    """A causal model and the promise that a part's weights are on their device inside `loaded`."""
+
+    model: Any
+    streamed: bool
+
+    def loaded(self, part: Part) -> Any:
+        """A context manager."""
+
+
+class ResidentWeights:
+    """Weights that are all in memory; loading a part is nothing."""
+
+    streamed = False
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @contextmanager
+    def loaded(self, part: Part) -> Iterator[None]:
+        del part
+        yield
+
+
+class StreamedWeights:
+    """Weights of which one part is in memory at a time.
+
+    Args:
+        checkpoint: where the weights are read from.
+        device, dtype: what they are turned into when they are read.
+        prepare: changes the model before anything is read, e.g. its attention modules; all parameters stay on meta.
+    Raises:
+        CheckpointError: the tensors of a part do not fit the config (when it is loaded).
+    """
+
+    streamed = True
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        family: Family,
+        device: torch.device,
+        dtype: torch.dtype,
+        prepare: Callable[[Any], None] = lambda model: None,
+    ) -> None:
+        self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
+        self.model = empty_model(checkpoint.config, dtype)
+        with torch.device("meta"):
+            prepare(self.model)
+        keep_softcap(self.model)
+        self._layers = f"{family.decoder}.{family.layers}."
+        self._base = family.decoder.partition(".")[0]
+        self._aliases = _aliases(self.model)
+        self._mapping = get_model_conversion_mapping(self.model)
+        self._dtype_plan = self.model._get_dtype_plan(dtype)
+        named = {id(module): name for name, module in self.model.named_modules()}
+        self._vocabulary = {
+            "embedding": named[id(self.model.get_input_embeddings())] + ".",
+            "head": named[id(self.model.get_output_embeddings())] + ".",
+        }
+        self._names: dict[Part | None, list[str]] = {}
+        for name in sorted(checkpoint.names):
+            self._names.setdefault(self._part_of(name), []).append(name)
+        tied = not self._names.get("head")
+        self._sources: dict[Part, Part] = {"head": "embedding"} if tied else {}
+        for name, buffer in self.model.named_buffers():
+            _set(self.model, name, buffer.to(device))
+        self._load(None)
+        self._check_head()
+
+    @contextmanager
+    def loaded(self, part: Part) -> Iterator[None]:
+        part = self._sources.get(part, part)
+        try:
+            self._load(part)
+            yield
+        finally:
+            self._drop(part)
+
+    def _check_head(self) -> None:
+        """A head is in the shards or tied to the embedding; transformers would make up a random one."""
+        name = self._vocabulary["head"] + "weight"
+        tied = any(name in group for group in self._aliases)
+        if "head" in self._sources and not tied and self.model.get_parameter(name).is_meta:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: missing on loading: {name}, which config.json does not tie.",
+                "Check that config.json belongs to these weights.",
+            )
+
+    def _part_of(self, name: str) -> Part | None:
+        """The part of a parameter, or of a tensor of the checkpoint; the names of a bare model lack the first part."""
+        part = self._part_of_full(name)
+        return self._part_of_full(f"{self._base}.{name}") if part is None else part
+
+    def _part_of_full(self, name: str) -> Part | None:
+        if name.startswith(self._layers):
+            index = name[len(self._layers) :].partition(".")[0]
+            return int(index) if index.isdigit() else None
+        for part, prefix in self._vocabulary.items():
+            if name.startswith(prefix):
+                return part  # type: ignore[return-value]
+        return None
+
+    def _parameters(self, part: Part | None) -> list[str]:
+        return [name for name, _ in self.model.named_parameters() if self._part_of(name) == part]
+
+    def _load(self, part: Part | None) -> None:
+        names = self._names.get(part, [])
+        report, _ = convert_and_load_state_dict_in_model(
+            self.model,
+            {name: self.checkpoint.unchecked_tensor(name) for name in names},
+            LoadStateDictConfig(
+                dtype=self.dtype,
+                dtype_plan=self._dtype_plan,
+                device_map={"": self.device},
+                weight_mapping=self._mapping,  # type: ignore[arg-type]
+            ),
+        )
+        where = "the weights outside of the layers" if part is None else f"part {part}"
+        for kind in ("unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
+            found = getattr(report, kind)
+            if found:
+                shown = ", ".join(sorted(str(item[0] if isinstance(item, tuple) else item) for item in found))
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: {where}: {kind.replace('_', ' ')} on loading: {shown[:300]}.",
+                    "Check that config.json belongs to these weights.",
+                )
+        for group in self._aliases:
+            first = next((p for p in map(self.model.get_parameter, group) if not p.is_meta), None)
+            for name in group if first is not None else ():
+                _set(self.model, name, first)
+        missing = [name for name in self._parameters(part) if self.model.get_parameter(name).is_meta]
+        if missing:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {where}: missing on loading: {', '.join(missing)[:300]}.",
+                "Check that config.json belongs to these weights.",
+            )
+
+    def _drop(self, part: Part) -> None:
+        for name in self._parameters(part):
+            parameter = self.model.get_parameter(name)
+            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+            for alias in next((group for group in self._aliases if name in group), [name]):
+                _set(self.model, alias, empty)
+        self.checkpoint.release()
+
+
+def keep_softcap(model: Any) -> None:
+    """Older versions of transformers choose sdpa for models with a soft cap, which leaves the cap out."""
+    family = FAMILIES.get(model.config.model_type)
+    if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """`torch.empty`, which layers make their weights with, gives tensors without storage."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The causal model of a config with parameters on the meta device and real buffers (rotary frequencies, masks)."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        with _EmptyOnMeta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return model.eval().requires_grad_(False)
+
+
+def _aliases(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same (tied embeddings)."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _set(model: nn.Module, name: str, tensor: Tensor | nn.Parameter | None) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, tensor)

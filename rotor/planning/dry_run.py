@@ -1,0 +1,280 @@
+"""Plans of what calibrate and export would do and take, made without writing anything or reading weights.
+
+Ranks and sizes come from the same code that writes them, on the meta device. Times are those of the matrix products
+that are known beforehand, at a rate that is measured for a fraction of a second; everything else comes on top.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..allocation import RankPlan
+from ..bases import BasisPair, LayerBases
+from ..calibration.candidates import Candidates
+from ..calibration.job import CalibrationJob
+from ..calibration.outline import ModelOutline
+from ..calibration.partial import PartialRun
+from ..calibration.processes import Processes
+from ..evaluation.placement import Placement
+from ..format.layout import LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..format.publishing import check_space
+from ..models.estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
+from ..models.memory import available_host_bytes
+from ..progress import Progress, StageTimes
+from ..recipe.settings import CalibrationSettings, ExportSettings
+from ..rewriting.shards import ShardContents, planned_layouts
+from ..search.export_job import ExportJob
+from ..search.rank_search import RankSearch, stored_ranks
+from ..search.search import most_points
+
+RATE_SIZE, RATE_SECONDS = 512, 0.2
+"""Size of the matrices whose product is timed, and for how long."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory by what it is for, disk, and the time of the matrix products alone, by stage.
+
+    disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
+    """
+
+    streamed: bool
+    host_bytes: dict[str, int]
+    device_bytes: dict[str, int]
+    available_host_bytes: int
+    disk_bytes: int
+    kept_disk_bytes: int
+    free_disk_bytes: int
+    product_seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What a calibration would do.
+
+    candidates: domain and group size by key. finished_layers: of an unfinished run that would be continued.
+    """
+
+    model: str
+    run: str
+    recipe: str
+    candidates: Candidates
+    tokens: dict[str, Any]
+    num_layers: int
+    finished_layers: int
+    device: str
+    dtype: str
+    needs: Needs
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export would do.
+
+    choice, ranks, kv_bytes_per_token, compression, tensors: None where they depend on what has to be measured first.
+        ranks: [qk_rank, v_rank] by layer and group. tensors: bytes before and after, of each tensor that changes.
+    checkpoint_bytes: of all tensors, before and after.
+    probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
+    """
+
+    run: str
+    out: str
+    recipe: str
+    goal: dict[str, float]
+    choice: list[str] | None
+    ranks: list[list[list[int]]] | None
+    compression: float | None
+    kv_bytes_per_token: dict[str, int | None]
+    tensors: dict[str, dict[str, int]] | None
+    checkpoint_bytes: dict[str, int | None]
+    probed_layers: int
+    points: int
+    known_points: int
+    needs: Needs
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
+    """What a calibration would do.
+
+    Raises:
+        RotorError: as calibrate would at its start. UsageError: the weights of a hub id are not in the hub's cache.
+    """
+    job = CalibrationJob.check(settings, Processes(), fetch=False)
+    out, partial, resume = job.out.path, PartialRun(job.out), settings.resume
+    partial.check(resume, settings.overwrite)
+    streamed, _ = job.streams()
+    estimate, spec = job.estimates()[streamed], job.recipe
+    check_space(partial.folder, 0 if partial.exists else estimate.disk_bytes)
+    finished = partial.finished_layers if resume else 0
+    flops = calibration_flops(job.outline.sizes, job.shape, spec, job.group_size, job.wanted)
+    left = 1 - finished / job.shape.num_layers
+    rate, rate64 = matmul_rate(job.device, job.dtype), matmul_rate(torch.device("cpu"), torch.float64)
+    seconds = {
+        name: round(count / (rate64 if name == "statistics" else rate) * (1.0 if name == "text" else left), 1)
+        for name, count in flops.items()
+    }
+    return CalibrationPlan(
+        model=job.source.name,
+        run=str(out),
+        recipe=spec.name,
+        candidates=job.candidates,
+        tokens={"source": spec.tokens.source, "count": spec.tokens.count, "seq_len": spec.tokens.seq_len},
+        num_layers=job.shape.num_layers,
+        finished_layers=finished,
+        device=str(job.device),
+        dtype=str(job.dtype).removeprefix("torch."),
+        needs=_needs(estimate, streamed, out, estimate.disk_bytes, estimate.kept_disk_bytes, seconds),
+    )
+
+
+def plan_export(settings: ExportSettings) -> ExportPlan:
+    """What an export would do: its ranks and sizes, or how much has to be measured for them.
+
+    Raises:
+        RotorError: as export would before it measures anything.
+    """
+    job, silent = ExportJob.check(settings), Progress()
+    search = RankSearch(job, StageTimes(), silent)
+    shape, element_bytes = job.run.shape, int(job.run.info["element_bytes"])
+    found = search.known()
+    choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
+    if found is not None:
+        choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
+        tensors, after, cache = _sizes(job, search, choice, ranks, element_bytes)
+    points, probed = _to_measure(search, found)
+    outline = ModelOutline.of(job.checkpoint)
+    place = Placement.choose(job.checkpoint, job.recipe, settings.compute, silent)
+    estimate = outline.evaluation(job.recipe, place.device, place.dtype)[place.streamed]
+    if not points and not probed:
+        estimate = Estimate({}, {}, {})  # nothing runs: the shards are rewritten one by one
+    return ExportPlan(
+        run=str(job.run.folder),
+        out=str(job.out.path),
+        recipe=job.recipe.name,
+        goal={name: value for name, value in asdict(job.goal).items() if value is not None},
+        choice=choice,
+        ranks=None if ranks is None else [[list(pair) for pair in layer] for layer in ranks],
+        compression=share,
+        kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
+        tensors=tensors,
+        checkpoint_bytes={"before": _stored_bytes(job), "after": after},
+        probed_layers=probed,
+        points=points,
+        known_points=len(search.table.points),
+        needs=_needs(
+            estimate,
+            place.streamed,
+            job.out.path,
+            job.needed_bytes,
+            job.needed_bytes if after is None else after,
+            _export_seconds(job, outline.sizes, place, points, probed),
+        ),
+    )
+
+
+def _to_measure(search: RankSearch, found: RankPlan | None) -> tuple[int, int]:
+    """About how many points, and how many layers, would be measured."""
+    job = search.job
+    probed = job.run.shape.num_layers - len(search.probes.sensitivities) if search.needs_probes else 0
+    if found is not None:
+        point = search.table.find(found)
+        measured = point is not None and point.has("search") and point.has("report")
+        return int(not measured), probed
+    if job.goal.accuracy is None:
+        return 1, probed
+    about, path = most_points(job.recipe.search.resolution), search.path()
+    return (about if path is None else min(about, len(path.steps()))), probed
+
+
+def _sizes(
+    job: ExportJob, search: RankSearch, choice: list[str], ranks: list[LayerRanks], element_bytes: int
+) -> tuple[dict[str, dict[str, int]], int, int]:
+    """Bytes of each tensor that changes, of all tensors together, and of the cache per token."""
+    checkpoint, family, shape = job.checkpoint, job.family, job.run.shape
+    chosen = search.bases.select(choice)
+    layouts = [layout for layout, _ in planned_layouts(chosen, ranks, family.has_key_norm)]
+    planned = planned_layouts(chosen, stored_ranks(chosen, ranks, job.settings.elastic), family.has_key_norm)
+    on_meta = [_on_meta(layer) for layer in chosen]
+    contents = ShardContents(checkpoint, family, shape, on_meta, planned, checkpoint.meta_tensor)
+    after = {name: t for file in checkpoint.files for name, t in contents.tensors(file).items()}
+    before = {name: checkpoint.meta_tensor(name) for name in checkpoint.names}
+    changed = {
+        name: {"before": _bytes(before.get(name)), "after": _bytes(after.get(name))}
+        for name in sorted({*before, *after})
+        if name not in before or name not in after or before[name].shape != after[name].shape
+    }
+    return changed, sum(map(_bytes, after.values())), kv_bytes_per_token(layouts, element_bytes)
+
+
+def _on_meta(bases: LayerBases) -> LayerBases:
+    """Shapes alone; the refit of W_o, which the outputs are for, changes none."""
+
+    def pair(found: BasisPair) -> BasisPair:
+        return BasisPair(found.encode.to("meta"), found.decode.to("meta"), found.singular_values.to("meta"))
+
+    return replace(bases, qk=pair(bases.qk), vo=pair(bases.vo), outputs=None)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _stored_bytes(job: ExportJob) -> int:
+    return sum(_bytes(job.checkpoint.meta_tensor(name)) for name in job.checkpoint.names)
+
+
+def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points: int, probed: int) -> dict[str, float]:
+    """The forward passes of points (and of the uncompressed model), and of probes: each a layer of the rest of them."""
+    if not points and not probed:
+        return {}
+    recipe, layers = job.recipe, job.run.shape.num_layers
+    rate = matmul_rate(place.device, place.dtype)
+    rows = measured_tokens(recipe.evaluation)
+    seconds = {"points": (points + 1) * forward_flops(sizes, rows, head=True) / rate}
+    if probed:
+        probes = 2 * len(recipe.ranks.probe_shares) * len(job.run.info["candidates"])
+        tokens = min(recipe.ranks.probe_tokens, recipe.evaluation.search_tokens)
+        share = probed * (probed + 1) / (2 * layers)  # a probe of layer i runs the layers from i on
+        seconds["probes"] = probes * share * forward_flops(sizes, tokens, head=False) / rate
+        seconds["probes"] += probes * probed * forward_flops(replace(sizes, layers=()), tokens, head=True) / rate
+    return {name: round(value, 1) for name, value in seconds.items()}
+
+
+def _needs(estimate: Estimate, streamed: bool, out: Path, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
+    place = out
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    return Needs(streamed, estimate.host, estimate.device, available_host_bytes(), disk, kept, free, seconds)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
+    right = left.clone()
+
+    def product() -> None:
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    product()  # the first one loads libraries
+    start, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < RATE_SECONDS:
+        product()
+        count += 1
+    return 2 * RATE_SIZE**3 * count / elapsed

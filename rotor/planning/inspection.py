@@ -1,0 +1,148 @@
+"""Facts about a model: its attention, its cache, what a recipe will do with it and what that takes.
+
+Reads the configuration and the headers of the shards, never weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..calibration.candidates import candidates_of
+from ..calibration.outline import Estimates, ModelOutline
+from ..format.layout import AttentionShape, folds_keys, uncompressed_kv_bytes_per_token
+from ..models.checkpoint import Checkpoint, config_of
+from ..models.hardware import pick_device, pick_dtype
+from ..models.hub import find_model, tensor_headers
+from ..models.memory import available_device_bytes, available_host_bytes, fits
+from ..recipe import Recipe, load_recipe
+
+CONTEXTS = (8192, 32768, 131072)
+"""Lengths, in tokens, at which the size of the cache is shown."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory and disk of one command, bytes; `streamed`: one layer of weights in memory at a time."""
+
+    streamed: bool
+    host_bytes: int
+    device_bytes: int
+    disk_bytes: int
+    kept_disk_bytes: int
+
+    @classmethod
+    def of(cls, estimates: Estimates, device: torch.device) -> Needs:
+        """With all weights in memory where that fits, else streamed."""
+        streamed = not fits(estimates.resident, device)
+        estimate = estimates[streamed]
+        return cls(streamed, estimate.host_bytes, estimate.device_bytes, estimate.disk_bytes, estimate.kept_disk_bytes)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The facts that `rotor inspect` tells.
+
+    kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
+    keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
+    calibrate, export: what the commands take on this machine, as they would be run.
+    """
+
+    name: str
+    revision: str | None
+    model_type: str
+    dtype: str
+    weight_bytes: int
+    parameters: int
+    shape: AttentionShape
+    rotary: bool
+    key_norm: bool
+    kv_bytes_per_token: int
+    kv_cache_bytes: dict[int, int]
+    recipe: str
+    tokens: dict[str, Any]
+    keys: dict[str, str]
+    calibrate: Needs
+    export: Needs
+    export_disk_bytes: int
+    available_host_bytes: int
+    available_device_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect(
+    model: str | Path,
+    recipe: str | Recipe = "rotor",
+    overrides: Iterable[str] = (),
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_tokens: int = 2048,
+) -> Inspection:
+    """Look at a model without reading its weights; from the hub only its configuration and headers are fetched.
+
+    Args: as for calibrate.
+    Raises:
+        UnsupportedModelError: rotor cannot compress it. RotorError: see rotor.errors.
+    """
+    spec, source = load_recipe(recipe, overrides), find_model(model, revision, weights=False)
+    if source.hub_id is None or any(source.folder.glob("*.safetensors")):
+        outline = ModelOutline.of(Checkpoint(source.folder))
+    else:
+        outline = ModelOutline.of_headers(config_of(source.folder), *tensor_headers(source))
+    family, shape, stored = outline.family, outline.shape, outline.sizes.stored_bytes
+    target = pick_device(device)
+    compute_dtype = pick_dtype(dtype, outline.dtype, target)
+    per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
+    candidates = candidates_of(spec, family, shape)
+    return Inspection(
+        name=source.name,
+        revision=source.revision,
+        model_type=outline.config.model_type,
+        dtype=str(outline.dtype).removeprefix("torch."),
+        weight_bytes=stored,
+        parameters=outline.sizes.total,
+        shape=shape,
+        rotary=family.rotary is not None,
+        key_norm=family.has_key_norm,
+        kv_bytes_per_token=per_token,
+        kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
+        recipe=spec.name,
+        tokens={"source": spec.tokens.source, "count": spec.tokens.count},
+        keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in candidates.items()},
+        calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
+        export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
+        export_disk_bytes=int(stored * 1.1),
+        available_host_bytes=available_host_bytes(),
+        available_device_bytes=available_device_bytes(target),
+    )
+
+
+def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: int) -> int:
+    """Bytes of the cache of one sequence.
+
+    As transformers' caches have it: where config.json gives a window but no types of layers, all have it.
+
+    Args:
+        per_token: bytes of all layers together. tokens: length of the sequence.
+    """
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.num_layers
+    kept = [min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in types]
+    return sum(kept[: shape.num_layers]) * per_token // shape.num_layers
+
+
+def _keys(domain: str, folded: bool) -> str:
+    if domain == "none":
+        return "no RoPE: basis inside W_q and W_k, no overhead"
+    if domain == "post":
+        return "compressed after RoPE by a product at run time, never rebuilt"
+    how = "basis inside W_k" if folded else "basis applied behind the key norm"
+    return f"compressed before RoPE ({how}), rebuilt and rotated inside attention"

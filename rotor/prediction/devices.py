@@ -1,0 +1,89 @@
+"""Devices by name: the rates from which decode time is predicted. Bundled ones are in devices.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from ..errors import RecipeError
+from ..typed import Reader, nearest_name, read_yaml, shorten
+
+RATES = ("bandwidth_bytes_per_s", "matmul_flops_per_s", "memory_bytes")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of one device.
+
+    bandwidth_bytes_per_s: reading of device memory.
+    matmul_flops_per_s: dense bfloat16 matrix products; a multiply-add counts two.
+    memory_bytes: device memory.
+    source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
+    """
+
+    bandwidth_bytes_per_s: float
+    matmul_flops_per_s: float
+    memory_bytes: float
+    source: Literal["data-sheet", "measured"]
+
+
+def bundled_devices() -> dict[str, Device]:
+    """The devices that come with rotor, by name."""
+    return parse_devices((resources.files("rotor.prediction") / "devices.yaml").read_text("utf-8"), "devices.yaml")
+
+
+def find_device(name: str, device_file: str | None = None) -> Device:
+    """A device of `device_file`, or else a bundled one.
+
+    Raises:
+        RecipeError: no device of that name (names the nearest, and all), or the file is not valid.
+    """
+    devices = bundled_devices()
+    if device_file is not None:
+        try:
+            text = Path(device_file).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"device file {device_file}: cannot be read ({error}).", "Give a YAML file.") from error
+        devices |= parse_devices(text, device_file)
+    if name not in devices:
+        raise RecipeError(
+            f"device {name!r} is not known{nearest_name(name, devices)}",
+            f"Known devices: {', '.join(devices)}; or give the rates of another one in a device file.",
+        )
+    return devices[name]
+
+
+def parse_devices(text: str, where: str) -> dict[str, Device]:
+    """Read a YAML mapping from device names to the fields of Device; `where` names it in errors.
+
+    Raises:
+        RecipeError: not valid YAML, an unknown key (names the nearest), a missing key, a value of the wrong type, or a
+            rate that is not positive and finite.
+    """
+    where = f"device file {where}"
+    data = read_yaml(text, where)
+    if not isinstance(data, Mapping):
+        raise RecipeError(f"{where}: expected a mapping from device names to their rates, got {shorten(data)}.")
+    devices = {}
+    for key, fields in data.items():
+        name = key if isinstance(key, str) else shorten(key)
+        if isinstance(fields, Mapping):
+            fields = {field: _number(value) if field in RATES else value for field, value in fields.items()}
+        device: Device = Reader(where).read(Device, fields, name)
+        for rate in RATES:
+            value = getattr(device, rate)
+            if value <= 0:
+                raise RecipeError(f"{where}: {name}.{rate}: got {value}, expected a positive number.")
+        devices[name] = device
+    return devices
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 takes 4.8e12, with no sign in its exponent, for a string."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

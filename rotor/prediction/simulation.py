@@ -1,0 +1,215 @@
+"""Simulate how evenly attention loads the SMs of a GPU under each schedule: arithmetic, nothing is run.
+
+In a decode step a layer is one launch: a task for each group of KV heads of each sequence, made of tiles of keys. A
+tile costs what rotor.prediction.cost predicts for it, the longer of reading its latents and of multiplying with them.
+The step takes the most loaded SM's time, layer after layer; the floor is the mean load.
+
+In a prefill each class of a layer's groups is a launch, its row blocks the tasks, and one costs its FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..format.layout import AttentionShape, LayerLayout
+from ..kernels.schedule import (
+    equal_slices,
+    greedy_assignment,
+    last_round,
+    makespan,
+    redistributed_makespan,
+    row_block_costs,
+    work_per_key,
+)
+from ..kernels.tile_sizes import can_be_cut, prefill_constants, prefill_workers, rebuilding_pays
+from .cost import decode_flops_per_token, group_bytes_per_token
+from .devices import Device
+
+TILE = 64
+"""Keys in a tile."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks of a layer: tiles of each, and predicted seconds of one tile on one SM."""
+
+    tiles: tuple[int, ...]
+    tile_seconds: tuple[float, ...]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [n * cost for n, cost in zip(self.tiles, self.tile_seconds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Balance of one schedule over all layers.
+
+    largest_over_mean: time of the step over what it would take if every SM were loaded alike.
+    parts: partial results that a step writes, over all layers; as many as tasks where none is split.
+    loads: of the SMs in the layer that is balanced worst, over their mean.
+    worst_layer: its index.
+    """
+
+    schedule: str
+    largest_over_mean: float
+    parts: int
+    loads: tuple[float, ...]
+    worst_layer: int
+
+
+def layer_tasks(
+    layout: LayerLayout, shape: AttentionShape, lengths: Sequence[int], device: Device, sms: int, element_bytes: int
+) -> Tasks:
+    """Make a task for each group of each sequence; those of a sequence in the order of the packed rows.
+
+    Args:
+        lengths: keys of each sequence.
+        device: rates of the whole GPU, of which each of `sms` has its share.
+    """
+    tiles, costs = [], []
+    for length in lengths:
+        for group in layout.groups:
+            size = len(group.kv_heads)
+            read = group_bytes_per_token(group.qk_rank, group.v_rank, element_bytes) / device.bandwidth_bytes_per_s
+            flops = decode_flops_per_token(
+                layout.domain, size, shape.heads_per_kv, shape.head_dim, group.qk_rank, group.v_rank
+            )
+            tiles.append(-(-length // TILE))
+            costs.append(TILE * sms * max(read, flops / device.matmul_flops_per_s))
+    return Tasks(tuple(tiles), tuple(costs))
+
+
+def _in_order(tasks: Tasks, sms: int) -> tuple[list[float], int]:
+    """Unsplit: the GPU gives the next task to the SM that is free first."""
+    loads = [0.0] * sms
+    for seconds in tasks.seconds:
+        loads[loads.index(min(loads))] += seconds
+    return loads, len(tasks.tiles)
+
+
+def _greedy(tasks: Tasks, sms: int) -> tuple[list[float], int]:
+    seconds = tasks.seconds
+    return [sum(seconds[i] for i in mine) for mine in greedy_assignment(seconds, sms)], len(seconds)
+
+
+def _sliced(tasks: Tasks, sms: int) -> tuple[list[float], int]:
+    pieces = equal_slices(tasks.tiles, tasks.tile_seconds, sms)
+    loads = [sum(count * tasks.tile_seconds[task] for task, _, count in mine) for mine in pieces]
+    return loads, sum(len(mine) for mine in pieces)
+
+
+SCHEDULES: dict[str, Callable[[Tasks, int], tuple[list[float], int]]] = {
+    "none": _in_order,
+    "lpt": _greedy,
+    "stream": _sliced,
+}
+"""none: unsplit, in order. lpt: the papers' greedy schedule, unsplit. stream: equal slices, split anywhere."""
+
+
+def simulate(
+    layouts: Sequence[LayerLayout],
+    shape: AttentionShape,
+    lengths: Sequence[int],
+    device: Device,
+    sms: int,
+    element_bytes: int = 2,
+) -> list[Balance]:
+    """Simulate each of SCHEDULES for one decode step of a batch.
+
+    Args:
+        lengths: keys of each sequence of the batch.
+    Raises:
+        UsageError: no sequence, one without keys, or no SM.
+    """
+    if not lengths or min(lengths) < 1 or sms < 1:
+        raise UsageError(
+            f"lengths {list(lengths)[:8]} on {sms} SMs: expected positive numbers.", "Example: --lengths 8x32768"
+        )
+    layers = [layer_tasks(layout, shape, lengths, device, sms, element_bytes) for layout in layouts]
+    balances = []
+    for name, schedule in SCHEDULES.items():
+        results = [schedule(tasks, sms) for tasks in layers]
+        means = [sum(loads) / sms for loads, _ in results]
+        ratios = [max(loads) / mean for (loads, _), mean in zip(results, means, strict=True)]
+        worst = ratios.index(max(ratios))
+        balances.append(
+            Balance(
+                schedule=name,
+                largest_over_mean=sum(max(loads) for loads, _ in results) / sum(means),
+                parts=sum(parts for _, parts in results),
+                loads=tuple(load / means[worst] for load in results[worst][0]),
+                worst_layer=worst,
+            )
+        )
+    return balances
+
+
+@dataclass(frozen=True)
+class PrefillBalance:
+    """A prefill over all layers: time over what it would take if every SM were loaded alike.
+
+    longest_first: row blocks in their order, none cut. redistributed: those of a last round that does not fill the GPU
+    in pieces where that is predicted to end sooner, as the kernels are launched.
+    cut_launches, launches: how many are, of how many.
+    """
+
+    longest_first: float
+    redistributed: float
+    cut_launches: int
+    launches: int
+
+
+def simulate_prefill(
+    layouts: Sequence[LayerLayout],
+    shape: AttentionShape,
+    chunk: int,
+    past: int,
+    batch_size: int,
+    sms: int,
+    element_bytes: int = 2,
+) -> PrefillBalance:
+    """Simulate a prefill of `chunk` new tokens of each sequence after `past` cached ones.
+
+    Raises:
+        UsageError: no new token, sequence or SM.
+    """
+    if chunk < 1 or past < 0 or batch_size < 1 or sms < 1:
+        raise UsageError(
+            f"a prefill of {chunk} tokens on {sms} SMs: expected positive numbers.", "Example: --chunk 512"
+        )
+    mean = plain = shortest = 0.0
+    cuts = []
+    for layout in layouts:
+        sizes = shape.heads_per_kv, element_bytes, shape.head_dim
+        tokens = batch_size * (past + chunk)
+        rebuilt = rebuilding_pays(layout, shape.heads_per_kv, shape.head_dim, chunk, tokens, element_bytes)
+        for cls, constants in prefill_constants(layout, *sizes, rebuilt):
+            rows, pack, others = constants["ROWS"], constants["PACK"], cls.count * constants["HEADS"] * batch_size
+            workers = prefill_workers(constants, sms)
+            costs = row_block_costs(chunk, past, rows, pack, others)
+            cut = can_be_cut(constants) and last_round(chunk, past, rows, pack, others, workers)[1]
+            seconds = rows * work_per_key(constants["QK"], constants["V"]) * (workers // sms)  # of a key, relative
+            mean += seconds * sum(costs) / workers
+            whole = makespan(costs, workers)
+            plain += seconds * whole
+            shortest += seconds * (redistributed_makespan(costs, workers) if cut else whole)
+            cuts.append(cut)
+    return PrefillBalance(plain / mean, shortest / mean, sum(cuts), len(cuts))
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Parse `32768`, `200,16000`, `8x32768,64x100`: keys of each sequence.
+
+    Raises:
+        UsageError: not of that form.
+    """
+    lengths: list[int] = []
+    for item in text.split(","):
+        count, times, length = item.strip().rpartition("x")
+        if not length.isdigit() or (times and not count.isdigit()):
+            raise UsageError(f"--lengths {text}: {item.strip()!r} is not a number of tokens.", "Example: 8x32768,200")
+        lengths += [int(length)] * int(count or 1)
+    return lengths

@@ -1,0 +1,119 @@
+"""The metrics that there are, as data: what accuracy may mean, what each needs, and the words for it.
+
+Names in recipes, help texts, tables and columns derive from these rows. A new metric is one file in
+rotor/evaluation/metrics and one row here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LM_EVAL = "lm-eval:"
+"""A task of the lm-eval package is named by this and its name."""
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """One metric.
+
+    name: as in `evaluation.metric`. field: of a measured split, where its accuracy is; 1 is equal to the uncompressed
+    model. description, label: as a sentence's end, and as a column's head.
+    implementation: MODULE:CLASS in rotor/evaluation/metrics; empty where it is the smallest of `parts`.
+    parts: names of the metrics that it is the smallest of.
+    prompts: it has rows of its own, which are run beside the text.
+    """
+
+    name: str
+    description: str
+    label: str
+    implementation: str = ""
+    parts: tuple[str, ...] = ()
+    prompts: bool = False
+    field: str = ""
+
+    @property
+    def accuracy_field(self) -> str:
+        return self.field or self.name
+
+
+_ROWS = (
+    MetricInfo(
+        "default",
+        "the smallest of the `token_accuracy`, `ppl_ratio`, `lookup` and `copy` ratios to the uncompressed model (the "
+        "last two are look-up over a distance)",
+        "accuracy",
+        parts=("token_accuracy", "ppl_ratio", "lookup", "copy"),
+    ),
+    MetricInfo(
+        "text",
+        "the smaller of the `token_accuracy` and `ppl_ratio` ratios to the uncompressed model",
+        "text ratio",
+        parts=("token_accuracy", "ppl_ratio"),
+    ),
+    MetricInfo(
+        "token_accuracy",
+        "the next-token accuracy ratio to the uncompressed model on held-out text",
+        "next-token accuracy ratio",
+        "next_token:TokenAccuracy",
+    ),
+    MetricInfo(
+        "ppl_ratio",
+        "the perplexity of the uncompressed model on held-out text over that of this one",
+        "perplexity ratio (base over compressed)",
+        "next_token:PerplexityRatio",
+    ),
+    MetricInfo(
+        "lookup",
+        "the mean probability of values looked up by keys from the start of the row, across held-out text, as a ratio "
+        "to the uncompressed model's",
+        "look-up ratio (keys across filler text)",
+        "distance:Lookup",
+        prompts=True,
+    ),
+    MetricInfo(
+        "copy",
+        "the mean probability of random tokens that are repeated after held-out text, as a ratio to the uncompressed "
+        "model's",
+        "copying ratio (random tokens across filler text)",
+        "distance:Copy",
+        prompts=True,
+    ),
+    MetricInfo(
+        "top1_agreement",
+        "the share of tokens where the most likely next token is the uncompressed model's",
+        "top-1 agreement",
+        "top1_agreement:Top1Agreement",
+    ),
+    MetricInfo(
+        "kl_div",
+        "exp(-KL) of the next-token distribution against the uncompressed model's; the nats are recorded too",
+        "KL divergence (nats per token)",
+        "kl_div:KLDivergence",
+        field="kl_accuracy",
+    ),
+)
+
+METRICS: dict[str, MetricInfo] = {info.name: info for info in _ROWS}
+"""By name; besides these `evaluation.metric` may be LM_EVAL and a task."""
+
+
+def metric_info(name: str) -> MetricInfo:
+    """The row of a metric; for a task of lm-eval one that is made up."""
+    if name in METRICS:
+        return METRICS[name]
+    return MetricInfo(name, f"the score of {name}, as a ratio to the uncompressed model's", name, "harness:LMEval")
+
+
+def accuracy_field(name: str) -> str:
+    """The field of a measured split that holds the accuracy of a metric."""
+    return metric_info(name).accuracy_field
+
+
+def primitive_metrics(name: str) -> tuple[str, ...]:
+    """The metrics that have to be measured for one: itself, or what it is the smallest of."""
+    return metric_info(name).parts or (name,)
+
+
+def describe(name: str) -> str:
+    """What the accuracy of a metric is, in words."""
+    return metric_info(name).description

@@ -1,0 +1,1 @@
+"""One HTML file of a run or a checkpoint."""

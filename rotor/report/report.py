@@ -1,0 +1,131 @@
+"""The report of a run or a checkpoint: one HTML file with everything in it, readable with no network."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from ..calibration.run import Run
+from ..errors import UsageError
+from ..format.atomic import write_text
+from .data import ROTOR_JSON, ReportData, collect, format_bytes
+from .figures import figures
+
+NAME = "report.html"
+TEMPLATE = "report.html.jinja"
+
+log = logging.getLogger("rotor")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A written report: the file, the figures in it, and what it could not show with the reason."""
+
+    path: Path
+    figures: list[str]
+    absent: dict[str, str]
+
+
+def report(folder: str | Path, out: str | Path | None = None, *, study: str | Path | None = None) -> Report:
+    """Write the report of a run or of a checkpoint.
+
+    Args:
+        folder: what calibrate or export wrote. out: the HTML file; by default report.html in a run, and
+            OUT-report.html beside a checkpoint, whose files stay as its manifest says.
+        study: folder of a study whose comparison of token sources is to be in it.
+    Raises:
+        UsageError: `out` is not an .html file, or its folder does not exist. CheckpointError: a damaged folder.
+    """
+    path = _place(Path(folder)) if out is None else Path(out)
+    if path.suffix not in (".html", ".htm") or path.is_dir():
+        raise UsageError(f"{path}: a report is an .html file.", "Example: -o report.html")
+    data = collect(Path(folder), study=None if study is None else Path(study))
+    return write(data, path)
+
+
+def _place(folder: Path) -> Path:
+    if not (folder / ROTOR_JSON).is_file():
+        return folder / NAME
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}-{NAME}")
+
+
+def write(data: ReportData, path: Path) -> Report:
+    drawn = _figures(data)
+    page = render(data, drawn)
+    try:
+        write_text(path, page)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror}).", "Choose another place.") from error
+    return Report(path, list(drawn or {}), data.absent)
+
+
+def write_with_checkpoint(folder: Path, run: Run, name: str) -> None:
+    """Put a report into the folder of a checkpoint that is being written, and another into its run.
+
+    The one of the checkpoint leaves out seconds, so that the same run gives the same bytes. A report is a courtesy:
+    whatever goes wrong with it is logged, and never fails the export.
+
+    Args:
+        name: what the folder will be called.
+    """
+    try:
+        data = collect(folder, run=run, name=name)
+        data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
+        write(data, folder / NAME)
+        write(collect(run.folder), run.folder / NAME)
+    except Exception as error:
+        log.warning("no report was written: %s: %s", type(error).__name__, error)
+
+
+def render(data: ReportData, drawn: dict[str, str] | None) -> str:
+    """The page.
+
+    Args:
+        drawn: SVG by section; None where figures cannot be drawn, and tables stand open in their place.
+    """
+    widest = max((max(cell.qk_rank, cell.v_rank) for layer in data.ranks for cell in layer), default=1)
+    energies = [tuple(_columns_for(layer[side], 0.99) for side in ("qk", "vo")) for layer in data.spectra]
+    return _template().render(
+        data=data,
+        figures=drawn or {},
+        with_figures=drawn is not None,
+        widest=widest,
+        energies=energies,
+        recipe_yaml=data.recipe.to_yaml(),
+    )
+
+
+def _figures(data: ReportData) -> dict[str, str] | None:
+    try:
+        return figures(data)
+    except ImportError:
+        return None
+
+
+def _columns_for(spectrum: list[float], share: float) -> int:
+    """How many leading columns hold a share of the sum of squares."""
+    sums = list(accumulate(value * value for value in spectrum))
+    return next(i + 1 for i, total in enumerate(sums) if total >= share * sums[-1])
+
+
+def _code(text: str) -> Markup:
+    """Backticks as <code>."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {"bytes": format_bytes, "code": _code}
+    environment.globals["FEW"] = 20  # rows that a table may have to stand open beside its figure
+    return environment.from_string((resources.files("rotor.report") / TEMPLATE).read_text("utf-8"))

@@ -1,0 +1,1 @@
+"""Folding bases into projections: a layer, a shard, or a whole model in memory."""

@@ -1,0 +1,317 @@
+"""The attention module of a compressed model, for every family and both domains.
+
+It holds the rewritten projections under their usual names, puts latents into the cache as packed rows, and calls the
+`rotor` attention function. transformers' own cache classes store the rows unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..format.kernel_config import LayerKernels, Schedule
+from ..format.layout import AttentionShape, LayerLayout
+from ..kernels.defaults import SCHEDULE, default_layer
+from ..kernels.dispatch import kernels_serve
+from ..kernels.reference import grouped_attention, project_keys, rotate
+from .families import Family
+from .positions import PositionCheck
+
+TABLE_ROWS = 1024
+"""Rows by which a table of cosines and sines grows."""
+
+
+class RotaryTable:
+    """Cosines and sines by index in the cache, from the model's own rotary embedding, shared by the layers of a type.
+
+    Holds the embedding without registering it as a submodule: it stays where the model has it.
+
+    Args:
+        layer_type: passed to the embedding, where it takes one.
+
+    depends_on_length: whether frequencies do, so that a table holds only for the positions it was made for. Otherwise
+        positions may count from the first key that the cache still holds, since only differences matter.
+    """
+
+    def __init__(self, rotary: nn.Module, layer_type: str | None = None) -> None:
+        self._rotary = rotary
+        self._arguments = () if layer_type is None else (layer_type,)
+        kinds: Any = rotary.rope_type
+        kind = kinds if layer_type is None else kinds[layer_type]
+        self.depends_on_length = kind == "longrope" or "dynamic" in kind
+        self.check_positions = PositionCheck()
+        self._key: tuple[Any, ...] | None = None
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def __call__(
+        self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [length, rotary_dim], of positions offset ... offset + length - 1, or 0 ... length - 1.
+
+        From position `end` on nothing is stored yet (a static cache); the table may hold anything there.
+        """
+        key: tuple[Any, ...] = (device, dtype)
+        rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each time
+        if self.depends_on_length:
+            # The empty rest of a static cache must not be seen.
+            key, rows = (int(offset), int(length), int(end), device, dtype), int(length)
+        if key != self._key or self._table is None or len(self._table[0]) < length:
+            positions = torch.arange(rows, device=device)
+            if self.depends_on_length:
+                positions = (positions + offset).clamp(max=int(end) - 1)
+            like = torch.empty(0, device=device, dtype=dtype)
+            cos, sin = self._rotary(like, positions[None], *self._arguments)
+            self._key, self._table = key, (cos[0].to(device), sin[0].to(device))
+        return self._table[0][:length], self._table[1][:length]
+
+
+class RotorAttention(nn.Module):
+    """Compressed attention: the same inputs and outputs as the family's own module.
+
+    Args:
+        base: the module that it takes the place of; its scaling, norms and layer index are taken over.
+        family, shape, layout: the model's family, its sizes, and what this layer stores.
+        biases: which of q, k, v, o have a bias.
+        rotary: table shared by the layers, or None for a model without RoPE.
+
+    schedule, kernels: how the Triton kernels run it: by rule, or as a loaded checkpoint's kernel_config.json says.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        family: Family,
+        shape: AttentionShape,
+        layout: LayerLayout,
+        biases: frozenset[str],
+        rotary: RotaryTable | None,
+    ) -> None:
+        super().__init__()
+        self.config: Any = base.config
+        self.layer_idx: int = int(base.layer_idx)  # type: ignore[arg-type]
+        # Falcon's attention has no such attribute, and the default.
+        self.scaling: float = float(getattr(base, "scaling", shape.head_dim**-0.5))
+        self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
+        self.head_dim = shape.head_dim
+        self.heads_per_kv = self.num_key_value_groups = shape.heads_per_kv
+        self.is_causal = True
+        self.layout = layout
+        self.schedule: Schedule = SCHEDULE
+        self.kernels: LayerKernels = default_layer(layout, shape.head_dim)
+        self._rotary = rotary
+        self._planes: tuple[Tensor, Tensor] | None = None
+        q_width = shape.num_heads * shape.head_dim
+        if layout.domain == "none":
+            q_width = layout.group_size * shape.heads_per_kv * layout.qk_width
+        k_width = layout.qk_width if layout.folded_keys else shape.num_kv_heads * shape.head_dim
+        o_width = layout.group_size * shape.heads_per_kv * layout.v_width
+        hidden_size = shape.hidden_size
+        self.q_proj = nn.Linear(hidden_size, q_width, bias="q" in biases)
+        self.k_proj = nn.Linear(hidden_size, k_width, bias="k" in biases)
+        self.v_proj = nn.Linear(hidden_size, layout.v_width, bias="v" in biases)
+        self.o_proj = nn.Linear(o_width, hidden_size, bias="o" in biases)
+        for name in family.norms:
+            self.add_module(name, base.get_submodule(name))
+        basis_shape = (layout.group_size * shape.head_dim, layout.qk_width)
+        self.key_basis = None if layout.folded_keys else nn.Parameter(torch.empty(basis_shape), requires_grad=False)
+        self.query_basis = (
+            None if layout.domain == "none" else nn.Parameter(torch.empty(basis_shape), requires_grad=False)
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        layer_past: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
+        past_key_values = layer_past if past_key_values is None else past_key_values
+        layout, seq_len = self.layout, hidden_states.shape[1]
+        # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE. Where they are
+        # not, the table's check of positions refuses.
+        query_offset, kv_len, kv_offset = 0, seq_len, 0
+        if past_key_values is not None:
+            query_offset = past_key_values.get_seq_length(self.layer_idx)
+            kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
+
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        use_kernels = kernels_serve(
+            hidden_states,
+            layout,
+            self.heads_per_kv,
+            self.head_dim,
+            attention_mask,
+            kwargs.get("dropout", 0.0),
+            self._rotation_fits_kernels(position_embeddings),
+            self.kernels,
+        )
+        key_rotation = None
+        if layout.domain != "none":
+            query = self._heads(query, "q_norm")
+        if any(layout.planes):
+            assert position_embeddings is not None
+            query, key = self._turn_planes(query, key, *position_embeddings)
+        if not layout.folded_keys:
+            key = self._heads(key, "k_norm")
+        if layout.domain == "post":
+            assert position_embeddings is not None
+            if use_kernels:
+                from ..kernels.projection.rotation import rotate_and_project
+
+                query, key = rotate_and_project(
+                    query, key, *position_embeddings, layout, self.heads_per_kv, self.query_basis, self.key_basis
+                )
+            else:
+                cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+                query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
+        elif layout.domain == "pre":
+            assert self._rotary is not None
+            self._rotary.check_positions(
+                kwargs.get("position_ids"), attention_mask, past_key_values, query_offset, kv_offset
+            )
+            # The kernels compose rotations, and so want them exact.
+            dtype = torch.float32 if use_kernels else query.dtype
+            key_rotation = self._rotary(kv_offset, kv_len, query_offset + seq_len, query.device, dtype)
+            index = torch.arange(seq_len, device=query.device) + query_offset - kv_offset
+            query = rotate(query.transpose(1, 2), *(table[index].to(query.dtype) for table in key_rotation))
+        if layout.folded_keys or key.dim() == 3:
+            key = key.unsqueeze(1)
+        else:
+            key = project_keys(key if layout.domain == "post" else key.transpose(1, 2), self.key_basis, layout)
+
+        value = value.unsqueeze(1)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        output = rotor_attention_forward(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            key_rotation=key_rotation,
+            use_kernels=use_kernels,
+            **kwargs,
+        )[0]
+        return self.o_proj(output), None
+
+    def _turn_planes(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE on latents that are whole rotary planes: two neighbouring columns of each, of its own frequency.
+
+        Args:
+            query, key: [batch_size, seq_len, width], packed as the projections put them out.
+            cos, sin: [batch_size, seq_len, head_dim].
+        """
+        if self._planes is None or self._planes[0].device != query.device:
+            heads = self.layout.group_size * self.heads_per_kv
+            frequencies = [torch.tensor(planes).repeat_interleave(2) for planes in self.layout.planes]
+            both = torch.cat([c.repeat(heads) for c in frequencies]), torch.cat(frequencies)
+            self._planes = both[0].to(query.device), both[1].to(query.device)
+        turned = []
+        for latents, columns in ((query, self._planes[0]), (key, self._planes[1])):
+            first, second = latents.unflatten(-1, (-1, 2)).unbind(-1)
+            partners = torch.stack([-second, first], dim=-1).flatten(-2)
+            turned.append(latents * cos[..., columns] + partners * sin[..., columns])
+        return turned[0], turned[1]
+
+    def _rotation_fits_kernels(self, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
+        if self.layout.domain == "none" or position_embeddings is None:
+            return self.layout.domain == "none"
+        changes = self.layout.domain == "pre" and self._rotary is not None and self._rotary.depends_on_length
+        return position_embeddings[0].shape[-1] == self.head_dim and not changes
+
+    def _heads(self, x: Tensor, norm: str) -> Tensor:
+        """[batch_size, seq_len, n * head_dim] -> [batch_size, seq_len, n, head_dim], normed where the family does."""
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        return self.get_submodule(norm)(heads) if norm in self._modules else heads
+
+    def extra_repr(self) -> str:
+        ranks = ", ".join(f"{g.qk_rank}+{g.v_rank}" for g in self.layout.groups)
+        return f"domain={self.layout.domain}, group_size={self.layout.group_size}, ranks=[{ranks}]"
+
+
+def rotor_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    use_kernels: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers knows as `rotor`; serves packed rows of RotorAttention only.
+
+    With use_kernels the Triton kernels run, and queries of domain `post` come projected.
+    """
+    if not isinstance(module, RotorAttention):
+        raise UsageError(
+            f"attn_implementation='rotor' was requested for {type(module).__name__}, which is not compressed.",
+            "Load a checkpoint written by `rotor export`; `import rotor` is all that it needs.",
+        )
+    if kwargs.get("cache") is not None:
+        raise UsageError(
+            "transformers' continuous batching (paged attention) cannot serve a compressed cache.", "Use generate()."
+        )
+    if attention_mask is not None and attention_mask.dim() != 4:
+        raise UsageError(
+            f"the attention mask has {attention_mask.dim()} dimensions, expected 4.",
+            "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
+        )
+    if attention_mask is not None:
+        _check_mask(attention_mask, module, value.shape[0], query.shape[1 if query.dim() == 3 else 2], value.shape[2])
+    if scaling is None:
+        scaling = module.scaling
+    if use_kernels:
+        from ..kernels.attention import packed_attention  # imports Triton
+
+        output = packed_attention(
+            query,
+            key,
+            value,
+            module.layout,
+            module.heads_per_kv,
+            module.head_dim,
+            scaling,
+            query_basis=module.query_basis,
+            key_rotation=key_rotation,
+            attention_mask=attention_mask,
+            softcap=module.softcap,
+            schedule=module.schedule,
+            kernels=module.kernels,
+        )
+        return output, None
+    output = grouped_attention(
+        query,
+        key,
+        value,
+        module.layout,
+        module.heads_per_kv,
+        scaling,
+        query_basis=module.query_basis,
+        key_rotation=key_rotation,
+        attention_mask=attention_mask,
+        dropout=dropout,
+        softcap=module.softcap,
+    )
+    return output, None
+
+
+def _check_mask(mask: Tensor, module: RotorAttention, batch_size: int, seq_len: int, kv_len: int) -> None:
+    """Raises UsageError where a 4-dimensional mask does not broadcast to the logits: the kernels read it unchecked."""
+    num_heads = module.layout.group_size * len(module.layout.groups) * module.heads_per_kv
+    expected = (batch_size, num_heads, seq_len, kv_len)
+    if any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
+        raise UsageError(
+            f"layer {module.layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in "
+            "place of any of these (batch_size, num_heads, seq_len, kv_len).",
+            "Give a mask over all cached keys and the new ones.",
+        )

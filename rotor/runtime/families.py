@@ -1,0 +1,289 @@
+"""Model families: where each keeps its attention, and how its projections are read.
+
+A family is a row of data. Fused projections are split on reading, so that everything behind this module sees the same
+four matrices and the rewritten checkpoint has the same four names whatever the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from ..format.layout import AttentionShape
+
+GetTensor = Callable[[str], Tensor]
+"""Reads a checkpoint tensor by its full name."""
+
+
+@dataclass
+class AttentionWeights:
+    """The projections of one attention layer in nn.Linear's orientation, [out_features, in_features]; biases or None.
+
+    q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
+    o_weight: [hidden_size, num_heads * head_dim]. prefix: of their names in the checkpoint, for errors.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    v_weight: Tensor
+    o_weight: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    prefix: str = ""
+
+
+Split = Callable[[Tensor, AttentionShape], tuple[Tensor, Tensor, Tensor]]
+"""Splits the outputs of a fused projection, along dimension 0, into those of queries, keys and values, each with its
+heads in order: [num_heads * head_dim, ...] and twice [num_kv_heads * head_dim, ...]."""
+
+
+def split_blocks(fused: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
+    """`[Q; K; V]`, one after the other."""
+    kv_width = shape.num_kv_heads * shape.head_dim
+    query, key, value = fused.split([shape.num_heads * shape.head_dim, kv_width, kv_width])
+    return query, key, value
+
+
+def split_by_kv_head(fused: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
+    """For each KV head its query heads, its key and its value: GPT-NeoX's layout, and all three of Falcon's."""
+    heads = fused.unflatten(0, (shape.num_kv_heads, shape.heads_per_kv + 2, shape.head_dim))
+    return heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)
+
+
+def _kv_heads(config: Any) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _falcon_kv_heads(config: Any) -> int:
+    """Before the new decoder architecture `num_kv_heads` is not read: there is one KV head, or one a query head."""
+    if config.new_decoder_architecture:
+        return config.num_kv_heads
+    return 1 if config.multi_query else config.num_attention_heads
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: the places of what rotor needs, and what its attention does that others do not.
+
+    decoder: path of the module that holds the layers, under the causal model; `layers` and `attention` below it.
+    layer_returns_tuple: a decoder layer returns (hidden states, ...) instead of the hidden states.
+    output: the output projection, under the attention module.
+    fused, split: the projection of queries, keys and values together, and how it is split; None where they are
+        q_proj, k_proj and v_proj.
+    transposed: weights are [in_features, out_features] (transformers' Conv1D).
+    norms: submodules of the attention that stay as they are (per-head norms of queries and keys, before RoPE).
+    norms_heads_first: they are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
+    rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
+    rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
+    partial_rotary: RoPE may turn only the first dimensions of a head (`partial_rotary_factor`).
+    softcap: config field of the bound that attention logits are pressed below (c tanh(x / c)), where there is one.
+    bypasses_interface: the attention does not call transformers' attention interface.
+    num_kv_heads: reads them from the config.
+    """
+
+    decoder: str
+    layers: str
+    attention: str
+    output: str = "o_proj"
+    fused: str | None = None
+    split: Split = split_blocks
+    transposed: bool = False
+    norms: tuple[str, ...] = ()
+    norms_heads_first: bool = False
+    rotary: str | None = "model.rotary_emb"
+    rotary_by_layer_type: bool = False
+    partial_rotary: bool = False
+    softcap: str | None = None
+    layer_returns_tuple: bool = False
+    bypasses_interface: bool = False
+    num_kv_heads: Callable[[Any], int] = _kv_heads
+
+    @property
+    def has_key_norm(self) -> bool:
+        return "k_norm" in self.norms
+
+    @property
+    def key_source(self) -> str:
+        """The submodule of the attention whose output holds the keys before RoPE."""
+        return "k_norm" if self.has_key_norm else self.fused or "k_proj"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections under the attention module, the one that holds the values last but one."""
+        return (self.fused, self.output) if self.fused else ("q_proj", "k_proj", "v_proj", self.output)
+
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """Names (under the attention module) that `read_attention` uses and the rewritten checkpoint drops."""
+        return tuple(f"{name}.{kind}" for name in self.projections for kind in ("weight", "bias"))
+
+    @property
+    def value_weight(self) -> str:
+        """Name (under the attention module) of the weight that holds the value projection."""
+        return f"{self.projections[-2]}.weight"
+
+    def attention_prefix(self, layer: int) -> str:
+        return f"{self.decoder}.{self.layers}.{layer}.{self.attention}."
+
+    def stored_prefix(self, layer: int, names: frozenset[str]) -> str:
+        """Name `attention_prefix` as a checkpoint has it: that of a bare model (the original GPT-2) lacks a part."""
+        full = self.attention_prefix(layer)
+        bare = full.partition(".")[2]
+        return bare if {f"{bare}{self.output}.weight", f"{bare}o_proj.weight"} & names else full
+
+    def attention_module(self, model: nn.Module, layer: int) -> nn.Module:
+        return model.get_submodule(self.attention_prefix(layer)[:-1])
+
+    def replace_attention(self, model: nn.Module, layer: int, module: nn.Module) -> None:
+        parent = model.get_submodule(f"{self.decoder}.{self.layers}.{layer}")
+        setattr(parent, self.attention, module)
+
+    def kv_parameters(self, model: nn.Module, layer: int) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """The parameters of the key and of the value projection, and for each how to get [num_kv_heads * d, hidden]."""
+        module = self.attention_module(model, layer)
+        if self.fused is None:
+            return [(module.get_parameter(f"{p}_proj.weight"), lambda g: g) for p in "kv"]
+        weight, shape = module.get_parameter(f"{self.fused}.weight"), attention_shape(model.config)
+        return [
+            (weight, lambda g: self.split(self._oriented(g), shape)[1]),
+            (weight, lambda g: self.split(self._oriented(g), shape)[2]),
+        ]
+
+    def read(self, get: GetTensor, names: frozenset[str], shape: AttentionShape) -> AttentionWeights:
+        """The four projections.
+
+        Args:
+            get: reads a tensor by its name under the attention module.
+            names: those that there are.
+        """
+        parts: dict[str, Any] = {}
+        for kind in ("weight", "bias"):
+            if self.fused is None:
+                found = {p: f"{p}_proj.{kind}" for p in "qkv" if kind == "weight" or f"{p}_proj.{kind}" in names}
+                parts.update({f"{p}_{kind}": get(name) for p, name in found.items()})
+            elif kind == "weight" or f"{self.fused}.{kind}" in names:
+                query, key, value = self.split(self._oriented(get(f"{self.fused}.{kind}")), shape)
+                parts.update({f"q_{kind}": query, f"k_{kind}": key, f"v_{kind}": value})
+            if kind == "weight" or f"{self.output}.{kind}" in names:
+                parts[f"o_{kind}"] = self._oriented(get(f"{self.output}.{kind}"))
+        return AttentionWeights(**parts)
+
+    def _oriented(self, tensor: Tensor) -> Tensor:
+        """A weight as nn.Linear has it, [out_features, in_features]; a bias as it is."""
+        return tensor.mT if self.transposed and tensor.dim() == 2 else tensor
+
+    def rotary_type(self, config: Any, layer: int) -> str | None:
+        """The third argument of the rotary embedding for a layer, if it takes one."""
+        return config.layer_types[layer] if self.rotary_by_layer_type else None
+
+
+_LLAMA = Family("model", "layers", "self_attn")
+_QWEN3 = Family("model", "layers", "self_attn", norms=("q_norm", "k_norm"))
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen2_moe": _LLAMA,
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "phi3": Family("model", "layers", "self_attn", fused="qkv_proj", partial_rotary=True),
+    "gemma2": Family("model", "layers", "self_attn", softcap="attn_logit_softcapping"),
+    "gemma3_text": Family(
+        "model",
+        "layers",
+        "self_attn",
+        norms=("q_norm", "k_norm"),
+        norms_heads_first=True,
+        rotary_by_layer_type=True,
+    ),
+    "gpt_neox": Family(
+        "gpt_neox",
+        "layers",
+        "attention",
+        output="dense",
+        fused="query_key_value",
+        split=split_by_kv_head,
+        rotary="gpt_neox.rotary_emb",
+        partial_rotary=True,
+    ),
+    "opt": Family("model.decoder", "layers", "self_attn", output="out_proj", rotary=None),
+    "gpt2": Family("transformer", "h", "attn", output="c_proj", fused="c_attn", transposed=True, rotary=None),
+    "falcon": Family(
+        "transformer",
+        "h",
+        "self_attention",
+        output="dense",
+        fused="query_key_value",
+        split=split_by_kv_head,
+        rotary="transformer.rotary_emb",
+        layer_returns_tuple=True,
+        bypasses_interface=True,
+        num_kv_heads=_falcon_kv_heads,
+    ),
+}
+"""Supported `config.model_type`s."""
+
+_REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention")
+"""Config fields that change attention in a way that rotor does not follow."""
+
+
+def find_family(config: Any) -> Family:
+    """Dispatch on `config.model_type`.
+
+    Raises:
+        UnsupportedModelError: not in FAMILIES (names those that are), or a variant of a family that is not supported.
+    """
+    model_type = getattr(config, "model_type", None)
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported.", f"Supported: {', '.join(sorted(FAMILIES))}."
+        )
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"this {model_type} checkpoint is already quantised or compressed (config.json has a quantization_config).",
+            "Give rotor the original checkpoint.",
+        )
+    for flag in _REFUSED:
+        if getattr(config, flag, False):
+            raise UnsupportedModelError(f"config.json: {flag} is set, which rotor does not support.")
+    family = FAMILIES[model_type]
+    factor = _partial_rotary_factor(config)
+    if factor != 1.0 and not family.partial_rotary:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor is {factor}; for {model_type} rotor supports only 1."
+        )
+    if not 0 < attention_shape(config).turned <= attention_shape(config).head_dim:
+        raise UnsupportedModelError(f"config.json: partial_rotary_factor is {factor}, expected above 0 and at most 1.")
+    return family
+
+
+def attention_shape(config: Any) -> AttentionShape:
+    """Sizes of the attention layers from the transformers config of a supported family."""
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
+    factor = _partial_rotary_factor(config)
+    return AttentionShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=FAMILIES[config.model_type].num_kv_heads(config),
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        # transformers makes one frequency of each started pair
+        rotary_dim=None if factor == 1.0 else 2 * -(-int(head_dim * factor) // 2),
+    )
+
+
+def _partial_rotary_factor(config: Any) -> float:
+    """Share of a head's dimensions that RoPE turns; 1 unless the config says otherwise."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    factors = [part.get("partial_rotary_factor") for part in by_layer_type or [rope]]
+    return float(min((factor for factor in factors if factor is not None), default=1.0))

@@ -1,0 +1,162 @@
+"""Registration with transformers: `from_pretrained` of a compressed checkpoint, and the `rotor` attention function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import cached_file
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..format.file_names import KERNEL_CONFIG
+from ..format.layout import AttentionShape, LayerLayout, LayerRanks
+from ..format.section import ATTENTION, METHOD, CompressedSection
+from ..format.truncation import truncate_layer
+from .attention import RotaryTable, RotorAttention, rotor_attention_forward
+from .families import FAMILIES, Family, attention_shape
+from .kernel_choice import kernels_of
+
+
+class RotorConfig(CompressedSection, QuantizationConfigMixin):
+    """The section as transformers wants it: an object made by `from_dict`, and written by `to_dict`."""
+
+
+class RotorQuantizer(HfQuantizer):
+    """Swaps the attention modules for compressed ones while the model is still on the meta device."""
+
+    requires_calibration = True
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Let Falcon be built: it looks its attention class up by the name of the implementation."""
+        from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention
+
+        for name in (METHOD, ATTENTION):
+            FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        config._attn_implementation = METHOD
+        return config
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        config: Any = self.quantization_config
+        shape = attention_shape(model.config)
+        family, layouts = FAMILIES[model.config.model_type], config.layouts(shape)
+        replace_attention(model, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
+        path = find_kernel_config(model.config, checkpoint_files)
+        self.kernel_config = kernels_of(config, path, shape, getattr(model.config, "rank_profile", None))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Cut an elastic checkpoint down to the profile that config.rank_profile names; mark the config."""
+        config: Any = self.quantization_config
+        model.config.attn_implementation = (
+            ATTENTION  # transformers forgets it, and save_pretrained is to write it again
+        )
+        ranks = config.profile_ranks(getattr(model.config, "rank_profile", None))
+        if ranks is not None:
+            shape, family = attention_shape(model.config), FAMILIES[model.config.model_type]
+            config.layers = {
+                str(i): truncate_attention(model, family, shape, i, layer_ranks, frozenset(config.biases)).to_dict()
+                for i, layer_ranks in enumerate(ranks)
+            }
+            del config.profiles, model.config.rank_profile
+        family = FAMILIES[model.config.model_type]
+        for index, kernels in enumerate(self.kernel_config.layers):
+            module: Any = family.attention_module(model, index)
+            module.schedule, module.kernels = self.kernel_config.schedule, kernels
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path | None:
+    """kernel_config.json beside the weights: in a local folder, or in the hub's cache, fetched if it is not there yet.
+
+    Args:
+        config: of the model, which knows where it came from. checkpoint_files: paths of the weights.
+    Returns:
+        None where there is none, or the hub cannot be asked.
+    """
+    if not checkpoint_files:
+        return None
+    beside = Path(checkpoint_files[0]).parent / KERNEL_CONFIG
+    snapshots = beside.parent.parent
+    if beside.is_file() or snapshots.name != "snapshots":
+        return beside if beside.is_file() else None
+    found = cached_file(
+        config.name_or_path,
+        KERNEL_CONFIG,
+        cache_dir=snapshots.parent.parent,
+        revision=beside.parent.name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+def replace_attention(
+    model: Any, family: Family, shape: AttentionShape, layouts: dict[int, LayerLayout], biases: frozenset[str]
+) -> list[RotorAttention]:
+    """Put a RotorAttention with uninitialised weights in each layer of `layouts`, and use `rotor` attention."""
+    tables: dict[str | None, RotaryTable] = {}
+    modules = []
+    for index, layout in layouts.items():
+        base = family.attention_module(model, index)
+        kind = family.rotary_type(model.config, index)
+        if family.rotary is not None and kind not in tables:
+            tables[kind] = RotaryTable(model.get_submodule(family.rotary), kind)
+        module = RotorAttention(base, family, shape, layout, biases, tables.get(kind))
+        family.replace_attention(model, index, module)
+        modules.append(module)
+    model.config._attn_implementation = METHOD
+    return modules
+
+
+def truncate_attention(
+    model: Any, family: Family, shape: AttentionShape, index: int, ranks: LayerRanks, biases: frozenset[str]
+) -> LayerLayout:
+    """Replace the compressed attention of a loaded layer by one of smaller ranks; returns its layout."""
+    module = family.attention_module(model, index)
+    assert isinstance(module, RotorAttention)
+    tensors = {name: p.detach() for name, p in module.named_parameters() if not name.startswith(family.norms or ("-",))}
+    layout, smaller = truncate_layer(tensors, module.layout, ranks, shape)
+    with torch.device("meta"):
+        replacement = RotorAttention(module, family, shape, layout, biases, module._rotary)
+    replacement.load_state_dict(smaller, strict=False, assign=True)
+    family.replace_attention(model, index, replacement.train(module.training))
+    return layout
+
+
+def register() -> None:
+    """Make transformers know rotor's checkpoints and attention; harmless when called again."""
+    if METHOD in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return
+    register_quantization_config(METHOD)(RotorConfig)
+    register_quantizer(METHOD)(RotorQuantizer)
+    for name in (METHOD, ATTENTION):
+        AttentionInterface.register(name, rotor_attention_forward)
+        AttentionMaskInterface.register(name, sdpa_mask)
+
+
+register()

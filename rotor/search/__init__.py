@@ -1,0 +1,1 @@
+"""From a goal to the plan that meets it: probes, the measured table, the choice."""

@@ -1,0 +1,112 @@
+"""What an export is asked to do, checked against the run and its model before any work is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..allocation import CHOOSING
+from ..calibration.run import Run
+from ..errors import CheckpointError, UsageError
+from ..format.hashes import file_sha256
+from ..format.places import OutputFolder
+from ..format.publishing import check_space
+from ..models.checkpoint import Checkpoint
+from ..recipe import EXPORT_SECTIONS, Recipe, override
+from ..recipe.settings import ExportSettings, Goal
+from ..runtime.families import Family, find_family
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """An export, with everything that is known before any work. recipe: the run's, with what was overridden."""
+
+    settings: ExportSettings
+    run: Run
+    recipe: Recipe
+    checkpoint: Checkpoint
+    out: OutputFolder
+
+    @classmethod
+    def check(cls, settings: ExportSettings) -> ExportJob:
+        """Raises RotorError where the request cannot be carried out; see export."""
+        settings.goal.check()
+        for target in settings.targets:
+            if not 0 < target <= 1:
+                raise UsageError(
+                    f"--targets {target:g}: expected accuracies above 0 and at most 1.", "Example: 0.99,0.95"
+                )
+        if settings.targets and settings.goal.accuracy is None:
+            raise UsageError("--targets are searched beside an accuracy.", "Give --accuracy, too.")
+        opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
+        kind = [] if settings.objective is None else [f"objective.kind={settings.objective}"]
+        recipe = override(opened.recipe, [*settings.overrides, *kind], EXPORT_SECTIONS)
+        if recipe.objective.kind != "memory" and not recipe.ranks.rule.chooses:
+            raise UsageError(
+                f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
+                f"run's is {recipe.ranks.method}.",
+                f"Give --set ranks.method={CHOOSING}, or leave the objective at memory.",
+            )
+        if settings.elastic and settings.goal.accuracy is None:
+            raise UsageError(
+                "--elastic stores ranks by accuracy.", "Give --accuracy, the profile that is used by default."
+            )
+        if settings.elastic and recipe.bases.refit:
+            raise UsageError(
+                "--elastic needs nested columns, and this run refits W_o for each rank.",
+                "Calibrate again with --set bases.refit=false.",
+            )
+        if settings.goal.removal_rate is not None and recipe.ranks.method != "removal-rate":
+            raise UsageError(
+                f"--removal-rate: ranks.method {recipe.ranks.method} does not choose ranks by a removal rate.",
+                "Give --accuracy or --compression.",
+            )
+        out.check(settings.overwrite, [opened.model_folder, opened.folder])
+        job = cls(settings, opened, recipe, Checkpoint(opened.fetch_model()), out)
+        check_space(out.path, job.needed_bytes)
+        job.check_nothing_added()
+        return job
+
+    @property
+    def goal(self) -> Goal:
+        return self.settings.goal
+
+    @property
+    def targets(self) -> tuple[float, ...]:
+        """Further accuracies to search: those asked for, or of an elastic checkpoint the recipe's."""
+        return self.settings.targets or (self.recipe.search.targets if self.settings.elastic else ())
+
+    @property
+    def sources(self) -> list[Path]:
+        """Folders that must not be written to."""
+        return [self.checkpoint.folder, self.run.folder]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Disk that is asked for before anything is written: a compressed one is about as large as its source."""
+        return int(self.checkpoint.total_bytes() * 1.1) + (1 << 20)
+
+    @property
+    def family(self) -> Family:
+        return find_family(self.checkpoint.config)
+
+    def check_nothing_added(self) -> None:
+        """Raises CheckpointError if the run's model has a file that was not there when it was calibrated."""
+        added = sorted({*self.checkpoint.files, *self.checkpoint.other_files()} - self._recorded.keys())
+        if added:
+            raise CheckpointError(
+                f"{self.checkpoint.folder / added[0]}: was added since calibration.", "Calibrate again, or remove it."
+            )
+
+    @property
+    def _recorded(self) -> dict[str, str]:
+        model = self.run.info["model"]
+        return {**model["shards"], **model.get("files", {})}
+
+    def check_unchanged(self, file: str) -> None:
+        """Raises CheckpointError if a file of the run's model is not the one that was calibrated."""
+        path = self.checkpoint.folder / file
+        if not path.is_file() or self._recorded.get(file) != file_sha256(path):
+            raise CheckpointError(
+                f"{self.checkpoint.folder / file}: changed since calibration.", "Calibrate again, or restore the file."
+            )

@@ -1,0 +1,198 @@
+"""From a run and a goal to the ranks that are written: read from the run's tables, or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from ..allocation import RankPath, RankPlan
+from ..bases import LayerBases
+from ..data.splits import SPLITS, EvaluationData, evaluation_data
+from ..errors import AccuracyError
+from ..evaluation.fidelity import Fidelity, FidelityMeter
+from ..evaluation.metrics import EvaluationContext
+from ..evaluation.placement import Placement
+from ..format.layout import LayerRanks, profile_name
+from ..models.hardware import pick_device, pick_dtype
+from ..progress import Progress, StageTimes
+from .export_job import ExportJob
+from .point import Point
+from .probe import full_ranks
+from .search import Measurer, find_plan, plan_for, probe_rows, rank_path, search_target
+from .table import Context, ProbeTable, RankTable
+
+
+class _Unmeasured(Exception):
+    """A point that a search needs is not in the table."""
+
+
+class RankSearch:
+    """The ranks that an export's goal asks for."""
+
+    def __init__(self, job: ExportJob, times: StageTimes, progress: Progress) -> None:
+        self.job, self.times, self.progress = job, times, progress
+        self.bases = job.run.bases()
+        self._known = 0
+        self._measurer: Measurer | None = None
+        self._path: RankPath | None = None
+
+    @cached_property
+    def data(self) -> EvaluationData:
+        """Held-out text without what was calibrated on."""
+        job, checkpoint = self.job, self.job.checkpoint
+        with self.times.stage("load text"), self.progress.task("load text", None, ""):
+            return evaluation_data(
+                job.recipe.evaluation, checkpoint.config, checkpoint.tokenizer, job.run.calibrated_documents
+            )
+
+    @cached_property
+    def table(self) -> RankTable:
+        """Of the context that the job measures in."""
+        device, dtype = self._device_and_dtype()
+        table = RankTable.open(self.job.run, Context.of(self.job.recipe.evaluation, self.data, dtype, device))
+        self._known = _measurements(table)
+        return table
+
+    @cached_property
+    def probes(self) -> ProbeTable:
+        """Of the settings that the job probes with."""
+        ranks, (device, dtype) = self.job.recipe.ranks, self._device_and_dtype()
+        return ProbeTable.open(self.job.run, ranks, probe_rows(ranks, self.data.search), dtype, device)
+
+    @property
+    def measured_points(self) -> int:
+        """How often a plan was measured on a split."""
+        return _measurements(self.table) - self._known
+
+    @property
+    def needs_probes(self) -> bool:
+        return "sensitivities" in self.job.recipe.ranks.rule.needs and not self.probes.complete
+
+    def path(self) -> RankPath | None:
+        """All rank plans of the recipe; None as long as its method needs probes that were not measured."""
+        if self._path is None and not self.needs_probes:
+            found = self.probes.sensitivities if "sensitivities" in self.job.recipe.ranks.rule.needs else None
+            self._path = rank_path(self.bases, self.job.run, self.job.recipe, found)
+        return self._path
+
+    def known(self) -> RankPlan | None:
+        """The plan that the goal leads to; None where something has to be measured first.
+
+        Raises: as `point`.
+        """
+        path, goal = self.path(), self.job.goal
+        if path is None:
+            return None
+        if goal.accuracy is None:
+            return plan_for(path, goal.removal_rate, goal.compression)
+
+        def known(plan: RankPlan) -> Fidelity:
+            point = self.table.find(plan)
+            if point is None or point.search is None:
+                raise _Unmeasured
+            return point.search
+
+        try:
+            return find_plan(path.steps(), self.job.recipe.search.resolution, goal.accuracy, known, goal.confidence)
+        except _Unmeasured:
+            return None
+
+    def point(self) -> Point:
+        """The point that the goal leads to, measured on both splits; the report split for this one alone.
+
+        Raises:
+            AccuracyError: no point reaches the accuracy. UsageError: the compression cannot be reached.
+        """
+        if self.needs_probes:
+            measurer = self._measuring()
+            with self.times.stage("probe"):
+                measurer.probe(self.job.recipe)
+        path, goal = self.path(), self.job.goal
+        assert path is not None
+        plan = self.known() if goal.accuracy is None else self._plan_at(goal.accuracy)
+        assert plan is not None
+        known = self.table.find(plan)
+        if known is not None and known.has("search") and known.has("report"):
+            return known
+        measurer = self._measuring()
+        with self.times.stage("measure"):
+            return measurer.measure(plan)
+
+    def profiles(self, point: Point) -> dict[str, list[list[list[int]]]]:
+        """Accuracy -> ranks of every layer and group, for the goal and each further target that can be had.
+
+        A profile may only change ranks: targets at which another domain or group size is chosen are left out.
+        """
+        goal, found = self.job.goal, {}
+        assert goal.accuracy is not None
+        for target in sorted({goal.accuracy, *self.job.targets}, reverse=True):
+            try:
+                plan = self._plan_at(target)
+            except AccuracyError:
+                continue
+            if plan.choice == point.choice:
+                found[profile_name(target)] = [[list(pair) for pair in layer] for layer in plan.rounded]
+        return found
+
+    def search_targets(self) -> None:
+        """Measure what further targets need, so that they are in the table; one out of reach is noted there."""
+        for target in self.job.targets:
+            try:
+                self._plan_at(target)
+            except AccuracyError as error:
+                self.progress.message(error.message)
+
+    def close(self) -> None:
+        """The model is not needed any more."""
+        self._measurer = None
+
+    def _plan_at(self, target: float) -> RankPlan:
+        """The plan of a target, measured where the table lacks something."""
+        path, recipe = self.path(), self.job.recipe
+        assert path is not None
+
+        def fidelity(plan: RankPlan) -> Fidelity:
+            known = self.table.find(plan)
+            if known is not None and known.search is not None:
+                return known.search
+            measurer = self._measuring()
+            with self.times.stage("measure"):
+                return measurer.measure(plan, ["search"]).fidelity("search")
+
+        return search_target(self.table, path, recipe, target, fidelity, self.job.goal.confidence)
+
+    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        """Those that a model would be loaded with."""
+        compute = self.job.settings.compute
+        device = pick_device(compute.device)
+        return device, pick_dtype(compute.dtype, self.job.checkpoint.config.dtype or torch.float32, device)
+
+    def _measuring(self) -> Measurer:
+        """Loads the model the first time that something has to be measured."""
+        if self._measurer is None:
+            job, checkpoint = self.job, self.job.checkpoint
+            with self.times.stage("load model"):
+                with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
+                    for file in checkpoint.files:
+                        job.check_unchanged(file)
+                        advance((checkpoint.folder / file).stat().st_size)
+                place = Placement.choose(checkpoint, job.recipe, job.settings.compute, self.progress)
+                with self.progress.task("load model", None, ""):
+                    network = place.model(checkpoint, job.run.folder)
+            spec = job.recipe.evaluation
+            meter = FidelityMeter(
+                EvaluationContext(spec, self.data.rows, checkpoint.tokenizer, checkpoint.config), self.progress
+            )
+            self._measurer = Measurer(self.table, self.probes, network, self.bases, meter, self.progress)
+        return self._measurer
+
+
+def _measurements(table: RankTable) -> int:
+    return sum(point.has(split) for point in table.points for split in SPLITS)
+
+
+def stored_ranks(bases: Sequence[LayerBases], ranks: list[LayerRanks], elastic: bool) -> list[LayerRanks]:
+    """The ranks that the tensors have: an elastic checkpoint keeps all columns."""
+    return [[full_ranks(layer)] * len(layer.qk.encode) for layer in bases] if elastic else ranks

@@ -1,0 +1,1 @@
+"""Recipes side by side: parts, records, tables, plots."""

@@ -1,0 +1,1 @@
+"""Whether a compressed checkpoint keeps what it claims."""

@@ -1,0 +1,204 @@
+"""Checks of a compressed checkpoint that need no forward pass: its files against rotor.json and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, RotorError
+from ..format.file_names import KERNEL_CONFIG
+from ..format.hashes import tensor_sha256
+from ..format.json_differences import differences
+from ..format.json_files import read_json
+from ..format.layout import compression, kv_bytes_per_token
+from ..format.manifest import Manifest
+from ..kernels.defaults import default_config
+from ..models.checkpoint import Checkpoint
+from ..models.compressed import CompressedCheckpoint
+from ..progress import Progress
+from ..runtime.families import FAMILIES
+from ..typed import shorten
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: `status` is `pass`, `fail` or `skipped`."""
+
+    name: str
+    status: str
+    detail: str
+
+
+@dataclass
+class Validation:
+    """The result of validating one folder.
+
+    summary: what the table shows: compression, bytes, accuracy, its interval and target.
+    """
+
+    folder: Path
+    checks: list[Check] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def damaged(self) -> bool:
+        """A check other than the accuracy target failed."""
+        return any(c.status == "fail" and c.name != "accuracy target" for c in self.checks)
+
+    @property
+    def target_met(self) -> bool:
+        return not any(c.status == "fail" and c.name == "accuracy target" for c in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "ok": not self.damaged and self.target_met,
+            "checks": [asdict(c) for c in self.checks],
+            "summary": self.summary,
+            "seconds": self.seconds,
+        }
+
+    def add(self, name: str, ok: bool, detail: str) -> None:
+        self.checks.append(Check(name, "pass" if ok else "fail", detail))
+
+    def judge(self, name: str, problems: list[str], fine: str) -> None:
+        """A check that passes without problems; shows the first three."""
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        self.add(name, not problems, "; ".join(problems[:3]) + more if problems else fine)
+
+    def skip(self, name: str, why: str) -> None:
+        self.checks.append(Check(name, "skipped", why))
+
+
+def check_integrity(result: Validation, progress: Progress, digest: str | None = None) -> CompressedCheckpoint:
+    """Add the checks that need no forward pass to `result`; returns the folder, opened.
+
+    Args:
+        digest: SHA-256 that manifest.json must have.
+    Raises:
+        CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
+    """
+    checkpoint = CompressedCheckpoint(result.folder)
+    with progress.task("integrity", checkpoint.total_bytes(), "B") as advance:
+        _check_manifest(result, digest)
+        _integrity(result, checkpoint, advance)
+    return checkpoint
+
+
+def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Callable[[float], None]) -> None:
+    """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
+    report = checkpoint.report
+    recorded = report["tensors"]
+    stored = {name for file in checkpoint.files for name in checkpoint.stored_names(file)}
+    problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
+    problems += [f"{name} in {_holder(checkpoint, name)} is unexpected" for name in sorted(stored - set(recorded))]
+    problems += [f"{name} is not in the index" for name in sorted(stored & set(recorded) - checkpoint.names)]
+    result.judge("tensor names", problems, f"{len(recorded)} tensors")
+    wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
+    for file in checkpoint.files:
+        for name in checkpoint.names_in(file):
+            entry = recorded.get(name)
+            if entry is None:
+                continue
+            try:
+                tensor = checkpoint.tensor(name)
+            except RotorError as error:
+                wrong["tensors finite"].append(error.message)
+                continue
+            expected = (entry["shape"], entry["dtype"], entry["file"])
+            got = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), checkpoint.file_of[name])
+            if got != expected:
+                wrong["tensor shapes and dtypes"].append(f"{name} is {_kind(*got)}, expected {_kind(*expected)}")
+            elif tensor_sha256(tensor) != entry["sha256"]:
+                wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
+        advance((checkpoint.folder / file).stat().st_size)
+    for check, found in wrong.items():
+        result.judge(check, found, f"{len(recorded)} tensors")
+
+    try:
+        problem = _layout_problem(checkpoint)
+    except RotorError as error:
+        problem = error.message
+    result.add("layouts agree", not problem, problem or "config.json, kernel_config.json, rotor.json and the tensors")
+
+
+def _check_manifest(result: Validation, digest: str | None) -> None:
+    """Every file against manifest.json, and that against the digest which was given."""
+    try:
+        manifest = Manifest.read(result.folder)
+    except CheckpointError as error:
+        result.add("files", False, error.message)
+        return
+    problems = [f"{name} {problem}" for name, problem in manifest.problems().items()]
+    result.judge("files", problems, f"{len(manifest.files)}, as manifest.json says")
+    if digest is not None:
+        same = manifest.digest == digest.strip().lower()
+        result.add("digest", same, manifest.digest if same else f"is {manifest.digest}, expected {shorten(digest)}")
+    result.summary["digest"] = manifest.digest
+
+
+def _holder(checkpoint: Checkpoint, name: str) -> str:
+    return next(file for file in checkpoint.files if name in checkpoint.stored_names(file))
+
+
+def _kind(shape: list[int], dtype: str, file: str) -> str:
+    return f"{dtype} {shape} in {file}"
+
+
+def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
+    """What does not agree between the JSON files and the tensors, or nothing."""
+    report, shape, used = checkpoint.report, checkpoint.shape, checkpoint.default_layouts
+    in_config = [layout.to_dict() for layout in checkpoint.layouts]
+    if checkpoint.elastic:
+        elastic = report.get("elastic")
+        if elastic is None:
+            return "config.json has rank profiles, rotor.json none"
+        profiles = checkpoint.config_dict["quantization_config"]["profiles"]
+        problem = difference(elastic["stored_layouts"], in_config, "rotor.json, stored_layouts", "config.json")
+        problem = problem or difference(elastic["profiles"], profiles, "rotor.json, profiles", "config.json")
+        if problem:
+            return problem
+        in_config = [layout.to_dict() for layout in used]
+    kernels = read_json(checkpoint.folder / KERNEL_CONFIG)
+    by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
+    stored = [[[group.qk_rank, group.v_rank] for group in groups] for groups in by_head]
+    size = report["kv_bytes_per_token"]
+    share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
+    problem = (
+        difference(report["layouts"], in_config, "rotor.json, layouts", "config.json")
+        or difference(kernels, default_config(used, shape).to_dict(), KERNEL_CONFIG, "config.json")
+        or difference(report["ranks"]["stored"], stored, "rotor.json, ranks.stored", "config.json")
+        or difference(
+            size["after"],
+            kv_bytes_per_token(used, size["element_bytes"]),
+            "rotor.json, kv_bytes_per_token",
+            "config.json",
+        )
+    )
+    if not problem and abs(report["compression"]["stored"] - share) > 1e-6:
+        problem = f"rotor.json, compression.stored: {report['compression']['stored']}, config.json implies {share:.6f}"
+    return problem or _tensor_problem(checkpoint)
+
+
+def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
+    """Where the value projection of a layer is not as wide as its layout says."""
+    family = FAMILIES[checkpoint.config.model_type]
+    for index, layout in enumerate(checkpoint.layouts):
+        name = family.stored_prefix(index, checkpoint.names) + "v_proj.weight"
+        if name not in checkpoint.names or checkpoint.shape_of(name)[:1] != [layout.v_width]:
+            return f"config.json, layer {index}: v_proj.weight has not the {layout.v_width} rows of its layout"
+    return ""
+
+
+def difference(got: Any, expected: Any, where: str, source: str) -> str:
+    """The first place where two JSON values differ, or nothing.
+
+    Args:
+        where: names the file and section of `got`. source: names where `expected` comes from.
+    """
+    for name, first, second in differences(got, expected, where):
+        return f"{name}: {shorten(first)}, {source} implies {shorten(second)}"
+    return ""
