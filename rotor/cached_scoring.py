@@ -60,20 +60,22 @@ class CachedScores:
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """Of each prompt, [prompts]: answer tokens predicted right, the sum of the answer tokens' probabilities, and how
-    many answer tokens there are."""
+    """What a model makes of the answer tokens of prompts, each [prompts].
+
+    hits: right first choices. probability: the sum of the probabilities that it gives them. answers: how many there are.
+    """
 
     hits: Tensor
     probability: Tensor
-    count: Tensor
-
-    @property
-    def accuracy(self) -> float:
-        return float(self.hits.sum() / self.count.sum())
+    answers: Tensor
 
     @property
     def mean_probability(self) -> float:
-        return float(self.probability.sum() / self.count.sum())
+        return float(self.probability.sum() / self.answers.sum())
+
+    @property
+    def mean_hits(self) -> float:
+        return float(self.hits.sum() / self.answers.sum())
 
 
 def prefill_of(answers: Tensor) -> int:

@@ -301,7 +301,7 @@ def test_answers_are_read_behind_the_prefill(model) -> None:
     found = scores.of_answers(answers)
     probability = model(rows).logits.detach().double().softmax(-1)[:, :-1].gather(-1, rows[:, 1:, None])[..., 0]
     chosen = probability[answers[:, 1:]]
-    assert found.count.tolist() == [1, 2]
+    assert found.answers.tolist() == [1, 2]
     assert found.mean_probability == pytest.approx(float(chosen.mean()), rel=1e-3)
     rows[1, 12] = model(rows).logits[1, 11].argmax()
     scores = score_through_cache(model, rows, lambda: DynamicCache(config=model.config), 8)

@@ -1,0 +1,204 @@
+"""rotor against the quantisers of the KV cache, at equal bytes: every cache is really used, all of its bytes counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
+
+from .cache import FP8, KCVT, KIVI, PerToken, Policy, make_cache, stored_bytes
+from .cached_scoring import CachedScores, prefill_of, score_through_cache
+from .errors import UnsupportedModelError
+from .progress import Progress
+
+LONG_TOKENS = 32768
+"""Tokens of context to which bytes are extrapolated, by coding so many random ones."""
+
+GROUP = 64
+"""Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to store the cache of an uncompressed model: a name, and what makes an empty cache from its config."""
+
+    name: str
+    make_cache: Callable[[Any], Cache]
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    """What was measured of one cache; `skipped` says why nothing was.
+
+    kl_div: nats a token against the uncompressed model. token_accuracy, ppl_ratio: ratios to it. top1_agreement: share.
+    answers: by task, the mean probability of the answers over the uncompressed model's. hits: the same of the answer
+    tokens predicted right.
+    kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored steps; long_: of
+    LONG_TOKENS tokens. compression: the share of the uncompressed cache's bytes removed, of a complete row.
+    """
+
+    name: str
+    skipped: str = ""
+    kl_div: float = 0.0
+    token_accuracy: float = 0.0
+    ppl_ratio: float = 0.0
+    top1_agreement: float = 0.0
+    answers: dict[str, float] = field(default_factory=dict)
+    hits: dict[str, float] = field(default_factory=dict)
+    kv_bytes_per_token: float = 0.0
+    mean_kv_bytes_per_token: float = 0.0
+    long_kv_bytes_per_token: float = 0.0
+    compression: float = 0.0
+
+
+@dataclass(frozen=True)
+class PeerData:
+    """What peers are measured on.
+
+    text: [rows, seq_len] held-out text, of which `prefill` tokens are the prompt.
+    tasks: by name, rows [prompts, seq_len] and answers of the same shape, true at the tokens that are scored.
+    """
+
+    text: Tensor
+    prefill: int
+    tasks: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def peers() -> list[Peer]:
+    """The caches of uncompressed models that rotor is compared with, the exact one first."""
+    found = [Peer("uncompressed", lambda config: DynamicCache(config=config))]
+    for backend, options in (
+        # The axes along which each groups neighbouring numbers of a token.
+        ("quanto", {"axis_key": 0, "axis_value": 0}),
+        ("hqq", {"axis_key": 1, "axis_value": 1}),
+    ):
+        found += [_transformers_peer(backend, bits, options) for bits in (8, 4, 2)]
+    policies: dict[str, Policy] = {
+        **{f"KIVI-{bits}": KIVI(bits, GROUP, GROUP) for bits in (4, 3, 2)},
+        "KCVT-4": KCVT(4),
+        **{f"per token, {bits} bits": PerToken(bits, GROUP) for bits in (4, 2)},
+        **{f"per token, {bits} bits, Hadamard": PerToken(bits, GROUP, hadamard=True) for bits in (4, 2)},
+        "fp8, scale a token": FP8("token"),
+        "fp8, one scale": FP8("tensor"),
+    }
+    return found + [_policy_peer(name, policy) for name, policy in policies.items()]
+
+
+def _policy_peer(name: str, policy: Policy) -> Peer:
+    return Peer(name, lambda config: make_cache(policy, config))
+
+
+def _transformers_peer(backend: str, bits: int, options: dict[str, int]) -> Peer:
+    def make(config: Any) -> Cache:
+        return QuantizedCache(backend, config, nbits=bits, q_group_size=GROUP, residual_length=GROUP, **options)
+
+    return Peer(f"transformers {backend}, {bits} bits", make)
+
+
+class PeerBench:
+    """The uncompressed model and the data, shared by all that is measured.
+
+    Args:
+        model: a causal model of transformers, in the dtype whose cache is the measure of compression.
+        chunk, batch_size: as for score_through_cache.
+    """
+
+    def __init__(
+        self, model: Any, data: PeerData, chunk: int = 1, batch_size: int = 16, progress: Progress | None = None
+    ) -> None:
+        self.model, self.data, self.chunk, self.batch_size = model, data, chunk, batch_size
+        self.progress = progress or Progress()
+
+    @cached_property
+    def _base(self) -> tuple[CachedScores, dict[str, CachedScores]]:
+        return self._scores("uncompressed", self.model, self._plain_cache(self.model), reference=None)
+
+    def peer(self, peer: Peer) -> PeerRecord:
+        """Measure a cache of the uncompressed model, unless it is not installed or cannot serve the model."""
+        try:
+            peer.make_cache(self.model.config)
+        except (ImportError, ValueError, UnsupportedModelError) as error:  # the first two are transformers' own
+            return PeerRecord(peer.name, skipped=" ".join(str(error).split()))
+        return self._record(peer.name, self.model, lambda: peer.make_cache(self.model.config))
+
+    def checkpoint(self, name: str, model: Any, policy: Policy | None = None) -> PeerRecord:
+        """Measure a compressed checkpoint of the model, loaded by transformers, in its plain cache or under a policy."""
+        make = self._plain_cache(model) if policy is None else lambda: make_cache(policy, model.config)
+        return self._record(name, model, make)
+
+    def _record(self, name: str, model: Any, make: Callable[[], Cache]) -> PeerRecord:
+        (base, base_tasks), (text, tasks) = self._base, self._scores(name, model, make, reference=self.model)
+        assert text.kl_div is not None
+        answers, hits = {}, {}
+        for task, scores in tasks.items():
+            positions = self.data.tasks[task][1]
+            before, after = base_tasks[task].of_answers(positions), scores.of_answers(positions)
+            answers[task] = after.mean_probability / before.mean_probability
+            hits[task] = _ratio(after.hits, before.hits)
+        return PeerRecord(
+            name,
+            kl_div=float(text.kl_div.mean()),
+            token_accuracy=_ratio(text.correct, base.correct),
+            ppl_ratio=float((base.nll - text.nll).mean().exp()),
+            top1_agreement=float((base.top1 == text.top1).double().mean()),
+            answers=answers,
+            hits=hits,
+            kv_bytes_per_token=text.kv_bytes_per_token,
+            mean_kv_bytes_per_token=text.mean_kv_bytes_per_token,
+            long_kv_bytes_per_token=long_kv_bytes_per_token(model, make),
+            compression=1 - text.kv_bytes_per_token / base.kv_bytes_per_token,
+        )
+
+    def _scores(
+        self, name: str, model: Any, make: Callable[[], Cache], reference: Any
+    ) -> tuple[CachedScores, dict[str, CachedScores]]:
+        """Of the text, and of each task, which needs no reference."""
+        data = self.data
+        total = data.text.numel() + sum(rows.numel() for rows, _ in data.tasks.values())
+
+        def score(rows: Tensor, prefill: int, reference: Any) -> CachedScores:
+            options: Any = {"reference": reference, "batch_size": self.batch_size, "advance": advance}
+            return score_through_cache(model, rows, make, prefill, self.chunk, **options)
+
+        with self.progress.task(name, total, "tokens") as advance:
+            text = score(data.text, data.prefill, reference)
+            tasks = {task: score(rows, prefill_of(answers), None) for task, (rows, answers) in data.tasks.items()}
+        return text, tasks
+
+    @staticmethod
+    def _plain_cache(model: Any) -> Callable[[], Cache]:
+        return lambda: DynamicCache(config=model.config)
+
+
+@torch.no_grad()
+def long_kv_bytes_per_token(model: Any, make: Callable[[], Cache], tokens: int = LONG_TOKENS) -> float:
+    """Bytes of the cache for each of `tokens` tokens, by coding random ones of the shapes that the model stores.
+
+    Layers of equal shapes are measured once.
+    """
+    plain = DynamicCache(config=model.config)
+    model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), past_key_values=plain)
+    sizes: dict[tuple[torch.Size, torch.Size], int] = {}
+    total = 0
+    for layer in plain.layers:
+        shapes = layer.keys.shape, layer.values.shape
+        if shapes not in sizes:
+            generator = torch.Generator().manual_seed(0)
+            key, value = (
+                torch.randn(*shape[:2], tokens, shape[3], generator=generator).to(layer.keys) for shape in shapes
+            )
+            one = Cache(layers=make().layers[:1])
+            one.update(key, value, 0)
+            sizes[shapes] = stored_bytes(one)
+        total += sizes[shapes]
+    return total / tokens
+
+
+def _ratio(hits: Tensor, base: Tensor) -> float:
+    """Of sums; of a base without a hit, the hits."""
+    return float(hits.sum()) / max(float(base.sum()), 1.0)
