@@ -109,8 +109,9 @@ def score_through_cache(
     Args:
         model: a causal model of transformers. rows: [n, seq_len] int64, of equal length, padded on the right if at all.
         make_cache: makes an empty cache for one batch.
-        prefill: tokens of the first step. chunk: tokens of each later step. Tokens of a step may see each other as they
-            came, so 1 is exact for every method, and n_b for one that waits for n_b tokens.
+        prefill: tokens of the first step.
+        chunk: tokens of each later step. Tokens of a step may see each other as they came, so that 1 is exact for every
+            cache; Policy.longest_step is as exact, and faster.
         reference: the model that KL is measured against; it has an ordinary cache and runs beside, its logits are never
             all in memory.
         batch_size: rows at a time. advance: told the tokens that are done.

@@ -19,16 +19,24 @@ from .progress import Progress
 LONG_TOKENS = 32768
 """Tokens of context to which bytes are extrapolated, by coding so many random ones."""
 
+LONGEST_CHUNK = 64
+"""Tokens of a step where any number would do."""
+
 GROUP = 64
 """Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to store the cache of an uncompressed model: a name, and what makes an empty cache from its config."""
+    """A way to store the cache of an uncompressed model.
+
+    make_cache: makes an empty cache from the model's config. chunk: tokens of a step, as many as see what they would
+    see in steps of one.
+    """
 
     name: str
     make_cache: Callable[[Any], Cache]
+    chunk: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class PeerData:
 
 def peers() -> list[Peer]:
     """The caches of uncompressed models that rotor is compared with, the exact one first."""
-    found = [Peer("uncompressed", lambda config: DynamicCache(config=config))]
+    found = [Peer("uncompressed", lambda config: DynamicCache(config=config), LONGEST_CHUNK)]
     for backend, options in (
         # The axes along which each groups neighbouring numbers of a token.
         ("quanto", {"axis_key": 0, "axis_value": 0}),
@@ -90,14 +98,15 @@ def peers() -> list[Peer]:
 
 
 def _policy_peer(name: str, policy: Policy) -> Peer:
-    return Peer(name, lambda config: make_cache(policy, config))
+    return Peer(name, lambda config: make_cache(policy, config), policy.longest_step or LONGEST_CHUNK)
 
 
 def _transformers_peer(backend: str, bits: int, options: dict[str, int]) -> Peer:
     def make(config: Any) -> Cache:
         return QuantizedCache(backend, config, nbits=bits, q_group_size=GROUP, residual_length=GROUP, **options)
 
-    return Peer(f"transformers {backend}, {bits} bits", make)
+    # The prompt leaves no residual, and GROUP tokens later all is coded again.
+    return Peer(f"transformers {backend}, {bits} bits", make, GROUP)
 
 
 class PeerBench:
@@ -105,18 +114,16 @@ class PeerBench:
 
     Args:
         model: a causal model of transformers, in the dtype whose cache is the measure of compression.
-        chunk, batch_size: as for score_through_cache.
+        batch_size: rows at a time.
     """
 
-    def __init__(
-        self, model: Any, data: PeerData, chunk: int = 1, batch_size: int = 16, progress: Progress | None = None
-    ) -> None:
-        self.model, self.data, self.chunk, self.batch_size = model, data, chunk, batch_size
+    def __init__(self, model: Any, data: PeerData, batch_size: int = 16, progress: Progress | None = None) -> None:
+        self.model, self.data, self.batch_size = model, data, batch_size
         self.progress = progress or Progress()
 
     @cached_property
     def _base(self) -> tuple[CachedScores, dict[str, CachedScores]]:
-        return self._scores("uncompressed", self.model, self._plain_cache(self.model), reference=None)
+        return self._scores("uncompressed", self.model, self._plain_cache(self.model), LONGEST_CHUNK, reference=None)
 
     def peer(self, peer: Peer) -> PeerRecord:
         """Measure a cache of the uncompressed model, unless it is not installed or cannot serve the model."""
@@ -124,15 +131,18 @@ class PeerBench:
             peer.make_cache(self.model.config)
         except (ImportError, ValueError, UnsupportedModelError) as error:  # the first two are transformers' own
             return PeerRecord(peer.name, skipped=" ".join(str(error).split()))
-        return self._record(peer.name, self.model, lambda: peer.make_cache(self.model.config))
+        return self._record(peer.name, self.model, lambda: peer.make_cache(self.model.config), peer.chunk)
 
     def checkpoint(self, name: str, model: Any, policy: Policy | None = None) -> PeerRecord:
         """Measure a compressed checkpoint of the model, loaded by transformers, in its plain cache or under a policy."""
-        make = self._plain_cache(model) if policy is None else lambda: make_cache(policy, model.config)
-        return self._record(name, model, make)
+        if policy is None:
+            return self._record(name, model, self._plain_cache(model), LONGEST_CHUNK)
+        step = policy.longest_step or LONGEST_CHUNK
+        return self._record(name, model, lambda: make_cache(policy, model.config), step)
 
-    def _record(self, name: str, model: Any, make: Callable[[], Cache]) -> PeerRecord:
-        (base, base_tasks), (text, tasks) = self._base, self._scores(name, model, make, reference=self.model)
+    def _record(self, name: str, model: Any, make: Callable[[], Cache], chunk: int) -> PeerRecord:
+        base, base_tasks = self._base
+        text, tasks = self._scores(name, model, make, chunk, reference=self.model)
         assert text.kl_div is not None
         answers, hits = {}, {}
         for task, scores in tasks.items():
@@ -155,7 +165,7 @@ class PeerBench:
         )
 
     def _scores(
-        self, name: str, model: Any, make: Callable[[], Cache], reference: Any
+        self, name: str, model: Any, make: Callable[[], Cache], chunk: int, reference: Any
     ) -> tuple[CachedScores, dict[str, CachedScores]]:
         """Of the text, and of each task, which needs no reference."""
         data = self.data
@@ -163,7 +173,7 @@ class PeerBench:
 
         def score(rows: Tensor, prefill: int, reference: Any) -> CachedScores:
             options: Any = {"reference": reference, "batch_size": self.batch_size, "advance": advance}
-            return score_through_cache(model, rows, make, prefill, self.chunk, **options)
+            return score_through_cache(model, rows, make, prefill, chunk, **options)
 
         with self.progress.task(name, total, "tokens") as advance:
             text = score(data.text, data.prefill, reference)

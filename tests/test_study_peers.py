@@ -20,7 +20,7 @@ def bench(tiny) -> PeerBench:
     rows = model.generate(starts, attention_mask=torch.ones_like(starts), min_new_tokens=20, max_new_tokens=20)
     answers = torch.zeros_like(rows, dtype=torch.bool)
     answers[:, 15:17] = True
-    return PeerBench(model, PeerData(rows, 8, {"copy": (rows, answers)}), chunk=4)
+    return PeerBench(model, PeerData(rows, 8, {"copy": (rows, answers)}))
 
 
 def test_the_uncompressed_cache_loses_nothing(bench) -> None:

@@ -9,16 +9,18 @@ columns have 16 bits; `generate` needs no patch:
 from __future__ import annotations
 
 from .fp8 import FP8
+from .gear import GEAR
 from .kcvt import KCVT
 from .kivi import KIVI
 from .layer import CodedLayer
 from .per_token import PerToken
 from .policy import Policy, make_cache, read_policy, stored_bytes
 
-METHODS: dict[str, type[Policy]] = {policy.method: policy for policy in (PerToken, KCVT, KIVI, FP8)}
+METHODS: dict[str, type[Policy]] = {policy.method: policy for policy in (PerToken, KCVT, KIVI, FP8, GEAR)}
 
 __all__ = [
     "FP8",
+    "GEAR",
     "KCVT",
     "KIVI",
     "METHODS",

@@ -28,6 +28,12 @@ class Policy(ABC):
     def streams(self) -> tuple[Stream, Stream]:
         """How keys and values are coded."""
 
+    @property
+    def longest_step(self) -> int | None:
+        """The longest step after the prompt whose tokens see what they would see in steps of one; None: any."""
+        steps = [step for step in (stream.longest_step for stream in self.streams()) if step is not None]
+        return min(steps, default=None)
+
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for read_policy."""
         return {"method": self.method, **asdict(self)}  # type: ignore[call-overload]

@@ -33,6 +33,13 @@ class Stream:
         """Whether new tokens are exact at first; else attention reads their codes from the step that brings them."""
         return self.block > 1 or self.window > 0
 
+    @property
+    def longest_step(self) -> int | None:
+        """The longest step after the prompt whose tokens see what they would see in steps of one; None: any."""
+        if not self.waits:
+            return None
+        return self.block if self.whole_prompt and self.window == 0 else 1
+
     def ready(self, waiting: int, prompt: bool) -> int:
         """How many of the oldest waiting tokens are coded now."""
         if prompt and self.whole_prompt:
@@ -88,7 +95,7 @@ class Side:
             if prompt:
                 (stream.prompt_codec or stream.codec).append(self.segments, waiting[:, :, :count])
             else:
-                for block in waiting[:, :, :count].split(stream.block if stream.block > 1 else count, dim=2):
+                for block in waiting[:, :, :count].split(count if stream.codec.by_token else stream.block, dim=2):
                     stream.codec.append(self.segments, block)
         self.waiting = waiting[:, :, count:].clone()  # a view would keep alive what was coded
 
