@@ -62,7 +62,7 @@ class CachedScores:
 class AnswerScores:
     """What a model makes of the answer tokens of prompts, each [prompts].
 
-    hits: right first choices. probability: the sum of the probabilities that it gives them. answers: how many there are.
+    hits: right first choices. probability: their probabilities, summed. answers: how many there are.
     """
 
     hits: Tensor

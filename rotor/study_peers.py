@@ -1,4 +1,4 @@
-"""rotor against the quantisers of the KV cache, at equal bytes: every cache is really used, all of its bytes counted."""
+"""rotor against quantisers of the KV cache, at equal bytes: every cache is really used, and all its bytes counted."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class PeerBench:
         return self._record(peer.name, self.model, lambda: peer.make_cache(self.model.config), peer.chunk)
 
     def checkpoint(self, name: str, model: Any, policy: Policy | None = None) -> PeerRecord:
-        """Measure a compressed checkpoint of the model, loaded by transformers, in its plain cache or under a policy."""
+        """Measure a compressed checkpoint of the model, as transformers loads it, in its plain cache or a policy."""
         if policy is None:
             return self._record(name, model, self._plain_cache(model), LONGEST_CHUNK)
         step = policy.longest_step or LONGEST_CHUNK
@@ -195,6 +195,7 @@ def long_kv_bytes_per_token(model: Any, make: Callable[[], Cache], tokens: int =
     model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), past_key_values=plain)
     sizes: dict[tuple[torch.Size, torch.Size], int] = {}
     total = 0
+    layer: Any
     for layer in plain.layers:
         shapes = layer.keys.shape, layer.values.shape
         if shapes not in sizes:

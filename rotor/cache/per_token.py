@@ -22,7 +22,7 @@ class PerToken(Policy):
     Args:
         bits: 16 (no code), 8, 4, 3 or 2.
         group: columns in a group; at most the width of a head, or of a packed row.
-        hadamard: multiply each head by a Hadamard matrix first, and back afterwards; it spreads outliers over the group.
+        hadamard: multiply each head by a Hadamard matrix first and back afterwards, which spreads outliers.
 
     Bytes of a number: bits / 8 + 4 / group. Nothing waits; a token's own step reads its code.
     Source: GEAR section 2, equation 2 (FlexGen's groups); the rotation is QuaRot's (arXiv 2404.00456, section 4).
