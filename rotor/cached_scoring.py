@@ -30,7 +30,6 @@ class CachedScores:
     correct: [rows, scored] bool, whether it is the token. kl_div: [rows, scored] float64, KL(reference || model) in
     nats; None without a reference.
     kv_bytes_per_token: bytes of all the cache's tensors over its tokens, when the rows are complete.
-    mean_kv_bytes_per_token: the same, the mean over the scored steps.
     """
 
     first: int
@@ -39,7 +38,6 @@ class CachedScores:
     correct: Tensor
     kl_div: Tensor | None
     kv_bytes_per_token: float
-    mean_kv_bytes_per_token: float
 
     def of_answers(self, answers: Tensor) -> AnswerScores:
         """Scores of look-up and copy prompts: of the tokens where `answers`, [rows, seq_len] bool, is true.
@@ -130,31 +128,26 @@ def score_through_cache(
     ]
     names = ("nll", "top1", "correct") if reference is None else ("nll", "top1", "correct", "kl_div")
     columns = {name: torch.cat([columns[name] for columns, _ in batches]) for name in names}
-    last = sum(sizes[-1][1] for _, sizes in batches)
-    mean = sum(sum(size / length for length, size in sizes) / len(sizes) for _, sizes in batches)
     return CachedScores(
         first=prefill + 1,
         kl_div=columns.pop("kl_div", None),
-        kv_bytes_per_token=last / rows.numel(),
-        mean_kv_bytes_per_token=mean / len(rows),
+        kv_bytes_per_token=sum(size for _, size in batches) / rows.numel(),
         **columns,
     )
 
 
 def _score_batch(
     model: Any, rows: Tensor, cache: Cache, prefill: int, chunk: int, reference: Any, advance: Advance
-) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    """The columns of CachedScores for a batch; and after each step the tokens of a row and the bytes of the cache."""
+) -> tuple[dict[str, Tensor], int]:
+    """The columns of CachedScores for a batch; and the bytes of the cache of complete rows."""
     rows = rows.to(model.device)
     expected = None if reference is None else _Reference(reference, rows, prefill)
     parts: dict[str, list[Tensor]] = {}
-    sizes = []
     _step(model, rows[:, :prefill], cache, keep=1)
     advance(len(rows) * prefill)
     for start in range(prefill, rows.shape[1], chunk):
         inputs = rows[:, start : start + chunk]
         logits = _step(model, inputs, cache, keep=0)
-        sizes.append((start + inputs.shape[1], stored_bytes(cache)))
         labels = rows[:, start + 1 : start + 1 + chunk]
         logits = logits[
             :, : labels.shape[1]
@@ -174,7 +167,7 @@ def _score_batch(
             for name, values in found.items():
                 parts.setdefault(name, []).append(values.reshape(labels.shape).cpu())
         advance(inputs.numel())
-    return {name: torch.cat(values, dim=1) for name, values in parts.items()}, sizes
+    return {name: torch.cat(values, dim=1) for name, values in parts.items()}, stored_bytes(cache)
 
 
 class _Reference:

@@ -46,7 +46,7 @@ class PeerRecord:
     kl_div: nats a token against the uncompressed model. token_accuracy, ppl_ratio: ratios to it. top1_agreement: share.
     answers: by task, the mean probability of the answers over the uncompressed model's. hits: the same of the answer
     tokens predicted right.
-    kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored steps; long_: of
+    kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored lengths; long_: of
     LONG_TOKENS tokens. compression: the share of the uncompressed cache's bytes removed, of a complete row.
     """
 
@@ -159,7 +159,7 @@ class PeerBench:
             answers=answers,
             hits=hits,
             kv_bytes_per_token=text.kv_bytes_per_token,
-            mean_kv_bytes_per_token=text.mean_kv_bytes_per_token,
+            mean_kv_bytes_per_token=mean_kv_bytes_per_token(model, make, self.data.prefill, self.data.text.shape[1]),
             long_kv_bytes_per_token=long_kv_bytes_per_token(model, make),
             compression=1 - text.kv_bytes_per_token / base.kv_bytes_per_token,
         )
@@ -185,29 +185,40 @@ class PeerBench:
         return lambda: DynamicCache(config=model.config)
 
 
-@torch.no_grad()
 def long_kv_bytes_per_token(model: Any, make: Callable[[], Cache], tokens: int = LONG_TOKENS) -> float:
-    """Bytes of the cache for each of `tokens` tokens, by coding random ones of the shapes that the model stores.
+    """Bytes of the cache for each token of a prompt of `tokens`, by storing random ones of the model's shapes."""
+    return _layer_bytes(model, make, tokens, tokens)[-1] / tokens
+
+
+def mean_kv_bytes_per_token(model: Any, make: Callable[[], Cache], prompt: int, tokens: int) -> float:
+    """Bytes of the cache for each token, the mean over lengths from prompt + 1 to `tokens`, reached one by one: what is
+    not yet coded comes and goes with the length."""
+    sizes = _layer_bytes(model, make, prompt, tokens)[1:]
+    return sum(size / (prompt + 1 + step) for step, size in enumerate(sizes)) / len(sizes)
+
+
+@torch.no_grad()
+def _layer_bytes(model: Any, make: Callable[[], Cache], prompt: int, tokens: int) -> list[int]:
+    """Bytes of all layers after a prompt of random keys and values, and after each token that follows it.
 
     Layers of equal shapes are measured once.
     """
     plain = DynamicCache(config=model.config)
     model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), past_key_values=plain)
-    sizes: dict[tuple[torch.Size, torch.Size], int] = {}
-    total = 0
-    layer: Any
-    for layer in plain.layers:
+    found: dict[tuple[torch.Size, torch.Size], list[int]] = {}
+    layers: list[Any] = list(plain.layers)
+    for layer in layers:
         shapes = layer.keys.shape, layer.values.shape
-        if shapes not in sizes:
+        if shapes not in found:
             generator = torch.Generator().manual_seed(0)
-            key, value = (
-                torch.randn(*shape[:2], tokens, shape[3], generator=generator).to(layer.keys) for shape in shapes
-            )
-            one = Cache(layers=make().layers[:1])
-            one.update(key, value, 0)
-            sizes[shapes] = stored_bytes(one)
-        total += sizes[shapes]
-    return total / tokens
+            states = [torch.randn(*s[:2], tokens, s[3], generator=generator).to(layer.keys) for s in shapes]
+            cache = Cache(layers=make().layers[:1])
+            found[shapes] = []
+            for start, end in zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True):
+                cache.update(states[0][:, :, start:end], states[1][:, :, start:end], 0)
+                found[shapes].append(stored_bytes(cache))
+    every = [found[layer.keys.shape, layer.values.shape] for layer in layers]
+    return [sum(sizes) for sizes in zip(*every, strict=True)]
 
 
 def _ratio(hits: Tensor, base: Tensor) -> float:

@@ -9,7 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rotor.cache import KCVT, PerToken, make_cache
-from rotor.study_peers import Peer, PeerBench, PeerData, PeerRecord, long_kv_bytes_per_token, peers
+from rotor.study_peers import (
+    Peer,
+    PeerBench,
+    PeerData,
+    PeerRecord,
+    long_kv_bytes_per_token,
+    mean_kv_bytes_per_token,
+    peers,
+)
 from rotor.study_peers_plot import draw_peers, family, pareto_front
 
 
@@ -48,6 +56,17 @@ def test_bytes_of_long_contexts_are_those_of_a_cache_of_that_length(bench) -> No
     per_key = 16 * 4 * (0.5 + 4 / 1000)  # scale and zero of each channel, once
     per_value = 16 * 4 * 0.5 + 4
     assert long_kv_bytes_per_token(bench.model, make, 1000) == pytest.approx(2 * (per_key + per_value))
+
+
+def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
+    def make():
+        return make_cache(KCVT(4, buffer=2), bench.model.config)
+
+    sides = 2 * 4  # layers, heads
+    coded, scales, waiting = 16 * 0.5 * 2, 4 * 16, 16 * 2 * 2  # of a token, a run of keys, and a token that waits
+    prompt = sides * (8 * coded + scales) + 2 * 8 * 4  # a value's scale and zero is shared by the heads
+    one, two = prompt + sides * waiting, prompt + sides * (2 * coded + scales) + 2 * 2 * 4
+    assert mean_kv_bytes_per_token(bench.model, make, 8, 10) == pytest.approx((one / 9 + two / 10) / 2)
 
 
 def test_a_compressed_checkpoint_is_measured_like_a_peer(bench, tiny, tmp_path) -> None:
