@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from .plots import MARKERS
 from .study_peers import PeerRecord
@@ -11,14 +12,17 @@ from .study_peers import PeerRecord
 LEAST_KL = 1e-5
 """Where the axis of KL begins; what is closer is drawn there."""
 
-BYTES = "bytes of cache per token"
+Size = Literal["kv_bytes_per_token", "mean_kv_bytes_per_token", "long_kv_bytes_per_token"]
 
 
-def draw_peers(figure: Any, records: Sequence[PeerRecord]) -> bool:
+def draw_peers(figure: Any, records: Sequence[PeerRecord], size: Size = "mean_kv_bytes_per_token") -> bool:
     """Draw records that were measured into a matplotlib figure; false if there are none.
 
-    Bytes are those of a complete row, everything counted. Records of a family, which is the part of their name before
-    a comma or a dash, share a colour and a marker.
+    Records of a family (their names without bits) share a colour and a marker.
+
+    Args:
+        size: which bytes of a record. The mean is of the lengths at which fidelity was measured, so that tokens that
+            are not yet coded count where they help.
     """
     measured = [record for record in records if not record.skipped]
     if not measured:
@@ -34,8 +38,8 @@ def draw_peers(figure: Any, records: Sequence[PeerRecord]) -> bool:
     columns = 3
     axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
     for axis, (label, value, higher) in zip(axes, panels, strict=False):
-        _panel(axis, measured, value, higher)
-        axis.set(xlabel=BYTES, ylabel=label)
+        _panel(axis, measured, size, value, higher)
+        axis.set(xlabel="bytes of cache per token", ylabel=label)
     axes[0].set_yscale("log")
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
@@ -58,23 +62,29 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[tu
 
 def family(name: str) -> str:
     """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI."""
-    return name.partition(",")[0].partition("-")[0] if not name.endswith("Hadamard") else "per token, Hadamard"
+    return re.sub(r"-\d+$|, \d+ bits", "", name)
 
 
 def _answers(task: str) -> Callable[[PeerRecord], float | None]:
     return lambda record: record.answers.get(task)
 
 
-def _panel(axis: Any, records: Sequence[PeerRecord], value: Callable[[PeerRecord], float | None], higher: bool) -> None:
+def _panel(
+    axis: Any,
+    records: Sequence[PeerRecord],
+    size: Size,
+    value: Callable[[PeerRecord], float | None],
+    higher: bool,
+) -> None:
     families: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         found = value(record)
         if found is not None:
-            families.setdefault(family(record.name), []).append((record.kv_bytes_per_token, found))
+            families.setdefault(family(record.name), []).append((getattr(record, size), found))
     for index, (name, points) in enumerate(families.items()):
-        size, height = zip(*sorted(points), strict=True)
+        x, y = zip(*sorted(points), strict=True)
         marker = MARKERS[index % len(MARKERS)]
-        axis.plot(size, height, marker=marker, markersize=5, color=f"C{index % 10}", label=name, linestyle=":")
+        axis.plot(x, y, marker=marker, markersize=5, color=f"C{index % 10}", label=name, linestyle=":")
     front = pareto_front([point for points in families.values() for point in points], higher)
     axis.step(*zip(*front, strict=True), where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
     axis.set_xscale("log", base=2)

@@ -109,9 +109,9 @@ def test_the_picture_shows_the_front(bench) -> None:
     matplotlib = pytest.importorskip("matplotlib.figure")
     one = PeerRecord("KIVI-4", kl_div=0.01, token_accuracy=0.99, ppl_ratio=0.98, answers={"copy": 0.9})
     records = [
-        replace(one, kv_bytes_per_token=700.0),
-        replace(one, name="KIVI-2", kl_div=0.1, kv_bytes_per_token=400.0),
-        replace(one, name="rotor", kl_div=0.001, kv_bytes_per_token=320.0),
+        replace(one, mean_kv_bytes_per_token=700.0),
+        replace(one, name="KIVI-2", kl_div=0.1, mean_kv_bytes_per_token=400.0),
+        replace(one, name="rotor", kl_div=0.001, mean_kv_bytes_per_token=320.0),
         PeerRecord("hqq", skipped="not installed"),
     ]
     figure = matplotlib.Figure()
@@ -123,6 +123,9 @@ def test_the_picture_shows_the_front(bench) -> None:
     assert divergence.get_yscale() == divergence.get_xscale() == "log"
     assert [axis.get_ylabel().split(":")[0] for axis in figure.axes[1:4]][-1] == "copy"
     assert not draw_peers(matplotlib.Figure(), records[-1:])
+    long = matplotlib.Figure()
+    assert draw_peers(long, [replace(one, long_kv_bytes_per_token=50.0)], "long_kv_bytes_per_token")
+    assert long.axes[0].lines[0].get_xdata().tolist() == [50]
 
 
 def test_the_front_has_what_nothing_else_beats() -> None:
@@ -130,5 +133,7 @@ def test_the_front_has_what_nothing_else_beats() -> None:
     assert pareto_front(points, higher=False) == [(1, 5), (2, 3), (4, 1)]
     assert pareto_front(points, higher=True) == [(1, 5)]
     assert family("KIVI-2") == family("KIVI-4") == "KIVI"
+    assert family("GEAR-L-4") == "GEAR-L"
+    assert family("rotor-post") == "rotor-post"
     assert family("per token, 2 bits, Hadamard") != family("per token, 2 bits") == "per token"
     assert PeerRecord(**asdict(PeerRecord("a", answers={"copy": 1.0}))).answers == {"copy": 1.0}
