@@ -264,7 +264,8 @@ def prefill_attention(
     if rebuilt:
         assert query_basis is not None
         assert key_rotation is not None
-        key = rebuild_keys(key, layout, query_basis, key_rotation, *keys.union, constant_key=constant_key)
+        first, end = keys.union
+        key = rebuild_keys(key, layout, query_basis, key_rotation, first, end, constant_key)
     group_rows = layout.group_size * heads_per_kv
     num_heads = group_rows * len(layout.groups)
     output = torch.empty(batch_size, seq_len, group_rows * layout.v_width, dtype=query.dtype, device=query.device)

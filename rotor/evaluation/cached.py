@@ -1,0 +1,199 @@
+"""Scores of a model that reads the past through a cache: prefill, then the rest in chunks (teacher forcing).
+
+Whole-sequence scoring never reads what a quantising or evicting cache has stored. Here every scored prediction does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..errors import DataError, NumericsError
+from ..progress import Advance
+from ..runtime.cache import stored_bytes
+from .scoring import position_kl_div
+
+REFERENCE_LOGIT_BYTES = 1 << 28
+"""Memory that the reference's float32 logits may take at a time."""
+
+
+@dataclass(frozen=True)
+class CachedScores:
+    """Results of each scored position; column j predicts token `first` + j of its row.
+
+    nll: [rows, scored] float64, negative log-likelihoods in nats. top1: [rows, scored] int64, the argmax.
+    correct: [rows, scored] bool, whether it is the token. kl_div: [rows, scored] float64, KL(reference || model) in
+    nats; None without a reference.
+    kv_bytes_per_token: bytes of all the cache's tensors over its tokens, when the rows are complete.
+    """
+
+    first: int
+    nll: Tensor
+    top1: Tensor
+    correct: Tensor
+    kl_div: Tensor | None
+    kv_bytes_per_token: float
+
+    def of_answers(self, answers: Tensor) -> AnswerScores:
+        """Scores of look-up and copy prompts: of the tokens where `answers`, [rows, seq_len] bool, is true.
+
+        Raises:
+            DataError: a row has an answer that was not scored, or there is none.
+        """
+        if answers[:, : self.first].any() or not answers.any():
+            raise DataError(
+                f"answers must begin at token {self.first} or later, behind the prefill, and there must be some.",
+                "Prefill fewer tokens: prefill_of(answers) says how many.",
+            )
+        chosen = answers[:, self.first :]
+        hits = (self.correct & chosen).sum(-1)
+        probability = torch.where(chosen, (-self.nll).exp(), 0.0).sum(-1)
+        return AnswerScores(hits, probability, chosen.sum(-1))
+
+
+@dataclass(frozen=True)
+class AnswerScores:
+    """What a model makes of the answer tokens of prompts, each [prompts].
+
+    hits: right first choices. probability: their probabilities, summed. answers: how many there are.
+    """
+
+    hits: Tensor
+    probability: Tensor
+    answers: Tensor
+
+    @property
+    def mean_probability(self) -> float:
+        return float(self.probability.sum() / self.answers.sum())
+
+    @property
+    def mean_hits(self) -> float:
+        return float(self.hits.sum() / self.answers.sum())
+
+
+def prefill_of(answers: Tensor) -> int:
+    """The longest prefill after which every answer is read through the cache, for answers [rows, seq_len] bool.
+
+    The token before an answer predicts it, and must come after the prefill.
+
+    Raises:
+        DataError: there is no answer, or one of the first two tokens is one.
+    """
+    positions = answers.any(0).nonzero()
+    if len(positions) == 0 or int(positions[0]) < 2:
+        raise DataError("cached scoring needs answers, and at least two tokens before the first.")
+    return int(positions[0]) - 1
+
+
+@torch.no_grad()
+def score_through_cache(
+    model: Any,
+    rows: Tensor,
+    make_cache: Callable[[], Cache],
+    prefill: int,
+    chunk: int = 1,
+    *,
+    reference: Any = None,
+    batch_size: int = 16,
+    advance: Advance = lambda done: None,
+) -> CachedScores:
+    """Score tokens prefill + 1 ... seq_len - 1 of each row; each is predicted by a token that came after the prefill.
+
+    Args:
+        model: a causal model of transformers. rows: [n, seq_len] int64, of equal length, padded on the right if at all.
+        make_cache: makes an empty cache for one batch.
+        prefill: tokens of the first step.
+        chunk: tokens of each later step. Tokens of a step may see each other as they came, so that 1 is exact for every
+            cache; Policy.longest_step is as exact, and faster.
+        reference: the model that KL is measured against; it has an ordinary cache and runs beside, its logits are never
+            all in memory.
+        batch_size: rows at a time. advance: told the tokens that are done.
+    Raises:
+        DataError: there are no rows, or fewer than two tokens behind the prefill.
+        NumericsError: logits that are not finite.
+    """
+    seq_len = rows.shape[-1]
+    if rows.numel() == 0 or not 1 <= prefill <= seq_len - 2:
+        raise DataError(
+            f"cached scoring: rows of shape {list(rows.shape)} and a prefill of {prefill} tokens; expected rows, and "
+            "two tokens or more behind the prefill."
+        )
+    batches = [
+        _score_batch(model, batch, make_cache(), prefill, chunk, reference, advance) for batch in rows.split(batch_size)
+    ]
+    names = ("nll", "top1", "correct") if reference is None else ("nll", "top1", "correct", "kl_div")
+    columns = {name: torch.cat([columns[name] for columns, _ in batches]) for name in names}
+    return CachedScores(
+        first=prefill + 1,
+        kl_div=columns.pop("kl_div", None),
+        kv_bytes_per_token=sum(size for _, size in batches) / rows.numel(),
+        **columns,
+    )
+
+
+def _score_batch(
+    model: Any, rows: Tensor, cache: Cache, prefill: int, chunk: int, reference: Any, advance: Advance
+) -> tuple[dict[str, Tensor], int]:
+    """The columns of CachedScores for a batch; and the bytes of the cache of complete rows."""
+    rows = rows.to(model.device)
+    expected = None if reference is None else _Reference(reference, rows, prefill)
+    parts: dict[str, list[Tensor]] = {}
+    _step(model, rows[:, :prefill], cache, keep=1)
+    advance(len(rows) * prefill)
+    for start in range(prefill, rows.shape[1], chunk):
+        inputs = rows[:, start : start + chunk]
+        logits = _step(model, inputs, cache, keep=0)
+        labels = rows[:, start + 1 : start + 1 + chunk]
+        logits = logits[
+            :, : labels.shape[1]
+        ].float()  # the last token of a row completes the cache and predicts nothing
+        if labels.shape[1]:
+            top1 = logits.argmax(-1)
+            found = {
+                "nll": torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), labels.flatten(), reduction="none"
+                ).double(),
+                "top1": top1,
+                "correct": top1 == labels,
+            }
+            if expected is not None:
+                theirs = expected.logits(start, start + labels.shape[1])
+                found["kl_div"] = position_kl_div(theirs.flatten(0, 1).to(logits.device), logits.flatten(0, 1)).double()
+            for name, values in found.items():
+                parts.setdefault(name, []).append(values.reshape(labels.shape).cpu())
+        advance(inputs.numel())
+    return {name: torch.cat(values, dim=1) for name, values in parts.items()}, stored_bytes(cache)
+
+
+class _Reference:
+    """The reference's logits of a batch from the prefill on, a block of positions at a time."""
+
+    def __init__(self, model: Any, rows: Tensor, prefill: int) -> None:
+        self._model, self._rows = model, rows.to(model.device)
+        self._cache = DynamicCache(config=model.config)
+        self._block = max(1, REFERENCE_LOGIT_BYTES // (4 * len(rows) * model.config.get_text_config().vocab_size))
+        self._start = self._end = prefill
+        self._logits = _step(model, self._rows[:, :prefill], self._cache, keep=1)[:, :0].float()
+
+    def logits(self, start: int, end: int) -> Tensor:
+        """float32 logits at positions start ... end - 1, which follow those asked for before."""
+        self._logits = self._logits[:, start - self._start :]
+        self._start = start
+        while self._end < end:
+            inputs = self._rows[:, self._end : self._end + self._block]
+            self._logits = torch.cat([self._logits, _step(self._model, inputs, self._cache, keep=0).float()], dim=1)
+            self._end += inputs.shape[1]
+        return self._logits[:, : end - start]
+
+
+def _step(model: Any, inputs: Tensor, cache: Cache, keep: int) -> Tensor:
+    """Logits of the last `keep` positions (0: of all), [batch_size, keep, vocab_size]."""
+    logits: Tensor = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+    if not torch.isfinite(logits).all():
+        raise NumericsError("the model's logits are not finite on the evaluation rows.", "Evaluate in float32.")
+    return logits

@@ -1,0 +1,74 @@
+"""The asymmetric code of groups that KIVI, KCVT and per-token quantisation share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .codec import Codec, Parts
+from .packing import pack, unpack
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class AffineCode(Codec):
+    """x ~ zero + scale * code, code = round((x - zero) / scale), zero = min, scale = (max - min) / (2^bits - 1).
+
+    Groups are rectangles of tokens and columns. Zero and scale are float16; the code is taken against the rounded ones.
+
+    Args:
+        bits: 8, 4, 3 or 2, packed in uint8.
+        tokens: tokens in a group; None: all tokens that are coded at once.
+        columns: columns in a group; None: all. The last group has the columns that are left.
+        heads_together: a token's heads lie side by side, so that a group can reach over all of them.
+    Limits: numbers beyond 65504 saturate.
+    Source: GEAR section 2, equation 2; KIVI (arXiv 2402.02750) section 3.
+    """
+
+    bits: int
+    tokens: int | None = 1
+    columns: int | None = None
+    heads_together: bool = False
+
+    @property
+    def by_token(self) -> bool:  # type: ignore[override]
+        return self.tokens == 1
+
+    def encode(self, states: Tensor) -> Parts:
+        """(codes [batch_size, heads, tokens, bytes] uint8, scale and zero [batch_size, heads, groups, groups] float16);
+        heads is 1 where they lie together."""
+        numbers = self._lay(states.float().clamp(-LARGEST, LARGEST))
+        length, width = numbers.shape[-2:]
+        tokens, columns = self.tokens or length, min(self.columns or width, width)
+        whole = functional.pad(numbers, (0, -width % columns, 0, 0), mode="replicate")
+        groups = whole.unflatten(-1, (-1, columns)).unflatten(2, (-1, tokens))
+        zero = groups.amin((3, 5)).half()
+        span = groups.amax((3, 5)) - zero.float()
+        scale = (span / (2**self.bits - 1)).clamp(0, LARGEST).half()
+        steps = _spread(scale, tokens, columns, width)
+        codes = (numbers - _spread(zero, tokens, columns, width)) / steps
+        codes = torch.where(steps > 0, codes, torch.zeros_like(codes)).round().clamp(0, 2**self.bits - 1)
+        return pack(codes, self.bits), scale, zero
+
+    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
+        packed, scale, zero = parts
+        laid = width * num_heads if self.heads_together else width
+        codes = unpack(packed, self.bits, laid).float()
+        tokens, columns = codes.shape[2] // scale.shape[2], min(self.columns or laid, laid)
+        numbers = codes.mul_(_spread(scale, tokens, columns, laid)).add_(_spread(zero, tokens, columns, laid))
+        return numbers.unflatten(-1, (num_heads, width))[:, 0].transpose(1, 2) if self.heads_together else numbers
+
+    def _lay(self, states: Tensor) -> Tensor:
+        return states.transpose(1, 2).flatten(2).unsqueeze(1) if self.heads_together else states
+
+
+def _spread(values: Tensor, tokens: int, columns: int, width: int) -> Tensor:
+    """One number a group -> one a number, float32: [..., groups, groups] -> [..., tokens, width] or broadcast to it."""
+    values = values.float()
+    if tokens > 1:
+        values = values.repeat_interleave(tokens, dim=-2)
+    return values.repeat_interleave(columns, dim=-1)[..., :width] if values.shape[-1] > 1 and columns > 1 else values

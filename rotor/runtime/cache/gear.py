@@ -1,0 +1,154 @@
+"""GEAR: a quantised backbone with a low-rank and a sparse correction of what it loses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .affine import LARGEST
+from .codec import Codec, Parts
+from .kcvt import KCVT
+from .kivi import KIVI
+from .policy import Policy
+from .store import Stream
+
+BACKBONE_PARTS = 3
+
+
+@dataclass(frozen=True)
+class GEAR(Policy):
+    """x ~ D + L + S. S: the largest and smallest s/2 of a channel's keys and of a token's values, as they are; D: the
+    backbone's code of the rest; L = A B^T: of what is then left of each head, the first singular vectors.
+
+    Args:
+        bits: 8, 4, 3 or 2. backbone: `kcvt`, or `kivi` with groups of `group`.
+        sparsity: s, the share of outliers; 0 is GEAR-L. rank, new_rank: of L in the prompt and in a later run.
+        buffer: tokens that wait, exactly, and are then a run (n_b); a multiple of `group` for kivi. loops: of the power
+            iteration.
+
+    Bytes, above the backbone's: 2 rank (1 / width + 1 / run) and 4 s a number (a float16 and an int16 index; int32 in
+    runs of more than 32767 tokens).
+    Limits: of a short run, s/2 may be less than one number, and then nothing is taken out. Padding must be known.
+    Source: GEAR section 3, equations 3 to 6, algorithms 1 and 2.
+    """
+
+    method: ClassVar[str] = "gear"
+    bits: int = 4
+    backbone: Literal["kcvt", "kivi"] = "kcvt"
+    sparsity: float = 0.02
+    rank: int = 4
+    new_rank: int = 2
+    buffer: int = 20
+    group: int = 64
+    loops: int = 2
+
+    def __post_init__(self) -> None:
+        self.require(self.bits in (8, 4, 3, 2), "bits", "one of (8, 4, 3, 2)")
+        self.require(self.backbone in ("kcvt", "kivi"), "backbone", "kcvt or kivi")
+        self.require(0 <= self.sparsity < 1, "sparsity", "a share below 1")
+        for name in ("rank", "new_rank"):
+            self.require(getattr(self, name) >= 0, name, "0 or more")
+        for name in ("buffer", "group", "loops"):
+            self.require(getattr(self, name) >= 1, name, "at least 1")
+        fits = self.backbone == "kcvt" or self.buffer % self.group == 0
+        self.require(fits, "buffer", f"a multiple of the group, {self.group}")
+
+    def streams(self) -> tuple[Stream, Stream]:
+        kcvt = self.backbone == "kcvt"
+        codecs = (KCVT(self.bits) if kcvt else KIVI(self.bits, self.group, self.buffer)).codecs()
+
+        def stream(backbone: Codec, per_channel: bool) -> Stream:
+            codec = GEARCode(backbone, self.sparsity, self.new_rank, self.loops, per_channel)
+            return Stream(codec, self.buffer, whole_prompt=kcvt, prompt_codec=replace(codec, rank=self.rank))
+
+        return stream(codecs[0], per_channel=True), stream(codecs[1], per_channel=False)
+
+
+@dataclass(frozen=True)
+class GEARCode(Codec):
+    """Parts: the backbone's; A [batch_size, num_heads, tokens, rank] and B [batch_size, num_heads, runs, width, rank]
+    float16; outliers, float16, and their indices: along the run [batch_size, num_heads, runs, outliers, width] for
+    per_channel, along the heads of a token [batch_size, 1, tokens, outliers] otherwise."""
+
+    backbone: Codec
+    sparsity: float
+    rank: int
+    loops: int
+    per_channel: bool
+
+    by_token = False
+
+    def encode(self, states: Tensor) -> Parts:
+        numbers = states.float().clamp(-LARGEST, LARGEST)
+        vectors = numbers if self.per_channel else _tokens(numbers)
+        outliers, index, rest = self._take_out(vectors)
+        rest = rest if self.per_channel else _heads(rest, numbers.shape[1])
+        parts = self.backbone.encode(rest)
+        lost = rest - self.backbone.decode(parts, numbers.shape[1], numbers.shape[-1])
+        lost = lost if self.per_channel else _tokens(lost)
+        dim = 2 if self.per_channel else 3
+        lost = lost.scatter(dim, index, 0.0)  # S holds these
+        lost = lost if self.per_channel else _heads(lost, numbers.shape[1])
+        left, right = low_rank(lost, self.rank, self.loops)
+        width = torch.int16 if vectors.shape[dim] <= torch.iinfo(torch.int16).max else torch.int32
+        sparse = [outliers.half(), index.to(width)]
+        if self.per_channel:
+            sparse = [part.unsqueeze(2) for part in sparse]
+        return *parts, left.half(), right.half().unsqueeze(2), *sparse
+
+    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
+        left, right, outliers, index = parts[BACKBONE_PARTS:]
+        numbers = self.backbone.decode(parts[:BACKBONE_PARTS], num_heads, width)
+        runs = right.shape[2]
+        left = left.float().unflatten(2, (runs, -1))
+        numbers = numbers + (left @ right.float().mT).flatten(2, 3)
+        if self.per_channel:
+            spread = numbers.unflatten(2, (runs, -1)).scatter(3, index.long(), outliers.float())
+            return spread.flatten(2, 3)
+        return _heads(_tokens(numbers).scatter(3, index.long(), outliers.float()), num_heads)
+
+    def _take_out(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Outliers and their indices along a channel's tokens or a token's numbers; and the vectors with the mean of
+        what remains in their place, so that they do not widen the range."""
+        dim = 2 if self.per_channel else 3
+        length = vectors.shape[dim]
+        count = int(self.sparsity / 2 * length)
+        order = vectors.argsort(dim)
+        index = torch.cat([order.narrow(dim, 0, count), order.narrow(dim, length - count, count)], dim)
+        outliers = vectors.gather(dim, index)
+        mean = (vectors.sum(dim, keepdim=True) - outliers.sum(dim, keepdim=True)) / (length - 2 * count)
+        return outliers, index, vectors.scatter(dim, index, mean.expand_as(outliers))
+
+
+def low_rank(matrix: Tensor, rank: int, loops: int) -> tuple[Tensor, Tensor]:
+    """A and B, matrix ~ A B^T, by power iteration from a fixed start with orthonormal factors in the last loop.
+
+    Args:
+        matrix: [..., n, width], float32. rank: at most n and width are used; 0 gives empty factors.
+    Returns:
+        [..., n, rank] orthonormal, [..., width, rank].
+    Limits: columns are made orthogonal in the last loop only, so that with many loops they become too alike for it.
+    Source: GEAR algorithm 2 (PowerSGD's iteration).
+    """
+    rank = min(rank, *matrix.shape[-2:])
+    right = torch.randn(matrix.shape[-1], rank, generator=torch.Generator().manual_seed(0)).to(matrix)
+    for _ in range(loops - 1):
+        right = functional.normalize(
+            matrix.mT @ (matrix @ right), dim=-2
+        )  # against overflow; what it spans is the same
+    left = torch.linalg.qr(matrix @ torch.linalg.qr(right).Q).Q
+    return left, matrix.mT @ left
+
+
+def _tokens(numbers: Tensor) -> Tensor:
+    """[batch_size, num_heads, tokens, width] -> [batch_size, 1, tokens, num_heads * width]."""
+    return numbers.transpose(1, 2).flatten(2).unsqueeze(1)
+
+
+def _heads(numbers: Tensor, num_heads: int) -> Tensor:
+    """The inverse of _tokens."""
+    return numbers[:, 0].unflatten(-1, (num_heads, -1)).transpose(1, 2)

@@ -1,0 +1,42 @@
+"""KCVT: keys per channel, values per token, without finer groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .affine import AffineCode
+from .codec import Codec, Exact
+from .policy import BITS, Policy
+from .store import Stream
+
+
+@dataclass(frozen=True)
+class KCVT(Policy):
+    """All keys of a channel that are coded together are a group, and all values of a token, over its heads.
+
+    The prompt is one run of tokens; later tokens wait, exactly, until there are `buffer` of them.
+
+    Args:
+        bits: 16 (no code), 8, 4, 3 or 2. buffer: tokens that wait (n_b).
+
+    Bytes of a number: keys bits / 8 + 4 / n (n the prompt, then `buffer`), values bits / 8 + 4 / (heads * width).
+    Limits: the range of a channel is that of the whole prompt; padding must be known (make_cache).
+    Source: GEAR section 2, "KCVT"; its buffer: section 3, "Streaming Buffer".
+    """
+
+    method: ClassVar[str] = "kcvt"
+    bits: int = 4
+    buffer: int = 20
+
+    def __post_init__(self) -> None:
+        self.require(self.bits in BITS, "bits", f"one of {BITS}")
+        self.require(self.buffer >= 1, "buffer", "at least 1")
+
+    def streams(self) -> tuple[Stream, Stream]:
+        key, value = self.codecs() if self.bits < 16 else (Exact(), Exact())
+        return Stream(key, self.buffer, whole_prompt=True), Stream(value, self.buffer, whole_prompt=True)
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        """Of keys and of values."""
+        return AffineCode(self.bits, tokens=None, columns=1), AffineCode(self.bits, heads_together=True)

@@ -1,0 +1,45 @@
+"""KIVI: keys per channel in groups of tokens, values per token in groups of channels, and a residual that is exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .affine import AffineCode
+from .codec import Codec, Exact
+from .policy import BITS, Policy
+from .store import Stream
+
+
+@dataclass(frozen=True)
+class KIVI(Policy):
+    """Keys: each channel in groups of `group` tokens, coded when `residual` tokens are there. Values: each token in
+    groups of `group` channels, once `residual` newer ones are there.
+
+    Args:
+        bits: 16 (no code), 8, 4, 3 or 2. group: g. residual: R, a multiple of g.
+
+    Bytes of a number: bits / 8 + 4 / g; and up to R keys and R values that are exact.
+    Limits: exact as published when tokens come one at a time; the tokens of a longer step see each other exactly.
+        Padding must be known (make_cache).
+    Source: KIVI (arXiv 2402.02750), section 3.2, algorithm 1; settings of GEAR section 4: g = R = 64.
+    """
+
+    method: ClassVar[str] = "kivi"
+    bits: int = 2
+    group: int = 64
+    residual: int = 64
+
+    def __post_init__(self) -> None:
+        self.require(self.bits in BITS, "bits", f"one of {BITS}")
+        self.require(self.group >= 1, "group", "at least 1")
+        multiple = self.residual >= self.group and self.residual % self.group == 0
+        self.require(multiple, "residual", f"a multiple of the group, {self.group}")
+
+    def streams(self) -> tuple[Stream, Stream]:
+        key, value = self.codecs() if self.bits < 16 else (Exact(), Exact())
+        return Stream(key, block=self.residual), Stream(value, window=self.residual)
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        """Of keys and of values."""
+        return AffineCode(self.bits, tokens=self.group, columns=1), AffineCode(self.bits, 1, self.group)
