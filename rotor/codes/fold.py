@@ -1,8 +1,8 @@
 """Fold the code of a latent into the projections around it, in float64; the caller casts once.
 
-With z = mean + scale (code + 1/2 - 2^(bits-1)):
+With z = mean + scale (n + 1/2), n = code - 2^(bits-1), as rows of codes are read (see rotor.format.columns):
 - what puts out the latent (W_k, W_v, or the key basis) is divided by the scale and shifted, so that its output only has
-  to be floored and clamped to be the code;
+  to be floored and clamped;
 - what reads the latent (the query's basis, the basis that rebuilds keys, W_o) is multiplied by the scale;
 - mean and half become a constant key or value of each head, together with the means of the columns that are left out.
   Before RoPE the constant key is added to the rebuilt keys. After RoPE, or without it, it adds the same to all logits
@@ -41,10 +41,11 @@ class FoldedCode:
     constant: Tensor
 
     def quantise(self, projected: Tensor) -> Tensor:
-        """[..., stored] as projected -> codes; columns of 16 bits stay as they are."""
+        """[..., stored] as projected -> the numbers n that attention reads; columns of 16 bits stay as they are."""
         bits = self.bits.to(projected.device)
-        codes = torch.minimum(projected.floor().clamp(min=0), 2.0 ** bits.to(projected.dtype) - 1)
-        return torch.where(bits == EXACT_BITS, projected, codes)
+        half = 2.0 ** (bits.to(projected.dtype) - 1)
+        numbers = torch.minimum(torch.maximum(projected.floor(), -half), half - 1)
+        return torch.where(bits == EXACT_BITS, projected, numbers)
 
 
 def fold_code(encode: Tensor, decode: Tensor, code: ColumnCode) -> FoldedCode:
@@ -62,9 +63,8 @@ def fold_code(encode: Tensor, decode: Tensor, code: ColumnCode) -> FoldedCode:
     scale = torch.where(coded, code.scale[columns], one)
     if not (scale > 0).all():
         raise NumericsError("a code has a scale that is not positive.", "Calibrate again.")
-    half = code.levels[columns] / 2
-    shift = torch.where(coded, half - code.mean[columns] / scale, 0 * one)
-    middle = torch.where(coded, code.mean[columns] + scale * (0.5 - half), 0 * one)
+    shift = torch.where(coded, -code.mean[columns] / scale, 0 * one)
+    middle = torch.where(coded, code.mean[columns] + scale / 2, 0 * one)
     dropped = code.bits == 0
     constant = decode[:, columns] @ middle + decode[:, dropped] @ code.mean[dropped]
     folded = FoldedCode(bits, columns, encode[:, columns] / scale, shift, decode[:, columns] * scale, constant)
