@@ -179,6 +179,11 @@ class Run:
         self._verified.add(name)
 
     @property
+    def has_codes(self) -> bool:
+        """Whether calibration took what bits are allocated by."""
+        return codes_path(self.folder, 0).relative_to(self.folder).as_posix() in self.manifest.files
+
+    @property
     def shape(self) -> AttentionShape:
         return AttentionShape(**self.info["shape"])
 
@@ -229,14 +234,9 @@ class Run:
         """What is known of the codes of one layer's candidates, by key.
 
         Raises:
-            UsageError: the run took no gradients. CheckpointError: the file is missing, damaged or does not fit.
+            CheckpointError: the file is missing, damaged or does not fit run.json.
         """
         path = codes_path(self.folder, layer)
-        if not path.is_file() and path.relative_to(self.folder).as_posix() not in self.manifest.files:
-            raise UsageError(
-                f"{self.folder}: this run was calibrated without codes.",
-                "Calibrate again with --set codes.bits=[0,2,4,8].",
-            )
         tensors, _ = _load(path)
         found = {}
         try:

@@ -22,8 +22,9 @@ from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline
 from ..calibration.partial import PartialRun
 from ..calibration.processes import Processes
+from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
-from ..format.layout import LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
 from ..models.estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
 from ..models.memory import available_host_bytes
@@ -153,7 +154,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
     choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
     if found is not None:
         choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
-        tensors, after, cache = _sizes(job, search, choice, ranks, element_bytes)
+        tensors, after, cache = _sizes(job, search, found, element_bytes)
     points, probed = _to_measure(search, found)
     outline = ModelOutline.of(job.checkpoint)
     place = Placement.choose(job.checkpoint, job.recipe, settings.compute, silent)
@@ -200,13 +201,13 @@ def _to_measure(search: RankSearch, found: RankPlan | None) -> tuple[int, int]:
 
 
 def _sizes(
-    job: ExportJob, search: RankSearch, choice: list[str], ranks: list[LayerRanks], element_bytes: int
+    job: ExportJob, search: RankSearch, plan: RankPlan, element_bytes: int
 ) -> tuple[dict[str, dict[str, int]], int, int]:
     """Bytes of each tensor that changes, of all tensors together, and of the cache per token."""
     checkpoint, family, shape = job.checkpoint, job.family, job.run.shape
-    chosen = search.bases.select(choice)
-    layouts = [layout for layout, _ in planned_layouts(chosen, ranks, family.has_key_norm)]
-    planned = planned_layouts(chosen, stored_ranks(chosen, ranks, job.settings.elastic), family.has_key_norm)
+    chosen = search.bases.select(plan.choice, plan.columns)
+    layouts = [layout for layout, _ in planned_layouts(chosen, plan.rounded, family.has_key_norm)]
+    planned = planned_layouts(chosen, stored_ranks(chosen, plan.rounded, job.settings.elastic), family.has_key_norm)
     on_meta = [_on_meta(layer) for layer in chosen]
     contents = ShardContents(checkpoint, family, shape, on_meta, planned, checkpoint.meta_tensor)
     after = {name: t for file in checkpoint.files for name, t in contents.tensors(file).items()}
@@ -220,7 +221,9 @@ def _sizes(
 
 
 def _on_meta(bases: LayerBases) -> LayerBases:
-    """Shapes alone; the refit of W_o, which the outputs are for, changes none."""
+    """Shapes alone; the refit of W_o, which the outputs are for, changes none. Codes are folded before shapes are all."""
+    if isinstance(bases, CodedBases):
+        return replace(bases, outputs=None)
 
     def pair(found: BasisPair) -> BasisPair:
         return BasisPair(found.encode.to("meta"), found.decode.to("meta"), found.singular_values.to("meta"))
