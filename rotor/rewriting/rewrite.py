@@ -14,6 +14,7 @@ from ..codes.layer import CodedBases
 from ..errors import NumericsError
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, folds_keys, ordered_by_class
 from ..numerics import one_thread
+from ..runtime.attention import FLOAT32
 from ..runtime.families import AttentionWeights
 
 RIDGE = 1e-6
@@ -59,7 +60,7 @@ def rewrite_layer(
     where keys are projected at run time; `query_basis`, of the same shape, where queries are or keys are rebuilt.
 
     Of coded bases, all that puts out a column of codes is divided by its step and shifted by its mean (`key_shift`
-    [qk_width] where keys are projected at run time), all that reads one is multiplied by the step; `key_constant`
+    [qk_width], float32, where keys are projected at run time), all that reads one is multiplied by the step; `key_constant`
     [num_kv_heads, head_dim], float32, is what rebuilt keys lack then, and o_proj's bias has what the values lack.
 
     Args:
@@ -226,9 +227,9 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
 def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
     """That of the tensor which a new one replaces; what replaces none takes that of its projection, or of the values.
 
-    A constant key is added to keys that attention rebuilds in float32.
+    Some are added before anything is rounded, and stay in float32.
     """
-    if name == "key_constant":
+    if name in FLOAT32:
         return torch.float32
     if "_proj." not in name:
         return weights.v_weight.dtype
