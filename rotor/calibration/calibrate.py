@@ -257,7 +257,7 @@ class Calibration:
             return
         with self.times.stage("gradients"), self.processes.together():
             if self.processes.is_first:
-                network = LayerwiseModel(self.weights(), job.settings.batch_tokens)
+                network = LayerwiseModel(self.weights(), job.settings.batch_tokens, partial.work)
                 rows = rows[: max(1, self.recipe.codes.tokens // rows.shape[1])]
                 with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
                     for layer, found in fisher_information(network, rows, job.group_size, advance=done):

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..codes.quantiser import SAMPLES
 from ..errors import NumericsError
 from ..format.layout import AttentionShape
 from ..kernels.reference import attend
@@ -33,9 +34,6 @@ from ..progress import Advance
 from .capture import forward_through_interface
 
 FISHER = "rotor_fisher"
-
-SAMPLES = 2048
-"""Tokens of which keys and values are kept: enough to fit the quantiser of a column."""
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,7 @@ class BitCurve:
         return bits
 
 
-def bit_curve(
-    losses: Tensor, widths: Sequence[int], word_bits: int = WORD_BITS, element_words: int = 1
-) -> BitCurve:
+def bit_curve(losses: Tensor, widths: Sequence[int], word_bits: int = WORD_BITS, element_words: int = 1) -> BitCurve:
     """The best widths of the columns of one side of a group for every number of words.
 
     Args:

@@ -20,6 +20,9 @@ from ..numerics import one_thread
 EXACT_BITS = 16
 """Columns of this width are numbers of 16 bits, no codes."""
 
+SAMPLES = 2048
+"""Tokens of which keys and values are kept: enough to fit the code of a column."""
+
 CLIPS = 12
 """Starting scales that are tried: the clip falls from the largest deviation by factors of the square root of two."""
 

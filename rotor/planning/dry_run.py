@@ -32,6 +32,7 @@ from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.shards import ShardContents, planned_layouts
 from ..search.export_job import ExportJob
+from ..search.point import columns_json
 from ..search.rank_search import RankSearch, stored_ranks
 from ..search.search import most_points
 
@@ -83,7 +84,7 @@ class ExportPlan:
     """What an export would do.
 
     choice, ranks, kv_bytes_per_token, compression, tensors: None where they depend on what has to be measured first.
-        ranks: [qk_rank, v_rank] by layer and group. tensors: bytes before and after, of each tensor that changes.
+        ranks: [qk_rank, v_rank] by layer and group; columns: where they are codes, those by bits. tensors: bytes before and after, of each tensor that changes.
     checkpoint_bytes: of all tensors, before and after.
     probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
     """
@@ -94,6 +95,7 @@ class ExportPlan:
     goal: dict[str, float]
     choice: list[str] | None
     ranks: list[list[list[int]]] | None
+    columns: list[list[list[dict[str, int]]]] | None
     compression: float | None
     kv_bytes_per_token: dict[str, int | None]
     tensors: dict[str, dict[str, int]] | None
@@ -168,6 +170,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         goal={name: value for name, value in asdict(job.goal).items() if value is not None},
         choice=choice,
         ranks=None if ranks is None else [[list(pair) for pair in layer] for layer in ranks],
+        columns=None if found is None or found.columns is None else columns_json(found.columns),
         compression=share,
         kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
         tensors=tensors,

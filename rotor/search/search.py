@@ -15,7 +15,17 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..allocation import BitsPath, Cost, GroupCost, RankInputs, RankPath, RankPlan, RemovalRatePath, Sensitivity, Spectra
+from ..allocation import (
+    BitsPath,
+    Cost,
+    GroupCost,
+    RankInputs,
+    RankPath,
+    RankPlan,
+    RemovalRatePath,
+    Sensitivity,
+    Spectra,
+)
 from ..allocation.plan import SLACK
 from ..calibration.run import Run, RunBases, read_fisher
 from ..data.splits import SPLITS
