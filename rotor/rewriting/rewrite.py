@@ -5,6 +5,8 @@ All products are float64; each tensor is cast exactly once, to the dtype of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -110,12 +112,11 @@ def rewrite_layer(
     if layout.domain != "none":
         tensors["query_basis"] = torch.cat(qk_decode, dim=-1)
     if keys:
-        shift = torch.cat([code.shift for code in keys])
         if layout.folded_keys:
-            tensors["k_proj.bias"] = _sum(tensors["k_proj.bias"], shift)
+            tensors["k_proj.bias"], keys = _shifted(tensors["k_proj.bias"], keys, weights.k_weight.dtype)
         else:
-            tensors["key_shift"] = shift
-        tensors["v_proj.bias"] = _sum(tensors["v_proj.bias"], torch.cat([code.shift for code in values]))
+            tensors["key_shift"] = torch.cat([code.shift for code in keys])
+        tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
         if layout.domain == "pre":
             tensors["key_constant"] = torch.cat([code.constant for code in keys]).unflatten(0, (-1, shape.head_dim))
         refitted = bases.outputs is not None  # then the readers have taken the means of what was dropped into account
@@ -152,8 +153,17 @@ def _folded_codes(
     return keys, values
 
 
-def _sum(bias: Tensor | None, shift: Tensor) -> Tensor:
-    return shift if bias is None else bias + shift
+def _shifted(bias: Tensor | None, codes: list[FoldedCode], dtype: torch.dtype) -> tuple[Tensor, list[FoldedCode]]:
+    """The bias of a projection into codes, as it is in its dtype, and the codes with what that rounding moved.
+
+    Means are many steps large: a bias of 16 bits may be off by a good part of one, the same for every token. What reads
+    the codes takes it into account.
+    """
+    exact = torch.cat([code.shift for code in codes])
+    exact = exact if bias is None else exact + bias
+    rounded = exact.to(dtype).to(exact.dtype)
+    moved = (rounded - exact).split([len(code.shift) for code in codes])
+    return rounded, [replace(code, offset=code.offset - part) for code, part in zip(codes, moved, strict=True)]
 
 
 def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> Tensor:
