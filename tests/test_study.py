@@ -269,7 +269,7 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(study_parts, "calibrate", refuse)
     monkeypatch.setattr("rotor.search.search.Measurer.measure", refuse)
-    monkeypatch.setattr("rotor.study.measure.Bench.degradation", refuse)
+    monkeypatch.setattr("rotor.study.measure.StudySubject.degradation", refuse)
     before = (result.folder / "results.json").read_text()
     again = study(DEMO_MODEL, result.folder, **arguments)
     assert again.added == 0
