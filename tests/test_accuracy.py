@@ -18,6 +18,7 @@ from rotor.data.tokens import Document
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
+from rotor.export.model_card import below_target
 from rotor.format.layout import profile_name
 from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation, load_recipe
@@ -280,6 +281,9 @@ def test_a_target_is_missed_where_the_whole_interval_is_below(
     assert found[0] is met
     assert found[1].endswith(text)
     assert judge_target("default", Fidelity(value, interval, {}), None)[0] is None
+    said = below_target({"report": value, "interval_95": interval, "target": 0.99})
+    assert found[1].endswith(said)
+    assert bool(said) == (value < 0.99)
 
 
 def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copied: Path, capsys) -> None:
@@ -292,7 +296,8 @@ def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copie
         report["accuracy"]["target"] = target
         path.write_text(json.dumps(report))
         reseal(out)
-        assert rotor(capsys, "validate", out, "--model", DEMO_MODEL, "-q")[0] == code
+        own = f"evaluation.path={copied / 'text.txt'}"
+        assert rotor(capsys, "validate", out, "--model", DEMO_MODEL, "--set", own, "-q")[0] == code
 
 
 def test_the_reference_of_metrics_lists_them_all() -> None:

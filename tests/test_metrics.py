@@ -352,6 +352,7 @@ def test_export_and_validate_agree_on_a_metric(metric: str, run_copy: Run, tmp_p
         assert f"| {METRICS[name].label} | {chosen[name]:.4f}" in card
     filler = accuracy["base"]["report"]["copy_filler_tokens"]
     assert f", over {filler} tokens of other text |" in card
+    assert f", over {filler} tokens of other text" in (tmp_path / "out" / "report.html").read_text()
 
     result = validate(tmp_path / "out")
     assert result.target_met
