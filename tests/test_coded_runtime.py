@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 
+from rotor.bench.problem import checked_output, compressed_layout, random_problem, rebuilt_layout, truth
+from rotor.bench.rows import pytorch_path
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import batch_logits
 from rotor.format.columns import Columns
@@ -304,3 +306,16 @@ def test_compile_lists_what_packs_the_rows() -> None:
     assert "append" in names
     rotations = [variant for variant in variants if variant.name.startswith("rotation")]
     assert [(v.constants["SHIFT"], v.pointers["key_shift"]) for v in rotations] == [(True, torch.float32)] * 2
+
+
+@pytest.mark.parametrize("seq_len", [1, 80])
+@pytest.mark.parametrize("layout", LAYERS, ids=lambda layout: layout.domain)
+def test_the_benchmark_runs_on_rows_of_codes(layout: LayerLayout, seq_len: int) -> None:
+    """Its own random codes against float64, the floor of their bytes, and the same ranks in numbers beside them."""
+    generator = torch.Generator().manual_seed(0)
+    problem = random_problem(compressed_layout(layout), SHAPE, 2, seq_len, 80, torch.float32, generator)
+    assert relative_error(checked_output(problem, pytorch_path(problem)()), truth(problem)) < 4e-6
+    assert problem.work.cache_bytes == problem.key.nbytes + problem.value.nbytes == 2 * 80 * sum(layout.row_bytes(4))
+    rebuilt = random_problem(rebuilt_layout(layout), SHAPE, 2, seq_len, 80, torch.float32, generator)
+    assert rebuilt.key.dtype == torch.float32
+    assert relative_error(checked_output(rebuilt, pytorch_path(rebuilt)()), truth(rebuilt)) < 4e-6

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ..errors import CheckpointError
 from ..typed import Reader
+from .columns import Columns
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
 from .layout import LayerLayout
@@ -167,8 +168,11 @@ def serving(specialisations: tuple[tuple[int, int], ...], qk_rank: int, v_rank: 
 
 
 def _groups(layout: LayerLayout) -> list[_Group]:
-    sides = ((g, g.qk_columns, g.v_columns) for g in layout.groups)
-    return [(g.qk_rank, g.v_rank, qk and qk.counts, v and v.counts) for g, qk, v in sides]
+    return [(g.qk_rank, g.v_rank, _counts(g.qk_columns), _counts(g.v_columns)) for g in layout.groups]
+
+
+def _counts(columns: Columns | None) -> tuple[int, ...] | None:
+    return None if columns is None else columns.counts
 
 
 def _check_values(layer: LayerKernels, name: str, reader: Reader) -> None:
