@@ -47,7 +47,8 @@ def default_layer(layout: LayerLayout, head_dim: int) -> LayerKernels:
     bodies = _bodies(sorted(set(ranks), reverse=True), most)
     return LayerKernels(
         tuple(
-            ClassKernels(c.count, c.qk_rank, c.v_rank, b, r) for c, b, r in zip(classes, blocks, rebuilt, strict=True)
+            ClassKernels(c.count, c.qk_rank, c.v_rank, b, r, *(s and s.counts for s in (c.qk_columns, c.v_columns)))
+            for c, b, r in zip(classes, blocks, rebuilt, strict=True)
         ),
         bodies,
         _tile(bodies, layout.domain == "pre"),
