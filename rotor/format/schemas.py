@@ -68,11 +68,15 @@ class CompressionInfo(TypedDict):
     stored: float
 
 
-class PointRanks(TypedDict):
-    """Ranks of a point as the method gave them, and as they are stored."""
-
+class _PointRanks(TypedDict):
     exact: Ranks
     stored: Ranks
+
+
+class PointRanks(_PointRanks, total=False):
+    """Ranks of a point as the method gave them, and as they are stored; columns by bits where they are codes."""
+
+    columns: list[list[tuple[dict[str, int], dict[str, int]]]]
 
 
 class SourceInfo(SourceFiles):

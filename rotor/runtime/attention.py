@@ -119,6 +119,9 @@ class RotorAttention(nn.Module):
         o_width = layout.group_size * shape.heads_per_kv * layout.v_width
         hidden_size = shape.hidden_size
         self.q_proj = nn.Linear(hidden_size, q_width, bias="q" in biases)
+        # The means of codes are biases where the model has none.
+        shifted = "o v k" if layout.folded_keys else "o v"
+        biases = biases | set(shifted.split()) if layout.coded else biases
         self.k_proj = nn.Linear(hidden_size, k_width, bias="k" in biases)
         self.v_proj = nn.Linear(hidden_size, layout.v_width, bias="v" in biases)
         self.o_proj = nn.Linear(o_width, hidden_size, bias="o" in biases)
