@@ -28,7 +28,7 @@ from rotor.kernels.rows import key_columns, value_columns
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.projections import read_attention
 from rotor.rewriting.rewrite import rewrite_layer
-from rotor.runtime.families import FAMILIES, Family, attention_shape
+from rotor.runtime.families import FAMILIES, attention_shape
 
 COLUMNS = {
     1: [(Columns(n16=2, n8=4, n4=8), Columns(n4=8)), (Columns(n8=12), Columns(n16=2, n8=8)),
@@ -80,10 +80,14 @@ class Pair:
         return AutoModelForCausalLM.from_pretrained(self.coded, dtype=dtype).eval()
 
     @contextmanager
-    def reference(self) -> Iterator[Any]:
-        """The plain model in float64, its latents rounded on their way into the cache."""
-        model = AutoModelForCausalLM.from_pretrained(self.plain, dtype=torch.float64).eval()
-        with on_latents(model, lambda layer, side, latents: self.codes[layer][side].rounded(latents)):
+    def reference(self, dtype: torch.dtype = torch.float64) -> Iterator[Any]:
+        """The plain model, its latents rounded on their way into the cache."""
+        model = AutoModelForCausalLM.from_pretrained(self.plain, dtype=dtype).eval()
+
+        def rounded(layer: int, side: int, latents: Tensor) -> Tensor:
+            return self.codes[layer][side].rounded(latents) if self.layouts[layer].coded else latents
+
+        with on_latents(model, rounded):
             yield model
 
 
@@ -203,10 +207,8 @@ def fold(
 
 def _with_biases(tensors: dict[str, Tensor], layout: LayerLayout) -> dict[str, Tensor]:
     """A layer of numbers beside layers of codes has their biases too."""
-    zeros = {
-        f"{p}_proj.bias": torch.zeros(len(tensors[f"{p}_proj.weight"])) for p in ("kvo" if layout.folded_keys else "vo")
-    }
-    return zeros | tensors
+    names = [f"{p}_proj" for p in ("kvo" if layout.folded_keys else "vo")]
+    return {f"{name}.bias": torch.zeros(len(tensors[f"{name}.weight"])) for name in names} | tensors
 
 
 def _rotation(shape: Any, group_size: int, generator: torch.Generator) -> BasisPair:

@@ -101,8 +101,8 @@ def rotation_kernel(
     if first_column < rank:
         if job < SIZE:
             _project(
-                query, query_rows, query_basis, key_shift, cos, sin, tokens, seq_len, query_batch, query_position, query_head,
-                basis_stride * ALIGN, cos_batch, cos_position * ALIGN,
+                query, query_rows, query_basis, key_shift, cos, sin, tokens, seq_len, query_batch, query_position,
+                query_head, basis_stride * ALIGN, cos_batch, cos_position * ALIGN,
                 query_row_stride * ALIGN, (group * SIZE + job) * HEADS_PER_KV, job * 2 * HALF, 1, rank, offset,
                 offset * SIZE * HEADS_PER_KV + job * HEADS_PER_KV * rank, first_column, row_block, HEADS_PER_KV, HALF,
                 HALF_PADDED, ROWS, COLUMNS, PRECISION, False,

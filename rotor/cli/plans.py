@@ -81,8 +81,8 @@ def print_export_plan(plan: Any) -> None:
     else:
         ranks = [" ".join(f"({_by_bits(qk)}; {_by_bits(v)})" for qk, v in layer) for layer in plan.columns]
         title = "Columns x bits (key; value) of each group"
-    rows = [(index, key, found) for index, (key, found) in enumerate(zip(plan.choice, ranks, strict=True))]
-    print_table(title, ("layer", "basis", "columns"), (), rows)
+    rows_of = [(index, key, found) for index, (key, found) in enumerate(zip(plan.choice, ranks, strict=True))]
+    print_table(title, ("layer", "basis", "columns"), (), rows_of)
     tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())
     print_table("Bytes of each tensor that changes", ("tensor",), ("before", "after"), [*tensors])
 

@@ -229,9 +229,10 @@ def measured_tokens(spec: Evaluation) -> int:
 
 
 def prompt_tokens(spec: Evaluation, names: Collection[str] = ("lookup", "copy")) -> int:
-    """Of the rows that metrics draw for themselves."""
+    """Of the rows that metrics draw for themselves, at most."""
+    row = min(spec.seq_len, spec.filler_tokens + 2 * spec.seq_len // 3)  # what states and what asks: a third each
     counts = {"lookup": spec.lookup_prompts, "copy": spec.copy_prompts}
-    return spec.seq_len * sum(count for name, count in counts.items() if name in names)
+    return row * sum(count for name, count in counts.items() if name in names)
 
 
 def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:

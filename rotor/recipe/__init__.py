@@ -141,6 +141,7 @@ class Evaluation:
         accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be copied).
     lookup_prompts, lookup_keys: look-up rows in each split, and the most keys in each.
     copy_prompts, copy_tokens: copying rows in each split, and the most random tokens in each.
+    filler_tokens: held-out text between what is stated and what asks for it, in both, as far as seq_len has room.
     lm_eval_limit: documents of the task in each split; null takes half of them all.
     """
 
@@ -154,7 +155,8 @@ class Evaluation:
     lookup_prompts: int = 64
     lookup_keys: int = 16
     copy_prompts: int = 32
-    copy_tokens: int = 64
+    copy_tokens: int = 32
+    filler_tokens: int = 200
     lm_eval_limit: int | None = 200
 
 
@@ -391,6 +393,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "evaluation.lookup_keys": (_at_least_two, "at least 2"),
     "evaluation.copy_prompts": (_positive, "a positive number"),
     "evaluation.copy_tokens": (_at_least_two, "at least 2"),
+    "evaluation.filler_tokens": (_positive, "a positive number of tokens"),
     "evaluation.lm_eval_limit": (_unless_null(_positive), "null or a positive number of documents"),
     "search.resolution": (_share, "a share between 0 and 1"),
     "search.targets": (lambda targets: all(0 < t <= 1 for t in targets), "accuracies above 0, at most 1"),

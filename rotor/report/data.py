@@ -26,7 +26,7 @@ from ..format.schemas import AccuracyInfo, CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
 from ..recipe import Recipe, load_recipe
-from ..recipe.metric_registry import METRICS, describe
+from ..recipe.metric_registry import METRICS, base_note, describe
 from ..recipe.settings import CONFIDENCE
 from ..search.point import Point
 from ..search.table import TABLES, RankTable, Request, any_probes
@@ -155,7 +155,8 @@ def _of_run(run: Run, name: str) -> ReportData:
         data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
         at = f"accuracy {data.target:g}" if data.target is not None else "the best measured accuracy"
         data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
-        data.ratios = _ratios(point.report or point.search, table.left_out)
+        split = "report" if point.report else "search"
+        data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
         _headline(data, next(p for p in data.points if p.chosen), _run_bytes(run, point))
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` does."
@@ -194,7 +195,7 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
         None if interval is None else (interval[0], interval[1]),
         True,
     )
-    data.ratios = _ratios(fidelity.get("report"), accuracy.get("left_out", {}))
+    data.ratios = _ratios(fidelity.get("report"), accuracy["base"]["report"] or {}, accuracy.get("left_out", {}))
     data.points = [chosen]
     data.ranks = [
         sorted((_cell(group, 0) for group in _groups(layout)), key=lambda cell: cell.kv_heads)
@@ -368,7 +369,7 @@ def _reached(table: RankTable) -> list[tuple[str, ShownPoint | None]]:
     return list(reached.items())
 
 
-def _ratios(found: Fidelity | None, left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+def _ratios(found: Fidelity | None, base: dict[str, Any], left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
     """Each ratio by itself, or why it was not measured."""
     values = {} if found is None else found.values
     missing = {name: why for split in left_out.values() for name, why in split.items()}
@@ -376,7 +377,8 @@ def _ratios(found: Fidelity | None, left_out: dict[str, dict[str, str]]) -> list
     for name, info in METRICS.items():
         value = None if info.parts else values.get(info.accuracy_field)
         if value is not None:
-            rows.append((info.label if not info.field else f"exp(-KL), {info.label}", f"{value:.4f}"))
+            label = info.label if not info.field else f"exp(-KL), {info.label}"
+            rows.append((label, f"{value:.4f}{base_note(name, base)}"))
         elif name in missing:
             rows.append((info.label, f"left out: {missing[name]}"))
     return rows
@@ -402,6 +404,9 @@ def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> Non
     bounds = "no interval" if interval is None else "95 % interval {:.4f} to {:.4f}".format(*interval)
     bounds += f" on the {'report' if reported else 'search'} split"
     target = "no target was set" if data.target is None else f"target {data.target:g}"
+    if reported and data.target is not None and point.report is not None:
+        why = Fidelity(point.report, point.interval, {}).against(data.target)[1]
+        target += f"{why and ': '}{why}"
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),

@@ -1,4 +1,4 @@
-"""Rows of codes between a layer's projections and its cache: packed once, stored as bytes, read by attention as they are.
+"""Rows of codes between a layer's projections and its cache: packed once, stored as bytes.
 
 transformers' own caches store them unchanged; those that quantise what they are given are refused.
 """

@@ -182,7 +182,8 @@ def find_plan(
         fidelity: of a plan on the search split, measured or known.
         confidence: None compares the value with the target; 0.95 the lower end of its 95 % interval.
     Raises:
-        AccuracyError: no plan reaches the target; names the best that was measured. Or the metric has no interval.
+        AccuracyError: no plan reaches the target; names the best that was measured.
+        UsageError: a confidence of a metric that has no interval.
     """
     tried: list[tuple[float, RankPlan]] = []
 
@@ -190,7 +191,7 @@ def find_plan(
         found = fidelity(steps[index])
         value = found.accuracy if confidence is None else found.lower
         if value is None:
-            raise AccuracyError("this metric has no interval, which --confidence asks for.", "Leave --confidence out.")
+            raise UsageError("this metric has no interval, which --confidence asks for.", "Leave --confidence out.")
         tried.append((value, steps[index]))
         return value >= target
 
@@ -225,8 +226,7 @@ def search_target(
 ) -> RankPlan:
     """`find_plan` on a path of a recipe; the table notes what the request led to.
 
-    Raises:
-        AccuracyError: as find_plan.
+    Raises: as find_plan.
     """
     try:
         plan = find_plan(path.steps(), recipe.search.resolution, target, fidelity, confidence)
