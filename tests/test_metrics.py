@@ -248,6 +248,7 @@ def test_the_bundled_model_looks_up_and_a_random_one_leaves_it_out(demo, tiny, c
     other = Checkpoint(tiny("llama"))
     random = LayerwiseModel.of(load_model(other.folder, torch.device("cpu"), torch.float32))
     spec = Evaluation(seq_len=128, lookup_prompts=4, copy_prompts=4)
+    caplog.clear()
     with caplog.at_level("INFO", "rotor"):
         meter = FidelityMeter(context(spec, other), Progress())
         for split in ("search", "report"):

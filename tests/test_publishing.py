@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,8 @@ def test_the_folder_itself_is_locked_too(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
 def test_locks_of_other_users(tmp_path: Path) -> None:
     """A stale lock file of somebody else is taken over; one beside which nobody may write is locked itself."""
-    os.chmod(tmp_path.parent, 0o755)
-    os.chmod(tmp_path.parent.parent, 0o755)
+    for parent in tmp_path.parents[: len(tmp_path.parents) - len(Path(tempfile.gettempdir()).parents) - 1]:
+        parent.chmod(0o755)  # pytest keeps its folders for itself
     folder = tmp_path / "run"
     folder.mkdir()
     folder.chmod(0o777)
