@@ -8,6 +8,9 @@ from typing import Any
 import yaml
 
 from ..evaluation.fidelity import Fidelity
+from ..format.columns import in_words
+from ..format.file_names import ROTOR_JSON
+from ..format.layout import GroupLayout
 from ..format.manifest import NO_DIGEST
 from ..recipe import Recipe
 from ..recipe.metric_registry import METRICS, MetricInfo, base_note, describe
@@ -48,7 +51,7 @@ holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report
 |---|---|
 | recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
-| compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
+{_columns_row(layouts)}| compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 | accuracy ({metric}) | {accuracy["report"]:.4f}{interval}{said and "; "}{said} |
 | target of the search | {target}; the search split, which chose, measured {accuracy["search"]:.4f} |
@@ -113,6 +116,14 @@ def _ratio_rows(measured: dict[str, Any], base: dict[str, Any], left_out: dict[s
 def _label(info: MetricInfo) -> str:
     """KL is shown as an accuracy."""
     return "closeness of the distributions" if info.field else info.label
+
+
+def _columns_row(layouts: list[dict[str, Any]]) -> str:
+    """The columns of all layers by bits, where they are codes."""
+    groups = [GroupLayout.from_dict(group, ROTOR_JSON) for layout in layouts for group in layout["groups"]]
+    keys = in_words(group.qk_columns for group in groups if group.qk_columns)
+    values = in_words(group.v_columns for group in groups if group.v_columns)
+    return f"| columns of key latents, of value latents | {keys}; {values} |\n" if keys else ""
 
 
 def _domain(domain: str) -> str:

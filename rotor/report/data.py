@@ -6,7 +6,7 @@ Where something was not measured, the field is empty and `absent` says why: a re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..allocation.water_filling import interpolated
 from ..calibration.run import Run
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
+from ..format.columns import in_words
 from ..format.file_names import RECIPE, RESULTS, ROTOR_JSON
 from ..format.json_files import read_json
 from ..format.layout import GroupLayout, LayoutDict, uncompressed_kv_bytes_per_token
@@ -36,12 +37,17 @@ SIDES = ("qk", "vo")
 
 @dataclass(frozen=True)
 class Cell:
-    """One group in the map of ranks: its KV heads, the ranks, and the columns that there were."""
+    """One group in the map of ranks: its KV heads, the ranks, and the columns that there were.
+
+    qk_bits, v_bits: in words, the columns by bits, where they are codes.
+    """
 
     kv_heads: tuple[int, ...]
     qk_rank: int
     v_rank: int
     columns: int
+    qk_bits: str = ""
+    v_bits: str = ""
 
 
 @dataclass(frozen=True)
@@ -240,9 +246,7 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
             data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
             data.reached = _reached(table)
     columns = run.shape.head_dim
-    data.ranks = [
-        [Cell(c.kv_heads, c.qk_rank, c.v_rank, len(c.kv_heads) * columns) for c in layer] for layer in data.ranks
-    ]
+    data.ranks = [[replace(cell, columns=len(cell.kv_heads) * columns) for cell in layer] for layer in data.ranks]
     _add_run(data, run, table, point)
     if not data.absent.get("spectra"):
         data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
@@ -292,6 +296,8 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     sensitivities = any_probes(run)
     if sensitivities is not None:
         data.losses = [_loss(chosen[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
+    elif run.recipe.coded:
+        data.absent["losses"] = "Not measured: bits follow from Fisher information, without probes of single layers."
     else:
         probing = [name for name, method in RANK_METHODS.items() if "sensitivities" in method.needs]
         data.absent["losses"] = (
@@ -324,10 +330,14 @@ def _loss(
 
 def _ranks_of_point(run: Run, spectra: Sequence[tuple[Tensor, Tensor]], point: Point) -> list[list[Cell]]:
     cells = []
-    for layer, key, ranks in zip(spectra, point.choice, point.ranks, strict=True):
+    for index, (layer, key) in enumerate(zip(spectra, point.choice, strict=True)):
         size, width = int(run.info["candidates"][key]["group_size"]), layer[0].shape[-1]
-        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(ranks))]
-        cells.append([Cell(h, qk, v, width) for h, (qk, v) in zip(heads, ranks, strict=True)])
+        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(point.ranks[index]))]
+        if point.columns is None:
+            groups = [GroupLayout(h, qk, v) for h, (qk, v) in zip(heads, point.ranks[index], strict=True)]
+        else:
+            groups = [GroupLayout.coded(h, *pair) for h, pair in zip(heads, point.columns[index], strict=True)]
+        cells.append([_cell(group, width) for group in groups])
     return cells
 
 
@@ -338,11 +348,12 @@ def _mean_spectrum(values: Any) -> list[float]:
 
 
 def _groups(layout: LayoutDict) -> list[GroupLayout]:
-    return [GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in layout["groups"]]
+    return [GroupLayout.from_dict(group, ROTOR_JSON) for group in layout["groups"]]
 
 
 def _cell(group: GroupLayout, columns: int) -> Cell:
-    return Cell(group.kv_heads, group.qk_rank, group.v_rank, columns)
+    bits = ["" if side is None else in_words([side]) for side in (group.qk_columns, group.v_columns)]
+    return Cell(group.kv_heads, group.qk_rank, group.v_rank, columns, *bits)
 
 
 def _by_target(table: RankTable) -> list[Request]:
@@ -383,6 +394,8 @@ def _shown_accuracy(point: Point) -> float:
 def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
+    if point.columns is not None:
+        return before, sum(side.row_bytes(element) for layer in point.columns for pair in layer for side in pair)
     return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
 
 

@@ -191,7 +191,7 @@ class RankTable:
 
     def find(self, plan: RankPlan) -> Point | None:
         """What is known of a plan."""
-        return self.point(plan_key(plan.choice, plan.rounded))
+        return self.point(plan_key(plan.choice, plan.rounded, plan.columns))
 
     def point(self, key: str | None) -> Point | None:
         """By Point.key."""

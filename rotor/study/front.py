@@ -59,7 +59,7 @@ def _chosen(measurer: Measurer, path: RankPath, recipe: Recipe, target: float) -
         return {"out_of_reach": error.message}
     point, run, network, settings = measurer.measure(plan), measurer.table.run, measurer.network, recipe.objective
     element_bytes = int(run.info["element_bytes"])
-    chosen = measurer.bases.select(point.choice)
+    chosen = measurer.bases.select(point.choice, point.columns)
     layouts = [layer_layout(b, r, network.family.has_key_norm)[0] for b, r in zip(chosen, point.ranks, strict=True)]
     device = find_device(settings.device, settings.device_file)
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
