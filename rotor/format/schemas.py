@@ -103,7 +103,6 @@ class _AccuracyInfo(TypedDict):
     interval_95: tuple[float, float] | None
     data_sha256: str | None
     measurements: dict[str, Any]
-    base: dict[str, Any]
 
 
 class AccuracyInfo(_AccuracyInfo, total=False):
