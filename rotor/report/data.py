@@ -195,7 +195,9 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
         None if interval is None else (interval[0], interval[1]),
         True,
     )
-    data.ratios = _ratios(fidelity.get("report"), accuracy["base"]["report"] or {}, accuracy.get("left_out", {}))
+    data.ratios = _ratios(
+        fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
+    )
     data.points = [chosen]
     data.ranks = [
         sorted((_cell(group, 0) for group in _groups(layout)), key=lambda cell: cell.kv_heads)
