@@ -19,6 +19,7 @@ from ..recipe.metric_registry import METRICS, MetricInfo, base_note, describe
 def model_card(report: dict[str, Any], recipe: Recipe) -> str:
     """Markdown with a metadata block, from the content of rotor.json."""
     accuracy, size, name = report["accuracy"], report["kv_bytes_per_token"], report["source"]["name"]
+    share = report["compression"]
     measured, base = accuracy["measurements"]["report"]["values"], accuracy["base"]["report"] or {}
     interval = ", no interval"
     if accuracy["interval_95"] is not None:
@@ -45,13 +46,13 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
 # {name}, KV cache compressed by rotor
 
 The weights of {name} with value, output and (where folded) key projections rotated and truncated. The KV cache
-holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report["compression"]["stored"]:.1f} % less).
+holds {size["after"]} instead of {size["before"]} bytes per token ({100 * share["stored"]:.1f} % less).
 
 | | |
 |---|---|
 | recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
-{_columns_row(layouts)}| compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
+{_columns_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 | accuracy ({metric}) | {accuracy["report"]:.4f}{interval}{said and "; "}{said} |
 | target of the search | {target}; the search split, which chose, measured {accuracy["search"]:.4f} |

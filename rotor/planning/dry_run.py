@@ -84,7 +84,8 @@ class ExportPlan:
     """What an export would do.
 
     choice, ranks, kv_bytes_per_token, compression, tensors: None where they depend on what has to be measured first.
-        ranks: [qk_rank, v_rank] by layer and group; columns: where they are codes, those by bits. tensors: bytes before and after, of each tensor that changes.
+        ranks: [qk_rank, v_rank] by layer and group; columns: where they are codes, those by bits. tensors: bytes
+        before and after, of each tensor that changes.
     checkpoint_bytes: of all tensors, before and after.
     probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
     """
@@ -224,7 +225,7 @@ def _sizes(
 
 
 def _on_meta(bases: LayerBases) -> LayerBases:
-    """Shapes alone; the refit of W_o, which the outputs are for, changes none. Codes are folded before shapes are all."""
+    """Shapes alone, but where codes have to be folded; the refit of W_o, which the outputs are for, changes none."""
     if isinstance(bases, CodedBases):
         return replace(bases, outputs=None)
 
