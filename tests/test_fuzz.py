@@ -176,7 +176,7 @@ def check(world: World, before: dict[str, str], done: Done, target: str | None, 
     assert done.code in EXIT_CODES, done
     for text in ("Traceback", "A defect of rotor's", "Exception ignored"):
         assert text not in done.err, done.err
-    if done.code:
+    if done.code and not done.out:
         assert done.err.startswith("error: ") or "\nerror: " in done.err or "Usage:" in done.err, done.err
     after = world.state()
     out = None if target is None else os.path.relpath(os.path.realpath(world.root / target), world.root)
