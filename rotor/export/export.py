@@ -174,6 +174,8 @@ def _write(
         config["quantization_config"]["profiles"] = profiles
         assert accuracy is not None
         config["rank_profile"] = profile_name(accuracy)
+    else:
+        config["rank_profile"] = None  # so that one that is asked for reaches rotor, which says that there is none
     write_json(staging / "config.json", config)
     write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
