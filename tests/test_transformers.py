@@ -42,7 +42,9 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 print(type(AutoQuantizationConfig.from_dict({{"quant_method": "rotor"}})).__name__)
 from transformers import AutoModelForCausalLM
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
     assert done.stdout.strip() == "RotorConfig", done.stderr
 
 

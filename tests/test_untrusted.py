@@ -325,7 +325,9 @@ def test_logits_that_are_exactly_zero_have_an_error() -> None:
     assert logit_errors(Network(), torch.zeros(1, 3), reference, states).tolist() == [0.0, 2.0]  # type: ignore[arg-type]
 
 
-def test_no_model_is_fetched_that_only_a_checkpoint_leads_to(exported: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_no_model_is_fetched_that_only_a_checkpoint_leads_to(
+    exported: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
     """rotor.json names a run, and run.json a model of the hub."""
 
     def fetched(*_: object, **__: object) -> None:

@@ -89,8 +89,10 @@ def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
         *_ratio_rows(measured, base, left_out),
         f"| measured on | {accuracy['data']}, {tokens} |",
     ]
-    note = f"""Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; it may
-lie below the target by what the interval says."""
+    note = (
+        f"Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; "
+        "it may\nlie below the target by what the interval says."
+    )
     return rows, note
 
 

@@ -90,7 +90,9 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
             ignore_patterns=LEFT_ALONE,
             local_files_only=is_offline_mode(),  # some versions would ask the hub for the files of a cached commit
         )
-        snapshot_download(hub_id, revision=Path(path).name, allow_patterns=TEMPLATES, local_files_only=is_offline_mode())
+        snapshot_download(
+            hub_id, revision=Path(path).name, allow_patterns=TEMPLATES, local_files_only=is_offline_mode()
+        )
         return Path(path)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         where = hub_id if revision is None else f"{hub_id} at revision {revision}"
