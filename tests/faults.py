@@ -12,6 +12,7 @@ import io
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Faults:
 
     folder: only calls on paths below it count. kinds: which calls count. at: how many of them go well first.
     error: the errno; or KeyboardInterrupt or MemoryError, which are raised in its place.
-    lasting: all calls that count fail from then on, as on a full disk; else only one does.
+    lasting: all calls that count fail from then on, as on a full disk; else only one does. seen: calls by kind.
     """
 
     folder: Path
@@ -61,7 +62,7 @@ class Faults:
     at: int
     error: int | type[BaseException]
     lasting: bool = False
-    seen: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
     raised: int = 0
     _inside: threading.local = field(default_factory=threading.local)
 
@@ -69,8 +70,8 @@ class Faults:
         """Count a call; raises what is due at it."""
         if kind not in self.kinds or not self._counts(path):
             return
-        self.seen += 1
-        if self.seen <= self.at or (self.raised and not self.lasting):
+        self.seen[kind] += 1
+        if self.seen.total() <= self.at or (self.raised and not self.lasting):
             return
         if not isinstance(self.error, int):
             if threading.current_thread() is threading.main_thread():  # where Python raises them

@@ -17,6 +17,7 @@ import signal
 import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -314,20 +315,36 @@ CASES: dict[str, tuple[list[str], str, str]] = {
 
 
 @st.composite
-def faults(draw: Any) -> Callable[[Path], Faults]:
+def faults(draw: Any) -> Callable[[Path, Counter[str]], Faults]:
+    """A fault at one of the calls that there are: drawn(folder, calls by kind)."""
     kind = draw(st.sampled_from(KINDS))
     error = draw(st.one_of(st.sampled_from(ERRORS[kind]), st.sampled_from([KeyboardInterrupt, MemoryError])))
-    at, lasting = draw(st.integers(0, 40)), draw(st.booleans()) and isinstance(error, int)
-    return lambda folder: Faults(folder, frozenset([kind]), at, error, lasting)
+    share, lasting = draw(st.floats(0, 1, exclude_max=True)), draw(st.booleans()) and isinstance(error, int)
+    return lambda folder, calls: Faults(folder, frozenset([kind]), int(share * calls[kind]), error, lasting)
+
+
+@pytest.fixture(scope="module")
+def calls(template: Path) -> dict[str, Counter[str]]:
+    """How many calls of each kind each case makes when nothing goes wrong."""
+    found = {}
+    for name, (arguments, _, _) in CASES.items():
+        with fresh(template) as world:
+            with injected(Faults(world.root, frozenset(KINDS), sys.maxsize, 0)) as counted:
+                assert world.run(arguments).code == 0
+            found[name] = counted.seen
+    assert set(found["export again"]) == set(KINDS)
+    return found
 
 
 @fuzzed
 @given(st.sampled_from(sorted(CASES)), faults())
-def test_any_fault(template: Path, name: str, fault: Callable[[Path], Faults]) -> None:
+def test_any_fault(
+    template: Path, calls: dict[str, Counter[str]], name: str, fault: Callable[[Path, Counter[str]], Faults]
+) -> None:
     arguments, place, kind = CASES[name]
     with fresh(template) as world:
         before = world.state()
-        with injected(fault(world.root)) as injection:
+        with injected(fault(world.root, calls[name])) as injection:
             done = world.run(arguments)
         event(f"{name}: {'fault' if injection.raised else 'none'}, {done.code}")
         check(world, before, done, place, kind, may_replace=True)
