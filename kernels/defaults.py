@@ -47,7 +47,16 @@ def default_layer(layout: LayerLayout, head_dim: int) -> LayerKernels:
     bodies = _bodies(sorted(set(ranks), reverse=True), most)
     return LayerKernels(
         tuple(
-            ClassKernels(c.count, c.qk_rank, c.v_rank, b, r) for c, b, r in zip(classes, blocks, rebuilt, strict=True)
+            ClassKernels(
+                c.count,
+                c.qk_rank,
+                c.v_rank,
+                b,
+                r,
+                None if c.qk_columns is None else c.qk_columns.counts,
+                None if c.v_columns is None else c.v_columns.counts,
+            )
+            for c, b, r in zip(classes, blocks, rebuilt, strict=True)
         ),
         bodies,
         _tile(bodies, layout.domain == "pre"),

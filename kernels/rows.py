@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -44,7 +45,7 @@ def unpack(rows: Tensor, columns: Columns, dtype: torch.dtype) -> Tensor:
     return torch.cat(numbers, dim=-1)
 
 
-def pack_layer(latents: Tensor, columns: list[Columns]) -> Tensor:
+def pack_layer(latents: Tensor, columns: Sequence[Columns]) -> Tensor:
     """`pack` for the groups of a layer side by side, `columns` being those of each.
 
     Args:
@@ -61,7 +62,7 @@ def pack_layer(latents: Tensor, columns: list[Columns]) -> Tensor:
     return torch.cat(rows, dim=-1)
 
 
-def unpack_layer(rows: Tensor, columns: list[Columns], dtype: torch.dtype) -> Tensor:
+def unpack_layer(rows: Tensor, columns: Sequence[Columns], dtype: torch.dtype) -> Tensor:
     """`unpack` for the groups of a layer side by side: [..., row bytes of the layer] -> [..., sum of ranks]."""
     numbers, first = [], 0
     for of_group, run in groupby(columns):

@@ -181,7 +181,8 @@ def check(world: World, before: dict[str, str], done: Done, target: str | None, 
         assert done.err.startswith("error: ") or "\nerror: " in done.err or "Usage:" in done.err, done.err
     after = world.state()
     out = None if target is None else os.path.relpath(os.path.realpath(world.root / target), world.root)
-    own = set() if out is None or out == "." or out.startswith("..") else {out}
+    outside = out is None or out in (".", "..") or out.startswith("../")
+    own = set() if outside else {out}
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) == after.get(name) or _is_own(name, own, kind):
             continue

@@ -176,7 +176,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> N
     lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     network = streamed(folder)
-    with pytest.raises(CheckpointError, match=r"unit 1: missing on loading: model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"part 1: missing on loading: model\.layers\.1\.mlp\.up_proj\.weight"):
         network.final_states(torch.ones(1, 4, dtype=torch.int64))
     tensors["model.layers.1.mlp.up_proj.weight"] = lost[:-1]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -263,7 +263,7 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
         rewrite_layer(weights, replace(bases, outputs=outputs), layout, order, network.shape)["o_proj.weight"]
         for outputs in (exact, unpack_symmetric(packed), None)
     ]
-    assert relative_error(written[1], written[0]) < 1e-5
+    assert relative_error(written[1], written[0]) < 1e-4
     assert relative_error(written[2], written[0]) > 1e-2  # without the refit
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -176,8 +177,8 @@ def test_the_folder_itself_is_locked_too(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
 def test_locks_of_other_users(tmp_path: Path) -> None:
     """A stale lock file of somebody else is taken over; one beside which nobody may write is locked itself."""
-    os.chmod(tmp_path.parent, 0o755)
-    os.chmod(tmp_path.parent.parent, 0o755)
+    for parent in tmp_path.parents[: len(tmp_path.parents) - len(Path(tempfile.gettempdir()).parents) - 1]:
+        parent.chmod(0o755)  # pytest keeps its folders for itself
     folder = tmp_path / "run"
     folder.mkdir()
     folder.chmod(0o777)
@@ -247,15 +248,15 @@ def test_a_removal_rate_is_refused_before_anything_is_probed(tiny, tmp_path: Pat
     assert not (run.folder / "rank_table.json").exists()
 
 
-def test_a_removal_that_was_stopped_half_way_is_finished_by_the_next(run: Run, tmp_path: Path) -> None:
+def test_a_removal_that_was_stopped_half_way_is_finished_by_the_next(whole: Run, tmp_path: Path) -> None:
     """Found by test_fuzz: a folder that is emptied but not yet gone is no file of the user's."""
-    old = shutil.copytree(run.folder, tmp_path / ".out.rotor-0123456789abcdef")
+    old = shutil.copytree(whole.folder, tmp_path / ".out.rotor-0123456789abcdef")
     for path in (old / "bases").iterdir():
         path.unlink()
     assert (old / "manifest.json").is_file()
     remove(old, "run")
     assert not old.exists()
-    shutil.copytree(run.folder, old)
+    shutil.copytree(whole.folder, old)
     (old / "empty").mkdir()
     with pytest.raises(UsageError, match="holds empty/, which rotor did not write"):
         remove(old, "run")

@@ -16,10 +16,11 @@ from test_cli import expect_error, rotor
 
 from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UsageError
+from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
 from rotor.recipe.metric_registry import METRICS
 from rotor.report import report as report_module
-from rotor.report.data import collect
+from rotor.report.data import _ratios, collect
 from rotor.report.report import report
 from rotor.search.table import RankTable, any_probes
 
@@ -114,7 +115,9 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     for name in ("token_accuracy", "ppl_ratio", "top1_agreement"):
         assert METRICS[name].label in page.text
         assert f"{facts['accuracy']['measurements']['report']['values'][name]:.4f}" in page.text
-    assert "left out: copy: the uncompressed model" in page.text
+    for name in ("lookup", "copy"):
+        base, filler = (facts["accuracy"]["base"]["report"][f"{name}{end}"] for end in ("", "_filler_tokens"))
+        assert f"base {base:.3f}, over {filler} tokens of other text" in page.text
     assert "source: synthetic" in page.text if recipe == "rotor" else "source: random" in page.text
     figures = 4 if recipe == "rotor" else 3  # only a probing recipe has losses of single layers
     assert sum(tag == "svg" for tag, _ in page.tags) == figures
@@ -130,6 +133,14 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     seconds = json.loads((run / "run.json").read_text())["stages"]["capture"]["seconds"]
     assert f"{seconds:.2f}" in in_run.text
     assert "rotor export run -o OUT --accuracy" in in_run.text
+
+
+def test_a_ratio_that_was_left_out_says_why() -> None:
+    found = Fidelity(0.9, None, {"token_accuracy": 0.9})
+    assert _ratios(found, {}, {"search": {}, "report": {"copy": "it cannot"}}) == [
+        (METRICS["token_accuracy"].label, "0.9000"),
+        (METRICS["copy"].label, "left out: it cannot"),
+    ]
 
 
 def test_the_losses_are_those_of_the_probe(exported) -> None:

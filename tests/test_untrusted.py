@@ -92,6 +92,7 @@ def set_evaluation(folder: Path, **values: Any) -> None:
     data = yaml.safe_load(path.read_text())
     data["evaluation"].update(values)
     path.write_text(yaml.safe_dump(data))
+    reseal(folder)
 
 
 def test_a_task_that_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -> None:

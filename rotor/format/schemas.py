@@ -68,11 +68,15 @@ class CompressionInfo(TypedDict):
     stored: float
 
 
-class PointRanks(TypedDict):
-    """Ranks of a point as the method gave them, and as they are stored."""
-
+class _PointRanks(TypedDict):
     exact: Ranks
     stored: Ranks
+
+
+class PointRanks(_PointRanks, total=False):
+    """Ranks of a point as the method gave them, and as they are stored; columns by bits where they are codes."""
+
+    columns: list[list[tuple[dict[str, int], dict[str, int]]]]
 
 
 class SourceInfo(SourceFiles):
@@ -99,6 +103,7 @@ class _AccuracyInfo(TypedDict):
     interval_95: tuple[float, float] | None
     data_sha256: str | None
     measurements: dict[str, Any]
+    base: dict[str, Any]
 
 
 class AccuracyInfo(_AccuracyInfo, total=False):

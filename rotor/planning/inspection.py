@@ -48,7 +48,7 @@ class Inspection:
     """The facts that `rotor inspect` tells.
 
     kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
-    keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
+    bits: that a column may have. keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
     calibrate, export: what the commands take on this machine, as they would be run.
     """
 
@@ -64,6 +64,7 @@ class Inspection:
     kv_bytes_per_token: int
     kv_cache_bytes: dict[int, int]
     recipe: str
+    bits: tuple[int, ...]
     tokens: dict[str, Any]
     keys: dict[str, str]
     calibrate: Needs
@@ -115,6 +116,7 @@ def inspect(
         kv_bytes_per_token=per_token,
         kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
         recipe=spec.name,
+        bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in candidates.items()},
         calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),

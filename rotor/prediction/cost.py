@@ -15,7 +15,7 @@ Source: the roofline model (Williams, Waterman and Patterson, 2009), on the size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..format.layout import AttentionShape, Domain, LayerLayout
 from ..recipe import ObjectiveSettings
@@ -129,8 +129,8 @@ def value_work(group_size: int, v_rank: float, shape: AttentionShape, step: Deco
 
 
 def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep) -> Work:
-    """The work of all groups of a compressed layer."""
-    return sum(
+    """The work of all groups of a compressed layer; of the cache it counts the bytes of its rows."""
+    work = sum(
         (
             key_work(layout.domain, layout.folded_keys, layout.group_size, group.qk_rank, shape, step)
             + value_work(layout.group_size, group.v_rank, shape, step)
@@ -138,6 +138,8 @@ def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep) -> 
         ),
         Work(),
     )
+    tokens = step.batch_size * step.context_tokens
+    return replace(work, cache_bytes=tokens * sum(layout.row_bytes(step.element_bytes)))
 
 
 def prefill_work(
@@ -157,7 +159,7 @@ def prefill_work(
         flops += 2 * query_heads * (width + group.v_rank) * pairs
         if layout.domain == "pre":
             flops += 2 * len(group.kv_heads) * group.qk_rank * shape.head_dim * tokens
-    return Work(cache_bytes=tokens * (layout.qk_width + layout.v_width) * element_bytes, cache_flops=flops)
+    return Work(cache_bytes=tokens * sum(layout.row_bytes(element_bytes)), cache_flops=flops)
 
 
 def uncompressed_group_work(shape: AttentionShape, step: DecodeStep) -> Work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,17 @@ class ExportJob:
         opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
         kind = [] if settings.objective is None else [f"objective.kind={settings.objective}"]
         recipe = override(opened.recipe, [*settings.overrides, *kind], EXPORT_SECTIONS)
+        if recipe.coded and not opened.has_codes:
+            raise UsageError(
+                f"codes.bits {list(recipe.codes.bits)}: {opened.folder} was calibrated without codes.",
+                f"Calibrate again with --set codes.bits={json.dumps(recipe.codes.bits)}.",
+            )
+        if recipe.coded and settings.elastic:
+            raise UsageError(
+                "--elastic: a profile can drop columns of numbers, and this recipe's are codes, whose bits it cannot "
+                "lower.",
+                "Export once for each accuracy, or give --set codes.bits=[0,16].",
+            )
         if recipe.objective.kind != "memory" and not recipe.ranks.rule.chooses:
             raise UsageError(
                 f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
@@ -56,14 +68,15 @@ class ExportJob:
                 "--elastic needs nested columns, and this run refits W_o for each rank.",
                 "Calibrate again with --set bases.refit=false.",
             )
-        if settings.goal.removal_rate is not None and recipe.ranks.method != "removal-rate":
+        if settings.goal.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
+            what = f"codes.bits {list(recipe.codes.bits)}" if recipe.coded else f"ranks.method {recipe.ranks.method}"
             raise UsageError(
-                f"--removal-rate: ranks.method {recipe.ranks.method} does not choose ranks by a removal rate.",
+                f"--removal-rate: {what} does not choose ranks by a removal rate.",
                 "Give --accuracy or --compression.",
             )
         if not settings.measure and settings.goal.accuracy is not None:
             raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
-        if not settings.measure and "sensitivities" in recipe.ranks.rule.needs:
+        if not settings.measure and "sensitivities" in recipe.rank_needs:
             raise UsageError(
                 f"--no-measure: ranks.method {recipe.ranks.method} chooses ranks by what is measured of every layer.",
                 "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
