@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from rotor.format.columns import WORD_BYTES, Columns
+from rotor.format.columns import Columns
 from rotor.format.layout import LayerLayout
 
 
@@ -94,9 +94,10 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 def _unpacked(rows: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """[..., n bits / 8] -> [..., n]."""
-    halves = rows.unflatten(-1, (-1, 2, WORD_BYTES // 2, 1))
-    places = (halves >> _shifts(bits, rows.device)) & ((1 << bits) - 1)
-    return places.flatten(-2).transpose(-1, -2).flatten(-3).to(dtype) - (1 << (bits - 1))
+    words = rows.contiguous().view(torch.int32)
+    shifts = [bits * place + 16 * half for place in range(16 // bits) for half in (0, 1)]
+    codes = words.unsqueeze(-1) >> torch.tensor(shifts, dtype=torch.int32, device=rows.device)
+    return codes.bitwise_and_((1 << bits) - 1).flatten(-2).to(dtype).sub_(1 << (bits - 1))
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:

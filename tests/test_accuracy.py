@@ -232,7 +232,7 @@ def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Pa
         "ranks.probe_tokens=256",
         *FAST_EVALUATION,
     ]
-    run = calibrate(tiny("llama"), tmp_path / "run", "rotor", [*small, *SHORT_TEXT])
+    run = calibrate(tiny("llama"), tmp_path / "run", "rotor-16", [*small, *SHORT_TEXT])
     export(run.folder, tmp_path / "a", compression=0.4)
     again = export(
         run.folder, tmp_path / "b", compression=0.4, objective="latency", overrides=["evaluation.metric=text"]

@@ -279,7 +279,7 @@ def test_overwrite_replaces_the_whole_folder(demo_run, tmp_path: Path, capsys) -
 
 def test_json_output_of_every_command(model: Path, tmp_path: Path, capsys) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    code, text, _ = rotor(capsys, "calibrate", model, "-o", run, "--recipe", "rotor", *FAST, "--json")
+    code, text, _ = rotor(capsys, "calibrate", model, "-o", run, "--recipe", "rotor-16", *FAST, "--json")
     assert code == 0
     calibrated = json.loads(text)
     assert calibrated["tokens"]["count"] == 1024

@@ -13,7 +13,7 @@ from torch import Tensor
 from rotor.bases.kq import closed_form
 from rotor.calibration.gradients import fisher_information
 from rotor.codes.allocation import bit_curve, bit_path
-from rotor.codes.fold import constant_output, fold_code, fold_projection
+from rotor.codes.fold import fold_code
 from rotor.codes.quantiser import ColumnCode, measure_columns
 from rotor.errors import NumericsError
 from rotor.kernels.reference import rotate
@@ -129,8 +129,8 @@ def test_folded_projection_puts_out_the_codes_and_reads_them_back():
     folded = fold_code(encode, decode, code)
     for own in (None, bias):
         keys = hidden @ weight.T + (0 if own is None else own)
-        folded_weight, folded_bias = fold_projection(weight, own, folded)
-        stored = folded.quantise(hidden @ folded_weight.T + folded_bias)
+        folded_bias = folded.shift + (0 if own is None else folded.encode.T @ own)
+        stored = folded.quantise(hidden @ (folded.encode.T @ weight).T + folded_bias)
         expected = code.encode(keys @ encode)
         assert folded.bits.tolist() == sorted((b for b in code.bits.tolist() if b), reverse=True)
         coded = folded.bits < 16
@@ -170,7 +170,8 @@ def test_attention_over_codes_is_attention_over_coded_keys_and_values(domain: st
     value_rows = value.quantise(values @ value.encode + value.shift)
     read = key_rows @ key.decode.T + (key.constant if domain == "pre" else 0)
     output = attention(read, value_rows @ value.decode.T)
-    got = o_weight @ output + o_bias + constant_output(o_weight, value, heads)
+    constant = value.constant.unflatten(0, (heads, dim)).repeat_interleave(per_kv, 0).flatten()
+    got = o_weight @ (output + constant) + o_bias
     assert relative_error(got, expected) < 1e-10
 
 

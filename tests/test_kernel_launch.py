@@ -59,6 +59,7 @@ def test_nothing_else_launches_kernels() -> None:
                 launched.add(ast.unparse(node.args[0]))
     assert subscripted == ["launch.py"]
     assert launched == {
+        "append_kernel",
         "assign_kernel",
         "combine_kernel",
         "decode_kernel",

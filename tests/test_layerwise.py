@@ -105,7 +105,7 @@ def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, t
     folder = sharded("qwen3")
     settings = [*SMALL, *FAST_EVALUATION, "evaluation.metric=kl_div"]
     runs = {
-        offload: calibrate(folder, tmp_path / offload, "rotor", settings, offload=offload)
+        offload: calibrate(folder, tmp_path / offload, "rotor-16", settings, offload=offload)
         for offload in ("never", "always")
     }
     for path in sorted((runs["never"].folder / "statistics").iterdir()):
@@ -122,7 +122,7 @@ def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, t
 
 
 def test_compressed_models_score_the_same(tiny, tmp_path: Path, rows: torch.Tensor) -> None:
-    run = calibrate(tiny("gpt2"), tmp_path / "run", "rotor", SMALL)
+    run = calibrate(tiny("gpt2"), tmp_path / "run", "rotor-16", SMALL)
     bases = run.bases()
     checkpoint = Checkpoint(run.model_folder)
     found = []
@@ -189,7 +189,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> N
 def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: Path) -> None:
     model, out = tiny("llama"), tmp_path / "run"
     with pytest.raises(UsageError, match=r"tokens\.source synthetic .* needs the whole model") as caught:
-        calibrate(model, out, "rotor", offload="always")
+        calibrate(model, out, "rotor-16", offload="always")
     assert "--set tokens.source=text --set tokens.path=FILE" in caught.value.hint
     with pytest.raises(UsageError, match=r"ranks\.method fisher .*--offload always was given"):
         calibrate(model, out, "palu", ["tokens.source=random"], offload="always")

@@ -126,7 +126,7 @@ class Columns:
 
 def in_words(columns: Iterable[Columns]) -> str:
     """How many columns of each width there are in all, for a table."""
-    totals = [sum(counts) for counts in zip(*(c.counts for c in columns), strict=True)]
+    totals = [sum(counts) for counts in zip((0,) * len(WIDTHS), *(c.counts for c in columns), strict=True)]
     return ", ".join(f"{total} at {bits} bits" for bits, total in zip(WIDTHS, totals, strict=True) if total)
 
 

@@ -103,18 +103,19 @@ class _AccuracyInfo(TypedDict):
     interval_95: tuple[float, float] | None
     data_sha256: str | None
     measurements: dict[str, Any]
-    base: dict[str, Any]
 
 
 class AccuracyInfo(_AccuracyInfo, total=False):
     """What was measured of a checkpoint.
 
-    confidence: of the interval whose lower end had to reach the target. left_out: ratios that were not measured, by
-    split and name. excluded_documents: digests of held-out text that was calibrated on. table: key in the run.
+    confidence: of the interval whose lower end had to reach the target. base: of the uncompressed model, by split.
+    left_out: ratios that were not measured, by split and name. excluded_documents: digests of held-out text that was
+    calibrated on. table: key in the run.
     not_measured: why `search`, `report` and `table` are null.
     """
 
     confidence: float | None
+    base: dict[str, dict[str, Any] | None]
     left_out: dict[str, dict[str, str]]
     excluded_documents: list[str]
     table: str | None

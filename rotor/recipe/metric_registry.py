@@ -117,9 +117,10 @@ def primitive_metrics(name: str) -> tuple[str, ...]:
 
 def base_note(name: str, base: dict[str, Any]) -> str:
     """What stands behind a ratio of prompts: the uncompressed model's probability, and over how much other text."""
-    if name not in base or not metric_info(name).prompts:
+    probability, filler_tokens = base.get(name), base.get(f"{name}_filler_tokens")
+    if not isinstance(probability, float) or not isinstance(filler_tokens, int):  # another metric, or a foreign file
         return ""
-    return f", base {base[name]:.3f}, over {base[f'{name}_filler_tokens']} tokens of other text"
+    return f", base {probability:.3f}, over {filler_tokens} tokens of other text"
 
 
 def describe(name: str) -> str:

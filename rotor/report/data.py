@@ -195,7 +195,9 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
         None if interval is None else (interval[0], interval[1]),
         True,
     )
-    data.ratios = _ratios(fidelity.get("report"), accuracy["base"]["report"] or {}, accuracy.get("left_out", {}))
+    data.ratios = _ratios(
+        fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
+    )
     if accuracy["report"] is None:
         data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
     else:
