@@ -49,7 +49,10 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
         ("tokens=3", "tokens: got 3, expected a mapping"),
         ("search.targets=[0.9, 1.5]", "search.targets"),
-        ("groups.domain=pre", "got 'svd', expected one of whitened, kq, kq-centred, palu, as groups.domain is pre"),
+        (
+            "groups.domain=pre",
+            "got 'svd', expected one of whitened, kq, kq-centred, palu, identity, as groups.domain is pre",
+        ),
         ("groups.size=any", "ranks.method: got 'removal-rate', expected global, as only it chooses"),
         ("bases.qk=kq-centered", "bases.qk: got 'kq-centered', expected one of svd, whitened, kq, kq-centred"),
         ("bases.vo=rope-pairs", "bases.vo: got 'rope-pairs', expected one of svd, whitened, kq, kq-output, palu"),
@@ -123,6 +126,6 @@ def test_names_are_those_of_the_registered_methods() -> None:
 
 def test_a_basis_for_either_domain_must_work_in_both() -> None:
     with pytest.raises(
-        RecipeError, match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, as groups\.domain is any"
+        RecipeError, match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, identity, as groups\.domain is any"
     ):
         load_recipe("rotor", ["groups.domain=any", "bases.qk=svd"])

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from ..report.style import MARKERS
 from .peers import PeerRecord
-from .plots import MARKERS
 
 LEAST_KL = 1e-5
 """Where the axis of KL begins; what is closer is drawn there."""
@@ -61,8 +61,12 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[tu
 
 
 def family(name: str) -> str:
-    """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI."""
-    return re.sub(r"-\d+$|, \d+ bits", "", name)
+    """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI.
+
+    A recipe's own number stays: `rotor-16, 320 bytes` is rotor-16.
+    """
+    short = re.sub(r", \d+ (bits|bytes)", "", name)
+    return short if short != name else re.sub(r"-\d+$", "", name)
 
 
 def _answers(task: str) -> Callable[[PeerRecord], float | None]:

@@ -40,7 +40,7 @@ class Prompts:
     answers: Tensor
 
 
-class _Distance(Metric):
+class Distance(Metric):
     """The mean probability of the answers over the base model's."""
 
     def __init__(self, name: str, context: EvaluationContext) -> None:
@@ -61,12 +61,7 @@ class _Distance(Metric):
     def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
         """Raises DataError if the mean probability is below LEAST_BASE."""
         base = self._base[split] = self._scores(seen, split)
-        if base.mean_probability < LEAST_BASE:
-            raise DataError(
-                f"{self.name}: the uncompressed model gives the right answers a mean probability of "
-                f"{base.mean_probability:.3f} ({split} split), expected at least {LEAST_BASE}.",
-                "This model cannot do the task; choose another metric.",
-            )
+        check_base(self.name, base, f"{split} split")
         return {self.name: round(base.mean_probability, 6), f"{self.name}_hits": round(base.mean_hits, 6)}
 
     def measure(self, seen: Seen, split: str) -> Measurement:
@@ -106,7 +101,7 @@ class _Distance(Metric):
         return torch.cat([text[start:], text]).tolist()[:length] if len(text) else []
 
 
-class Lookup(_Distance):
+class Lookup(Distance):
     """Values looked up by keys."""
 
     def prompts(self, split: str) -> Prompts:
@@ -153,7 +148,7 @@ class Lookup(_Distance):
         return self.context.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
 
-class Copy(_Distance):
+class Copy(Distance):
     """Random tokens repeated."""
 
     def prompts(self, split: str) -> Prompts:
@@ -175,6 +170,16 @@ class Copy(_Distance):
         answers = torch.zeros(len(rows), length, dtype=torch.bool)
         answers[:, length - count + 1 :] = True
         return Prompts(torch.tensor(rows), answers)
+
+
+def check_base(name: str, base: AnswerScores, where: str) -> None:
+    """Raises DataError if the uncompressed model's mean probability is below LEAST_BASE; `where` names the rows."""
+    if base.mean_probability < LEAST_BASE:
+        raise DataError(
+            f"{name}: the uncompressed model gives the right answers a mean probability of "
+            f"{base.mean_probability:.3f} ({where}), expected at least {LEAST_BASE}.",
+            "This model cannot do the task; choose another metric.",
+        )
 
 
 def lookup_keys(words: list[str], count: int, generator: torch.Generator) -> list[tuple[str, str]]:
