@@ -34,8 +34,8 @@ def study(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, with commas; by default all "
-            "that can run (ablation needs ablations, front a recipe in focus with ranks.method=global) but peers: "
+            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, with commas; default: "
+            "all that can run (ablation needs ablations, front a recipe in focus with ranks.method=global) but peers: "
             "quantised caches, and the recipes at equal bytes."
         ),
     ] = None,
