@@ -266,8 +266,8 @@ def _peers(store: StudyStore) -> list[str]:
         "",
         "Every cache is used: a prompt, then the rest of each row in steps through it (report split, dtype of the "
         "checkpoint). Bytes per token count scales, zero points, buffers, tokens that wait: of a complete row, their "
-        "mean over the lengths that are scored, and of a long context. KL in nats a token; the others are ratios to the "
-        "uncompressed model, of tasks the mean probability of the right answers. A name like `rotor, 320 bytes` is a "
+        "mean over the lengths that are scored, and of a long context. KL in nats a token; the others are ratios to "
+        "the uncompressed model, of tasks the mean probability of the right answers. `rotor, 320 bytes` is that "
         "recipe's mildest plan at that size or below.",
         *table(*peer_rows(peer_records(store))),
     ]
