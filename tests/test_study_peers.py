@@ -134,6 +134,12 @@ def test_the_picture_shows_the_front(bench) -> None:
     assert divergence.get_yscale() == divergence.get_xscale() == "log"
     assert [axis.get_ylabel().split(":")[0] for axis in figure.axes[1:4]][-1] == "copy"
     assert not draw_peers(matplotlib.Figure(), records[-1:])
+    many = matplotlib.Figure()
+    assert draw_peers(
+        many, [replace(one, name=f"method {i:c}", mean_kv_bytes_per_token=99.0 + i) for i in range(65, 85)]
+    )
+    looks = {(line.get_color(), line.get_marker()) for line in many.axes[0].lines[:-1]}
+    assert len(looks) == 20
     long = matplotlib.Figure()
     assert draw_peers(long, [replace(one, long_kv_bytes_per_token=50.0)], "long_kv_bytes_per_token")
     assert long.axes[0].lines[0].get_xdata().tolist() == [50]
