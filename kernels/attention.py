@@ -32,18 +32,20 @@ def packed_attention(
     scaling: float,
     query_basis: Tensor | None = None,
     key_rotation: tuple[Tensor, Tensor] | None = None,
+    constant_key: Tensor | None = None,
     attention_mask: Tensor | None = None,
     softcap: float | None = None,
     schedule: Schedule = SCHEDULE,
     kernels: LayerKernels | None = None,
 ) -> Tensor:
-    """As `reference.grouped_attention`, but queries of domain `post` come projected.
+    """As `reference.grouped_attention` and `code_reference.coded_attention`; queries of domain `post` come projected.
 
     Args:
         query: domain `pre`: [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, sum over
             query heads of qk_rank].
-        key, value: [batch_size, 1, kv_len, qk_width] and [batch_size, 1, kv_len, v_width].
-        query_basis, key_rotation: domain `pre`.
+        key, value: [batch_size, 1, kv_len, qk_width] and [batch_size, 1, kv_len, v_width], or rows of codes
+            [batch_size, 1, kv_len, bytes], uint8.
+        query_basis, key_rotation, and with codes constant_key: domain `pre`.
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal.
         schedule: of decoding. kernels: the launches of the layer; by default by rule.
     Returns:
@@ -65,12 +67,13 @@ def packed_attention(
             query[:, :, 0] if pre else query[:, 0],
             key,
             value,
-            layer_parts(layout, heads_per_kv, head_dim, kernels),
+            layer_parts(layout, heads_per_kv, head_dim, kernels, query.element_size()),
             keys,
             heads_per_kv,
             scaling,
             query_basis=query_basis,
             key_rotation=key_rotation,
+            constant_key=constant_key,
             softcap=softcap,
             schedule=schedule,
         )
@@ -90,6 +93,7 @@ def packed_attention(
         scaling,
         query_basis=query_basis,
         key_rotation=key_rotation,
+        constant_key=constant_key,
         softcap=softcap,
         kernels=kernels,
     )[0]

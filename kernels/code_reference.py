@@ -16,9 +16,9 @@ from rotor.format.layout import GroupClass, LayerLayout
 from .reference import class_basis, class_mask, rotate
 from .rows import unpack
 
-BLOCK_ELEMENTS_CPU = 1 << 20
+BLOCK_ELEMENTS_CPU = 1 << 18
 BLOCK_ELEMENTS_GPU = 1 << 26
-"""Logits, or numbers of rebuilt keys, of a block."""
+"""Logits of a block, or numbers that are unpacked or rebuilt for it; on a CPU what a core's cache holds."""
 
 LEAST_BLOCK = 64
 """Keys of a block."""
@@ -161,7 +161,7 @@ def _running_softmax(
     largest = queries.new_full((batch_size, count, heads, seq_len, 1), -torch.inf)
     total = torch.zeros_like(largest)
     weighted = queries.new_zeros(batch_size, count, heads, seq_len, values.columns.rank)
-    per_key = batch_size * count * heads * seq_len
+    per_key = batch_size * count * max(heads * seq_len, keys.columns.rank, values.columns.rank)
     if rebuilding is not None:
         per_key = max(per_key, batch_size * count * rebuilding.basis.shape[1] * rebuilding.basis.shape[2])
     budget = BLOCK_ELEMENTS_CPU if queries.device.type == "cpu" else BLOCK_ELEMENTS_GPU
@@ -172,10 +172,12 @@ def _running_softmax(
         latents = keys.block(start, end)
         own = queries[..., rows, :]
         if rebuilding is None:
-            logits = own @ latents.to(own.dtype).mT.unsqueeze(2)
+            logits = (own.flatten(2, 3) @ latents.to(own.dtype).mT).unflatten(2, own.shape[2:4])
         else:
             rebuilt = rebuilding(latents, start).to(own.dtype)
-            logits = (own.unflatten(2, (rebuilt.shape[2], -1)) @ rebuilt.mT.unsqueeze(3)).flatten(2, 3)
+            of_heads = own.unflatten(2, (rebuilt.shape[2], -1))
+            logits = of_heads.flatten(3, 4) @ rebuilt.mT
+            logits = logits.unflatten(3, of_heads.shape[3:5]).flatten(2, 3)
         logits = logits * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -191,6 +193,7 @@ def _running_softmax(
         shrink = torch.exp(largest[..., rows, :] - reference)
         largest[..., rows, :] = new_largest
         total[..., rows, :] = total[..., rows, :] * shrink + weight.sum(-1, keepdim=True)
-        numbers = values.block(start, end).to(weight.dtype).unsqueeze(2)
-        weighted[..., rows, :] = weighted[..., rows, :] * shrink + weight @ numbers
+        numbers = values.block(start, end).to(weight.dtype)
+        attended = (weight.flatten(2, 3) @ numbers).unflatten(2, weight.shape[2:4])
+        weighted[..., rows, :] = weighted[..., rows, :] * shrink + attended
     return weighted / total.masked_fill(total == 0.0, 1.0)

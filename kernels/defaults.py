@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from rotor.format.columns import Columns
 from rotor.format.kernel_config import Blocks, ClassKernels, KernelConfig, LayerKernels, Schedule, serving
 from rotor.format.layout import AttentionShape, LayerLayout
 
@@ -47,11 +48,16 @@ def default_layer(layout: LayerLayout, head_dim: int) -> LayerKernels:
     bodies = _bodies(sorted(set(ranks), reverse=True), most)
     return LayerKernels(
         tuple(
-            ClassKernels(c.count, c.qk_rank, c.v_rank, b, r) for c, b, r in zip(classes, blocks, rebuilt, strict=True)
+            ClassKernels(c.count, c.qk_rank, c.v_rank, b, r, _counts(c.qk_columns), _counts(c.v_columns))
+            for c, b, r in zip(classes, blocks, rebuilt, strict=True)
         ),
         bodies,
         _tile(bodies, layout.domain == "pre"),
     )
+
+
+def _counts(columns: Columns | None) -> tuple[int, ...] | None:
+    return None if columns is None else columns.counts
 
 
 def _tile(bodies: tuple[tuple[int, int], ...], pre: bool) -> int:

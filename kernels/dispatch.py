@@ -8,8 +8,8 @@ interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch 
   one row or one sequence for all; empty inputs;
 - dropout, calls outside of torch.no_grad() or inference_mode(), and code that torch.compile is tracing (which
   `generate` does for static caches on CUDA, unless disable_compile=True);
-- widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`), and widths whose smallest tiles exceed the shared memory
-  of the GPU at hand (the logger `rotor` says so);
+- widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`, there of codes the sum over their widths in bits, each
+  padded), and widths whose smallest tiles exceed the shared memory of the GPU at hand (the logger `rotor` says so);
 - GPUs of AMD (the logger `rotor` says so): the kernels give options that only NVIDIA's compiler knows;
 - keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
 """
@@ -28,6 +28,7 @@ from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 from rotor.logs import log
 
+from .layer_table import layer_parts
 from .tile_sizes import fits_shared_memory, gpu_of
 
 VARIABLE = "ROTOR_ATTENTION"
@@ -85,6 +86,11 @@ def widths_fit(
     limit = MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH
     if max(max(group.qk_rank, group.v_rank) for group in layout.groups) > limit:
         return False
+    if layout.coded and layout.domain == "pre":
+        # All pieces of a tile are in registers while its keys are rebuilt.
+        bodies = layer_parts(layout, heads_per_kv, head_dim, kernels, dtype.itemsize).bodies
+        if max(sum(columns for _, _, columns in side) for body in bodies for side in body) > limit:
+            return False
     return _fits_shared_memory(layout, heads_per_kv, head_dim, dtype, device, kernels)
 
 

@@ -31,15 +31,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
 
 
-def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout) -> Tensor:
-    """Keys into their packed rows.
+def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Tensor | None = None) -> Tensor:
+    """Keys into their latents, side by side.
 
     Args:
         key: [batch_size, num_kv_heads, seq_len, head_dim], heads in the order of the layout.
         key_basis: [group_size * head_dim, qk_width].
+        shift: [qk_width], float32, added before the only rounding: it may be far larger than the sum.
     Returns:
-        [batch_size, 1, seq_len, qk_width].
+        [batch_size, 1, seq_len, qk_width], dtype of `key`.
     """
+    dtype = key.dtype
+    if shift is not None:
+        wide = torch.promote_types(dtype, shift.dtype)
+        key, key_basis = key.to(wide), key_basis.to(wide)
     batch_size, _, seq_len, head_dim = key.shape
     size = layout.group_size
     stacked = key.reshape(batch_size, -1, size, seq_len, head_dim).permute(0, 3, 1, 2, 4).flatten(3)
@@ -48,7 +53,8 @@ def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout) -> Tensor:
         basis = class_basis(key_basis, cls)
         keys = stacked[:, :, cls.start : cls.start + cls.count]
         rows.append(torch.einsum("bsnd,ndr->bsnr", keys, basis).flatten(2))
-    return torch.cat(rows, dim=-1).unsqueeze(1)
+    latents = torch.cat(rows, dim=-1).unsqueeze(1)
+    return latents if shift is None else (latents + shift).to(dtype)
 
 
 def grouped_attention(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from rotor.format.columns import WORD_BYTES, Columns
+from rotor.format.columns import Columns
 from rotor.format.layout import LayerLayout
 
 
@@ -44,7 +45,7 @@ def unpack(rows: Tensor, columns: Columns, dtype: torch.dtype) -> Tensor:
     return torch.cat(numbers, dim=-1)
 
 
-def pack_layer(latents: Tensor, columns: list[Columns]) -> Tensor:
+def pack_layer(latents: Tensor, columns: Sequence[Columns]) -> Tensor:
     """`pack` for the groups of a layer side by side, `columns` being those of each.
 
     Args:
@@ -61,7 +62,7 @@ def pack_layer(latents: Tensor, columns: list[Columns]) -> Tensor:
     return torch.cat(rows, dim=-1)
 
 
-def unpack_layer(rows: Tensor, columns: list[Columns], dtype: torch.dtype) -> Tensor:
+def unpack_layer(rows: Tensor, columns: Sequence[Columns], dtype: torch.dtype) -> Tensor:
     """`unpack` for the groups of a layer side by side: [..., row bytes of the layer] -> [..., sum of ranks]."""
     numbers, first = [], 0
     for of_group, run in groupby(columns):
@@ -93,9 +94,10 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 def _unpacked(rows: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """[..., n bits / 8] -> [..., n]."""
-    halves = rows.unflatten(-1, (-1, 2, WORD_BYTES // 2, 1))
-    places = (halves >> _shifts(bits, rows.device)) & ((1 << bits) - 1)
-    return places.flatten(-2).transpose(-1, -2).flatten(-3).to(dtype) - (1 << (bits - 1))
+    words = rows.contiguous().view(torch.int32)
+    shifts = [bits * place + 16 * half for place in range(16 // bits) for half in (0, 1)]
+    codes = words.unsqueeze(-1) >> torch.tensor(shifts, dtype=torch.int32, device=rows.device)
+    return codes.bitwise_and_((1 << bits) - 1).flatten(-2).to(dtype).sub_(1 << (bits - 1))
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:

@@ -14,7 +14,9 @@ from .ahead import Variant
 from .decode.kernel import decode_variants
 from .layer_table import layer_parts
 from .prefill.kernel import prefill_variants
+from .projection.append import append_variant
 from .projection.rotation import rotation_variants
+from .rows import key_columns, value_columns
 from .tile_sizes import HOPPER, Gpu
 
 
@@ -45,7 +47,7 @@ def model_variants(
     heads_per_kv, head_dim = shape.heads_per_kv, shape.head_dim
     variants: list[Variant] = []
     for layout, kernels in dict.fromkeys(zip(layouts, config.layers, strict=True)):
-        parts = layer_parts(layout, heads_per_kv, head_dim, kernels)
+        parts = layer_parts(layout, heads_per_kv, head_dim, kernels, dtype.itemsize)
         for mask in masks:
             settings: dict[str, Any] = {"page": page, "mask": mask, "softcap": softcap, "gpu": gpu}
             variants += decode_variants(
@@ -54,5 +56,8 @@ def model_variants(
             variants += prefill_variants(layout, heads_per_kv, head_dim, dtype, kernels=kernels, **settings)
         if layout.domain == "post":
             variants += rotation_variants(layout, heads_per_kv, head_dim, dtype)
+        if layout.coded:
+            sides = tuple(key_columns(layout)), tuple(value_columns(layout))
+            variants += [append_variant(columns, dtype) for columns in sides]
     distinct = {(v.name, tuple(sorted(v.constants.items(), key=lambda item: item[0]))): v for v in variants}
     return list(distinct.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
+from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 from test_cli import rotor
 
 from rotor.calibration.calibrate import calibrate
@@ -18,6 +18,7 @@ from rotor.data.tokens import Document
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
+from rotor.export.model_card import below_target
 from rotor.format.layout import profile_name
 from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation, load_recipe
@@ -49,6 +50,19 @@ def test_the_three_splits_share_no_document(texts: Path) -> None:
     assert len(set.union(*parts)) == 7
     other = held_out_documents(Evaluation("text", str(texts), seed=1))
     assert set(other.search) != parts[1]
+
+
+def test_copies_of_a_document_do_not_fall_into_two_splits(texts: Path) -> None:
+    alone = held_out_documents(Evaluation("text", str(texts)))
+    for i in range(7):
+        (texts / f"copy{i}.txt").write_text((texts / f"{i}.txt").read_text())
+    assert held_out_documents(Evaluation("text", str(texts))) == alone
+
+
+def test_equal_tokens_in_rows_of_another_length_are_other_data() -> None:
+    tokens = torch.arange(16)
+    found = {EvaluationData(tokens.reshape(n, -1), tokens.reshape(2, -1), "text").sha256 for n in (2, 4)}
+    assert len(found) == 2
 
 
 def test_a_single_document_is_cut_into_neighbouring_thirds(tmp_path: Path) -> None:
@@ -131,6 +145,7 @@ def test_all_that_a_number_depends_on_makes_another_context() -> None:
         Context.of(spec, data(1), torch.float32, torch.device("meta")),
         Context.of(Evaluation(metric="text"), data(1), torch.float32, CPU),
         Context.of(Evaluation(lookup_keys=4), data(1), torch.float32, CPU),
+        Context.of(Evaluation(filler_tokens=64), data(1), torch.float32, CPU),
     ]
     assert len({context.key for context in contexts}) == len(contexts)
     assert Context.of(Evaluation(search_tokens=1), data(1), torch.float32, CPU).key == contexts[0].key
@@ -146,6 +161,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = ["evaluation.source=text", f"evaluation.path={text}", "evaluation.metric=text"]
     recipe = load_recipe(str(run.folder / "recipe.yaml"), own)
     (run.folder / "recipe.yaml").write_text(recipe.to_yaml())
+    reseal(run.folder)
     export(run.folder, folder / "out", accuracy=0.9)
     return folder
 
@@ -216,7 +232,7 @@ def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Pa
         "ranks.probe_tokens=256",
         *FAST_EVALUATION,
     ]
-    run = calibrate(tiny("llama"), tmp_path / "run", "rotor", [*small, *SHORT_TEXT])
+    run = calibrate(tiny("llama"), tmp_path / "run", "rotor-16", [*small, *SHORT_TEXT])
     export(run.folder, tmp_path / "a", compression=0.4)
     again = export(
         run.folder, tmp_path / "b", compression=0.4, objective="latency", overrides=["evaluation.metric=text"]
@@ -233,6 +249,7 @@ def test_equal_accuracies_have_one_profile_name(copied: Path) -> None:
     assert profile_name(1) == profile_name(1.0) == "1.0"
     recipe = load_recipe(str(copied / "run" / "recipe.yaml"), ["bases.refit=false"])
     (copied / "run" / "recipe.yaml").write_text(recipe.to_yaml())
+    reseal(copied / "run")
     table = RankTable.latest(Run.open(copied / "run"))
     assert table is not None
     for point in table.points:
@@ -252,8 +269,8 @@ def test_equal_accuracies_have_one_profile_name(copied: Path) -> None:
     [
         (0.991, (0.985, 0.995), True, "default 0.9910 [0.9850, 0.9950], target 0.99"),
         (0.989, (0.985, 0.993), True, "the value is below the target, its 95 % interval is not"),
-        (0.97, (0.96, 0.98), False, "the whole interval is below the target"),
-        (0.97, None, False, "default 0.9700, target 0.99: it is below the target"),
+        (0.97, (0.96, 0.98), False, "the whole 95 % interval is below the target"),
+        (0.97, None, False, "default 0.9700, target 0.99: the value is below the target"),
         (0.99, None, True, "default 0.9900, target 0.99"),
     ],
 )
@@ -264,6 +281,9 @@ def test_a_target_is_missed_where_the_whole_interval_is_below(
     assert found[0] is met
     assert found[1].endswith(text)
     assert judge_target("default", Fidelity(value, interval, {}), None)[0] is None
+    said = below_target({"report": value, "interval_95": interval, "target": 0.99})
+    assert found[1].endswith(said)
+    assert bool(said) == (value < 0.99)
 
 
 def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copied: Path, capsys) -> None:
@@ -275,7 +295,9 @@ def test_validate_ends_with_3_where_the_interval_is_below_the_target_alone(copie
     for target, code in ((value + (high - value) / 2, 0), (high + 0.01, 3)):
         report["accuracy"]["target"] = target
         path.write_text(json.dumps(report))
-        assert rotor(capsys, "validate", out, "--model", DEMO_MODEL, "-q")[0] == code
+        reseal(out)
+        own = f"evaluation.path={copied / 'text.txt'}"
+        assert rotor(capsys, "validate", out, "--model", DEMO_MODEL, "--set", own, "-q")[0] == code
 
 
 def test_the_reference_of_metrics_lists_them_all() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rotor.bases.kq import closed_form
 from rotor.calibration.gradients import fisher_information
 from rotor.codes.allocation import bit_curve, bit_path
-from rotor.codes.fold import constant_output, fold_code, fold_projection
+from rotor.codes.fold import fold_code
 from rotor.codes.quantiser import ColumnCode, measure_columns
 from rotor.errors import NumericsError
 from rotor.kernels.reference import rotate
@@ -70,13 +70,15 @@ def test_samples_that_are_not_finite_are_refused():
 
 
 def all_losses(losses: np.ndarray, widths: tuple[int, ...], word_bits: int) -> dict[int, float]:
-    """The least loss for each number of words, by trying every assignment."""
+    """The least loss for each number of words, by trying every assignment whose segments are whole words."""
     best: dict[int, float] = {}
     columns = losses.shape[1]
     for chosen in itertools.product(range(len(widths)), repeat=columns):
-        words = sum(-(-sum(widths[c] for c in chosen if widths[c] == w) // word_bits) for w in set(widths))
+        used = [sum(widths[c] for c in chosen if widths[c] == w) for w in set(widths)]
+        if any(bits % word_bits for bits in used):
+            continue
         loss = sum(losses[c, i] for i, c in enumerate(chosen))
-        best[words] = min(best.get(words, np.inf), loss)
+        best[sum(used) // word_bits] = min(best.get(sum(used) // word_bits, np.inf), loss)
     return best
 
 
@@ -87,8 +89,9 @@ def test_curve_is_the_best_of_all_assignments(seed: int):
     losses = energy * torch.tensor([1.0, 0.12, 0.012, 1e-4], dtype=torch.float64)[:, None]
     curve = bit_curve(losses, widths, word_bits)
     expected = all_losses(losses.numpy(), widths, word_bits)
+    assert curve.loss[0] == np.inf
     least = np.inf
-    for words, loss in enumerate(curve.loss):
+    for words, loss in enumerate(curve.loss[1:], start=1):
         least = min(least, expected.get(words, np.inf))
         assert loss == pytest.approx(least, rel=1e-12)
         bits = curve.bits(words)
@@ -126,12 +129,13 @@ def test_folded_projection_puts_out_the_codes_and_reads_them_back():
     folded = fold_code(encode, decode, code)
     for own in (None, bias):
         keys = hidden @ weight.T + (0 if own is None else own)
-        folded_weight, folded_bias = fold_projection(weight, own, folded)
-        stored = folded.quantise(hidden @ folded_weight.T + folded_bias)
+        folded_bias = folded.shift + (0 if own is None else folded.encode.T @ own)
+        stored = folded.quantise(hidden @ (folded.encode.T @ weight).T + folded_bias)
         expected = code.encode(keys @ encode)
         assert folded.bits.tolist() == sorted((b for b in code.bits.tolist() if b), reverse=True)
         coded = folded.bits < 16
-        assert torch.equal(stored[:, coded], expected[:, folded.columns][:, coded])
+        numbers = expected[:, folded.columns] - 2.0 ** (folded.bits - 1)
+        assert torch.equal(stored[:, coded], numbers[:, coded])
         read = stored @ folded.decode.T + folded.constant
         assert relative_error(read, code.decode(expected) @ decode.T) < 1e-12
 
@@ -166,7 +170,8 @@ def test_attention_over_codes_is_attention_over_coded_keys_and_values(domain: st
     value_rows = value.quantise(values @ value.encode + value.shift)
     read = key_rows @ key.decode.T + (key.constant if domain == "pre" else 0)
     output = attention(read, value_rows @ value.decode.T)
-    got = o_weight @ output + o_bias + constant_output(o_weight, value, heads)
+    constant = value.constant.unflatten(0, (heads, dim)).repeat_interleave(per_kv, 0).flatten()
+    got = o_weight @ (output + constant) + o_bias
     assert relative_error(got, expected) < 1e-10
 
 

@@ -14,6 +14,7 @@ from rotor.kernels.decode.kernel import decode_variants
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.kernel import prefill_kernel, prefill_variants
 from rotor.kernels.projection.append import append_variant
+from rotor.kernels.projection.rotation import rotation_variants
 from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes
 
 HEADS_PER_KV, HEAD_DIM = 4, 128
@@ -63,6 +64,14 @@ def test_prefill(name: str, capability: int) -> None:
         if variant.kernel is prefill_kernel:
             assert resources.shared_bytes <= prefill_shared_bytes(variant.constants | variant.options, 2)
             assert resources.async_bytes["value"] >= 4
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_rotation_with_a_shift(capability: int) -> None:
+    layout = coded_layer("post", 2, (MIXED, MIXED), (Columns(n16=8, n4=32), Columns(n8=16)))
+    for variant in rotation_variants(layout, HEADS_PER_KV, HEAD_DIM, torch.bfloat16):
+        assert variant.constants["SHIFT"]
+        assert check(variant, capability).matrix_products > 0
 
 
 def test_append() -> None:

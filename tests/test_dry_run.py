@@ -101,7 +101,7 @@ def test_elastic_keeps_all_columns(tmp_path: Path) -> None:
 
 def test_probes_come_first_where_ranks_need_them(tiny, tmp_path: Path) -> None:
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1).folder
-    settings = ExportSettings(run, tmp_path / "out", Goal(compression=0.4), ("ranks.method=global",))
+    settings = ExportSettings(run, tmp_path / "out", Goal(compression=0.4), overrides=("ranks.method=global",))
     plan = plan_export(settings)
     assert (plan.ranks, plan.probed_layers, plan.points) == (None, 2, 1)
     assert set(plan.needs.product_seconds) == {"points", "probes"}

@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("recipe", ["fdc", "rotor"])
+@pytest.mark.parametrize("recipe", ["fdc", "rotor-16"])
 def test_main_job(recipe: str, run_copy, tmp_path: Path) -> None:
     before = contents(DEMO_MODEL)
     run = run_copy(recipe)
@@ -74,7 +74,7 @@ def test_main_job(recipe: str, run_copy, tmp_path: Path) -> None:
     assert result.target_met
     assert not result.damaged
     statuses = {check.name: check.status for check in result.checks}
-    expected_skip = "stored bases" if recipe == "rotor" else None
+    expected_skip = "stored bases" if recipe == "rotor-16" else None
     assert {name for name, status in statuses.items() if status != "pass"} == ({expected_skip} - {None})
     summary = result.summary
     assert summary["accuracy"]["value"] == pytest.approx(report["accuracy"]["report"], abs=1e-4)
@@ -254,7 +254,7 @@ def test_shards_are_kept_and_a_layer_may_be_spread_over_them(tmp_path: Path, tin
     assert not result.damaged
 
 
-@pytest.mark.parametrize(("recipe", "goal"), [("fdc", {"removal_rate": 0.0}), ("rotor", {"compression": 0.2})])
+@pytest.mark.parametrize(("recipe", "goal"), [("fdc", {"removal_rate": 0.0}), ("rotor-16", {"compression": 0.2})])
 def test_stock_transformers_refuses_to_load_it_as_uncompressed(recipe: str, goal, run_copy, tmp_path: Path) -> None:
     """Even where every shape fits, as with a removal rate that removes nothing."""
     run = run_copy(recipe)
@@ -327,7 +327,7 @@ def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Pat
         validate(moved, model=tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("recipe", ["zack", "zdc", "palu", "rotor-post", "fdc-uniform", "fdc-prerope"])
+@pytest.mark.parametrize("recipe", ["zack", "zdc", "palu", "rotor-post-16", "fdc-uniform", "fdc-prerope"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, tiny, tmp_path: Path) -> None:
     small = ["tokens.count=512", "tokens.seq_len=64", "prune.kmeans=32" if recipe == "zdc" else "prune.seed=1"]
@@ -344,7 +344,7 @@ def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, 
 def test_ranks_may_choose_domain_and_group_size_for_latency(tiny, tmp_path: Path) -> None:
     settings = ["groups.size=any", "groups.domain=any", "ranks.multiple_of=4", "ranks.probe_tokens=256"]
     tokens = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64"]
-    run = calibrate(tiny("llama"), tmp_path / "run", "rotor", [*settings, *tokens, *FAST_EVALUATION])
+    run = calibrate(tiny("llama"), tmp_path / "run", "rotor-16", [*settings, *tokens, *FAST_EVALUATION])
     assert list(run.info["candidates"]) == ["pre-4", "pre-2", "pre-1", "post-4", "post-2", "post-1"]
     memory = export(run.folder, tmp_path / "memory", compression=0.4)
     latency = export(run.folder, tmp_path / "latency", compression=0.4, objective="latency")

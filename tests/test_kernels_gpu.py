@@ -7,14 +7,20 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from code_checks import check_coded_decode, check_coded_prefill
+from coded import coded_layer, random_coded_case, steps_of
+from coded_models import write_pair
 from kernel_checks import check_decode, check_prefill, relative_error
 from ragged import layer, random_case
 
+from rotor.format.columns import Columns
 from rotor.kernels.decode.kernel import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys
 from rotor.kernels.layer_table import layer_parts
+from rotor.kernels.projection.append import pack_rows
 from rotor.kernels.projection.rotation import rotate_and_project
 from rotor.kernels.reference import project_keys, rotate
+from rotor.kernels.rows import key_columns, pack_layer, unpack_layer
 from rotor.kernels.truth import Sequence
 
 pytestmark = [
@@ -32,6 +38,19 @@ LAYERS = {
     "pre pairs": (layer("pre", 2, (128, 96), (64, 64)), 4),
     "pre one latent": (layer("pre", 8, (256, 256)), 4),
 }
+
+MIXED, FOUR = Columns(n16=8, n8=16, n4=32, n2=64), Columns(n4=64)
+CODED = {
+    "none per head": (coded_layer("none", 1, (MIXED, FOUR), (FOUR, FOUR), (Columns(n8=12), Columns(n2=48))), 4),
+    "none one latent": (coded_layer("none", 8, (Columns(n8=32, n4=128, n2=64), Columns(n8=16, n4=64, n2=128))), 4),
+    "pre per head": (coded_layer("pre", 1, (MIXED, FOUR), (FOUR, MIXED), (Columns(n8=12), Columns(n2=48))), 4),
+    "pre one latent": (coded_layer("pre", 8, (Columns(n8=16, n4=64, n2=64), Columns(n8=32, n4=128, n2=64))), 4),
+}
+
+
+def coded_case_of(name: str, dtype: torch.dtype, batch_size: int, seq_len: int, kv_len: int):
+    layout, heads_per_kv = CODED[name]
+    return random_coded_case(layout, heads_per_kv, HEAD_DIM, batch_size, seq_len, kv_len, dtype).to("cuda")
 
 
 def case_of(name: str, dtype: torch.dtype, batch_size: int, seq_len: int, kv_len: int):
@@ -151,3 +170,78 @@ def test_a_captured_step_follows_lengths_that_change(name, schedule) -> None:
         end.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         assert torch.equal(captured, step())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("schedule", ["stream", "lpt", "none"])
+@pytest.mark.parametrize("name", CODED)
+def test_decode_of_rows_of_codes(name, schedule, dtype) -> None:
+    lengths = (1, 63, 64, 65, 0, 257, 1000, 4096)
+    case = coded_case_of(name, dtype, len(lengths), 1, max(lengths))
+    check_coded_decode(case, [Sequence(1 if n else 0, 0, n) for n in lengths], schedule=schedule)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CODED)
+def test_decode_of_codes_in_poisoned_pages_with_masks_and_softcap(name, dtype) -> None:
+    case = coded_case_of(name, dtype, 3, 1, 2000)
+    sequences = [Sequence(1, 0, 2000), Sequence(1, 777, 2000), Sequence(1, 5, 1234)]
+    for page_size in (16, 256):
+        check_coded_decode(case, sequences, page_size=page_size)
+    mask = torch.rand(3, 2000, generator=torch.Generator().manual_seed(0)) < 0.5
+    check_coded_decode(case, sequences, mask=mask)
+    check_coded_decode(case, sequences, softcap=3.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CODED)
+def test_prefill_against_a_cache_of_codes(name, dtype) -> None:
+    case = coded_case_of(name, dtype, 3, 300, 1100)
+    sequences = [Sequence(300, 0, 1100), Sequence(129, 50, 900), Sequence(1, 0, 64)]
+    mask = torch.rand(3, 300, 1100, generator=torch.Generator().manual_seed(0)) < 0.5
+    for rebuilt in (False, True) if name.startswith("pre") else (False,):
+        check_coded_prefill(case, sequences, rebuilt=rebuilt)
+        check_coded_prefill(case, sequences, rebuilt=rebuilt, mask=mask)
+    check_coded_prefill(case, sequences, page_size=16)
+    check_coded_prefill(case, sequences, window=100)
+    check_coded_prefill(case, sequences, softcap=3.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CODED)
+def test_rows_are_packed_as_pytorch_packs_them(name, dtype) -> None:
+    columns = key_columns(CODED[name][0])
+    steps = steps_of(columns)
+    latents = (1.5 * torch.randn(3, 333, len(steps), generator=torch.Generator().manual_seed(0)) * steps).to(dtype)
+    assert torch.equal(pack_rows(latents.cuda(), tuple(columns)).cpu(), pack_layer(latents, columns))
+
+
+@pytest.mark.parametrize("cache", [None, "static", "offloaded"])
+@pytest.mark.parametrize("case", [("llama", "post", 1), ("llama", "pre", 2), ("gpt2", "none", 1)], ids=str)
+def test_a_model_with_rows_of_codes(case, cache, tiny, tmp_path, monkeypatch) -> None:
+    pair = write_pair(tiny(case[0]), tmp_path, *case[1:])
+    model = pair.load().cuda()
+    prompt = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(5)).cuda()
+    mask = torch.ones_like(prompt)
+    mask[0, :7] = 0
+    logits, stored = {}, {}
+    for choice in ("reference", "triton"):
+        monkeypatch.setenv("ROTOR_ATTENTION", choice)
+        output = model.generate(
+            prompt,
+            attention_mask=mask,
+            min_new_tokens=5,
+            max_new_tokens=5,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation=cache,
+            disable_compile=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        logits[choice] = output.logits[0]  # later ones follow the tokens chosen
+        rows = output.past_key_values.layers[0].keys[:, :, 7:40]
+        stored[choice] = unpack_layer(rows.cpu(), key_columns(pair.layouts[0]), torch.float32)
+    assert relative_error(logits["triton"], logits["reference"].double().cpu()) < 0.05
+    difference = (stored["triton"] - stored["reference"]).abs()
+    assert (difference > 0.5).float().mean() < 0.01  # a number on the edge of two codes

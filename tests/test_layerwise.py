@@ -105,7 +105,7 @@ def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, t
     folder = sharded("qwen3")
     settings = [*SMALL, *FAST_EVALUATION, "evaluation.metric=kl_div"]
     runs = {
-        offload: calibrate(folder, tmp_path / offload, "rotor", settings, offload=offload)
+        offload: calibrate(folder, tmp_path / offload, "rotor-16", settings, offload=offload)
         for offload in ("never", "always")
     }
     for path in sorted((runs["never"].folder / "statistics").iterdir()):
@@ -122,7 +122,7 @@ def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, t
 
 
 def test_compressed_models_score_the_same(tiny, tmp_path: Path, rows: torch.Tensor) -> None:
-    run = calibrate(tiny("gpt2"), tmp_path / "run", "rotor", SMALL)
+    run = calibrate(tiny("gpt2"), tmp_path / "run", "rotor-16", SMALL)
     bases = run.bases()
     checkpoint = Checkpoint(run.model_folder)
     found = []
@@ -176,7 +176,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> N
     lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     network = streamed(folder)
-    with pytest.raises(CheckpointError, match=r"unit 1: missing on loading: model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"part 1: missing on loading: model\.layers\.1\.mlp\.up_proj\.weight"):
         network.final_states(torch.ones(1, 4, dtype=torch.int64))
     tensors["model.layers.1.mlp.up_proj.weight"] = lost[:-1]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -189,7 +189,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> N
 def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: Path) -> None:
     model, out = tiny("llama"), tmp_path / "run"
     with pytest.raises(UsageError, match=r"tokens\.source synthetic .* needs the whole model") as caught:
-        calibrate(model, out, "rotor", offload="always")
+        calibrate(model, out, "rotor-16", offload="always")
     assert "--set tokens.source=text --set tokens.path=FILE" in caught.value.hint
     with pytest.raises(UsageError, match=r"ranks\.method fisher .*--offload always was given"):
         calibrate(model, out, "palu", ["tokens.source=random"], offload="always")
@@ -263,7 +263,7 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
         rewrite_layer(weights, replace(bases, outputs=outputs), layout, order, network.shape)["o_proj.weight"]
         for outputs in (exact, unpack_symmetric(packed), None)
     ]
-    assert relative_error(written[1], written[0]) < 1e-5
+    assert relative_error(written[1], written[0]) < 1e-4
     assert relative_error(written[2], written[0]) > 1e-2  # without the refit
 
 

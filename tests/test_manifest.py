@@ -148,7 +148,7 @@ def test_a_run_is_as_calibrate_wrote_it(made: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"layer-0001\.safetensors: differs from its SHA-256"):
             read()
     (run / "log.txt").write_text("rotor writes to these later")
-    (run / "tables").mkdir()
+    (run / "tables").mkdir(exist_ok=True)
     (run / "tables" / "a.json").write_text("{}")
     Run.open(run)
     (run / "manifest.json").unlink()

@@ -127,6 +127,7 @@ def damage_bases(folder: Path, layer: int, side: str, part: str, value: float) -
 @pytest.mark.parametrize(("side", "part"), [("qk", "encode"), ("qk", "decode"), ("vo", "singular_values")])
 def test_in_bases_on_disk(side: str, part: str, value: float, run_copy: Path, tmp_path: Path) -> None:
     damage_bases(run_copy, 1, side, part, value)
+    reseal(run_copy)
     with pytest.raises(
         NumericsError, match=rf"layer-0001\.safetensors: pre-2: {side}\.{part} has elements that are NaN or Inf"
     ):

@@ -133,9 +133,8 @@ print([n for n in rotor.__all__ if n not in dir(rotor) or getattr(rotor, n) is N
 
 
 def test_every_package_is_installed() -> None:
-    (line,) = (
-        line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith('packages = ["rotor",')
-    )
-    there = {"rotor", "rotor.kernels", "rotor.recipes"}
-    there |= {f"rotor.{path.parent.name}" for path in (ROOT / "rotor").glob("*/__init__.py")}
-    assert set(re.findall(r'"([\w.]+)"', line)) == there
+    listed = re.search(r"^packages = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    folders = {path.parent.relative_to(ROOT) for top in ("rotor", "kernels") for path in (ROOT / top).rglob("*.py")}
+    there = {".".join(("rotor", *folder.parts[folder.parts[0] == "rotor" :])) for folder in folders}
+    assert set(re.findall(r'"([\w.]+)"', listed[1])) == there | {"rotor.recipes"}

@@ -66,7 +66,7 @@ def test_two_specialisations_for_two_architectures(folder, two_kernels, tmp_path
 @needs_triton
 def test_one_that_fails_does_not_hide_the_others(folder, two_kernels, monkeypatch) -> None:
     ahead = importlib.import_module("rotor.kernels.ahead")
-    numbers = ahead.Resources(10, 0, 20, 1, 0, 2)
+    numbers = ahead.Resources(10, 0, 20, 1, 0, 2, {})
 
     def compile_or_fail(variant, capability):
         if capability == 80 and variant is two_kernels[0]:
@@ -149,7 +149,11 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from triton import runtime
     from triton.compiler import make_backend
 
-    from rotor.kernels import combine, decode, longest_first, prefill, rebuild, rotation
+    from rotor.kernels.decode import combine, longest_first
+    from rotor.kernels.decode import kernel as decode
+    from rotor.kernels.prefill import kernel as prefill
+    from rotor.kernels.prefill import rebuild
+    from rotor.kernels.projection import rotation
     from rotor.kernels.specialise import model_variants
 
     launch, domain, kernels = LAUNCHES[name]

@@ -16,10 +16,11 @@ from test_cli import expect_error, rotor
 
 from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UsageError
+from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
 from rotor.recipe.metric_registry import METRICS
 from rotor.report import report as report_module
-from rotor.report.data import collect
+from rotor.report.data import _ratios, collect
 from rotor.report.report import report
 from rotor.search.table import RankTable, any_probes
 
@@ -96,7 +97,7 @@ def exported(demo_run, tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-@pytest.mark.parametrize("recipe", ["fdc", "rotor"])
+@pytest.mark.parametrize("recipe", ["fdc", "rotor-16"])
 def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exported) -> None:
     run, out = exported(recipe)
     facts = json.loads((out / "rotor.json").read_text())
@@ -114,9 +115,11 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     for name in ("token_accuracy", "ppl_ratio", "top1_agreement"):
         assert METRICS[name].label in page.text
         assert f"{facts['accuracy']['measurements']['report']['values'][name]:.4f}" in page.text
-    assert "left out: copy: the uncompressed model" in page.text
-    assert "source: synthetic" in page.text if recipe == "rotor" else "source: random" in page.text
-    figures = 4 if recipe == "rotor" else 3  # only a probing recipe has losses of single layers
+    for name in ("lookup", "copy"):
+        base, filler = (facts["accuracy"]["base"]["report"][f"{name}{end}"] for end in ("", "_filler_tokens"))
+        assert f"base {base:.3f}, over {filler} tokens of other text" in page.text
+    assert "source: synthetic" in page.text if recipe == "rotor-16" else "source: random" in page.text
+    figures = 4 if recipe == "rotor-16" else 3  # only a probing recipe has losses of single layers
     assert sum(tag == "svg" for tag, _ in page.tags) == figures
     assert ("only ranks.method global probes" in page.text) == (recipe == "fdc")
 
@@ -132,9 +135,17 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     assert "rotor export run -o OUT --accuracy" in in_run.text
 
 
+def test_a_ratio_that_was_left_out_says_why() -> None:
+    found = Fidelity(0.9, None, {"token_accuracy": 0.9})
+    assert _ratios(found, {}, {"search": {}, "report": {"copy": "it cannot"}}) == [
+        (METRICS["token_accuracy"].label, "0.9000"),
+        (METRICS["copy"].label, "left out: it cannot"),
+    ]
+
+
 def test_the_losses_are_those_of_the_probe(exported) -> None:
     """Sensitivity times the energy that the probe dropped, from the run's own bases."""
-    run, _ = exported("rotor")
+    run, _ = exported("rotor-16")
     opened = Run.open(run)
     probes = any_probes(opened)
     assert probes is not None
@@ -145,7 +156,7 @@ def test_the_losses_are_those_of_the_probe(exported) -> None:
 
 
 def test_a_run_that_measured_nothing_says_so(demo_run, tmp_path: Path) -> None:
-    folder = shutil.copytree(demo_run("rotor").folder, tmp_path / "run")
+    folder = shutil.copytree(demo_run("rotor-16").folder, tmp_path / "run")
     shutil.rmtree(folder / "tables", ignore_errors=True)
     shutil.rmtree(folder / "probes", ignore_errors=True)
     result = report(folder, tmp_path / "page.html")
@@ -168,7 +179,7 @@ def test_a_checkpoint_without_its_run(exported, tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_tables_stand_open(exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, out = exported("rotor")
+    _, out = exported("rotor-16")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report(out, tmp_path / "page.html").figures == []
     page = read(tmp_path / "page.html")
@@ -272,7 +283,7 @@ PROBE = """<script>document.body.dataset.seen = [
 @pytest.mark.parametrize(("dark", "background"), [(False, "rgb(251, 251, 253)"), (True, "rgb(18, 21, 27)")])
 def test_in_a_browser(width: int, dark: bool, background: str, exported, tmp_path: Path) -> None:
     """No console errors, nothing wider than the screen, figures drawn, and the colours of the scheme."""
-    run, _ = exported("rotor")
+    run, _ = exported("rotor-16")
     page = tmp_path / "page.html"
     page.write_text((run / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))
     dom, console = browse(page, width, dark, tmp_path / "profile")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rotor.errors import AccuracyError
+from rotor.errors import AccuracyError, UsageError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.search.search import find_plan, most_points
 
@@ -71,7 +71,7 @@ def test_confidence_asks_for_the_lower_end_of_the_interval() -> None:
     value, lower = slope.find(0.95), slope.find(0.95, confidence=0.95)
     assert 0.49 <= value <= 0.5
     assert 0.39 <= lower <= 0.4
-    with pytest.raises(AccuracyError, match="no interval, which --confidence asks for"):
+    with pytest.raises(UsageError, match="no interval, which --confidence asks for"):
         find_plan(slope.steps, 0.01, 0.95, lambda plan: Fidelity(1.0, None, {}), 0.95)
 
 

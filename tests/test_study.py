@@ -32,7 +32,7 @@ from rotor.study.comparison import (
     principal_angles,
     relative_difference,
 )
-from rotor.study.measure import COLUMNS, uniform_ranks
+from rotor.study.measure import COLUMNS, StudySubject, uniform_ranks
 from rotor.study.store import StudyStore
 from rotor.study.study import parse_ablations, parse_counts, same_conditions, study
 
@@ -269,7 +269,7 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(study_parts, "calibrate", refuse)
     monkeypatch.setattr("rotor.search.search.Measurer.measure", refuse)
-    monkeypatch.setattr("rotor.study.measure.Bench.degradation", refuse)
+    monkeypatch.setattr(StudySubject, "degradation", refuse)
     before = (result.folder / "results.json").read_text()
     again = study(DEMO_MODEL, result.folder, **arguments)
     assert again.added == 0

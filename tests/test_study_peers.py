@@ -39,7 +39,7 @@ def bench(tiny) -> Iterator[PeerBench]:
     answers[:, 15:17] = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 0.0)  # random weights can do nothing
-        yield PeerBench(model, PeerData(rows, 8, {"copy": Prompts(rows, answers)}))
+        yield PeerBench(model, PeerData(rows, 8, {"copy": Prompts(rows, answers, 0)}))
 
 
 def test_the_uncompressed_cache_loses_nothing(bench) -> None:
@@ -177,31 +177,35 @@ def test_a_task_that_the_uncompressed_model_cannot_do_is_left_out(bench, monkeyp
     assert "peers leave out `copy`: copy: the uncompressed model gives the right answers a mean probability" in line
 
 
+RECIPES = ["palu", "rotor-plain"]
 FEW = ("uncompressed", "transformers quanto, 4 bits", "per token, 4 bits")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A study of few peers and one recipe: (result, keyword arguments that give it)."""
+    """A study of few peers, of ranks and of codes: (result, keyword arguments that give it)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
         patch.setattr(peers_part, "peers", lambda: [peer for peer in peers() if peer.name in FEW])
-        overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
+        overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128", "codes.tokens=256"]
         overrides += ["tokens.source=random", "evaluation.report_tokens=512"]
         arguments = {"parts": ["peers"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
         out = tmp_path_factory.mktemp("peers") / "study"
-        yield study(DEMO_MODEL, out, ["palu"], **arguments), arguments
+        yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
 
 
 def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> None:
     result, _ = measured
     records = {key.removeprefix("peers/"): record for key, record in result.records.items()}
-    assert list(records) == [*FEW, "palu, 1280 bytes", "palu, 640 bytes", "palu, 1 bytes"]
+    assert list(records) == [*FEW, *(f"{recipe}, {size} bytes" for recipe in RECIPES for size in (1280, 640, 1))]
     exact, half, quarter = (records[name] for name in ("uncompressed", "palu, 1280 bytes", "palu, 640 bytes"))
     assert exact["kv_bytes_per_token"] == 2560  # bfloat16, though the study computes in float32
     assert 1200 < half["kv_bytes_per_token"] <= 1280
     assert 560 < quarter["kv_bytes_per_token"] <= 640
     assert exact["kl_div"] < half["kl_div"] < quarter["kl_div"]
+    coded = records["rotor-plain, 640 bytes"]
+    assert 600 < coded["kv_bytes_per_token"] == coded["long_kv_bytes_per_token"] <= 640
+    assert exact["kl_div"] < coded["kl_div"] < quarter["kl_div"]
     assert exact["answers"] == exact["hits"] == {"lookup": 1, "copy": 1}
     assert records["palu, 1 bytes"]["skipped"].startswith("out of reach: the least is ")
     assert "You need to install optimum-quanto" in records[FEW[1]]["skipped"]
@@ -227,17 +231,17 @@ def test_a_second_start_measures_nothing_but_what_was_skipped(measured, monkeypa
     result, arguments = measured
     scored: list[str] = []
     monkeypatch.setattr(PeerBench, "_record", lambda self, name, *rest: scored.append(name) or PeerRecord(name))
-    assert study(DEMO_MODEL, result.folder, ["palu"], **arguments).added == 0
+    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 0
     assert scored == []
     monkeypatch.setattr(peers_part, "peers", lambda: [Peer(FEW[1], lambda config: None)])  # now it is installed
-    assert study(DEMO_MODEL, result.folder, ["palu"], **arguments).added == 1
+    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 1
     assert scored == [FEW[1]]
 
 
 def test_the_picture_of_a_study(measured) -> None:
     pytest.importorskip("matplotlib")
     result, arguments = measured
-    found = study(DEMO_MODEL, result.folder, ["palu"], **{**arguments, "plots": True})
+    found = study(DEMO_MODEL, result.folder, RECIPES, **{**arguments, "plots": True})
     assert Path(result.folder / "plots" / "peers.png") in found.files
 
 

@@ -110,7 +110,7 @@ def test_synthetic_tokens_in_several_batches_and_their_progress(tiny, monkeypatc
 
     checkpoint = Checkpoint(tiny("qwen2"))
     model = load_model(checkpoint.folder, CPU, torch.float32)
-    monkeypatch.setattr(rotor.tokens, "SAMPLING_TOKENS", 40)
+    monkeypatch.setattr(rotor.data.tokens, "SAMPLING_TOKENS", 40)
     done: list[float] = []
 
     class Counting(Progress):

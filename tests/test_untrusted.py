@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import DEMO_MODEL, ROOT, calibrated
+from conftest import DEMO_MODEL, ROOT, calibrated, reseal
 from test_cli import rotor
 
 import rotor.models.tokenizer as tokenizer_module
@@ -92,6 +92,7 @@ def set_evaluation(folder: Path, **values: Any) -> None:
     data = yaml.safe_load(path.read_text())
     data["evaluation"].update(values)
     path.write_text(yaml.safe_dump(data))
+    reseal(folder)
 
 
 def test_a_task_that_a_checkpoint_names_is_not_opened(exported: Path, tmp_path: Path) -> None:

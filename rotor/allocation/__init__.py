@@ -1,6 +1,7 @@
 """Methods that turn spectra into ranks; one a file, registered by its METHOD there."""
 
 from . import fisher, removal_rate, uniform, water_filling
+from .bits import BitsPath
 from .fisher import FisherPath
 from .plan import Cost, GroupCost, RankInputs, RankMethod, RankPath, RankPlan, Sensitivity, Spectra, round_rank
 from .removal_rate import RemovalRatePath, removal_rate_ranks, tail_shares
@@ -16,6 +17,7 @@ CHOOSING = ", ".join(name for name, method in RANK_METHODS.items() if method.cho
 __all__ = [
     "CHOOSING",
     "RANK_METHODS",
+    "BitsPath",
     "Cost",
     "FisherPath",
     "GroupCost",

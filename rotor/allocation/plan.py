@@ -9,6 +9,7 @@ from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from ..codes.layer import GroupColumns
 from ..format.layout import AttentionShape, LayerRanks, compression
 
 SideSensitivity = list[tuple[int, float]]
@@ -33,8 +34,8 @@ SLACK = 1e-9
 class PerCandidate(Protocol[T]):
     """Something of every layer and candidate."""
 
-    def select(self, choice: Sequence[str]) -> Sequence[T]:
-        """Pick that of one candidate of each layer."""
+    def select(self, choice: Sequence[str], columns: list[GroupColumns] | None = None) -> Sequence[T]:
+        """Pick that of one candidate of each layer, with its columns by bits where these are codes."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class RankPlan:
     exact, rounded: ranks as the method gives them, and as they are stored.
     planned, stored: compression (share of the KV cache removed) by these.
     saving: share of the objective's cost that is saved by the stored ranks; of bytes, the same as `stored`.
+    columns: where they are codes, the columns by bits of each layer's groups; ranks then count those of any width.
     """
 
     parameter: float
@@ -63,10 +65,11 @@ class RankPlan:
     planned: float
     stored: float
     saving: float
+    columns: list[GroupColumns] | None = None
 
     def select(self, them: PerCandidate[T]) -> Sequence[T]:
         """Pick what belongs to the chosen candidate of each layer."""
-        return them.select(self.choice)
+        return them.select(self.choice, self.columns)
 
 
 Need = Literal["gradients", "sensitivities"]
@@ -150,6 +153,11 @@ class RankPath(ABC):
             for s in (layer[key] for layer, key in zip(self.spectra, choice, strict=True))
         ]
         return RankPlan(0.0, choice, ranks, ranks, 0.0, 0.0, 0.0)
+
+    @property
+    def grain(self) -> tuple[str, str]:
+        """What plans are made of, and what makes that finer: for a message."""
+        return f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
 
     def at_compression(self, target: float) -> RankPlan | None:
         """The mildest step that removes at least `target` of the cache, or None if none does."""

@@ -16,13 +16,13 @@ from ..errors import CheckpointError, NumericsError
 from ..format.layout import AttentionShape, Domain
 from ..numerics import one_thread
 from ..runtime.families import AttentionWeights
-from . import identity, kq, palu, rope_pairs, svd
-from .method import BasisMethod, Inputs, Moments
+from . import fisher, identity, kq, palu, rope_pairs, svd
+from .method import BasisMethod, Gradients, Inputs, Moments
 from .pair import BasisPair
 
 __all__ = ["QK_METHODS", "VO_METHODS", "BasisMethod", "BasisPair", "LayerBases", "layer_bases", "needed_statistics"]
 
-METHODS = (*svd.METHODS, *kq.METHODS, *rope_pairs.METHODS, *palu.METHODS, *identity.METHODS)
+METHODS = (*svd.METHODS, *kq.METHODS, *fisher.METHODS, *rope_pairs.METHODS, *palu.METHODS, *identity.METHODS)
 QK_METHODS = {method.name: method for method in METHODS if method.side == "qk"}
 """By the names that `bases.qk` may have."""
 
@@ -101,17 +101,19 @@ def layer_bases(
     group_size: int,
     qk_method: str,
     vo_method: str,
+    gradients: Gradients | None = None,
     where: str = "a layer",
 ) -> LayerBases:
     """Compute both bases of one layer by the methods that a recipe names.
 
     Args:
+        gradients: for methods that read them.
         where: names the layer in errors.
     Raises:
         NumericsError: a factorisation fails or its result is not finite.
     Source: that of each method, beside it.
     """
-    inputs = Inputs(statistics, weights, shape, domain, group_size)
+    inputs = Inputs(statistics, weights, shape, domain, group_size, gradients)
     try:
         with one_thread():
             qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)

@@ -23,6 +23,7 @@ class BasisMethod:
 
     summary: one line, for help and tables; papers by their short names (see rotor).
     domains: where keys may be compressed with it.
+    gradients: it reads the gradients of the model's loss by keys or values, too.
     moments: names of the second moments that it reads: `query`, `key` (before or after RoPE, as the domain says),
         `value`, `output`.
     whole_planes: its columns are unit vectors that take whole rotary planes, two columns each.
@@ -35,6 +36,7 @@ class BasisMethod:
     moments: frozenset[str] = frozenset()
     domains: tuple[Domain, ...] = ("post", "pre", "none")
     whole_planes: bool = False
+    gradients: bool = False
 
 
 class Moments(Protocol):
@@ -45,29 +47,60 @@ class Moments(Protocol):
 
     def moment(self, name: str, group_size: int) -> Tensor: ...
 
-    def mean(self, group_size: int) -> Tensor: ...
+    def mean(self, group_size: int, name: str = "key_post") -> Tensor: ...
+
+
+class Gradients(Protocol):
+    """Gradients of the model's loss by keys and values of one layer, and samples of these: a LayerFisher.
+
+    name: `key_pre`, `key_post` or `value`, of groups of `group_size` KV heads.
+    """
+
+    def per_token(self, name: str, group_size: int) -> Tensor:
+        """E[g g^T], [num_groups, n, n], float64."""
+        ...
+
+    def stacked(self, name: str, group_size: int) -> Tensor:
+        """Samples of keys or values, [num_groups, samples, n], float64."""
+        ...
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The view of one layer that a method computes from."""
+    """The view of one layer that a method computes from; gradients where a method reads them."""
 
     statistics: Moments
     weights: AttentionWeights
     shape: AttentionShape
     domain: Domain
     group_size: int
+    gradients: Gradients | None = None
+
+    @property
+    def key_name(self) -> str:
+        """Name of the keys that are compressed: before or after RoPE as the domain says."""
+        return "key_pre" if self.domain == "pre" else "key_post"
 
     def keys(self) -> Tensor:
         """Moments of keys [num_groups, n, n], n = group_size * head_dim; before or after RoPE as the domain says."""
-        return self.statistics.moment("key_pre" if self.domain == "pre" else "key_post", self.group_size)
+        return self.statistics.moment(self.key_name, self.group_size)
+
+    def centred(self, name: str) -> Tensor:
+        """Moments of keys or values less their mean, [num_groups, n, n]."""
+        mean = self.statistics.mean(self.group_size, name)
+        centred = mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
+        return self.statistics.moment(name, self.group_size) - centred
+
+    def information(self, name: str) -> Tensor:
+        """E[g g^T] of the gradients by keys or values, [num_groups, n, n]."""
+        assert self.gradients is not None  # who makes the inputs has looked at `BasisMethod.gradients`
+        return self.gradients.per_token(name, self.group_size)
 
     def centred_keys(self) -> Tensor:
         """The same after RoPE of keys less their mean: softmax does not see what is added to a whole row of logits."""
         if self.domain == "pre":
             return self.keys()
-        mean = self.statistics.mean(self.group_size)
-        return self.keys() - mean.unsqueeze(-1) * mean.unsqueeze(-2) / self.statistics.tokens
+        return self.centred("key_post")
 
     def queries(self) -> Tensor:
         """Moments of queries [num_groups, n, n], block-diagonal; before RoPE averaged over relative positions."""

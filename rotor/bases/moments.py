@@ -18,10 +18,12 @@ from ..format.layout import AttentionShape
 CHUNK_BYTES = 64 << 20
 """float64 copies of activations are made at most this many bytes at a time (or one head)."""
 
-MOMENTS = ("query", "key_post", "key_post_mean", "key_pre", "value", "output")
+CENTRED = ("key_post", "key_pre", "value")
+
+MOMENTS = ("query", *CENTRED, *(f"{name}_mean" for name in CENTRED), "output")
 """query: after RoPE, per KV head, summed over its query heads. key_post, key_pre: after and before RoPE, stacked over
-the heads of a group; key_post_mean: sum of the vectors themselves. value: stacked likewise. output: per query head, the
-group's stacked values averaged with that head's attention weights; its own block is what o_proj receives."""
+the heads of a group. value: stacked likewise. key_post_mean and so on: sum of the vectors themselves. output: per query
+head, the group's stacked values averaged with that head's attention weights; its own block is what o_proj receives."""
 
 
 @dataclass
@@ -29,7 +31,7 @@ class LayerStatistics:
     """Second moments of one layer, float64.
 
     sums: `query` is [num_kv_heads, head_dim, head_dim]; `output` [num_heads, g * head_dim, g * head_dim] for groups of
-        g KV heads; `key_post_mean` [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim].
+        g KV heads; means [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim].
     tokens: tokens that went into each sum.
     """
 
@@ -53,8 +55,8 @@ class LayerStatistics:
             for start in range(0, count, step):
                 part = blocks[start : start + step].to(torch.float64)
                 total[start : start + step].baddbmm_(part.mT, part)
-                if name == "key_post":
-                    self._sum("key_post_mean", (count, width), blocks)[start : start + step] += part.sum(1)
+                if name in CENTRED:
+                    self._sum(f"{name}_mean", (count, width), blocks)[start : start + step] += part.sum(1)
         self.tokens += next(iter(activations.values())).shape[0]
 
     def _blocks(self, name: str, tensor: Tensor) -> Tensor:
@@ -99,9 +101,9 @@ class LayerStatistics:
             return blocks[heads, part, :, part]
         return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
 
-    def mean(self, group_size: int) -> Tensor:
-        """Sum of the keys after RoPE, [num_groups, group_size * head_dim]."""
-        return self.sums["key_post_mean"].reshape(-1, group_size * self.shape.head_dim)
+    def mean(self, group_size: int, name: str = "key_post") -> Tensor:
+        """Sum of the keys or values of one of CENTRED, [num_groups, group_size * head_dim]."""
+        return self.sums[f"{name}_mean"].reshape(-1, group_size * self.shape.head_dim)
 
     def merge(self, other: LayerStatistics) -> LayerStatistics:
         """The statistics of both inputs together."""
@@ -121,7 +123,7 @@ class LayerStatistics:
         special = {
             "query": (heads, dim, dim),
             "output": (self.shape.num_heads, width, width),
-            "key_post_mean": (groups, width),
+            **{f"{name}_mean": (groups, width) for name in CENTRED},
         }
         for name, total in self.sums.items():
             expected = special.get(name, (groups, width, width))

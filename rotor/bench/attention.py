@@ -91,7 +91,7 @@ def _bench_layer(
     for kind, problem in problems.items():
         exact = truth(problem)
         plain = relative_error(checked_output(problem, pytorch_path(problem)()), exact)
-        limit = max(2 * plain, ERROR_FLOOR[problem.key.dtype])
+        limit = max(2 * plain, ERROR_FLOOR[problem.dtype])
         for row in attention_rows():
             if row.kind != kind or phase not in row.phases:
                 continue

@@ -22,7 +22,8 @@ class Compiled:
 
     mask: whether it reads one. batch_size: largest of a decode step; None where it does not matter.
     registers, spill_bytes: per thread. shared_bytes: per program. async_copies, scalar_loads, matrix_products:
-    instructions in the PTX; scalar loads are those of 16 bits.
+    instructions in the PTX; scalar loads are those of 16 bits. async_bytes: of each argument, the fewest bytes that a
+    thread copies asynchronously.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Compiled:
     async_copies: int | None = None
     scalar_loads: int | None = None
     matrix_products: int | None = None
+    async_bytes: dict[str, int] | None = None
     error: str | None = None
 
 

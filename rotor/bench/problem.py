@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..format.columns import Columns
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
 from ..kernels.reference import rotate
+from ..kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 from ..kernels.truth import Sequence, ragged_attention
 from ..prediction.cost import DecodeStep, Work, layer_work, prefill_work
 
@@ -24,8 +26,9 @@ class Problem:
     layout: of domain `none` or `pre`. Queries of `post` come projected, as the kernels take them: it is `none`.
     query: domain `pre` [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, sum over query
         heads of qk_rank].
-    key, value: packed rows, [batch_size, 1, kv_len, width].
+    key, value: packed rows, [batch_size, 1, kv_len, width], or rows of codes [batch_size, 1, kv_len, bytes], uint8.
     query_basis, key_rotation: of domain `pre`, as in `kernels.reference.grouped_attention`.
+    constant_key: of domain `pre` with codes, as in `kernels.code_reference.coded_attention`.
     """
 
     layout: LayerLayout
@@ -36,6 +39,23 @@ class Problem:
     value: Tensor
     query_basis: Tensor | None = None
     key_rotation: tuple[Tensor, Tensor] | None = None
+    constant_key: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self.query.dtype
+
+    @property
+    def latents(self) -> tuple[Tensor, Tensor]:
+        """The numbers that key and value rows stand for, [batch_size, kv_len, width]."""
+        key, value = self.key[:, 0], self.value[:, 0]
+        if not self.layout.coded:
+            return key, value
+        return (
+            unpack_layer(key, key_columns(self.layout), self.dtype),
+            unpack_layer(value, value_columns(self.layout), self.dtype),
+        )
 
     @property
     def batch_size(self) -> int:
@@ -52,7 +72,7 @@ class Problem:
     @property
     def work(self) -> Work:
         """Bytes and FLOPs of attention over the cache; nothing of the projections."""
-        size = self.key.element_size()
+        size = self.dtype.itemsize
         if self.seq_len > 1:
             return prefill_work(self.layout, self.shape, self.kv_len, self.batch_size, size)
         whole = layer_work(self.layout, self.shape, DecodeStep(self.kv_len, self.batch_size, size))
@@ -71,8 +91,9 @@ def compressed_layout(layout: LayerLayout) -> LayerLayout:
 
 
 def rebuilt_layout(layout: LayerLayout) -> LayerLayout:
-    """The same ranks with keys compressed before RoPE, as Palu stores them."""
-    return replace(layout, domain="pre")
+    """The same ranks in numbers, with keys compressed before RoPE, as Palu stores them."""
+    groups = tuple(replace(group, qk_columns=None, v_columns=None) for group in layout.groups)
+    return replace(layout, domain="pre", groups=groups)
 
 
 def random_problem(
@@ -101,7 +122,34 @@ def random_problem(
         query = 2.0 * normal(batch_size, seq_len, rows * layout.qk_width)
     key = normal(batch_size, 1, kv_len, layout.qk_width)
     value = normal(batch_size, 1, kv_len, layout.v_width)
-    return Problem(layout, shape, shape.head_dim**-0.5, query, key, value, basis, rotation)
+    problem = Problem(layout, shape, shape.head_dim**-0.5, query, key, value, basis, rotation)
+    return _coded(problem) if layout.coded else problem
+
+
+def _coded(problem: Problem) -> Problem:
+    """The same problem over rows of codes, whose steps are thirds of what a width reaches."""
+    layout, shape, dtype = problem.layout, problem.shape, problem.dtype
+    keys, values = key_columns(layout), value_columns(layout)
+    of_keys, of_values = (_largest_codes(side).to(problem.key.device) / 3 for side in (keys, values))
+    query, basis, constant = problem.query, problem.query_basis, None
+    if basis is not None:
+        basis = (basis / of_keys).to(dtype)
+        constant = torch.zeros(shape.num_kv_heads, shape.head_dim, device=query.device)
+    else:
+        rows = layout.group_size * shape.heads_per_kv
+        heads = [part.repeat(rows) for part in of_keys.split([group.qk_rank for group in layout.groups])]
+        query = (query / torch.cat(heads)).to(dtype)
+    key = pack_layer((problem.key * of_keys).to(dtype), keys)
+    value = pack_layer((problem.value * of_values).to(dtype), values)
+    return replace(problem, query=query, key=key, value=value, query_basis=basis, constant_key=constant)
+
+
+def _largest_codes(columns: list[Columns]) -> Tensor:
+    """For each column of a layer 2^(bits - 1), or 3 where it holds numbers."""
+    parts = [
+        torch.full((s.count,), 3.0 if s.bits == 16 else 2.0 ** (s.bits - 1)) for c in columns for s in c.segments()
+    ]
+    return torch.cat(parts)
 
 
 def checked_parts(problem: Problem) -> list[tuple[slice, int]]:
@@ -130,14 +178,15 @@ def checked_output(problem: Problem, output: Tensor) -> Tensor:
 def truth(problem: Problem) -> Tensor:
     """The float64 value of `checked_output`."""
     chosen, pre = checked_sequences(problem), problem.layout.domain == "pre"
+    key, value = problem.latents
     found = []
     for part, kv_end in checked_parts(problem):
         query = problem.query[chosen][:, :, part] if pre else problem.query[chosen][:, part]
         count = query.shape[2] if pre else query.shape[1]
         output, _ = ragged_attention(
             query,
-            problem.key[chosen, 0],
-            problem.value[chosen, 0],
+            key[chosen],
+            value[chosen],
             problem.layout,
             problem.shape.heads_per_kv,
             problem.scaling,

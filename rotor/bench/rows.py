@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..kernels.code_reference import coded_attention
 from ..kernels.dispatch import DTYPES, triton_installed, widths_fit
 from ..kernels.reference import attend, grouped_attention, rotate
 from .problem import Problem
@@ -82,11 +83,11 @@ def no_kernel(problem: Problem) -> str | None:
         return f"the Triton kernels need a CUDA device; this one is {device.type}"
     if not triton_installed():
         return "Triton is not installed (pip install 'rotor-kv[kernels]')"
-    if problem.key.dtype not in DTYPES:
-        return f"the kernels have no {problem.key.dtype}"
+    if problem.dtype not in DTYPES:
+        return f"the kernels have no {problem.dtype}"
     pre = layout.domain == "pre"
     shape = problem.shape
-    if not widths_fit(layout, shape.heads_per_kv, shape.head_dim, problem.key.dtype, device):
+    if not widths_fit(layout, shape.heads_per_kv, shape.head_dim, problem.dtype, device):
         return "the ranks are above the kernels' widest, or their tiles exceed this GPU's shared memory"
     if pre and shape.turned != shape.head_dim:
         return "the kernels do not rebuild keys with partial rotary embeddings"
@@ -100,7 +101,8 @@ def kernel_decode(problem: Problem, schedule: str) -> Callable[[], Tensor]:
     from ..kernels.layer_table import layer_parts
 
     pre = problem.layout.domain == "pre"
-    parts = layer_parts(problem.layout, problem.shape.heads_per_kv, problem.shape.head_dim)
+    shape, element_bytes = problem.shape, problem.dtype.itemsize
+    parts = layer_parts(problem.layout, shape.heads_per_kv, shape.head_dim, element_bytes=element_bytes)
     keys = DecodeKeys.all_of(problem.batch_size, problem.kv_len, problem.key.device)
     query = problem.query[:, :, 0] if pre else problem.query[:, 0]
     key, value = problem.key[:, 0], problem.value[:, 0]
@@ -112,10 +114,11 @@ def kernel_decode(problem: Problem, schedule: str) -> Callable[[], Tensor]:
             value,
             parts,
             keys,
-            problem.shape.heads_per_kv,
+            shape.heads_per_kv,
             problem.scaling,
             query_basis=problem.query_basis,
             key_rotation=problem.key_rotation,
+            constant_key=problem.constant_key,
             schedule=schedule,
         )
         return output.unsqueeze(1)
@@ -137,6 +140,7 @@ def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
         problem.scaling,
         query_basis=problem.query_basis,
         key_rotation=problem.key_rotation,
+        constant_key=problem.constant_key,
     )
 
 
@@ -144,16 +148,19 @@ def pytorch_path(problem: Problem) -> Callable[[], Tensor]:
     """rotor's own path where no kernel serves: plain PyTorch, groups batched by class."""
     rotation = problem.key_rotation
     if rotation is not None:
-        rotation = rotation[0].to(problem.key.dtype), rotation[1].to(problem.key.dtype)
-    return lambda: grouped_attention(
+        rotation = rotation[0].to(problem.dtype), rotation[1].to(problem.dtype)
+    attention = grouped_attention
+    if problem.layout.coded:
+        attention = partial(coded_attention, constant_key=problem.constant_key)
+    return lambda: attention(
         problem.query,
         problem.key,
         problem.value,
         problem.layout,
         problem.shape.heads_per_kv,
         problem.scaling,
-        problem.query_basis,
-        rotation,
+        query_basis=problem.query_basis,
+        key_rotation=rotation,
     )
 
 
@@ -230,7 +237,7 @@ def rebuilt_in_memory(problem: Problem) -> Callable[[], Tensor]:
     layout, heads_per_kv = problem.layout, problem.shape.heads_per_kv
     assert problem.query_basis is not None
     assert problem.key_rotation is not None
-    cos, sin = (table.to(problem.key.dtype) for table in problem.key_rotation)
+    cos, sin = (table.to(problem.dtype) for table in problem.key_rotation)
     size = layout.group_size
 
     def run() -> Tensor:

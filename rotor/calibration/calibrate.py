@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..bases import LayerBases, layer_bases
 from ..bases.moments import LayerStatistics
+from ..codes.layer import layer_codes
 from ..data.splits import calibration_share, digests
 from ..data.tokens import CalibrationTokens, Document, calibration_tokens
 from ..errors import DataError, NumericsError, system_errors
@@ -36,11 +37,12 @@ from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings, Compute
 from ..runtime.families import Family
 from .collect import layer_statistics
+from .gradients import LayerFisher, fisher_information
 from .job import CalibrationJob
 from .partial import PartialRun
 from .processes import Processes
 from .pruning import check_clusters, prune_rows
-from .run import FISHER, INFO, Run, write_bases, write_fisher, write_statistics
+from .run import FISHER, INFO, Run, write_bases, write_codes, write_fisher, write_statistics
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -151,6 +153,7 @@ class Calibration:
             if self.processes.is_first:
                 self.partial.agree(fingerprint)
         self._fisher(rows)
+        self._gradients(rows)
         self._layers(rows)
         with self.processes.together():
             if self.processes.is_first:
@@ -233,7 +236,7 @@ class Calibration:
         return calibration_share(documents, self.recipe.evaluation)
 
     def _fisher(self, rows: Tensor) -> None:
-        if "gradients" not in self.recipe.ranks.rule.needs:
+        if "gradients" not in self.recipe.rank_needs:
             return
         with self.times.stage("gradients"), self.processes.together():
             if self.processes.is_first and not (self.partial.folder / FISHER).is_file():
@@ -241,8 +244,24 @@ class Calibration:
                 model = self.weights().model
                 write_fisher(
                     self.partial.folder,
-                    fisher_information(model, job.family, job.shape, rows, count, self.progress),
+                    weight_information(model, job.family, job.shape, rows, count, self.progress),
                 )
+
+    def _gradients(self, rows: Tensor) -> None:
+        """Gradients by keys and values of every layer, kept until its bases and codes are computed.
+
+        The last layer comes first: with the first one all are there.
+        """
+        job, partial = self.job, self.partial
+        if not self.recipe.needs_gradients or self.processes.from_first(partial.kept(_gradients_of(0)) is not None):
+            return
+        with self.times.stage("gradients"), self.processes.together():
+            if self.processes.is_first:
+                network = LayerwiseModel(self.weights(), job.settings.batch_tokens, partial.work)
+                rows = rows[: max(1, self.recipe.codes.tokens // rows.shape[1])]
+                with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
+                    for layer, found in fisher_information(network, rows, job.group_size, advance=done):
+                        partial.keep(_gradients_of(layer), found.to_tensors())
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
@@ -283,15 +302,31 @@ class Calibration:
         with self.times.stage("bases"):
             moments.check_finite(f"layer {layer}")
             weights = read_attention(job.family, layer, job.checkpoint.names, read, job.shape)
-            methods = self.recipe.bases.qk, self.recipe.bases.vo
+            methods, gradients = (self.recipe.bases.qk, self.recipe.bases.vo), self._layer_gradients(layer)
             bases: dict[str, LayerBases] = {
-                key: layer_bases(moments, weights, job.shape, domain, size, *methods, where=f"layer {layer}, {key}")
+                key: layer_bases(
+                    moments, weights, job.shape, domain, size, *methods, gradients, where=f"layer {layer}, {key}"
+                )
                 for key, (domain, size) in job.candidates.items()
             }
+        codes = None
+        if gradients is not None:
+            with self.times.stage("codes"):
+                softcapped = job.family.softcap is not None
+                codes = {key: layer_codes(found, gradients, softcapped) for key, found in bases.items()}
         with self.times.stage("write"):
             write_statistics(self.partial.folder, layer, moments)
             write_bases(self.partial.folder, layer, bases)
+            if codes is not None:
+                write_codes(self.partial.folder, layer, codes)
             self.partial.commit(layer + 1)
+
+    def _layer_gradients(self, layer: int) -> LayerFisher | None:
+        if not self.recipe.needs_gradients:
+            return None
+        kept = self.partial.kept(_gradients_of(layer))
+        assert kept is not None
+        return LayerFisher.from_tensors(load_file(kept), self.job.shape, self.job.group_size)
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: dict[str, Any]) -> None:
         """Describe the run, and give the folder its name."""
@@ -321,7 +356,11 @@ class Calibration:
         self.partial.publish()
 
 
-def fisher_information(
+def _gradients_of(layer: int) -> str:
+    return f"gradients-{layer:04d}.safetensors"
+
+
+def weight_information(
     model: Any, family: Family, shape: AttentionShape, tokens: torch.Tensor, count: int, progress: Progress
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Sum of squared gradients of the next-token loss with respect to W_k and W_v of each KV head.

@@ -23,8 +23,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ..bases.moments import LayerStatistics
+from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..codes.quantiser import SAMPLES
 from ..errors import NumericsError
+from ..format.layout import AttentionShape
 from ..kernels.reference import attend
 from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import keys_before_rope
@@ -32,9 +34,6 @@ from ..progress import Advance
 from .capture import forward_through_interface
 
 FISHER = "rotor_fisher"
-
-SAMPLES = 2048
-"""Tokens of which keys and values are kept: enough to fit the quantiser of a column."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,23 @@ class LayerFisher:
     def per_token(self, name: str, group_size: int) -> Tensor:
         """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
         return self.information.moment(name, group_size) / self.information.tokens
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """What `from_tensors` reads: one triangle of each moment in float32, and the samples."""
+        moments = {f"information.{name}": pack_symmetric(total) for name, total in self.information.sums.items()}
+        samples = {f"samples.{name}": tensor for name, tensor in self.samples.items()}
+        return moments | samples | {"tokens": torch.tensor(self.information.tokens)}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], shape: AttentionShape, group_size: int) -> LayerFisher:
+        """Read what `to_tensors` gave, for groups of `group_size` KV heads."""
+        parts: dict[str, dict[str, Tensor]] = {"information": {}, "samples": {}}
+        for name, tensor in tensors.items():
+            if name != "tokens":
+                kind, _, of = name.partition(".")
+                parts[kind][of] = unpack_symmetric(tensor) if kind == "information" else tensor
+        statistics = LayerStatistics(shape, group_size, parts["information"], int(tensors["tokens"]))
+        return cls(statistics, parts["samples"])
 
     def stacked(self, name: str, group_size: int) -> Tensor:
         """The samples of each group side by side, [num_groups, samples, n], float64."""
@@ -140,7 +156,7 @@ def _layer_backward(
                 found = _by_token(network, name, tensor.detach())[here.to(tensor.device)]
                 kept.setdefault(name, []).append(found.float().cpu())
             advance(2 * count)
-    information.sums = {name: total.cpu() for name, total in information.sums.items() if name != "key_post_mean"}
+    information.sums = {name: total.cpu() for name, total in information.sums.items() if not name.endswith("_mean")}
     return LayerFisher(information, {name: torch.cat(parts) for name, parts in kept.items()})
 
 

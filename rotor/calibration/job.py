@@ -108,7 +108,7 @@ class CalibrationJob:
         if self.recipe.tokens.source == "synthetic":
             whole = "tokens.source synthetic (text that the model writes)"
             instead = "Choose other tokens: --set tokens.source=text --set tokens.path=FILE, or tokens.source=random."
-        elif "gradients" in self.recipe.ranks.rule.needs:
+        elif "gradients" in self.recipe.rank_needs:
             whole = f"ranks.method {self.recipe.ranks.method} (gradients)"
             instead = "Choose another method, e.g. --set ranks.method=global."
         elif self.settings.compute.device_map is not None:

@@ -110,7 +110,9 @@ class PartialRun:
         known = self._done()
         new = [name for name in entries_below(self.folder) if name.endswith(".safetensors") and name not in known]
         files = known | {
-            name: file_sha256(self.folder / name) for name in new if name.split("/")[0] in ("statistics", "bases")
+            name: file_sha256(self.folder / name)
+            for name in new
+            if name.split("/")[0] in ("statistics", "bases", "codes")
         }
         sync(self.work)
         write_json(self.work / PROGRESS, {"finished_layers": finished_layers, "files": files})

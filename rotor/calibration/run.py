@@ -1,7 +1,7 @@
 """The run folder: what calibration found, and what searches measured.
 
 RUN/  recipe.yaml  run.json  statistics/layer-0000.safetensors ...  bases/layer-0000.safetensors ...
-      fisher.safetensors  tables/KEY.json ...  probes/KEY.json ...  log.txt
+      codes/layer-0000.safetensors ...  fisher.safetensors  tables/KEY.json ...  probes/KEY.json ...  log.txt
 
 Files of a layer are written when it is done and read when it is needed, so that no command holds those of all layers.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..bases import BasisPair, LayerBases, check_stored, takes_whole_planes
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..codes.layer import MEASURED, GroupColumns, LayerCodes, SideCodes, coded_bases
 from ..errors import CheckpointError, NumericsError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
@@ -42,6 +43,10 @@ def statistics_path(folder: Path, layer: int) -> Path:
 
 def bases_path(folder: Path, layer: int) -> Path:
     return folder / "bases" / f"layer-{layer:04d}.safetensors"
+
+
+def codes_path(folder: Path, layer: int) -> Path:
+    return folder / "codes" / f"layer-{layer:04d}.safetensors"
 
 
 def write_statistics(folder: Path, layer: int, statistics: LayerStatistics) -> None:
@@ -126,6 +131,17 @@ def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
     _write(bases_path(folder, layer), tensors)
 
 
+def write_codes(folder: Path, layer: int, codes: dict[str, LayerCodes]) -> None:
+    """Write what is known of the codes of each column of a layer's candidates, float64."""
+    tensors = {
+        f"{key}.{side}.{name}": tensor.contiguous()
+        for key, candidate in codes.items()
+        for side in SIDES
+        for name, tensor in vars(getattr(candidate, side)).items()
+    }
+    _write(codes_path(folder, layer), tensors)
+
+
 @dataclass(frozen=True)
 class Run:
     """An opened run folder."""
@@ -161,6 +177,11 @@ class Run:
         if problem:
             raise CheckpointError(f"{path}: {problem}.", CALIBRATE_AGAIN)
         self._verified.add(name)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether calibration took what bits are allocated by."""
+        return codes_path(self.folder, 0).relative_to(self.folder).as_posix() in self.manifest.files
 
     @property
     def shape(self) -> AttentionShape:
@@ -208,6 +229,32 @@ class Run:
         if outputs is not None:
             self.verify(statistics_path(self.folder, layer))
         return found
+
+    def layer_codes(self, layer: int) -> dict[str, LayerCodes]:
+        """What is known of the codes of one layer's candidates, by key.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or does not fit run.json.
+        """
+        path = codes_path(self.folder, layer)
+        tensors, _ = _load(path)
+        found = {}
+        try:
+            for key, candidate in self.info["candidates"].items():
+                sides = [self._side_codes(tensors, f"{key}.{side}", candidate["group_size"], path) for side in SIDES]
+                found[key] = LayerCodes(*sides)
+        except KeyError as error:
+            raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
+        self.verify(path)
+        return found
+
+    def _side_codes(self, tensors: dict[str, Tensor], name: str, group_size: int, path: Path) -> SideCodes:
+        groups, columns = self.shape.num_kv_heads // group_size, group_size * self.shape.head_dim
+        parts = {part.name: tensors[f"{name}.{part.name}"] for part in fields(SideCodes)}
+        for part, tensor in parts.items():
+            widths = () if part in ("weight", "variance") else (len(MEASURED),)
+            check_stored(tensor, (*widths, groups, columns), f"{path}: {name}.{part}")
+        return SideCodes(**parts)
 
     def _candidate(
         self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
@@ -259,16 +306,16 @@ class RunBases(Sequence[dict[str, LayerBases]]):
         self.run.verify(path)
         return {key: (read(key, "qk"), read(key, "vo")) for key in sizes}
 
-    def select(self, choice: Sequence[str]) -> ChosenBases:
-        """The chosen candidate of each layer."""
-        return ChosenBases(self, choice)
+    def select(self, choice: Sequence[str], columns: list[GroupColumns] | None = None) -> ChosenBases:
+        """The chosen candidate of each layer; where columns are codes, ordered and coded as a plan says."""
+        return ChosenBases(self, choice, columns)
 
 
 class ChosenBases(Sequence[LayerBases]):
     """Bases of one candidate of each layer; read when it is asked for, and not kept."""
 
-    def __init__(self, bases: RunBases, choice: Sequence[str]) -> None:
-        self.bases, self.choice = bases, tuple(choice)
+    def __init__(self, bases: RunBases, choice: Sequence[str], columns: list[GroupColumns] | None = None) -> None:
+        self.bases, self.choice, self.columns = bases, tuple(choice), columns
 
     def __len__(self) -> int:
         return len(self.bases)
@@ -281,4 +328,8 @@ class ChosenBases(Sequence[LayerBases]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]
-        return self.bases[index][self.choice[index]]
+        key = self.choice[index]
+        found = self.bases[index][key]
+        if self.columns is None:
+            return found
+        return coded_bases(found, self.bases.run.layer_codes(index)[key], self.columns[index])

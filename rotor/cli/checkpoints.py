@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
+from ..export.model_card import below_target
 from . import is_first_process
 from .app import (
     AsJson,
@@ -192,6 +193,8 @@ def export(
         f"token), accuracy {value['report']:.4f}{in_interval(value)} on the report split ({value['search']:.4f} on the "
         f"search split), {result.measured_points} measurement(s)"
     )
+    if below := below_target(value):
+        say(f"On the report split {below} ({value['target']:g}).")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {out}")

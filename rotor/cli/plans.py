@@ -22,7 +22,11 @@ def print_inspection(found: Any) -> None:
             f"{shape.head_dim}, {extras}",
         ),
         ("KV cache", f"{found.kv_bytes_per_token:,} bytes per token: {cache}"),
-        ("recipe", f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens"),
+        (
+            "recipe",
+            f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens, columns of "
+            f"{' or '.join(map(str, found.bits))} bits",
+        ),
         *(("keys", f"{key}: {what}") for key, what in found.keys.items()),
         ("calibrate", _needs(found.calibrate) + f", run folder {in_bytes(found.calibrate.kept_disk_bytes)}"),
         ("export", _needs(found.export) + f", checkpoint {in_bytes(found.export_disk_bytes)}"),
@@ -89,13 +93,20 @@ def print_export_plan(plan: Any) -> None:
     print_pairs(*rows, *_planned_needs(plan.needs))
     if plan.ranks is None:
         return
-    ranks = (
-        (index, key, " ".join(f"({qk}, {v})" for qk, v in layer))
-        for index, (key, layer) in enumerate(zip(plan.choice, plan.ranks, strict=True))
-    )
-    print_table("Ranks (key, value) of each group", ("layer", "basis", "ranks"), (), [*ranks])
+    if plan.columns is None:
+        ranks = [" ".join(f"({qk}, {v})" for qk, v in layer) for layer in plan.ranks]
+        title = "Ranks (key, value) of each group"
+    else:
+        ranks = [" ".join(f"({_by_bits(qk)}; {_by_bits(v)})" for qk, v in layer) for layer in plan.columns]
+        title = "Columns x bits (key; value) of each group"
+    rows_of = [(index, key, found) for index, (key, found) in enumerate(zip(plan.choice, ranks, strict=True))]
+    print_table(title, ("layer", "basis", "columns"), (), rows_of)
     tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())
     print_table("Bytes of each tensor that changes", ("tensor",), ("before", "after"), [*tensors])
+
+
+def _by_bits(columns: dict[str, int]) -> str:
+    return " ".join(f"{count}x{bits}" for bits, count in columns.items())
 
 
 def _planned_needs(needs: Any) -> list[tuple[str, str]]:

@@ -1,9 +1,10 @@
 """Bits of every column for a number of bytes.
 
 The loss of a column at b bits is w sigma^2 D(b): its weight, its variance, the share of it that the code leaves. A
-group's side stores its columns by width, widest first, each segment whole words. For columns in descending order of
-w sigma^2 (which becomes their order in the checkpoint) the best widths for every number of words follow exactly by
-dynamic programming, and from such curves of all sides of a model the best split of every number of words.
+group's side stores its columns by width, widest first, each segment whole words, and at least one of them. For columns
+in descending order of w sigma^2 (which becomes their order in the checkpoint) the best widths for every number of words
+follow exactly by dynamic programming, and from such curves of all sides of a model the best split of every number of
+words.
 
 Source: DESIGN section 7; reverse water-filling of transform coding, with whole words inside the optimisation.
 """
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from .quantiser import EXACT_BITS
+
 WORD_BITS = 32
 """Bits of a word, in whole numbers of which each segment is stored."""
 
@@ -24,8 +27,9 @@ WORD_BITS = 32
 class BitCurve:
     """The least loss of one side of a group for every number of words from 0 on, and the columns that give it.
 
-    loss: [words + 1], float64, never rising. counts: [words + 1, widths], columns at each of `widths` (bits, widest
-    first); the columns after them have 0 bits. order: [columns], the column that stands at each place.
+    loss: [words + 1], float64, never rising; infinite where no column is stored. counts: [words + 1, widths], columns at
+        each of `widths` (bits, widest first); the columns after them have 0 bits. order: [columns], the column that
+        stands at each place.
     """
 
     widths: tuple[int, ...]
@@ -43,55 +47,55 @@ class BitCurve:
         return bits
 
 
-def bit_curve(losses: Tensor, widths: Sequence[int], word_bits: int = WORD_BITS) -> BitCurve:
+def bit_curve(losses: Tensor, widths: Sequence[int], word_bits: int = WORD_BITS, element_words: int = 1) -> BitCurve:
     """The best widths of the columns of one side of a group for every number of words.
-
-    Columns of no loss are put behind the last one, so that its word may end empty. No other word needs to: whatever
-    column comes next takes its place at no cost.
 
     Args:
         losses: [widths, columns], float64, of each column at each of `widths` (bits, 0 among them, in any order).
+        element_words: words that two columns of 16 bits take: 2 where the model's own numbers have 32 bits.
     """
     table, given = losses.numpy(), list(widths)
     whole = table[given.index(0)]
     order = np.argsort(-whole, kind="stable")
     used = tuple(sorted((w for w in given if w), reverse=True))
-    columns, padding = len(order), word_bits // used[-1] - 1
-    most = -(-columns * used[0] // word_bits)
-    best = np.full((most + 1, columns + padding + 1), -np.inf)  # saved by at most so many words, of the first columns
+    columns = len(order)
+    units = [(word_bits // width, element_words if width == EXACT_BITS else 1) for width in used]
+    most = max(columns // count * words for count, words in units)
+    best = np.full((most + 1, columns + 1), -np.inf)  # saved by at most so many words, of the first columns
     best[:, 0] = 0.0
     extended = []
-    for width in used:
-        gain = np.zeros(columns + padding + 1)  # what the first columns save at this width
-        gain[1 : columns + 1] = np.cumsum((whole - table[given.index(width)])[order])
-        gain[columns + 1 :] = gain[columns]
-        extended.append(_add_segment(best, gain, word_bits // width))
+    for width, unit in zip(used, units, strict=True):
+        gain = np.zeros(columns + 1)  # what the first columns save at this width
+        gain[1:] = np.cumsum((whole - table[given.index(width)])[order])
+        extended.append(_add_segment(best, gain, *unit))
     counts = np.zeros((most + 1, len(used)), dtype=np.int64)
-    ends = best.argmax(1)
-    for words, end in enumerate(ends.tolist()):
-        left = words
-        for i in reversed(range(len(used))):
-            start, per_word = end, word_bits // used[i]
-            while extended[i][left, start]:
-                left, start = left - 1, start - per_word
-            counts[words, i] = min(end, columns) - min(start, columns)
-            end = start
+    ends = best[:, 1:].argmax(1) + 1
     saved = best[np.arange(most + 1), ends]
+    for words in np.flatnonzero(np.isfinite(saved)).tolist():
+        left, end = words, int(ends[words])
+        for i in reversed(range(len(used))):
+            start = end
+            while extended[i][left, start]:
+                left, start = left - units[i][1], start - units[i][0]
+            counts[words, i] = end - start
+            end = start
     return BitCurve(used, whole.sum() - saved, counts, order)
 
 
-def _add_segment(best: np.ndarray, gain: np.ndarray, per_word: int) -> np.ndarray:
-    """Let words of `per_word` columns follow what `best` [words + 1, columns + 1] has, in place.
+def _add_segment(best: np.ndarray, gain: np.ndarray, unit_columns: int, unit_words: int) -> np.ndarray:
+    """Let `unit_columns` columns at a time, in `unit_words` words, follow what `best` [words + 1, columns + 1] has.
+
+    `best` is changed in place.
 
     Returns:
-        [words + 1, columns + 1], whether the best ends in such a word.
+        [words + 1, columns + 1], whether the best ends in such columns.
     """
     extended = np.zeros(best.shape, dtype=bool)
-    step = gain[per_word:] - gain[:-per_word]
-    for words in range(1, len(best)):
-        longer = best[words - 1, :-per_word] + step
-        extended[words, per_word:] = longer > best[words, per_word:]
-        np.maximum(best[words, per_word:], longer, out=best[words, per_word:])
+    step = gain[unit_columns:] - gain[:-unit_columns]
+    for words in range(unit_words, len(best)):
+        longer = best[words - unit_words, :-unit_columns] + step
+        extended[words, unit_columns:] = longer > best[words, unit_columns:]
+        np.maximum(best[words, unit_columns:], longer, out=best[words, unit_columns:])
     return extended
 
 

@@ -1,8 +1,8 @@
 """Fold the code of a latent into the projections around it, in float64; the caller casts once.
 
-With z = mean + scale (code + 1/2 - 2^(bits-1)):
+With z = mean + scale (n + 1/2), n = code - 2^(bits-1), as rows of codes are read (see rotor.format.columns):
 - what puts out the latent (W_k, W_v, or the key basis) is divided by the scale and shifted, so that its output only has
-  to be floored and clamped to be the code;
+  to be floored and clamped;
 - what reads the latent (the query's basis, the basis that rebuilds keys, W_o) is multiplied by the scale;
 - mean and half become a constant key or value of each head, together with the means of the columns that are left out.
   Before RoPE the constant key is added to the rebuilt keys. After RoPE, or without it, it adds the same to all logits
@@ -14,7 +14,7 @@ Source: DESIGN section 7, "It folds".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ class FoldedCode:
     bits: [stored], int64, descending. columns: [stored], their places in the basis.
     encode: [n, stored]; keys or values x of the group, side by side, give numbers x @ encode + shift, which `quantise`
         turns into what is stored. shift: [stored].
-    decode: [n, stored]; stored @ decode^T + constant is x as it is read. constant: [n].
+    decode: [n, stored]; numbers @ decode^T + constant is x as it is read.
+    offset: [stored], what numbers lack of the middle of their levels and of the mean, in steps. dropped: [n], the mean of
+        the columns that are not stored.
     """
 
     bits: Tensor
@@ -38,13 +40,24 @@ class FoldedCode:
     encode: Tensor
     shift: Tensor
     decode: Tensor
-    constant: Tensor
+    offset: Tensor
+    dropped: Tensor
+
+    @property
+    def constant(self) -> Tensor:
+        """What is added to the numbers' part of x, [n]."""
+        return self.decode @ self.offset + self.dropped
+
+    def to(self, device: torch.device) -> FoldedCode:
+        """Itself on another device."""
+        return FoldedCode(*(getattr(self, part.name).to(device) for part in fields(self)))
 
     def quantise(self, projected: Tensor) -> Tensor:
-        """[..., stored] as projected -> codes; columns of 16 bits stay as they are."""
+        """[..., stored] as projected -> the numbers n that attention reads; columns of 16 bits stay as they are."""
         bits = self.bits.to(projected.device)
-        codes = torch.minimum(projected.floor().clamp(min=0), 2.0 ** bits.to(projected.dtype) - 1)
-        return torch.where(bits == EXACT_BITS, projected, codes)
+        half = 2.0 ** (bits.to(projected.dtype) - 1)
+        numbers = torch.minimum(torch.maximum(projected.floor(), -half), half - 1)
+        return torch.where(bits == EXACT_BITS, projected, numbers)
 
 
 def fold_code(encode: Tensor, decode: Tensor, code: ColumnCode) -> FoldedCode:
@@ -62,37 +75,12 @@ def fold_code(encode: Tensor, decode: Tensor, code: ColumnCode) -> FoldedCode:
     scale = torch.where(coded, code.scale[columns], one)
     if not (scale > 0).all():
         raise NumericsError("a code has a scale that is not positive.", "Calibrate again.")
-    half = code.levels[columns] / 2
-    shift = torch.where(coded, half - code.mean[columns] / scale, 0 * one)
-    middle = torch.where(coded, code.mean[columns] + scale * (0.5 - half), 0 * one)
-    dropped = code.bits == 0
-    constant = decode[:, columns] @ middle + decode[:, dropped] @ code.mean[dropped]
-    folded = FoldedCode(bits, columns, encode[:, columns] / scale, shift, decode[:, columns] * scale, constant)
-    for name in ("encode", "shift", "decode", "constant"):
+    shift = torch.where(coded, -code.mean[columns] / scale, 0 * one)
+    offset = torch.where(coded, code.mean[columns] / scale + 0.5, 0 * one)
+    rest = code.bits == 0
+    dropped = decode[:, rest] @ code.mean[rest]
+    folded = FoldedCode(bits, columns, encode[:, columns] / scale, shift, decode[:, columns] * scale, offset, dropped)
+    for name in ("encode", "shift", "decode", "offset", "dropped"):
         if not torch.isfinite(getattr(folded, name)).all():
             raise NumericsError(f"{name} is not finite with the code folded in.", "Calibrate with --dtype float32.")
     return folded
-
-
-def fold_projection(weight: Tensor, bias: Tensor | None, folded: FoldedCode) -> tuple[Tensor, Tensor]:
-    """A key or value projection whose output only has to be quantised.
-
-    Args:
-        weight: [n, hidden_size], of the group's heads; bias: [n] or None.
-    Returns:
-        Weight [stored, hidden_size] and bias [stored], float64.
-    """
-    shift = folded.shift if bias is None else folded.shift + folded.encode.T @ bias.to(torch.float64)
-    return folded.encode.T @ weight.to(torch.float64), shift
-
-
-def constant_output(o_weight: Tensor, folded: FoldedCode, num_kv_heads: int) -> Tensor:
-    """What the constant values of a group add to o_proj's bias, [hidden_size], float64.
-
-    Args:
-        o_weight: [hidden_size, num_kv_heads * heads_per_kv * head_dim], the slices of W_o of the group's query heads.
-        num_kv_heads: of the group.
-    """
-    constants = folded.constant.unflatten(0, (num_kv_heads, 1, -1))
-    slices = o_weight.to(torch.float64).unflatten(1, (num_kv_heads, -1, constants.shape[-1]))
-    return (slices * constants).sum((1, 2, 3))

@@ -45,8 +45,11 @@ class EvaluationData:
 
     @property
     def sha256(self) -> str:
-        """Of all rows of both."""
-        return hashlib.sha256(self.search.numpy().tobytes() + b"|" + self.report.numpy().tobytes()).hexdigest()
+        """Of all rows of both, and their lengths."""
+        found = hashlib.sha256()
+        for rows in (self.search, self.report):
+            found.update(f"{tuple(rows.shape)}|".encode() + rows.numpy().tobytes())
+        return found.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
     Raises:
         DataError: there is no text, or all of a split was calibrated on.
     """
-    documents, description = _read(spec)
+    read, description = _read(spec)
+    documents = list(dict.fromkeys(read))  # copies of one document would fall into different splits
     units = divided(documents)
     cut = len(units) > len(documents)
     if cut:  # neighbours stay together, so that as few sentences as possible are torn

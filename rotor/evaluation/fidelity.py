@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 
 from ..errors import DataError
@@ -62,6 +61,19 @@ class Fidelity:
     def lower(self) -> float | None:
         """The lower end of the interval."""
         return None if self.interval is None else self.interval[0]
+
+    def against(self, target: float) -> tuple[bool, str]:
+        """Whether a target is met, and where it is not, or not by the value itself, what lies below it.
+
+        It is missed where the whole interval lies below it, or, of a metric without an interval, the value.
+        """
+        if self.accuracy >= target:
+            return True, ""
+        if self.interval is None:
+            return False, "the value is below the target"
+        if self.interval[1] >= target:
+            return True, "the value is below the target, its 95 % interval is not"
+        return False, "the whole 95 % interval is below the target"
 
 
 @dataclass(frozen=True)
@@ -172,10 +184,9 @@ class FidelityMeter:
         """One pass through the layers for the text and for all rows that metrics ask for."""
         text = self.context.rows[split]
         asked = {name: prompts for name, prompts in rows.items() if prompts is not None}
-        together = torch.cat([text, *asked.values()])
-        with self.progress.task("measure", together.numel(), "tokens") as advance:
-            states = network.final_states(together, advance)
-        parts = states.split([len(text), *(len(prompts) for prompts in asked.values())])
-        scores = score(network, text, reference=reference, states=parts[0])
-        own = dict(zip(asked, parts[1:], strict=True))
-        return View(parts[0], scores, {name: Seen(network, scores, own.get(name)) for name in rows})
+        parts = [text, *asked.values()]
+        with self.progress.task("measure", sum(part.numel() for part in parts), "tokens") as advance:
+            states, *own = network.final_states_of(parts, advance)
+        scores = score(network, text, reference=reference, states=states)
+        seen = dict(zip(asked, own, strict=True))
+        return View(states, scores, {name: Seen(network, scores, seen.get(name)) for name in rows})

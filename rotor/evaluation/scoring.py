@@ -180,7 +180,7 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
     hits, probability = [], []
     with network.head() as head:
         for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):
-            logits = _finite(head(part[None]).float())[0].cpu()
+            logits = _finite(head(part[:, None]).float())[:, 0].cpu()  # each a row: a model has only so many positions
             hits.append(logits.argmax(-1) == wanted)
             probability.append(logits.double().softmax(-1).gather(-1, wanted[:, None])[:, 0])
 

@@ -127,9 +127,9 @@ def _export(job: ExportJob, search: RankSearch) -> ExportResult:
     search.close()
     table, times = search.table, search.times
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
-        chosen = search.bases.select(point.choice)
+        chosen = search.bases.select(point.choice, point.columns)
         report, digest = _write(staging, job, chosen, point, table, profiles, search.progress)
-    log.info("compression %.4f, ranks of %s", point.stored, job.recipe.ranks.method)
+    log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
     return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
 
 
@@ -241,7 +241,7 @@ def _report(
         "recipe": recipe.name,
         "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},
         "compression": point.compression_json,
-        "rank_method": recipe.ranks.method,
+        "rank_method": allocated_by(recipe),
         "parameter": point.parameter,
         "kv_bytes_per_token": {
             "before": uncompressed_kv_bytes_per_token(run.shape, element_bytes),
@@ -268,6 +268,11 @@ def _report(
         "removed_tensors": sorted(checkpoint.names - set(tensors)),
         "tensors": dict(sorted(tensors.items())),
     }
+
+
+def allocated_by(recipe: Recipe) -> str:
+    """What chose ranks or bits."""
+    return f"bits {list(recipe.codes.bits)}" if recipe.coded else recipe.ranks.method
 
 
 def _relative(path: Path, out: Path) -> str:

@@ -7,9 +7,13 @@ from typing import Any
 
 import yaml
 
+from ..evaluation.fidelity import Fidelity
+from ..format.columns import in_words
+from ..format.file_names import ROTOR_JSON
+from ..format.layout import GroupLayout
 from ..format.manifest import NO_DIGEST
 from ..recipe import Recipe
-from ..recipe.metric_registry import METRICS, MetricInfo, describe
+from ..recipe.metric_registry import METRICS, MetricInfo, base_note, describe
 
 
 def model_card(report: dict[str, Any], recipe: Recipe) -> str:
@@ -21,6 +25,7 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
         interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
     target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
     base_model, name = report["source"]["hub_id"] or name, markdown(name)
+    said = below_target(accuracy)
     if accuracy["confidence"] is not None:
         target += f" for the lower end of the {100 * accuracy['confidence']:g} % interval"
     ratios = "\n".join(_ratio_rows(measured, base, accuracy["left_out"].get("report", {})))
@@ -46,9 +51,9 @@ holds {size["after"]} instead of {size["before"]} bytes per token ({100 * report
 |---|---|
 | recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
-| compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
+{_columns_row(layouts)}| compression planned, stored | {report["compression"]["planned"]:.4f}, {report["compression"]["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
-| accuracy ({metric}) | {accuracy["report"]:.4f}{interval} |
+| accuracy ({metric}) | {accuracy["report"]:.4f}{interval}{said and "; "}{said} |
 | target of the search | {target}; the search split, which chose, measured {accuracy["search"]:.4f} |
 {ratios}
 | measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens of the report split, which chose nothing |
@@ -79,6 +84,15 @@ With the digest from somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDE
 """
 
 
+def below_target(accuracy: dict[str, Any]) -> str:
+    """What lies below the target on the report split (see Fidelity.against), from rotor.json's accuracy; or nothing."""
+    if accuracy["target"] is None:
+        return ""
+    bounds = accuracy["interval_95"]
+    found = Fidelity(accuracy["report"], None if bounds is None else (bounds[0], bounds[1]), {})
+    return found.against(accuracy["target"])[1]
+
+
 def markdown(text: str) -> str:
     """Text of unknown origin so that Markdown, and HTML in it, shows it as it is, on one line."""
     line = "".join(character if character.isprintable() else " " for character in text)
@@ -93,8 +107,7 @@ def _ratio_rows(measured: dict[str, Any], base: dict[str, Any], left_out: dict[s
             continue
         if info.accuracy_field in measured:
             of = {"ppl_ratio": f", base {base.get('perplexity', 0):.3f}", "kl_div": " = exp(-KL)"}.get(name, "")
-            of = f", base {base[name]:.3f}" if info.prompts and name in base else of
-            rows.append(f"| {_label(info)} | {measured[info.accuracy_field]:.4f}{of} |")
+            rows.append(f"| {_label(info)} | {measured[info.accuracy_field]:.4f}{of}{base_note(name, base)} |")
         elif name in left_out:
             rows.append(f"| {info.label} | left out: {left_out[name]} |")
     return rows
@@ -103,6 +116,14 @@ def _ratio_rows(measured: dict[str, Any], base: dict[str, Any], left_out: dict[s
 def _label(info: MetricInfo) -> str:
     """KL is shown as an accuracy."""
     return "closeness of the distributions" if info.field else info.label
+
+
+def _columns_row(layouts: list[dict[str, Any]]) -> str:
+    """The columns of all layers by bits, where they are codes."""
+    groups = [GroupLayout.from_dict(group, ROTOR_JSON) for layout in layouts for group in layout["groups"]]
+    keys = in_words(group.qk_columns for group in groups if group.qk_columns)
+    values = in_words(group.v_columns for group in groups if group.v_columns)
+    return f"| columns of key latents, of value latents | {keys}; {values} |\n" if keys else ""
 
 
 def _domain(domain: str) -> str:

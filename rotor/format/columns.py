@@ -27,7 +27,7 @@ in float32 keeps them in float32, two words where there was one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
@@ -122,6 +122,12 @@ class Columns:
             return cls(*(data.get(str(bits), 0) for bits in WIDTHS))
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error.message}", error.hint) from None
+
+
+def in_words(columns: Iterable[Columns]) -> str:
+    """How many columns of each width there are in all, for a table."""
+    totals = [sum(counts) for counts in zip(*(c.counts for c in columns), strict=True)]
+    return ", ".join(f"{total} at {bits} bits" for bits, total in zip(WIDTHS, totals, strict=True) if total)
 
 
 def columns_per_word(bits: int) -> int:

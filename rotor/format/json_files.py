@@ -13,15 +13,21 @@ MAX_JSON_BYTES = 1 << 27
 """The index of a model of a million tensors is smaller."""
 
 
-def read_json(path: Path, hint: str = "") -> dict[str, Any]:
-    """Read a JSON object from a file; raises CheckpointError if it is missing or not one."""
+def read_json(path: Path, hint: str = "", *, any_names: bool = False) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Args:
+        any_names: escaped halves of characters are taken too, which stand for names of files that are not UTF-8.
+    Raises:
+        CheckpointError: it is missing or not one.
+    """
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)
         text = path.read_text("utf-8")
         data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
-        if "\\ud" in text.lower():  # escaped halves of characters, which no file in UTF-8 can hold
+        if not any_names and "\\ud" in text.lower():  # escaped halves of characters, which no file in UTF-8 can hold
             json.dumps(data, ensure_ascii=False).encode()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file.", hint) from error

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ..errors import CheckpointError
 from ..typed import Reader
+from .columns import Columns
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
 from .layout import LayerLayout
@@ -27,6 +28,10 @@ TILES = (16, 32, 64, 128)
 EDITED = "Undo the edit, or remove the file: without it the kernels go by their own rules."
 
 
+_Group = tuple[int, int, tuple[int, ...] | None, tuple[int, ...] | None]
+"""Ranks and columns by bits of a group's keys and values."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Query rows and keys of a prefill's tile (B_r and B_c); fewer where registers or shared memory hold no more."""
@@ -37,9 +42,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class ClassKernels:
-    """One prefill launch of a layer: so many consecutive groups, all of these ranks.
+    """One prefill launch of a layer: so many consecutive groups, all of these ranks, and of equal columns by bits.
 
     rebuilt: domain `pre`: the blocks where keys were rebuilt in memory first.
+    qk_columns, v_columns: of rows of codes: columns at 16, 8, 4 and 2 bits.
     """
 
     groups: int
@@ -47,6 +53,13 @@ class ClassKernels:
     v_rank: int
     blocks: Blocks
     rebuilt: Blocks | None = None
+    qk_columns: tuple[int, ...] | None = None
+    v_columns: tuple[int, ...] | None = None
+
+    @property
+    def group(self) -> _Group:
+        """Each of its groups."""
+        return self.qk_rank, self.v_rank, self.qk_columns, self.v_columns
 
 
 @dataclass(frozen=True)
@@ -72,9 +85,9 @@ class LayerKernels:
         return self._hash
 
     @property
-    def group_ranks(self) -> list[tuple[int, int]]:
-        """(qk_rank, v_rank) of each group that the classes describe."""
-        return [(c.qk_rank, c.v_rank) for c in self.classes for _ in range(c.groups)]
+    def groups(self) -> list[_Group]:
+        """Those that the classes describe."""
+        return [c.group for c in self.classes for _ in range(c.groups)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,10 @@ class KernelConfig:
         """What `from_dict` reads, in JSON's types."""
         layers = []
         for layer in self.layers:
-            classes = [{k: v for k, v in asdict(c).items() if v is not None} for c in layer.classes]
+            classes = [
+                {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(c).items() if v is not None}
+                for c in layer.classes
+            ]
             pairs = [list(pair) for pair in layer.specialisations]
             layers.append({"classes": classes, "specialisations": pairs, "tile": layer.tile})
         return {"version": VERSION, "schedule": self.schedule, "layers": layers}
@@ -121,8 +137,8 @@ class KernelConfig:
         return cls.from_dict(read_json(path, EDITED), str(path))
 
     def describes(self, layouts: list[LayerLayout]) -> bool:
-        """Whether the classes are those of a model with these layouts, by their ranks."""
-        return [layer.group_ranks for layer in self.layers] == [_group_ranks(layout) for layout in layouts]
+        """Whether the classes are those of a model with these layouts, by their ranks and columns."""
+        return [layer.groups for layer in self.layers] == [_groups(layout) for layout in layouts]
 
     def check(self, layouts: list[LayerLayout], where: str = KERNEL_CONFIG) -> None:
         """Raises CheckpointError, naming the field, where a model with these layouts cannot be run so."""
@@ -130,10 +146,14 @@ class KernelConfig:
         if len(self.layers) != len(layouts):
             raise reader.fail("layers", f"{len(self.layers)} layers", f"{len(layouts)}, as in config.json")
         for index, (layer, layout) in enumerate(zip(self.layers, layouts, strict=True)):
-            name, ranks = f"layers[{index}]", _group_ranks(layout)
-            if layer.group_ranks != ranks:
-                expected = f"the ranks of the groups in config.json, {ranks}"
-                raise reader.fail(f"{name}.classes", layer.group_ranks, expected)
+            name, groups = f"layers[{index}]", _groups(layout)
+            ranks, got = ([group[:2] for group in of] for of in (groups, layer.groups))
+            if got != ranks:
+                raise reader.fail(f"{name}.classes", got, f"the ranks of the groups in config.json, {ranks}")
+            if layer.groups != groups:
+                columns, got_columns = ([group[2:] for group in of] for of in (groups, layer.groups))
+                expected = f"the columns of the groups in config.json, by bits, {columns}"
+                raise reader.fail(f"{name}.classes", got_columns, expected)
             for number, cls in enumerate(layer.classes):
                 if (cls.rebuilt is None) == (layout.domain == "pre"):
                     expected = "blocks in domain pre, and none in others"
@@ -147,8 +167,12 @@ def serving(specialisations: tuple[tuple[int, int], ...], qk_rank: int, v_rank: 
     return min(wide) if wide else None
 
 
-def _group_ranks(layout: LayerLayout) -> list[tuple[int, int]]:
-    return [(group.qk_rank, group.v_rank) for group in layout.groups]
+def _groups(layout: LayerLayout) -> list[_Group]:
+    return [(g.qk_rank, g.v_rank, _counts(g.qk_columns), _counts(g.v_columns)) for g in layout.groups]
+
+
+def _counts(columns: Columns | None) -> tuple[int, ...] | None:
+    return None if columns is None else columns.counts
 
 
 def _check_values(layer: LayerKernels, name: str, reader: Reader) -> None:

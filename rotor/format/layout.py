@@ -258,6 +258,8 @@ class LayerLayout:
         planes = [plane for group in groups for plane in group.planes]
         if not all(0 <= plane < MAX_SIZE for plane in planes):
             raise reader.fail("groups", planes, f"rotary planes from 0 to {MAX_SIZE}")
+        if planes and layout.coded:
+            raise reader.fail("groups", planes, "no rotary planes beside columns by bits")
         if planes and not all(2 * len(group.planes) == group.qk_rank for group in groups):
             raise reader.fail("groups", planes, "two columns of each key latent for each of its rotary planes")
         return layout

@@ -52,7 +52,7 @@ class Manifest:
     def read(cls, folder: Path, hint: str = "") -> Manifest:
         """Raises CheckpointError if there is none, or not one."""
         path = folder / MANIFEST
-        data = read_json(path, hint)
+        data = read_json(path, hint, any_names=True)
         files = data.get("files")
         sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
         if data.get("rotor_manifest") != VERSION or data.get("kind") not in get_args(Kind) or not sound:
@@ -127,7 +127,7 @@ def write_checked_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def read_checked_json(path: Path, hint: str = "") -> dict[str, Any]:
     """The object that write_checked_json wrote; raises CheckpointError if it is missing, damaged or was edited."""
-    data = read_json(path, hint)
+    data = read_json(path, hint, any_names=True)
     if data.pop(CHECKSUM, None) != _content_sha256(data):
         raise CheckpointError(f"{path}: differs from the SHA-256 in it.", hint)
     return data

@@ -168,7 +168,7 @@ def unfinished_kind(folder: Path) -> str | None:
     if path.is_symlink() or not path.is_file():
         return None
     with suppress(CheckpointError):
-        data = read_json(path)
+        data = read_json(path, any_names=True)
         return data.get("kind") if data.get("rotor_unfinished") == 1 else None
     return None
 

@@ -68,11 +68,15 @@ class CompressionInfo(TypedDict):
     stored: float
 
 
-class PointRanks(TypedDict):
-    """Ranks of a point as the method gave them, and as they are stored."""
-
+class _PointRanks(TypedDict):
     exact: Ranks
     stored: Ranks
+
+
+class PointRanks(_PointRanks, total=False):
+    """Ranks of a point as the method gave them, and as they are stored; columns by bits where they are codes."""
+
+    columns: list[list[tuple[dict[str, int], dict[str, int]]]]
 
 
 class SourceInfo(SourceFiles):
@@ -104,11 +108,13 @@ class _AccuracyInfo(TypedDict):
 class AccuracyInfo(_AccuracyInfo, total=False):
     """What was measured of a checkpoint.
 
-    confidence: of the interval whose lower end had to reach the target. left_out: ratios that were not measured, by
-    split and name. excluded_documents: digests of held-out text that was calibrated on. table: key in the run.
+    confidence: of the interval whose lower end had to reach the target. base: of the uncompressed model, by split.
+    left_out: ratios that were not measured, by split and name. excluded_documents: digests of held-out text that was
+    calibrated on. table: key in the run.
     """
 
     confidence: float | None
+    base: dict[str, dict[str, Any] | None]
     left_out: dict[str, dict[str, str]]
     excluded_documents: list[str]
     table: str

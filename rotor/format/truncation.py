@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import UsageError
 from .layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
 
 
@@ -18,7 +19,15 @@ def truncate_layer(
     Args:
         tensors: as `rewrite_layer` returns them for `layout`.
         ranks: (qk_rank, v_rank) of each group in the order of `layout`; none above what is stored.
+    Raises:
+        UsageError: the layer keeps rows of codes, whose columns are ordered by bits.
     """
+    if layout.coded:
+        raise UsageError(
+            "rank profiles need columns of 16 bits, and this checkpoint has columns of fewer, ordered by bits rather "
+            "than by what they are worth.",
+            "Export one checkpoint for each accuracy, or an elastic one with --set codes.bits=[0,16].",
+        )
     groups = [
         GroupLayout(group.kv_heads, qk_rank, v_rank, group.planes[: qk_rank // 2])
         for group, (qk_rank, v_rank) in zip(layout.groups, ranks, strict=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bases.moments import CHUNK_BYTES
+from ..codes.quantiser import SAMPLES
 from ..format.layout import AttentionShape, Domain
 from ..recipe import Evaluation, Recipe
 from ..recipe.metric_registry import primitive_metrics
@@ -151,9 +152,19 @@ def calibration_estimate(
     statistics = statistics_bytes(shape, group_size, moments, recipe.prune.kmeans)
     running = activation_bytes(shape, group_size, moments, batch, feed_forward, compute_bytes) + statistics
     solving = statistics + solving_bytes(shape, group_size, moments)
+    if recipe.needs_gradients:
+        # Backward through one layer keeps what it computed; the moments are those of the gradients.
+        running = max(running, 3 * running)
+        solving += 3 * gradients_bytes(shape, group_size, recipe.codes.tokens)
     weights = _weight_bytes(sizes, compute_bytes, streamed)
     bases = sum(bases_bytes(shape, size) for _, size in candidates.values())
+    gradients, codes = 0, 0
+    if recipe.needs_gradients:
+        gradients = gradients_bytes(shape, group_size, min(count, recipe.codes.tokens))
+        codes = len(candidates) * codes_bytes(shape)
     disk = {
+        "codes": shape.num_layers * codes,
+        "gradients, removed at the end": shape.num_layers * gradients,
         "statistics": shape.num_layers * stored_statistics_bytes(shape, group_size, moments),
         "bases": shape.num_layers * bases,
         "hidden states, removed at the end": 2 * count * shape.hidden_size * compute_bytes,
@@ -163,7 +174,8 @@ def calibration_estimate(
     if on_gpu:
         host["statistics of one layer"] = solving
         work["activations and statistics of one layer"] = running
-    disk_kept = ("statistics", "bases")
+    disk = {name: size for name, size in disk.items() if size}
+    disk_kept = ("statistics", "bases", "codes") if codes else ("statistics", "bases")
     return Estimate(host if on_gpu else {**host, **work}, work if on_gpu else {}, disk, disk_kept)
 
 
@@ -199,15 +211,28 @@ def evaluation_estimate(
     return Estimate(host if on_gpu else {**host, **work}, work if on_gpu else {}, disk)
 
 
+def gradients_bytes(shape: AttentionShape, group_size: int, tokens: int) -> int:
+    """Bytes of what one layer's gradients and samples take until its codes are there; see LayerFisher.to_tensors."""
+    width = group_size * shape.head_dim
+    moments = 4 * shape.num_kv_heads // group_size * width * (width + 1) // 2
+    return 3 * (moments + 4 * min(tokens, SAMPLES) * shape.num_kv_heads * shape.head_dim)
+
+
+def codes_bytes(shape: AttentionShape) -> int:
+    """Bytes of one layer's codes, float64: weight and variance, and three numbers at each of five widths."""
+    return 2 * 17 * 8 * shape.num_kv_heads * shape.head_dim
+
+
 def measured_tokens(spec: Evaluation) -> int:
     """Of the search split, with the rows that the metric draws: what one point of a search takes."""
     return spec.search_tokens + prompt_tokens(spec, primitive_metrics(spec.metric))
 
 
 def prompt_tokens(spec: Evaluation, names: Collection[str] = ("lookup", "copy")) -> int:
-    """Of the rows that metrics draw for themselves."""
+    """Of the rows that metrics draw for themselves, at most."""
+    row = min(spec.seq_len, spec.filler_tokens + 2 * spec.seq_len // 3)  # what states and what asks: a third each
     counts = {"lookup": spec.lookup_prompts, "copy": spec.copy_prompts}
-    return spec.seq_len * sum(count for name, count in counts.items() if name in names)
+    return row * sum(count for name, count in counts.items() if name in names)
 
 
 def forward_flops(sizes: WeightSizes, tokens: int, *, head: bool) -> float:
@@ -225,6 +250,9 @@ def calibration_flops(
     per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
     flops = {} if recipe.tokens.source != "synthetic" else {"text": forward_flops(sizes, tokens, head=True)}
     passes = forward_flops(sizes, tokens, head=False)
+    if recipe.needs_gradients:
+        # Forward once, then each layer again and twice as much backward.
+        flops["gradients"] = 4 * forward_flops(sizes, min(tokens, recipe.codes.tokens), head=True)
     return {**flops, "passes": passes, "statistics": 2.0 * tokens * per_token * shape.num_layers}
 
 

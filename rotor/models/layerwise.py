@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,16 @@ class LayerwiseModel:
         Args:
             advance: is called with shares of the number of tokens in `rows`.
         """
-        states = self.embed(rows)
+        return self.final_states_of([rows], advance)[0]
+
+    def final_states_of(self, parts: Sequence[Tensor], advance: Advance = lambda done: None) -> list[Tensor]:
+        """`final_states` of several [n, seq_len], each with a seq_len of its own; every layer is loaded once."""
+        found = [self.embed(rows) for rows in parts]
         for index in range(self.shape.num_layers):
             with self.layer(index):
-                self.run(index, states, states, lambda tokens: advance(tokens / self.shape.num_layers))
-        return states
+                for states in found:
+                    self.run(index, states, states, lambda tokens: advance(tokens / self.shape.num_layers))
+        return found
 
     @contextmanager
     def head(self, differentiable: bool = False) -> Iterator[Callable[[Tensor], Tensor]]:

@@ -101,6 +101,7 @@ def compressed_weights(
     family, layouts = FAMILIES[checkpoint.config.model_type], dict(enumerate(checkpoint.layouts))
 
     def prepare(model: Any) -> None:
-        replace_attention(model, family, checkpoint.shape, layouts, frozenset(checkpoint.section.biases))
+        for module in replace_attention(model, family, checkpoint.shape, layouts, frozenset(checkpoint.section.biases)):
+            module.to(dtype)  # weights are loaded in the dtype that the parameters have
 
     return StreamedWeights(checkpoint, family, device, dtype, prepare)

@@ -22,8 +22,9 @@ from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline
 from ..calibration.partial import PartialRun
 from ..calibration.processes import Processes
+from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
-from ..format.layout import LayerRanks, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
 from ..models.estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
 from ..models.memory import available_host_bytes
@@ -31,6 +32,7 @@ from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.shards import ShardContents, planned_layouts
 from ..search.export_job import ExportJob
+from ..search.point import columns_json
 from ..search.rank_search import RankSearch, stored_ranks
 from ..search.search import most_points
 
@@ -82,7 +84,7 @@ class ExportPlan:
     """What an export would do.
 
     choice, ranks, kv_bytes_per_token, compression, tensors: None where they depend on what has to be measured first.
-        ranks: [qk_rank, v_rank] by layer and group. tensors: bytes before and after, of each tensor that changes.
+        ranks: [qk_rank, v_rank] by layer and group; columns: where they are codes, those by bits. tensors: bytes before and after, of each tensor that changes.
     checkpoint_bytes: of all tensors, before and after.
     probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
     """
@@ -93,6 +95,7 @@ class ExportPlan:
     goal: dict[str, float]
     choice: list[str] | None
     ranks: list[list[list[int]]] | None
+    columns: list[list[list[dict[str, int]]]] | None
     compression: float | None
     kv_bytes_per_token: dict[str, int | None]
     tensors: dict[str, dict[str, int]] | None
@@ -153,7 +156,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
     choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
     if found is not None:
         choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
-        tensors, after, cache = _sizes(job, search, choice, ranks, element_bytes)
+        tensors, after, cache = _sizes(job, search, found, element_bytes)
     points, probed = _to_measure(search, found)
     outline = ModelOutline.of(job.checkpoint)
     place = Placement.choose(job.checkpoint, job.recipe, settings.compute, silent)
@@ -167,6 +170,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         goal={name: value for name, value in asdict(job.goal).items() if value is not None},
         choice=choice,
         ranks=None if ranks is None else [[list(pair) for pair in layer] for layer in ranks],
+        columns=None if found is None or found.columns is None else columns_json(found.columns),
         compression=share,
         kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
         tensors=tensors,
@@ -200,13 +204,13 @@ def _to_measure(search: RankSearch, found: RankPlan | None) -> tuple[int, int]:
 
 
 def _sizes(
-    job: ExportJob, search: RankSearch, choice: list[str], ranks: list[LayerRanks], element_bytes: int
+    job: ExportJob, search: RankSearch, plan: RankPlan, element_bytes: int
 ) -> tuple[dict[str, dict[str, int]], int, int]:
     """Bytes of each tensor that changes, of all tensors together, and of the cache per token."""
     checkpoint, family, shape = job.checkpoint, job.family, job.run.shape
-    chosen = search.bases.select(choice)
-    layouts = [layout for layout, _ in planned_layouts(chosen, ranks, family.has_key_norm)]
-    planned = planned_layouts(chosen, stored_ranks(chosen, ranks, job.settings.elastic), family.has_key_norm)
+    chosen = search.bases.select(plan.choice, plan.columns)
+    layouts = [layout for layout, _ in planned_layouts(chosen, plan.rounded, family.has_key_norm)]
+    planned = planned_layouts(chosen, stored_ranks(chosen, plan.rounded, job.settings.elastic), family.has_key_norm)
     on_meta = [_on_meta(layer) for layer in chosen]
     contents = ShardContents(checkpoint, family, shape, on_meta, planned, checkpoint.meta_tensor)
     after = {name: t for file in checkpoint.files for name, t in contents.tensors(file).items()}
@@ -220,7 +224,9 @@ def _sizes(
 
 
 def _on_meta(bases: LayerBases) -> LayerBases:
-    """Shapes alone; the refit of W_o, which the outputs are for, changes none."""
+    """Shapes alone; the refit of W_o, which the outputs are for, changes none. Codes are folded before shapes are all."""
+    if isinstance(bases, CodedBases):
+        return replace(bases, outputs=None)
 
     def pair(found: BasisPair) -> BasisPair:
         return BasisPair(found.encode.to("meta"), found.decode.to("meta"), found.singular_values.to("meta"))

@@ -51,6 +51,7 @@ class Inspection:
     """The facts that `rotor inspect` tells.
 
     kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
+    bits: that a column may have.
     objective: device and load for which decode times are predicted. decode_times: of every domain and group size that
         the model can have, at a few numbers of bytes; a prediction.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
@@ -69,6 +70,7 @@ class Inspection:
     kv_bytes_per_token: int
     kv_cache_bytes: dict[int, int]
     recipe: str
+    bits: tuple[int, ...]
     tokens: dict[str, Any]
     keys: dict[str, str]
     objective: ObjectiveSettings
@@ -125,6 +127,7 @@ def inspect(
         kv_bytes_per_token=per_token,
         kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
         recipe=spec.name,
+        bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in candidates.items()},
         objective=load,

@@ -17,8 +17,11 @@ from typing import Any, Literal
 import yaml
 
 from ..allocation import CHOOSING, RANK_METHODS, RankMethod
+from ..allocation.plan import Need
 from ..bases import QK_METHODS, VO_METHODS, BasisMethod
+from ..codes.quantiser import EXACT_BITS
 from ..errors import RecipeError
+from ..format.columns import WIDTHS
 from ..typed import Reader, nearest_name, read_yaml
 from .metric_registry import LM_EVAL, METRICS
 
@@ -116,6 +119,20 @@ class Ranks:
 
 
 @dataclass(frozen=True)
+class Codes:
+    """Bits of the columns of a latent, and what they are allocated by.
+
+    bits: widths that a column may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
+        many. With 8, 4 or 2 among them, columns are codes: bits are allocated in bytes over all layers, sides and
+        candidates by what an error in each column costs the model's own loss, and `ranks` is not used.
+    tokens: calibration tokens, the first ones, whose gradients say that.
+    """
+
+    bits: tuple[int, ...] = (0, 16)
+    tokens: int = 16384
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Held-out text and the metric that accuracy means.
 
@@ -124,6 +141,7 @@ class Evaluation:
         accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be copied).
     lookup_prompts, lookup_keys: look-up rows in each split, and the most keys in each.
     copy_prompts, copy_tokens: copying rows in each split, and the most random tokens in each.
+    filler_tokens: held-out text between what is stated and what asks for it, in both, as far as seq_len has room.
     lm_eval_limit: documents of the task in each split; null takes half of them all.
     """
 
@@ -137,7 +155,8 @@ class Evaluation:
     lookup_prompts: int = 64
     lookup_keys: int = 16
     copy_prompts: int = 32
-    copy_tokens: int = 64
+    copy_tokens: int = 32
+    filler_tokens: int = 200
     lm_eval_limit: int | None = 200
 
 
@@ -182,9 +201,25 @@ class Recipe:
     groups: Groups = field(default_factory=Groups)
     bases: Bases = field(default_factory=Bases)
     ranks: Ranks = field(default_factory=Ranks)
+    codes: Codes = field(default_factory=Codes)
     evaluation: Evaluation = field(default_factory=Evaluation)
     search: Search = field(default_factory=Search)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+
+    @property
+    def coded(self) -> bool:
+        """Whether columns are codes, allocated by bits."""
+        return any(0 < bits < EXACT_BITS for bits in self.codes.bits)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether calibration takes gradients by keys and values."""
+        return self.coded or any(method.gradients for method in self.bases.methods)
+
+    @property
+    def rank_needs(self) -> frozenset[Need]:
+        """What the ranks' method needs; nothing where bits are allocated instead."""
+        return frozenset() if self.coded else self.ranks.rule.needs
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -193,6 +228,7 @@ class Recipe:
         data = self.to_dict()
         data["search"]["targets"] = list(data["search"]["targets"])
         data["ranks"]["probe_shares"] = list(data["ranks"]["probe_shares"])
+        data["codes"]["bits"] = list(data["codes"]["bits"])
         return yaml.safe_dump(data, sort_keys=False, width=120)
 
 
@@ -202,6 +238,7 @@ LARGEST: dict[str, int] = {
             "tokens.count",
             "ranks.probe_tokens",
             "ranks.fisher_tokens",
+            "codes.tokens",
             "evaluation.search_tokens",
             "evaluation.report_tokens",
         ),
@@ -222,7 +259,7 @@ before anything is said."""
 LONGEST_LIST = 256
 """Entries of search.targets and of ranks.probe_shares; each is measured."""
 
-EXPORT_SECTIONS = ("ranks", "evaluation", "search", "objective")
+EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
 
 
@@ -344,6 +381,11 @@ RANGES: dict[str, tuple[Test, str]] = {
     "ranks.probe_shares": (lambda shares: len(shares) > 0 and all(map(_share, shares)), "shares between 0 and 1"),
     "ranks.probe_tokens": (_positive, "a positive number of tokens"),
     "ranks.fisher_tokens": (_positive, "a positive number of tokens"),
+    "codes.bits": (
+        lambda bits: set(bits) <= {0, *WIDTHS} and len(set(bits)) == len(bits) > 1 and 0 in bits,
+        "0 and at least one of 2, 4, 8, 16, each once",
+    ),
+    "codes.tokens": (_positive, "a positive number of tokens"),
     "evaluation.seq_len": (_at_least_two, "at least 2 tokens"),
     "evaluation.search_tokens": (_positive, "a positive number"),
     "evaluation.report_tokens": (_positive, "a positive number"),
@@ -351,6 +393,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "evaluation.lookup_keys": (_at_least_two, "at least 2"),
     "evaluation.copy_prompts": (_positive, "a positive number"),
     "evaluation.copy_tokens": (_at_least_two, "at least 2"),
+    "evaluation.filler_tokens": (_positive, "a positive number of tokens"),
     "evaluation.lm_eval_limit": (_unless_null(_positive), "null or a positive number of documents"),
     "search.resolution": (_share, "a share between 0 and 1"),
     "search.targets": (lambda targets: all(0 < t <= 1 for t in targets), "accuracies above 0, at most 1"),
@@ -397,8 +440,13 @@ CONDITIONS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]],
     ),
     (
         "ranks.method",
-        lambda r: r.ranks.rule.chooses or "any" not in (r.groups.size, r.groups.domain),
-        lambda r: f"{CHOOSING}, as only it chooses where groups says any",
+        lambda r: r.coded or r.ranks.rule.chooses or "any" not in (r.groups.size, r.groups.domain),
+        lambda r: f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any",
+    ),
+    (
+        "objective.kind",
+        lambda r: not r.coded or r.objective.kind == "memory",
+        lambda r: f"memory, as codes.bits {list(r.codes.bits)} are allocated by bytes alone",
     ),
     (
         "bases.qk",

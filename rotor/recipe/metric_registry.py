@@ -7,6 +7,7 @@ rotor/evaluation/metrics and one row here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 LM_EVAL = "lm-eval:"
 """A task of the lm-eval package is named by this and its name."""
@@ -72,8 +73,8 @@ _ROWS = (
     ),
     MetricInfo(
         "copy",
-        "the mean probability of random tokens that are repeated after held-out text, as a ratio to the uncompressed "
-        "model's",
+        "the mean probability of a run of random tokens that is repeated after held-out text, as a ratio to the "
+        "uncompressed model's",
         "copying ratio (random tokens across filler text)",
         "distance:Copy",
         prompts=True,
@@ -112,6 +113,14 @@ def accuracy_field(name: str) -> str:
 def primitive_metrics(name: str) -> tuple[str, ...]:
     """The metrics that have to be measured for one: itself, or what it is the smallest of."""
     return metric_info(name).parts or (name,)
+
+
+def base_note(name: str, base: dict[str, Any]) -> str:
+    """What stands behind a ratio of prompts: the uncompressed model's probability, and over how much other text."""
+    probability, filler_tokens = base.get(name), base.get(f"{name}_filler_tokens")
+    if not isinstance(probability, float) or not isinstance(filler_tokens, int):  # another metric, or a foreign file
+        return ""
+    return f", base {probability:.3f}, over {filler_tokens} tokens of other text"
 
 
 def describe(name: str) -> str:

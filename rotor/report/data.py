@@ -6,7 +6,7 @@ Where something was not measured, the field is empty and `absent` says why: a re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..allocation.water_filling import interpolated
 from ..calibration.run import Run
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
+from ..format.columns import in_words
 from ..format.file_names import RECIPE, RESULTS, ROTOR_JSON
 from ..format.json_files import read_json
 from ..format.layout import GroupLayout, LayoutDict, uncompressed_kv_bytes_per_token
@@ -25,7 +26,7 @@ from ..format.schemas import AccuracyInfo, CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
 from ..recipe import Recipe, load_recipe
-from ..recipe.metric_registry import METRICS, describe
+from ..recipe.metric_registry import METRICS, base_note, describe
 from ..recipe.settings import CONFIDENCE
 from ..search.point import Point
 from ..search.table import TABLES, RankTable, Request, any_probes
@@ -36,12 +37,17 @@ SIDES = ("qk", "vo")
 
 @dataclass(frozen=True)
 class Cell:
-    """One group in the map of ranks: its KV heads, the ranks, and the columns that there were."""
+    """One group in the map of ranks: its KV heads, the ranks, and the columns that there were.
+
+    qk_bits, v_bits: in words, the columns by bits, where they are codes.
+    """
 
     kv_heads: tuple[int, ...]
     qk_rank: int
     v_rank: int
     columns: int
+    qk_bits: str = ""
+    v_bits: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,8 @@ def _of_run(run: Run, name: str) -> ReportData:
         data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
         at = f"accuracy {data.target:g}" if data.target is not None else "the best measured accuracy"
         data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
-        data.ratios = _ratios(point.report or point.search, table.left_out)
+        split = "report" if point.report else "search"
+        data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
         _headline(data, next(p for p in data.points if p.chosen), _run_bytes(run, point))
     else:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` does."
@@ -188,7 +195,9 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
         None if interval is None else (interval[0], interval[1]),
         True,
     )
-    data.ratios = _ratios(fidelity.get("report"), accuracy.get("left_out", {}))
+    data.ratios = _ratios(
+        fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
+    )
     data.points = [chosen]
     data.ranks = [
         sorted((_cell(group, 0) for group in _groups(layout)), key=lambda cell: cell.kv_heads)
@@ -237,9 +246,7 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
             data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
             data.reached = _reached(table)
     columns = run.shape.head_dim
-    data.ranks = [
-        [Cell(c.kv_heads, c.qk_rank, c.v_rank, len(c.kv_heads) * columns) for c in layer] for layer in data.ranks
-    ]
+    data.ranks = [[replace(cell, columns=len(cell.kv_heads) * columns) for cell in layer] for layer in data.ranks]
     _add_run(data, run, table, point)
     if not data.absent.get("spectra"):
         data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
@@ -289,6 +296,8 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     sensitivities = any_probes(run)
     if sensitivities is not None:
         data.losses = [_loss(chosen[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
+    elif run.recipe.coded:
+        data.absent["losses"] = "Not measured: bits follow from Fisher information, without probes of single layers."
     else:
         probing = [name for name, method in RANK_METHODS.items() if "sensitivities" in method.needs]
         data.absent["losses"] = (
@@ -321,10 +330,14 @@ def _loss(
 
 def _ranks_of_point(run: Run, spectra: Sequence[tuple[Tensor, Tensor]], point: Point) -> list[list[Cell]]:
     cells = []
-    for layer, key, ranks in zip(spectra, point.choice, point.ranks, strict=True):
+    for index, (layer, key) in enumerate(zip(spectra, point.choice, strict=True)):
         size, width = int(run.info["candidates"][key]["group_size"]), layer[0].shape[-1]
-        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(ranks))]
-        cells.append([Cell(h, qk, v, width) for h, (qk, v) in zip(heads, ranks, strict=True)])
+        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(point.ranks[index]))]
+        if point.columns is None:
+            groups = [GroupLayout(h, qk, v) for h, (qk, v) in zip(heads, point.ranks[index], strict=True)]
+        else:
+            groups = [GroupLayout.coded(h, *pair) for h, pair in zip(heads, point.columns[index], strict=True)]
+        cells.append([_cell(group, width) for group in groups])
     return cells
 
 
@@ -335,11 +348,12 @@ def _mean_spectrum(values: Any) -> list[float]:
 
 
 def _groups(layout: LayoutDict) -> list[GroupLayout]:
-    return [GroupLayout(tuple(g["kv_heads"]), g["qk_rank"], g["v_rank"]) for g in layout["groups"]]
+    return [GroupLayout.from_dict(group, ROTOR_JSON) for group in layout["groups"]]
 
 
 def _cell(group: GroupLayout, columns: int) -> Cell:
-    return Cell(group.kv_heads, group.qk_rank, group.v_rank, columns)
+    bits = ["" if side is None else in_words([side]) for side in (group.qk_columns, group.v_columns)]
+    return Cell(group.kv_heads, group.qk_rank, group.v_rank, columns, *bits)
 
 
 def _by_target(table: RankTable) -> list[Request]:
@@ -357,7 +371,7 @@ def _reached(table: RankTable) -> list[tuple[str, ShownPoint | None]]:
     return list(reached.items())
 
 
-def _ratios(found: Fidelity | None, left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+def _ratios(found: Fidelity | None, base: dict[str, Any], left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
     """Each ratio by itself, or why it was not measured."""
     values = {} if found is None else found.values
     missing = {name: why for split in left_out.values() for name, why in split.items()}
@@ -365,7 +379,8 @@ def _ratios(found: Fidelity | None, left_out: dict[str, dict[str, str]]) -> list
     for name, info in METRICS.items():
         value = None if info.parts else values.get(info.accuracy_field)
         if value is not None:
-            rows.append((info.label if not info.field else f"exp(-KL), {info.label}", f"{value:.4f}"))
+            label = info.label if not info.field else f"exp(-KL), {info.label}"
+            rows.append((label, f"{value:.4f}{base_note(name, base)}"))
         elif name in missing:
             rows.append((info.label, f"left out: {missing[name]}"))
     return rows
@@ -379,6 +394,8 @@ def _shown_accuracy(point: Point) -> float:
 def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
+    if point.columns is not None:
+        return before, sum(side.row_bytes(element) for layer in point.columns for pair in layer for side in pair)
     return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
 
 
@@ -389,6 +406,9 @@ def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> Non
     bounds = "no interval" if interval is None else "95 % interval {:.4f} to {:.4f}".format(*interval)
     bounds += f" on the {'report' if reported else 'search'} split"
     target = "no target was set" if data.target is None else f"target {data.target:g}"
+    if reported and data.target is not None and point.report is not None:
+        why = Fidelity(point.report, point.interval, {}).against(data.target)[1]
+        target += f"{why and ': '}{why}"
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),

@@ -17,6 +17,7 @@ from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import read_attention
 from ..numerics import check_parameters
+from ..runtime.attention import FLOAT32
 from ..runtime.families import AttentionWeights, find_family
 from ..runtime.integration import replace_attention
 from .rewrite import layer_layout, rewrite_layer
@@ -123,7 +124,10 @@ class CompressibleModel(LayerwiseModel):
         with torch.device("meta"):
             layouts = {index: layout}
             (module,) = replace_attention(self.model, self.family, self.shape, layouts, bias_names(weights))
-        on_device = {name: tensor.to(device, self.dtype) for name, tensor in rewritten.items()}
+        on_device = {
+            name: tensor.to(device, tensor.dtype if name in FLOAT32 else self.dtype)
+            for name, tensor in rewritten.items()
+        }
         module.load_state_dict(on_device, strict=False, assign=True)
         check_parameters(module, "the rewritten weights", self.family.attention_prefix(index))
         module.eval()

@@ -5,13 +5,18 @@ All products are float64; each tensor is cast exactly once, to the dtype of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ..bases import LayerBases
+from ..codes.fold import FoldedCode, fold_code
+from ..codes.layer import CodedBases
 from ..errors import NumericsError
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, folds_keys, ordered_by_class
 from ..numerics import one_thread
+from ..runtime.attention import FLOAT32
 from ..runtime.families import AttentionWeights
 
 RIDGE = 1e-6
@@ -22,7 +27,7 @@ def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tu
     """Lay out a layer at given ranks.
 
     Args:
-        ranks: (qk_rank, v_rank) of each group in the order of the bases.
+        ranks: (qk_rank, v_rank) of each group in the order of the bases; of coded ones, what their columns count.
         has_key_norm: a norm between k_proj and RoPE, which keeps the key basis out of W_k.
     Returns:
         The layout (groups ordered by class), and for each position the index of its group in `bases`.
@@ -31,10 +36,14 @@ def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tu
     planes: list[list[int]] = [[] for _ in ranks]
     if bases.planes is not None and not has_key_norm:
         planes, domain = bases.planes.tolist(), "none"  # RoPE commutes with them: all is folded
-    groups = [
-        GroupLayout(tuple(range(i * size, (i + 1) * size)), qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]))
-        for i, (qk_rank, v_rank) in enumerate(ranks)
-    ]
+    heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(ranks))]
+    if isinstance(bases, CodedBases):
+        groups = [GroupLayout.coded(own, *columns) for own, columns in zip(heads, bases.columns, strict=True)]
+    else:
+        groups = [
+            GroupLayout(heads[i], qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]))
+            for i, (qk_rank, v_rank) in enumerate(ranks)
+        ]
     return ordered_by_class(domain, folds_keys(domain, has_key_norm), groups)
 
 
@@ -52,13 +61,22 @@ def rewrite_layer(
     `v_proj` [v_width, hidden]; `o_proj` [hidden, sum over query heads of v_rank]. `key_basis` [g * head_dim, qk_width]
     where keys are projected at run time; `query_basis`, of the same shape, where queries are or keys are rebuilt.
 
+    Of coded bases, all that puts out a column of codes is divided by its step and shifted by its mean (`key_shift`
+    [qk_width], float32, where keys are projected at run time), all that reads one is multiplied by the step; `key_constant`
+    [num_kv_heads, head_dim], float32, is what rebuilt keys lack then, and o_proj's bias has what the values lack.
+
     Args:
         layout, order: from `layer_layout`.
     Raises:
         NumericsError: a result overflows the dtype or is not finite; names it.
     Source: FDC section 5.1 for queries and keys, ZACK section 5.1 for the folding of W_v and W_o; docs/design.md.
     """
-    qk_encode, qk_decode, v_encode, v_decode = _truncated(bases, layout, order)
+    keys, values = _folded_codes(bases, order, weights.v_weight.device)
+    if keys:
+        qk_encode, qk_decode = [code.encode for code in keys], [code.decode for code in keys]
+        v_encode, v_decode = [code.encode for code in values], [code.decode for code in values]
+    else:
+        qk_encode, qk_decode, v_encode, v_decode = _truncated(bases, layout, order)
     heads = torch.tensor(layout.kv_head_order)
     tensors: dict[str, Tensor | None] = {}
     for kind in ("weight", "bias"):
@@ -93,11 +111,59 @@ def rewrite_layer(
         tensors["key_basis"] = torch.cat(qk_encode, dim=-1)
     if layout.domain != "none":
         tensors["query_basis"] = torch.cat(qk_decode, dim=-1)
+    if keys:
+        if layout.folded_keys:
+            tensors["k_proj.bias"], keys = _shifted(tensors["k_proj.bias"], keys, weights.k_weight.dtype)
+        else:
+            tensors["key_shift"] = torch.cat([code.shift for code in keys])
+        tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
+        if layout.domain == "pre":
+            tensors["key_constant"] = torch.cat([code.constant for code in keys]).unflatten(0, (-1, shape.head_dim))
+        refitted = bases.outputs is not None  # then the readers have taken the means of what was dropped into account
+        constants = [
+            reader @ code.offset + (0 if refitted else code.dropped.unflatten(0, (layout.group_size, 1, -1)))
+            for reader, code in zip(readers, values, strict=True)
+        ]
+        tensors["o_proj.bias"] = sum(
+            (
+                (constant.unsqueeze(-1) * block.to(torch.float64)).sum((0, 1, 2))
+                for constant, block in zip(constants, _per_group(columns, layout), strict=True)
+            ),
+            torch.zeros(shape.hidden_size, dtype=torch.float64, device=columns.device)
+            if weights.o_bias is None
+            else weights.o_bias.to(torch.float64),
+        )
     return {
         name: _cast(tensor, _dtype_of(name, weights), weights.prefix + name)
         for name, tensor in tensors.items()
         if tensor is not None
     }
+
+
+def _folded_codes(
+    bases: LayerBases, order: tuple[int, ...], device: torch.device
+) -> tuple[list[FoldedCode], list[FoldedCode]]:
+    """The codes of keys and of values of each group in the order of the layout, folded; none of bases without codes."""
+    if not isinstance(bases, CodedBases):
+        return [], []
+    sides = ((bases.qk, bases.key_codes), (bases.vo, bases.value_codes))
+    keys, values = (
+        [fold_code(pair.encode[i], pair.decode[i], codes[i]).to(device) for i in order] for pair, codes in sides
+    )
+    return keys, values
+
+
+def _shifted(bias: Tensor | None, codes: list[FoldedCode], dtype: torch.dtype) -> tuple[Tensor, list[FoldedCode]]:
+    """The bias of a projection into codes, as it is in its dtype, and the codes with what that rounding moved.
+
+    Means are many steps large: a bias of 16 bits may be off by a good part of one, the same for every token. What reads
+    the codes takes it into account.
+    """
+    exact = torch.cat([code.shift for code in codes])
+    exact = exact if bias is None else exact + bias
+    rounded = exact.to(dtype).to(exact.dtype)
+    moved = (rounded - exact).split([len(code.shift) for code in codes])
+    return rounded, [replace(code, offset=code.offset - part) for code, part in zip(codes, moved, strict=True)]
 
 
 def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> Tensor:
@@ -169,11 +235,17 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
 
 
 def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
-    """That of the tensor which a new one replaces; the bases replace none, and take the value projection's."""
-    replaced: Tensor = (
-        getattr(weights, f"{name[0]}_{name.rpartition('.')[2]}") if "_proj." in name else weights.v_weight
-    )
-    return replaced.dtype
+    """That of the tensor which a new one replaces; what replaces none takes that of its projection, or of the values.
+
+    Some are added before anything is rounded, and stay in float32.
+    """
+    if name in FLOAT32:
+        return torch.float32
+    if "_proj." not in name:
+        return weights.v_weight.dtype
+    side, kind = name[0], name.rpartition(".")[2]
+    replaced: Tensor | None = getattr(weights, f"{side}_{kind}")
+    return (getattr(weights, f"{side}_weight") if replaced is None else replaced).dtype
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

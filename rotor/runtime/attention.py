@@ -1,11 +1,12 @@
 """The attention module of a compressed model, for every family and both domains.
 
-It holds the rewritten projections under their usual names, puts latents into the cache as packed rows, and calls the
-`rotor` attention function. transformers' own cache classes store the rows unchanged.
+It holds the rewritten projections under their usual names, puts latents into the cache as packed rows, of numbers or of
+codes, and calls the `rotor` attention function. transformers' own cache classes store the rows unchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +15,16 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..format.kernel_config import LayerKernels, Schedule
 from ..format.layout import AttentionShape, LayerLayout
+from ..kernels.code_reference import coded_attention
 from ..kernels.defaults import SCHEDULE, default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.reference import grouped_attention, project_keys, rotate
+from .code_rows import CodeRows, check_cache
 from .families import Family
 from .positions import PositionCheck
+
+FLOAT32 = ("key_shift", "key_constant")
+"""Parameters that keep their dtype: they are added before anything is rounded."""
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
@@ -78,6 +84,9 @@ class RotorAttention(nn.Module):
         rotary: table shared by the layers, or None for a model without RoPE.
 
     schedule, kernels: how the Triton kernels run it: by rule, or as a loaded checkpoint's kernel_config.json says.
+    key_shift: with codes, where the key basis is not folded: what is added to keys behind it, [qk_width].
+    key_constant: with codes, in domain `pre`: what is added to rebuilt keys, [num_kv_heads, head_dim], in the layout's
+        order. Both stay in float32 whatever the model's dtype.
     """
 
     def __init__(
@@ -110,6 +119,9 @@ class RotorAttention(nn.Module):
         o_width = layout.group_size * shape.heads_per_kv * layout.v_width
         hidden_size = shape.hidden_size
         self.q_proj = nn.Linear(hidden_size, q_width, bias="q" in biases)
+        # The means of codes are biases where the model has none.
+        shifted = "o v k" if layout.folded_keys else "o v"
+        biases = biases | set(shifted.split()) if layout.coded else biases
         self.k_proj = nn.Linear(hidden_size, k_width, bias="k" in biases)
         self.v_proj = nn.Linear(hidden_size, layout.v_width, bias="v" in biases)
         self.o_proj = nn.Linear(o_width, hidden_size, bias="o" in biases)
@@ -120,6 +132,23 @@ class RotorAttention(nn.Module):
         self.query_basis = (
             None if layout.domain == "none" else nn.Parameter(torch.empty(basis_shape), requires_grad=False)
         )
+        self._code_rows = CodeRows(layout) if layout.coded else None
+        self.key_shift = self.key_constant = None
+        if layout.coded and not layout.folded_keys:
+            self.key_shift = _in_float32(layout.qk_width)
+        if layout.coded and layout.domain == "pre":
+            self.key_constant = _in_float32(shape.num_kv_heads, shape.head_dim)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
+        """What `.to()` and its kin go through: they move key_shift and key_constant, and leave them in float32."""
+        kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = self._parameters[name]
+            assert after is not None
+            if after.dtype != before.dtype:
+                self._parameters[name] = nn.Parameter(before.to(after.device), requires_grad=False)
+        return self
 
     def forward(
         self,
@@ -165,7 +194,14 @@ class RotorAttention(nn.Module):
                 from ..kernels.projection.rotation import rotate_and_project
 
                 query, key = rotate_and_project(
-                    query, key, *position_embeddings, layout, self.heads_per_kv, self.query_basis, self.key_basis
+                    query,
+                    key,
+                    *position_embeddings,
+                    layout,
+                    self.heads_per_kv,
+                    self.query_basis,
+                    self.key_basis,
+                    self.key_shift,
                 )
             else:
                 cos, sin = (table.unsqueeze(1) for table in position_embeddings)
@@ -183,9 +219,13 @@ class RotorAttention(nn.Module):
         if layout.folded_keys or key.dim() == 3:
             key = key.unsqueeze(1)
         else:
-            key = project_keys(key if layout.domain == "post" else key.transpose(1, 2), self.key_basis, layout)
+            heads = key if layout.domain == "post" else key.transpose(1, 2)
+            key = project_keys(heads, self.key_basis, layout, self.key_shift)
 
         value = value.unsqueeze(1)
+        if self._code_rows is not None:
+            check_cache(past_key_values, self.layer_idx)
+            key, value = self._code_rows.pack(key, value, use_kernels)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output = rotor_attention_forward(
@@ -233,7 +273,12 @@ class RotorAttention(nn.Module):
 
     def extra_repr(self) -> str:
         ranks = ", ".join(f"{g.qk_rank}+{g.v_rank}" for g in self.layout.groups)
-        return f"domain={self.layout.domain}, group_size={self.layout.group_size}, ranks=[{ranks}]"
+        text = f"domain={self.layout.domain}, group_size={self.layout.group_size}, ranks=[{ranks}]"
+        return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
+
+
+def _in_float32(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
 
 
 def rotor_attention_forward(
@@ -268,6 +313,11 @@ def rotor_attention_forward(
         )
     if attention_mask is not None:
         _check_mask(attention_mask, module, value.shape[0], query.shape[1 if query.dim() == 3 else 2], value.shape[2])
+    if module.layout.coded and dropout:
+        raise UsageError(
+            f"layer {module.layer_idx}: dropout of {dropout} in attention over rows of codes, which has none.",
+            "Call model.eval(); a compressed checkpoint is for inference.",
+        )
     if scaling is None:
         scaling = module.scaling
     if use_kernels:
@@ -283,10 +333,26 @@ def rotor_attention_forward(
             scaling,
             query_basis=module.query_basis,
             key_rotation=key_rotation,
+            constant_key=module.key_constant,
             attention_mask=attention_mask,
             softcap=module.softcap,
             schedule=module.schedule,
             kernels=module.kernels,
+        )
+        return output, None
+    if module.layout.coded:
+        output = coded_attention(
+            query,
+            key,
+            value,
+            module.layout,
+            module.heads_per_kv,
+            scaling,
+            query_basis=module.query_basis,
+            key_rotation=key_rotation,
+            constant_key=module.key_constant,
+            attention_mask=attention_mask,
+            softcap=module.softcap,
         )
         return output, None
     output = grouped_attention(

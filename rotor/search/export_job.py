@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,17 @@ class ExportJob:
         opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
         kind = [] if settings.objective is None else [f"objective.kind={settings.objective}"]
         recipe = override(opened.recipe, [*settings.overrides, *kind], EXPORT_SECTIONS)
+        if recipe.coded and not opened.has_codes:
+            raise UsageError(
+                f"codes.bits {list(recipe.codes.bits)}: {opened.folder} was calibrated without codes.",
+                f"Calibrate again with --set codes.bits={json.dumps(recipe.codes.bits)}.",
+            )
+        if recipe.coded and settings.elastic:
+            raise UsageError(
+                "--elastic: a profile can drop columns of numbers, and this recipe's are codes, whose bits it cannot "
+                "lower.",
+                "Export once for each accuracy, or give --set codes.bits=[0,16].",
+            )
         if recipe.objective.kind != "memory" and not recipe.ranks.rule.chooses:
             raise UsageError(
                 f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
@@ -56,9 +68,10 @@ class ExportJob:
                 "--elastic needs nested columns, and this run refits W_o for each rank.",
                 "Calibrate again with --set bases.refit=false.",
             )
-        if settings.goal.removal_rate is not None and recipe.ranks.method != "removal-rate":
+        if settings.goal.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
+            what = f"codes.bits {list(recipe.codes.bits)}" if recipe.coded else f"ranks.method {recipe.ranks.method}"
             raise UsageError(
-                f"--removal-rate: ranks.method {recipe.ranks.method} does not choose ranks by a removal rate.",
+                f"--removal-rate: {what} does not choose ranks by a removal rate.",
                 "Give --accuracy or --compression.",
             )
         out.check(settings.overwrite, [opened.model_folder, opened.folder])

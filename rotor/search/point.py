@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from ..allocation import RankPlan
+from ..codes.layer import GroupColumns
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity
+from ..format.columns import Columns
 from ..format.layout import LayerRanks
 from ..format.schemas import CompressionInfo, PointRanks
 from ..typed import Reader
@@ -35,6 +37,7 @@ class Point:
 
     parameter: what the rank method's knob was. planned, stored: share of the KV cache removed by exact, stored ranks.
     choice: key of the candidate of each layer. exact, ranks: of each layer's groups, as given by the method and stored.
+    columns: by bits of each layer's groups, where they are codes.
     """
 
     parameter: float
@@ -45,16 +48,18 @@ class Point:
     ranks: list[LayerRanks]
     search: Fidelity | None = None
     report: Fidelity | None = None
+    columns: list[GroupColumns] | None = None
 
     @classmethod
     def of(cls, plan: RankPlan) -> Point:
         """A plan of which nothing is measured yet."""
-        return cls(plan.parameter, round(plan.planned, 6), round(plan.stored, 6), plan.choice, plan.exact, plan.rounded)
+        planned, stored = round(plan.planned, 6), round(plan.stored, 6)
+        return cls(plan.parameter, planned, stored, plan.choice, plan.exact, plan.rounded, columns=plan.columns)
 
     @property
     def key(self) -> str:
         """Equal for points whose stored tensors are equal, whatever method or objective led to them."""
-        return plan_key(self.choice, self.ranks)
+        return plan_key(self.choice, self.ranks, self.columns)
 
     def fidelity(self, split: str) -> Fidelity:
         """On a split that was measured; raises UsageError if it was not."""
@@ -79,7 +84,8 @@ class Point:
 
     @property
     def ranks_json(self) -> dict[str, Any]:
-        return {"exact": as_lists(self.exact), "stored": as_lists(self.ranks)}
+        found: dict[str, Any] = {"exact": as_lists(self.exact), "stored": as_lists(self.ranks)}
+        return found if self.columns is None else found | {"columns": columns_json(self.columns)}
 
     def to_json(self) -> dict[str, Any]:
         """What from_json reads."""
@@ -103,6 +109,11 @@ class Point:
         exact, stored = (
             [[(qk, v) for qk, v in layer] for layer in found["ranks"][kind]] for kind in ("exact", "stored")
         )
+        columns = None
+        if "columns" in found["ranks"]:
+            columns = columns_from_json(found["ranks"]["columns"], f"{reader.where}: {name}.ranks.columns")
+            if [[(qk.rank, v.rank) for qk, v in layer] for layer in columns] != stored:
+                raise reader.fail(f"{name}.ranks.columns", found["ranks"]["columns"], "as many as ranks.stored says")
         compression = found["compression"]
         return cls(
             found["parameter"],
@@ -111,13 +122,25 @@ class Point:
             tuple(found["choice"]),
             exact,
             stored,
+            columns=columns,
             **splits,
         )
 
 
-def plan_key(choice: Sequence[str], ranks: list[LayerRanks]) -> str:
+def plan_key(choice: Sequence[str], ranks: list[LayerRanks], columns: list[GroupColumns] | None = None) -> str:
     """See Point.key."""
-    return json.dumps([list(choice), ranks], separators=(",", ":"))
+    parts = [list(choice), ranks] if columns is None else [list(choice), columns_json(columns)]
+    return json.dumps(parts, separators=(",", ":"))
+
+
+def columns_json(columns: list[GroupColumns]) -> list[list[list[dict[str, int]]]]:
+    """Columns by bits as JSON has them: of each layer and group, those of keys and those of values."""
+    return [[[side.to_dict() for side in pair] for pair in layer] for layer in columns]
+
+
+def columns_from_json(found: list[list[tuple[dict[str, int], dict[str, int]]]], where: str) -> list[GroupColumns]:
+    """Read what `columns_json` gave; raises CheckpointError, naming `where`, if there is no such latent."""
+    return [[(Columns.from_dict(qk, where), Columns.from_dict(v, where)) for qk, v in layer] for layer in found]
 
 
 def as_lists(ranks: list[LayerRanks]) -> list[list[list[int]]]:

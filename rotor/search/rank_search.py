@@ -68,12 +68,12 @@ class RankSearch:
 
     @property
     def needs_probes(self) -> bool:
-        return "sensitivities" in self.job.recipe.ranks.rule.needs and not self.probes.complete
+        return "sensitivities" in self.job.recipe.rank_needs and not self.probes.complete
 
     def path(self) -> RankPath | None:
         """All rank plans of the recipe; None as long as its method needs probes that were not measured."""
         if self._path is None and not self.needs_probes:
-            found = self.probes.sensitivities if "sensitivities" in self.job.recipe.ranks.rule.needs else None
+            found = self.probes.sensitivities if "sensitivities" in self.job.recipe.rank_needs else None
             self._path = rank_path(self.bases, self.job.run, self.job.recipe, found)
         return self._path
 

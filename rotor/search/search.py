@@ -15,7 +15,17 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..allocation import Cost, GroupCost, RankInputs, RankPath, RankPlan, RemovalRatePath, Sensitivity, Spectra
+from ..allocation import (
+    BitsPath,
+    Cost,
+    GroupCost,
+    RankInputs,
+    RankPath,
+    RankPlan,
+    RemovalRatePath,
+    Sensitivity,
+    Spectra,
+)
 from ..allocation.plan import SLACK
 from ..calibration.run import Run, RunBases, read_fisher
 from ..data.splits import SPLITS
@@ -38,6 +48,9 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
     Args:
         sensitivities: what `probe` measured; needed by methods that ask for it only.
     """
+    if recipe.coded:
+        codes = [run.layer_codes(layer) for layer in range(len(bases))]
+        return BitsPath(codes, run.shape, recipe.codes.bits, int(run.info["element_bytes"]))
     layers = [bases.spectra(layer) for layer in range(len(bases))]
     spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
     inputs = RankInputs(
@@ -101,7 +114,7 @@ class Measurer:
 
     def path(self, recipe: Recipe) -> RankPath:
         """All rank plans of the recipe's method, after measuring what it needs."""
-        if "sensitivities" in recipe.ranks.rule.needs:
+        if "sensitivities" in recipe.rank_needs:
             self.probe(recipe)
         return rank_path(self.bases, self.table.run, recipe, self.probes.sensitivities)
 
@@ -169,7 +182,8 @@ def find_plan(
         fidelity: of a plan on the search split, measured or known.
         confidence: None compares the value with the target; 0.95 the lower end of its 95 % interval.
     Raises:
-        AccuracyError: no plan reaches the target; names the best that was measured. Or the metric has no interval.
+        AccuracyError: no plan reaches the target; names the best that was measured.
+        UsageError: a confidence of a metric that has no interval.
     """
     tried: list[tuple[float, RankPlan]] = []
 
@@ -177,7 +191,7 @@ def find_plan(
         found = fidelity(steps[index])
         value = found.accuracy if confidence is None else found.lower
         if value is None:
-            raise AccuracyError("this metric has no interval, which --confidence asks for.", "Leave --confidence out.")
+            raise UsageError("this metric has no interval, which --confidence asks for.", "Leave --confidence out.")
         tried.append((value, steps[index]))
         return value >= target
 
@@ -212,8 +226,7 @@ def search_target(
 ) -> RankPlan:
     """`find_plan` on a path of a recipe; the table notes what the request led to.
 
-    Raises:
-        AccuracyError: as find_plan.
+    Raises: as find_plan.
     """
     try:
         plan = find_plan(path.steps(), recipe.search.resolution, target, fidelity, confidence)
@@ -232,7 +245,7 @@ def most_points(resolution: float) -> int:
 def method_key(recipe: Recipe) -> str:
     """A hash of what a choice depends on besides target and context."""
     data = recipe.to_dict()
-    parts = json.dumps([data["ranks"], data["objective"], data["search"]["resolution"]], sort_keys=True)
+    parts = json.dumps([data["ranks"], data["codes"], data["objective"], data["search"]["resolution"]], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
@@ -250,7 +263,7 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
     if plan is None:
         raise UsageError(
             f"--compression {compression}: the most that can be removed is {path.steps()[-1].stored:.4f}, "
-            f"with ranks in multiples of {path.multiple_of}.",
-            "Ask for less, or lower it with --set ranks.multiple_of=8.",
+            f"with {path.grain[0]}.",
+            f"Ask for less, or {path.grain[1]}.",
         )
     return plan

@@ -54,7 +54,7 @@ class Context:
 
     @classmethod
     def of(cls, spec: Evaluation, data: EvaluationData, dtype: torch.dtype, device: torch.device) -> Context:
-        names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens"]
+        names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         names += ["lm_eval_limit"] if spec.metric.startswith(LM_EVAL) else []
         settings = {name: getattr(spec, name) for name in names}
         kind = str(dtype).removeprefix("torch.")
@@ -191,7 +191,7 @@ class RankTable:
 
     def find(self, plan: RankPlan) -> Point | None:
         """What is known of a plan."""
-        return self.point(plan_key(plan.choice, plan.rounded))
+        return self.point(plan_key(plan.choice, plan.rounded, plan.columns))
 
     def point(self, key: str | None) -> Point | None:
         """By Point.key."""

@@ -14,7 +14,7 @@ from ..recipe import Recipe, override
 from ..rewriting.rewrite import layer_layout
 from ..search.point import as_lists
 from ..search.search import Measurer, search_target
-from .measure import Bench, target_record
+from .measure import StudySubject, target_record
 from .store import StudyStore
 
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -25,7 +25,7 @@ CHANGES = ["groups.size=any", "groups.domain=any"]
 
 
 def measure_front(
-    bench: Bench, store: StudyStore, name: str, recipe: Recipe, run: Run, targets: tuple[float, ...]
+    subject: StudySubject, store: StudyStore, name: str, recipe: Recipe, run: Run, targets: tuple[float, ...]
 ) -> None:
     """A record for each weight between memory and latency: the point that would be chosen at each target accuracy.
 
@@ -33,7 +33,7 @@ def measure_front(
         recipe: with CHANGES.
         run: its calibration.
     """
-    measurer = bench.measurer(run, recipe)
+    measurer = subject.measurer(run, recipe)
     for weight in WEIGHTS:
         key = f"front/{name}/w{weight:.2f}"
         if store.get(key):
@@ -59,7 +59,7 @@ def _chosen(measurer: Measurer, path: RankPath, recipe: Recipe, target: float) -
         return {"out_of_reach": error.message}
     point, run, network, settings = measurer.measure(plan), measurer.table.run, measurer.network, recipe.objective
     element_bytes = int(run.info["element_bytes"])
-    chosen = measurer.bases.select(point.choice)
+    chosen = measurer.bases.select(point.choice, point.columns)
     layouts = [layer_layout(b, r, network.family.has_key_norm)[0] for b, r in zip(chosen, point.ranks, strict=True)]
     device = find_device(settings.device, settings.device_file)
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)

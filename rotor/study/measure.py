@@ -36,7 +36,7 @@ COLUMNS = {
 """Columns of a measured point in each split, with their labels; one that a point does not have stays empty."""
 
 
-class Bench:
+class StudySubject:
     """The model in memory and the held-out data, loaded when first needed and shared by all points of a study."""
 
     def __init__(

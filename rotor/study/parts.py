@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from ..allocation import RankPath
 from ..bases import LayerBases
@@ -18,7 +18,7 @@ from ..data.splits import held_out_documents
 from ..errors import AccuracyError, DataError, UsageError
 from ..format.places import remove
 from ..progress import Progress
-from ..recipe import Evaluation, Recipe, Tokens, override
+from ..recipe import Evaluation, Recipe, override
 from ..search.search import Measurer, search_target
 from .comparison import (
     SIDES,
@@ -30,7 +30,7 @@ from .comparison import (
     principal_angles,
 )
 from .front import CHANGES, measure_front
-from .measure import Bench, target_record, uniform_ranks
+from .measure import StudySubject, target_record, uniform_ranks
 from .peers_part import PeersPart
 from .store import StudyStore
 
@@ -52,9 +52,9 @@ class StudyParts:
     """Runs the parts of a study; each method adds the records that the store does not have yet."""
 
     def __init__(
-        self, bench: Bench, store: StudyStore, progress: Progress, calibrate_options: dict[str, Any], at: float
+        self, subject: StudySubject, store: StudyStore, progress: Progress, calibrate_options: dict[str, Any], at: float
     ) -> None:
-        self.bench, self.store, self.progress, self.at = bench, store, progress, at
+        self.subject, self.store, self.progress, self.at = subject, store, progress, at
         self._calibrate_options = calibrate_options
 
     def curve(self, part: str, name: str, recipe: Recipe, folder: str) -> None:
@@ -65,7 +65,7 @@ class StudyParts:
         run = self._run(folder, recipe)
         if not self.store.get(keys[0]):
             self.store.put(keys[0], {**_spectra(_first_candidates(run)), "seconds": _seconds(run)})
-        measurer = self.bench.measurer(run, recipe)
+        measurer = self.subject.measurer(run, recipe)
         path = measurer.path(recipe)
         last: dict[str, Any] = {}  # neighbours may be one step of the path
         for key, target in zip(keys[2:], COMPRESSIONS, strict=True):
@@ -76,7 +76,7 @@ class StudyParts:
                 self.store.put(key, {"target": target, "out_of_reach": round(path.steps()[-1].stored, 6)})
                 continue
             same = last.get("stored") == round(plan.stored, 6)
-            point = last if same else self.bench.point(measurer, plan)
+            point = last if same else self.subject.point(measurer, plan)
             last = self.store.put(key, {**point, "target": target})
             report = last["report"]
             self.progress.message(
@@ -134,26 +134,26 @@ class StudyParts:
         if all(self.store.get(key) for key in keys.values()):
             return
         bases = _first_candidates(self._variant_run(name, "text", self._token_variants(recipe)["text"]))
-        data = self.bench.data
+        data = self.subject.data
         rows = max(1, HELD_OUT_TOKENS // data.report.shape[1])
-        own, parts = self.bench.calibration_rows(2 * rows), data.report[: 2 * rows].split(rows)
+        own, parts = self.subject.calibration_rows(2 * rows), data.report[: 2 * rows].split(rows)
         with self.progress.task("degradation", len(keys), "points") as advance:
             for (side, p), key in keys.items():
                 if not self.store.get(key):
                     ranks = uniform_ranks(bases, p, side)
-                    held_out = [self.bench.degradation(bases, ranks, part) for part in parts]
-                    calibration = self.bench.degradation(bases, ranks, own)
+                    held_out = [self.subject.degradation(bases, ranks, part) for part in parts]
+                    calibration = self.subject.degradation(bases, ranks, own)
                     self.store.put(key, {"p": p, "side": side, "calibration": calibration, "held_out": held_out})
                 advance(1)
 
     def front(self, name: str, recipe: Recipe) -> None:
         """Bytes of cache against predicted decode time, where the ranks choose domain and group size of every layer."""
         free = override(recipe, CHANGES)
-        measure_front(self.bench, self.store, name, free, self._run(f"front/{name}", free), TARGETS)
+        measure_front(self.subject, self.store, name, free, self._run(f"front/{name}", free), TARGETS)
 
     def peers(self, recipes: Mapping[str, Recipe], sizes: Sequence[int] | None) -> None:
         """Quantisers of the cache, and the recipes at numbers of bytes, each scored through a cache that is used."""
-        part = PeersPart(self.bench, self.store, sizes)
+        part = PeersPart(self.subject, self.store, sizes)
         part.quantisers()
         for name, recipe in recipes.items():
             part.recipe(name, recipe, partial(self._run, name, recipe))
@@ -182,14 +182,14 @@ class StudyParts:
         """Calibrate into a folder that is removed again, and record a point at the study's fixed compression."""
         folder = self.store.folder / "runs" / "variant"
         try:
-            run = calibrate(self.bench.checkpoint.folder, folder, recipe, overwrite=True, **self._calibrate_options)
-            measurer = self.bench.measurer(run, recipe)
+            run = calibrate(self.subject.checkpoint.folder, folder, recipe, overwrite=True, **self._calibrate_options)
+            measurer = self.subject.measurer(run, recipe)
             plan = measurer.path(recipe).at_compression(self.at)
             record = {**facts, "seconds": _seconds(run)}
             if plan is None:
                 self.store.put(key, {**record, "skipped": f"compression {self.at:g} is out of reach"})
                 return
-            record |= self.bench.point(measurer, plan)
+            record |= self.subject.point(measurer, plan)
             bases = _first_candidates(run)
             record["bases"] = _spectra(bases) if reference is None else compare_bases(reference, bases)
             self.store.put(key, record)
@@ -201,8 +201,8 @@ class StudyParts:
     def _token_variants(self, recipe: Recipe) -> dict[str, Recipe]:
         """Variants of the recipe by their calibration tokens.
 
-        Random tokens of two seeds, text of the third of the documents that is kept for it, and `synthetic` if there is
-        that source; `other-text` is of the report third, so that its bases are only compared with and never measured.
+        Random tokens of two seeds, text of the third of the documents that is kept for it, and text that the model
+        writes; `other-text` is of the report third, so that its bases are only compared with and never measured.
         """
         tokens = recipe.tokens
         variants = {
@@ -210,10 +210,8 @@ class StudyParts:
             "random-1": replace(tokens, source="random", path=None, seed=1),
             "text": replace(tokens, source="text", path=str(self._text(recipe, "calibration"))),
             "other-text": replace(tokens, source="text", path=str(self._text(recipe, "report"))),
+            "synthetic": replace(tokens, source="synthetic", path=None),
         }
-        if "synthetic" in get_args(get_type_hints(Tokens)["source"]):
-            synthetic: Any = "synthetic"
-            variants["synthetic"] = replace(tokens, source=synthetic, path=None)
         # The folders hold one split each: with other held-out text, nothing is left out of them.
         apart = Evaluation()
         return {s: replace(recipe, tokens=changed, evaluation=apart) for s, changed in variants.items()}
@@ -242,7 +240,7 @@ class StudyParts:
         folder = self.store.folder / "runs" / name
         if not folder.exists():
             self.progress.message(f"calibrate {name}")
-            return calibrate(self.bench.checkpoint.folder, folder, recipe, resume=True, **self._calibrate_options)
+            return calibrate(self.subject.checkpoint.folder, folder, recipe, resume=True, **self._calibrate_options)
         run = Run.open(folder)
         same_model = run.info["model"].get("shards") == self.store.settings["model"]["shards"]
         if not same_model or _without_path(run.recipe) != _without_path(recipe):

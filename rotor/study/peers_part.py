@@ -20,7 +20,7 @@ from ..format.layout import uncompressed_kv_bytes_per_token
 from ..recipe import Recipe
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.families import attention_shape
-from .measure import Bench
+from .measure import StudySubject
 from .peers import PeerBench, PeerData, PeerRecord, peers
 from .store import StudyStore
 
@@ -59,13 +59,13 @@ class PeersPart:
         UsageError: the model's weights are not all in memory.
     """
 
-    def __init__(self, bench: Bench, store: StudyStore, sizes: Sequence[int] | None) -> None:
-        if bench.placement.streamed:
+    def __init__(self, subject: StudySubject, store: StudyStore, sizes: Sequence[int] | None) -> None:
+        if subject.placement.streamed:
             raise UsageError(
                 "--parts peers: caches are read step by step, which needs all weights in memory.",
                 "Give --offload never on a machine that can hold them, or leave this part out.",
             )
-        self.bench, self.store, self._sizes = bench, store, sizes
+        self.subject, self.store, self._sizes = subject, store, sizes
         self._network: CompressibleModel | None = None
         self._peers: PeerBench | None = None
 
@@ -86,7 +86,7 @@ class PeersPart:
         missing = {label: size for label, size in sizes.items() if self.store.get(f"{PART}/{label}") is None}
         if not missing:
             return
-        measurer = self.bench.measurer(run(), recipe)
+        measurer = self.subject.measurer(run(), recipe)
         path = measurer.path(recipe)
         for label, size in missing.items():
             plan = path.at_compression(1 - size / self._whole)
@@ -108,40 +108,40 @@ class PeersPart:
     @property
     def _whole(self) -> int:
         """Bytes of a token in the uncompressed cache."""
-        return uncompressed_kv_bytes_per_token(attention_shape(self.bench.checkpoint.config), self._dtype.itemsize)
+        return uncompressed_kv_bytes_per_token(attention_shape(self.subject.checkpoint.config), self._dtype.itemsize)
 
     @property
     def _dtype(self) -> torch.dtype:
         """The checkpoint's: bytes are counted as they are served."""
-        dtype: torch.dtype = self.bench.checkpoint.config.dtype or torch.float32
+        dtype: torch.dtype = self.subject.checkpoint.config.dtype or torch.float32
         return dtype
 
     def _in_checkpoint_dtype(self) -> CompressibleModel:
         if self._network is None:
-            bench = self.bench
-            same = bench.placement.dtype == self._dtype
-            place = replace(bench.placement, dtype=self._dtype)
-            self._network = bench.network if same else place.model(bench.checkpoint, bench.workspace)
+            subject = self.subject
+            same = subject.placement.dtype == self._dtype
+            place = replace(subject.placement, dtype=self._dtype)
+            self._network = subject.network if same else place.model(subject.checkpoint, subject.workspace)
         return self._network
 
     def _bench(self) -> PeerBench:
         if self._peers is None:
-            text = self.bench.data.report
+            text = self.subject.data.report
             data = PeerData(text, max(1, text.shape[1] // PREFILL_SHARE), self._tasks())
             model = UncompressedModel(self._in_checkpoint_dtype())
-            self._peers = PeerBench(model, data, progress=self.bench.progress)
+            self._peers = PeerBench(model, data, progress=self.subject.progress)
         return self._peers
 
     def _tasks(self) -> dict[str, Prompts]:
         """The look-up and copy prompts of the report split, where the tokenizer can make them."""
         found = {}
         for name in TASKS:
-            metric = make_metric(name, self.bench.meter.context)
+            metric = make_metric(name, self.subject.meter.context)
             assert isinstance(metric, Distance)
             try:
                 found[name] = metric.prompts("report")
             except DataError as error:
-                self.bench.progress.message(f"peers leave out `{name}`: {error.message}")
+                self.subject.progress.message(f"peers leave out `{name}`: {error.message}")
         return found
 
     def _put(self, record: PeerRecord) -> None:
@@ -150,7 +150,7 @@ class PeersPart:
             return
         self.store.put(key, data)
         found = record.skipped or f"{record.mean_kv_bytes_per_token:.1f} bytes a token, KL {record.kl_div:.5f}"
-        self.bench.progress.message(f"{record.name}: {found}")
+        self.subject.progress.message(f"{record.name}: {found}")
 
 
 def peer_records(store: StudyStore) -> list[PeerRecord]:

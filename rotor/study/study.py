@@ -27,7 +27,7 @@ from ..progress import Progress
 from ..recipe import Recipe, load_recipe, override
 from ..recipe.settings import Compute
 from ..typed import read_yaml
-from .measure import Bench
+from .measure import StudySubject
 from .parts import StudyParts
 from .peers_part import write_peers_csv
 from .plots import require_matplotlib, write_plots
@@ -117,11 +117,11 @@ def study(
         checkpoint = Checkpoint(source.folder)
         compute = Compute(device, dtype, offload, device_map)
         placement = Placement.choose(checkpoint, request.first, compute, progress)
-        bench = Bench(checkpoint, request.first.evaluation, placement, Path(out), progress)
+        subject = StudySubject(checkpoint, request.first.evaluation, placement, Path(out), progress)
         store = StudyStore.open(Path(out), _settings(request, source.name, checkpoint, placement))
         held.enter_context(log_file(Path(out), "study"))
         options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
-        driver = StudyParts(bench, store, progress, options, at)
+        driver = StudyParts(subject, store, progress, options, at)
         for part in request.parts:
             progress.message(f"study: {part}")
             _PARTS[part](driver, request)

@@ -12,7 +12,7 @@ from ..format.file_names import KERNEL_CONFIG
 from ..format.hashes import tensor_sha256
 from ..format.json_differences import differences
 from ..format.json_files import read_json
-from ..format.layout import compression, kv_bytes_per_token
+from ..format.layout import compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.manifest import Manifest
 from ..kernels.defaults import default_config
 from ..models.checkpoint import Checkpoint
@@ -166,11 +166,17 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
     by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
     stored = [[[group.qk_rank, group.v_rank] for group in groups] for groups in by_head]
     size = report["kv_bytes_per_token"]
-    share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
+    columns = None
+    if used[0].coded:
+        columns = [[[c.to_dict() for c in (g.qk_columns, g.v_columns) if c] for g in groups] for groups in by_head]
+        share = 1 - size["after"] / uncompressed_kv_bytes_per_token(shape, size["element_bytes"])
+    else:
+        share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
     problem = (
         difference(report["layouts"], in_config, "rotor.json, layouts", "config.json")
         or difference(kernels, default_config(used, shape).to_dict(), KERNEL_CONFIG, "config.json")
         or difference(report["ranks"]["stored"], stored, "rotor.json, ranks.stored", "config.json")
+        or difference(report["ranks"].get("columns"), columns, "rotor.json, ranks.columns", "config.json")
         or difference(
             size["after"],
             kv_bytes_per_token(used, size["element_bytes"]),

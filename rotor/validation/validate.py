@@ -291,17 +291,10 @@ def _check_accuracy(
 
 
 def judge_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
-    """Whether a target is met on the report split, and why; None where none was set.
-
-    It is not met where the whole interval lies below it, or, of a metric without an interval, the value.
-    """
+    """Whether a target is met on the report split (see Fidelity.against), and why; None where none was set."""
     bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
     text = f"{metric} {found.accuracy:.4f}{bounds}"
     if target is None:
         return None, f"none was set; {text}"
-    text = f"{text}, target {target}"
-    if found.accuracy >= target:
-        return True, text
-    if found.interval is not None and found.interval[1] >= target:
-        return True, f"{text}: the value is below the target, its 95 % interval is not"
-    return False, f"{text}: {'the whole interval is' if found.interval else 'it is'} below the target"
+    met, why = found.against(target)
+    return met, f"{text}, target {target}{why and ': '}{why}"

@@ -13,8 +13,10 @@ from conftest import build_tiny, calibrated
 from transformers import AutoModelForCausalLM
 
 from rotor.export.export import export
-from rotor.kernels import combine, decode, longest_first, prefill
+from rotor.kernels.decode import combine, longest_first
+from rotor.kernels.decode import kernel as decode
 from rotor.kernels.launch import launch
+from rotor.kernels.prefill import kernel as prefill
 
 PROMPT = torch.randint(1, 4096, (2, 15), generator=torch.Generator().manual_seed(5))
 KERNELS = {

@@ -37,6 +37,20 @@ def test_equals_rotation_and_projection(group, shape) -> None:
     torch.testing.assert_close(got_query, torch.cat(expected, -1), atol=2e-5, rtol=1e-5)
 
 
+def test_a_shift_is_added_to_keys_alone() -> None:
+    layout = layer("post", 2, (40, 8), (24, 8))
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 5, 8, 16, generator=generator)
+    key = torch.randn(2, 5, 4, 16, generator=generator)
+    basis, key_basis = torch.randn(2, 32, 64, generator=generator)
+    shift = 100 * torch.randn(64, generator=generator)
+    cos, sin = (table[None] for table in rotation_table(5, 16))
+    plain = rotate_and_project(query, key, cos, sin, layout, 2, basis, key_basis)
+    shifted = rotate_and_project(query, key, cos, sin, layout, 2, basis, key_basis, shift)
+    assert torch.equal(shifted[0], plain[0])
+    torch.testing.assert_close(shifted[1], plain[1] + shift)
+
+
 def test_one_table_for_all_sequences() -> None:
     layout = layer("post", 1, (16, 8))
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,9 @@
 """`lookup` and `copy`: what compression of keys breaks first, reading something from the start of a row, across text.
 
 A look-up row states keys with two-digit values as a dict literal, goes on with held-out text, and ends by asking for
-each of them once, in another order, as assertions about the dict. A copying row begins with random tokens, goes on with
-held-out text, and repeats them. The answers stand in the row (teacher forcing), so that one forward pass scores all.
+each of them once, in another order, as assertions about the dict. A copying row states a run of random tokens twice,
+goes on with held-out text, and repeats it. The answers stand in the row (teacher forcing), so that one forward pass
+scores all. The text between has `evaluation.filler_tokens` tokens, as far as rows of `evaluation.seq_len` have room.
 
 The mean probability of the right answers is compared, not the share of right first choices: it is the less noisy of
 the two (artifacts/NOTES.md).
@@ -28,16 +29,26 @@ LEAST_BASE = 0.3
 SHARE = 3
 """At most one part in so many of a row states, as much asks, and at least as much text lies between."""
 
+COMMON = 256
+"""Tokens that are copied are drawn from so many of the text's commonest: small models copy rare ones badly."""
+
+STATEMENTS = 2
+"""How often a run is stated before it is to be copied: what marks it as one that repeats."""
+
 DICT_NAMES = ("table", "config", "index", "codes")
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows of tokens [prompts, seq_len] int64; answers, the same shape, true at the tokens that are scored."""
+    """Rows of tokens, [prompts, seq_len] int64.
+
+    answers: the same shape, true at the tokens that are scored. filler_tokens: of other text in between, at least.
+    """
 
     rows: Tensor
     answers: Tensor
+    filler_tokens: int
 
 
 class Distance(Metric):
@@ -61,8 +72,13 @@ class Distance(Metric):
     def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
         """Raises DataError if the mean probability is below LEAST_BASE."""
         base = self._base[split] = self._scores(seen, split)
-        check_base(self.name, base, f"{split} split")
-        return {self.name: round(base.mean_probability, 6), f"{self.name}_hits": round(base.mean_hits, 6)}
+        filler_tokens = self._prompts[split].filler_tokens
+        check_base(self.name, base, f"over {filler_tokens} tokens of other text ({split} split)")
+        return {
+            self.name: round(base.mean_probability, 6),
+            f"{self.name}_hits": round(base.mean_hits, 6),
+            f"{self.name}_filler_tokens": filler_tokens,
+        }
 
     def measure(self, seen: Seen, split: str) -> Measurement:
         before, after = self._base[split], self._scores(seen, split)
@@ -89,16 +105,23 @@ class Distance(Metric):
             first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         return [] if first is None else [first]
 
-    def _filler(self, split: str, index: int, length: int) -> list[int]:
-        """Text of the split, each prompt's from another place, without the tokens that separate documents: a model may
-        have learnt to forget what is before them.
+    def _ordinary_text(self, split: str) -> Tensor:
+        """Text of the split [tokens] without those that separate documents: a model may have learnt to forget what is
+        before them.
         """
         if split not in self._text:
             text = self.context.rows[split].flatten()
             self._text[split] = text[torch.isin(text, ordinary_tokens(self.context.config, self.context.tokenizer))]
-        text = self._text[split]
+        return self._text[split]
+
+    def _filler(self, split: str, index: int, length: int) -> list[int]:
+        """Text of the split, each prompt's from another place."""
+        text = self._ordinary_text(split)
+        if len(text) == 0:
+            return []
         start = index * self.context.rows[split].shape[1] * 7 // 5 % len(text)
-        return torch.cat([text[start:], text]).tolist()[:length] if len(text) else []
+        turned = torch.cat([text[start:], text[:start]])
+        return turned.repeat(-(-length // len(text)))[:length].tolist()
 
 
 class Lookup(Distance):
@@ -115,15 +138,17 @@ class Lookup(Distance):
                 "Add tokenizer.json to the model's folder, or choose --set evaluation.metric=text.",
             )
         generator, words = self._generator(split), key_words(tokenizer, spec.lookup_keys)
-        length = context.rows[split].shape[1]
+        room, start = context.rows[split].shape[1], self._start()
+        parts = [self._parts(words, room // SHARE, generator) for _ in range(spec.lookup_prompts)]
+        longest = max(len(start) + len(stated) + len(asked) for stated, asked, _ in parts)
+        length = min(room, longest + spec.filler_tokens)
         rows, answers = [], []
-        for index in range(spec.lookup_prompts):
-            stated, asked, inside = self._parts(words, length // SHARE, generator)
-            begin = self._start() + stated
+        for index, (stated, asked, inside) in enumerate(parts):
+            begin = start + stated
             middle = self._filler(split, index, length - len(begin) - len(asked))
             rows.append(begin + middle + asked)
-            answers.append([False] * (len(begin) + len(middle)) + inside)
-        return Prompts(torch.tensor(rows), torch.tensor(answers))
+            answers.append([False] * (length - len(asked)) + inside)
+        return Prompts(torch.tensor(rows), torch.tensor(answers), length - longest)
 
     def _parts(
         self, words: list[str], budget: int, generator: torch.Generator
@@ -149,7 +174,7 @@ class Lookup(Distance):
 
 
 class Copy(Distance):
-    """Random tokens repeated."""
+    """Random tokens repeated, drawn from the commonest of the text."""
 
     def prompts(self, split: str) -> Prompts:
         """The first token of the repetition is not scored: nothing before it says what comes.
@@ -157,19 +182,24 @@ class Copy(Distance):
         Raises:
             DataError: rows too short for a run of two tokens.
         """
-        context, spec = self.context, self.context.spec
-        length, generator = context.rows[split].shape[1], self._generator(split)
-        allowed, start = ordinary_tokens(context.config, context.tokenizer), self._start()
-        count = min(spec.copy_tokens, length // SHARE - len(start))
+        spec, room, generator = self.context.spec, self.context.rows[split].shape[1], self._generator(split)
+        start, common = self._start(), self._common(split)
+        count = min(spec.copy_tokens, (room // SHARE - len(start)) // STATEMENTS, len(common))
         if count < 2:
-            raise DataError(f"{self.name}: rows of {length} tokens are too short.", "Raise evaluation.seq_len.")
+            raise DataError(f"{self.name}: rows of {room} tokens are too short.", "Raise evaluation.seq_len.")
+        filler_tokens = min(spec.filler_tokens, room - len(start) - (STATEMENTS + 1) * count)
         rows = []
         for index in range(spec.copy_prompts):
-            run = allowed[torch.randperm(len(allowed), generator=generator)[:count]].tolist()
-            rows.append(start + run + self._filler(split, index, length - len(start) - 2 * len(run)) + run)
-        answers = torch.zeros(len(rows), length, dtype=torch.bool)
-        answers[:, length - count + 1 :] = True
-        return Prompts(torch.tensor(rows), answers)
+            run = common[torch.randperm(len(common), generator=generator)[:count]].tolist()
+            rows.append(start + STATEMENTS * run + self._filler(split, index, filler_tokens) + run)
+        answers = torch.zeros(len(rows), len(rows[0]), dtype=torch.bool)
+        answers[:, 1 - count :] = True
+        return Prompts(torch.tensor(rows), answers, filler_tokens)
+
+    def _common(self, split: str) -> Tensor:
+        """The commonest tokens of the split's text, at most COMMON."""
+        counts = torch.bincount(self._ordinary_text(split))
+        return counts.argsort(descending=True, stable=True)[: min(COMMON, int(counts.count_nonzero()))]
 
 
 def check_base(name: str, base: AnswerScores, where: str) -> None:
@@ -177,8 +207,8 @@ def check_base(name: str, base: AnswerScores, where: str) -> None:
     if base.mean_probability < LEAST_BASE:
         raise DataError(
             f"{name}: the uncompressed model gives the right answers a mean probability of "
-            f"{base.mean_probability:.3f} ({where}), expected at least {LEAST_BASE}.",
-            "This model cannot do the task; choose another metric.",
+            f"{base.mean_probability:.3f} {where}, expected at least {LEAST_BASE}.",
+            "This model cannot do the task; choose another metric, or a smaller evaluation.filler_tokens.",
         )
 
 

@@ -1,0 +1,128 @@
+"""Bits of every column, domain and group size of every layer, for any number of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..codes.allocation import BitCurve, BitPath, bit_curve, bit_path
+from ..codes.layer import GroupColumns, LayerCodes
+from ..errors import RecipeError
+from ..format.columns import WIDTHS, WORD_BYTES, Columns
+from ..format.layout import AttentionShape, uncompressed_kv_bytes_per_token
+from .plan import SLACK, RankPath, RankPlan
+
+STEPS = 1024
+"""Plans of a path lie at least this share of the uncompressed bytes apart; any other number of bytes is made on demand."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """The curves of one candidate of a layer, key and value side of each group in turn, and their best split."""
+
+    curves: tuple[BitCurve, ...]
+
+    @cached_property
+    def path(self) -> BitPath:
+        return bit_path([curve.loss for curve in self.curves])
+
+    def columns(self, words: int) -> GroupColumns:
+        """The columns of each group when there are so many words for all of them."""
+        split = self.path.split(min(words, len(self.path.loss) - 1))
+        sides = [_columns(curve, own) for curve, own in zip(self.curves, split, strict=True)]
+        return list(zip(sides[::2], sides[1::2], strict=True))
+
+
+class BitsPath(RankPath):
+    """Path of the plans of least predicted loss for each number of bytes.
+
+    The predicted loss of a plan is the sum over all columns of Fisher information times squared error of the code, so
+    that neither a price nor a probe is needed, and layers, sides, domains and group sizes compare.
+
+    Args:
+        codes: per layer, by candidate.
+        widths: bits that a column may have, 0 among them.
+        element_bytes: of one number of the model's dtype: what is compressed, and columns of 16 bits.
+    Raises:
+        RecipeError: groups have too few columns for a word of the narrowest width.
+    Source: DESIGN section 7.
+    """
+
+    def __init__(
+        self,
+        codes: Sequence[dict[str, LayerCodes]],
+        shape: AttentionShape,
+        widths: tuple[int, ...],
+        element_bytes: int,
+    ) -> None:
+        super().__init__((), shape, 1)
+        self.element_bytes = element_bytes
+        element_words = max(1, element_bytes // 2)
+        self._layers = [
+            {
+                key: _Candidate(
+                    tuple(
+                        bit_curve(side.losses(group, widths), widths, element_words=element_words)
+                        for group in range(len(found.qk.weight))
+                        for side in (found.qk, found.vo)
+                    )
+                )
+                for key, found in layer.items()
+            }
+            for layer in codes
+        ]
+        self._best = [_least([candidate.path.loss for candidate in layer.values()]) for layer in self._layers]
+        self._path = bit_path([loss for loss, _ in self._best])
+        self._least_words = int(np.isfinite(self._path.loss).argmax())
+        if not np.isfinite(self._path.loss[self._least_words]):
+            raise RecipeError(
+                f"codes.bits {list(widths)}: a group of {shape.head_dim} columns a head fills no whole word.",
+                "Give wider ones too, or larger groups.",
+            )
+
+    @property
+    def grain(self) -> tuple[str, str]:
+        return f"at least one word of {WORD_BYTES} bytes a side of each group", "calibrate with larger groups.size"
+
+    def full(self) -> RankPlan:
+        """The plan of most bytes."""
+        return self._plan(len(self._path.loss) - 1)
+
+    def at_compression(self, target: float) -> RankPlan | None:
+        """The plan of the most bytes that removes at least `target` of them, or None if there is none."""
+        words = int((1 - target + SLACK) * self._uncompressed_bytes / WORD_BYTES)
+        return None if words < self._least_words else self._plan(min(words, len(self._path.loss) - 1))
+
+    @property
+    def _uncompressed_bytes(self) -> int:
+        return uncompressed_kv_bytes_per_token(self.shape, self.element_bytes)
+
+    def _plans(self) -> list[RankPlan]:
+        step = max(1, self._uncompressed_bytes // (WORD_BYTES * STEPS))
+        return [self._plan(words) for words in range(len(self._path.loss) - 1, self._least_words - 1, -step)]
+
+    def _plan(self, words: int) -> RankPlan:
+        choice, columns = [], []
+        for layer, (_, best), own in zip(self._layers, self._best, self._path.split(words), strict=True):
+            choice.append(list(layer)[int(best[own])])
+            columns.append(layer[choice[-1]].columns(own))
+        ranks = [[(qk.rank, v.rank) for qk, v in layer] for layer in columns]
+        stored_bytes = sum(side.row_bytes(self.element_bytes) for layer in columns for pair in layer for side in pair)
+        stored = 1.0 - stored_bytes / self._uncompressed_bytes
+        return RankPlan(float(words), tuple(choice), ranks, ranks, stored, stored, stored, columns)
+
+
+def _least(losses: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The least loss of several candidates for each number of words, and which of them gives it."""
+    size = max(map(len, losses))
+    padded = np.stack([np.pad(loss, (0, size - len(loss)), mode="edge") for loss in losses])
+    best = padded.argmin(0)
+    return padded[best, np.arange(size)], best
+
+
+def _columns(curve: BitCurve, words: int) -> Columns:
+    counts = dict(zip(curve.widths, curve.counts[words].tolist(), strict=True))
+    return Columns(*(counts.get(bits, 0) for bits in WIDTHS))

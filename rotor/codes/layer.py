@@ -1,0 +1,138 @@
+"""What calibration finds of the codes of one layer's candidate, and its bases with the columns of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..bases import BasisPair, LayerBases
+from ..bases.method import Gradients
+from ..format.columns import WIDTHS, Columns
+from .quantiser import ColumnCode, ColumnStatistics, measure_columns
+
+MEASURED = (0, *reversed(WIDTHS))
+"""Bits at which every column is measured, so that any of them can be allocated later."""
+
+GroupColumns = list[tuple[Columns, Columns]]
+"""Columns by bits of the key and of the value latent of each group of a layer, in the order of the bases."""
+
+
+@dataclass(frozen=True)
+class SideCodes:
+    """Of one side (keys or values) of a candidate of a layer, batched over its groups; float64.
+
+    weight: [num_groups, columns], what a squared error of 1 in each column costs in nats per token. variance: likewise.
+    mean, scale, distortion: [widths, num_groups, columns], at the bits of MEASURED; see ColumnStatistics.
+    """
+
+    weight: Tensor
+    variance: Tensor
+    mean: Tensor
+    scale: Tensor
+    distortion: Tensor
+
+    def losses(self, group: int, widths: tuple[int, ...]) -> Tensor:
+        """Predicted loss of each column of a group at each of `widths`, [widths, columns]."""
+        index = [MEASURED.index(bits) for bits in widths]
+        return self.weight[group] * self.variance[group] * self.distortion[index, group]
+
+    def order(self, group: int) -> Tensor:
+        """Columns of a group in descending order of the loss without them: their order in the checkpoint."""
+        return torch.argsort(self.losses(group, (0,))[0], descending=True, stable=True)
+
+    def code(self, group: int, columns: Columns) -> tuple[Tensor, ColumnCode]:
+        """The order of a group's columns, and their code in that order: widest first, the rest at 0 bits."""
+        order = self.order(group)
+        bits = torch.zeros(len(order), dtype=torch.int64)
+        start = 0
+        for width, count in zip(WIDTHS, columns.counts, strict=True):
+            bits[start : start + count] = width
+            start += count
+        statistics = ColumnStatistics(
+            MEASURED,
+            self.variance[group, order],
+            self.mean[:, group, order],
+            self.scale[:, group, order],
+            self.distortion[:, group, order],
+        )
+        return order, statistics.code(bits)
+
+
+@dataclass(frozen=True)
+class LayerCodes:
+    """Both sides of a candidate of a layer."""
+
+    qk: SideCodes
+    vo: SideCodes
+
+
+@dataclass(frozen=True)
+class CodedBases(LayerBases):
+    """Bases of a layer whose columns are in the order of a plan, and how these are coded.
+
+    columns: by bits, of each group. key_codes, value_codes: of all columns of each group, descending in bits.
+    """
+
+    columns: tuple[tuple[Columns, Columns], ...] = ()
+    key_codes: tuple[ColumnCode, ...] = ()
+    value_codes: tuple[ColumnCode, ...] = ()
+
+
+def layer_codes(bases: LayerBases, gradients: Gradients, softcapped: bool) -> LayerCodes:
+    """Fit the codes of every column of a candidate at every width, and weigh their errors.
+
+    Args:
+        softcapped: the model presses its logits below a bound.
+    Source: DESIGN section 7; the weight is half the Fisher information, B^T E[g g^T] B on the diagonal.
+    """
+    key = "key_pre" if bases.domain == "pre" else "key_post"
+    no_constant = softcapped and bases.domain != "pre"
+    return LayerCodes(
+        _side(key, bases.qk, bases.group_size, gradients, no_constant),
+        _side("value", bases.vo, bases.group_size, gradients, False),
+    )
+
+
+def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients, no_constant: bool) -> SideCodes:
+    information = gradients.per_token(name, group_size)
+    weight = torch.einsum("gir,gij,gjr->gr", pair.decode, information, pair.decode) / 2
+    latents = gradients.stacked(name, group_size) @ pair.encode
+    fits = [measure_columns(group, MEASURED, no_constant) for group in latents]
+    return SideCodes(
+        weight.clamp(min=0),
+        torch.stack([fit.variance for fit in fits]),
+        *(torch.stack([getattr(fit, part) for fit in fits], dim=1) for part in ("mean", "scale", "distortion")),
+    )
+
+
+def coded_bases(bases: LayerBases, codes: LayerCodes, columns: GroupColumns) -> CodedBases:
+    """Order the columns of each group by what they are worth, and code them as a plan says.
+
+    Latents that are whole rotary planes are taken as any others: coded, they are turned before they are projected.
+    """
+    orders: dict[str, list[Tensor]] = {"qk": [], "vo": []}
+    found: dict[str, list[ColumnCode]] = {"qk": [], "vo": []}
+    for group, pair in enumerate(columns):
+        for side, of_side in zip(("qk", "vo"), pair, strict=True):
+            order, code = getattr(codes, side).code(group, of_side)
+            orders[side].append(order)
+            found[side].append(code)
+
+    def ordered(pair: BasisPair, order: Tensor) -> BasisPair:
+        index = order.unsqueeze(1).expand_as(pair.encode)
+        return BasisPair(
+            pair.encode.gather(-1, index), pair.decode.gather(-1, index), pair.singular_values.gather(-1, order)
+        )
+
+    return CodedBases(
+        bases.domain,
+        bases.group_size,
+        ordered(bases.qk, torch.stack(orders["qk"])),
+        ordered(bases.vo, torch.stack(orders["vo"])),
+        bases.outputs,
+        columns=tuple(columns),
+        key_codes=tuple(found["qk"]),
+        value_codes=tuple(found["vo"]),
+    )
