@@ -269,7 +269,7 @@ def test_latency_does_not_favour_rebuilding_keys_from_wide_latents(kv_heads, hea
 
 
 def test_an_objective_from_a_recipe() -> None:
-    settings = load_recipe("rotor", ["objective.kind=0.25", "objective.batch_size=2"]).objective
+    settings = load_recipe("rotor-16", ["objective.kind=0.25", "objective.batch_size=2"]).objective
     objective = Objective.from_settings(settings, find_device(settings.device), LLAMA, 4)
     assert objective.latency_weight == 0.25
     assert objective.step == DecodeStep(context_tokens=32768, batch_size=2, element_bytes=4)

@@ -17,7 +17,11 @@ def test_bundled_recipes_are_what_the_papers_say() -> None:
     assert (fdc.tokens.source, fdc.groups.size, fdc.groups.domain) == ("random", 1, "post")
     assert fdc.tokens.count >= 8192
     assert (fdc.bases.qk, fdc.bases.vo, fdc.ranks.spectrum) == ("svd", "palu", "values")
-    assert (ours.groups.size, ours.groups.domain, ours.ranks.method) == ("all", "pre", "global")
+    assert (ours.groups.size, ours.groups.domain, ours.bases.qk, ours.coded) == ("all", "pre", "fisher", True)
+    sixteen = recipes["rotor-16"]
+    assert (sixteen.groups.size, sixteen.groups.domain, sixteen.ranks.method) == ("all", "pre", "global")
+    assert sixteen.codes.bits == (0, 16)
+    assert {name for name, recipe in recipes.items() if recipe.coded} == {"rotor", "rotor-plain", "rotor-post"}
     for name, recipe in recipes.items():
         assert recipe.name == name
         assert "\n" not in recipe.summary
@@ -49,13 +53,13 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
         ("tokens=3", "tokens: got 3, expected a mapping"),
         ("search.targets=[0.9, 1.5]", "search.targets"),
-        (
-            "groups.domain=pre",
-            "got 'svd', expected one of whitened, kq, kq-centred, palu, identity, as groups.domain is pre",
-        ),
-        ("groups.size=any", "ranks.method: got 'removal-rate', expected global, as only it chooses"),
+        ("groups.domain=pre", "got 'svd', expected one of whitened, kq, kq-centred, fisher, palu, identity"),
+        ("groups.size=any", "ranks.method: got 'removal-rate', expected global, as only it"),
         ("bases.qk=kq-centered", "bases.qk: got 'kq-centered', expected one of svd, whitened, kq, kq-centred"),
-        ("bases.vo=rope-pairs", "bases.vo: got 'rope-pairs', expected one of svd, whitened, kq, kq-output, palu"),
+        (
+            "bases.vo=rope-pairs",
+            "bases.vo: got 'rope-pairs', expected one of svd, whitened, kq, kq-output, fisher, palu",
+        ),
         ("ranks.method=removalrate", "did you mean 'removal-rate'?"),
         ("name.x=1", "unknown key 'x' in name"),
     ],
@@ -104,6 +108,7 @@ def methods_table() -> list[str]:
             reads, where = "spectra", ""
             if isinstance(method, BasisMethod):
                 reads = ", ".join(sorted(method.moments)) or "weights"
+                reads += ", gradients" if method.gradients else ""
                 where = ", ".join(method.domains) if method.side == "qk" else ""
             elif method.needs:
                 reads = f"spectra, {', '.join(sorted(method.needs))}"
@@ -126,6 +131,7 @@ def test_names_are_those_of_the_registered_methods() -> None:
 
 def test_a_basis_for_either_domain_must_work_in_both() -> None:
     with pytest.raises(
-        RecipeError, match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, identity, as groups\.domain is any"
+        RecipeError,
+        match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, fisher, identity, as groups\.domain is any",
     ):
         load_recipe("rotor", ["groups.domain=any", "bases.qk=svd"])

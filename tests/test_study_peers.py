@@ -187,8 +187,8 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
         patch.setattr(peers_part, "peers", lambda: [peer for peer in peers() if peer.name in FEW])
-        overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128", "codes.tokens=256"]
-        overrides += ["tokens.source=random", "evaluation.report_tokens=512"]
+        overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
+        overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=512"]
         arguments = {"parts": ["peers"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
         out = tmp_path_factory.mktemp("peers") / "study"
         yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments

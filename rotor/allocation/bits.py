@@ -16,7 +16,7 @@ from ..format.layout import AttentionShape, uncompressed_kv_bytes_per_token
 from .plan import SLACK, RankPath, RankPlan
 
 STEPS = 1024
-"""Plans of a path lie at least this share of the uncompressed bytes apart; any other number of bytes is made on demand."""
+"""Plans of a path lie at least one part in so many of the uncompressed bytes apart; others are made on demand."""
 
 
 @dataclass(frozen=True)

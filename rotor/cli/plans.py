@@ -77,11 +77,12 @@ def print_export_plan(plan: Any) -> None:
     measure = f"about {plan.points} point(s), {plan.known_points} are in the table"
     if plan.probed_layers:
         measure = f"probes of {plan.probed_layers} layer(s), then {measure}"
+    nothing = f"nothing; {plan.unmeasured}" if plan.unmeasured else "nothing; the table has the point"
     cache, size = plan.kv_bytes_per_token, plan.checkpoint_bytes
     rows = [
         ("export", f"{plan.run} -> {plan.out}; nothing is written in a dry run"),
         ("recipe", f"{plan.recipe}, {goal}"),
-        ("measure", measure if plan.points or plan.probed_layers else "nothing; the table has the point"),
+        ("measure", measure if plan.points or plan.probed_layers else nothing),
     ]
     if plan.ranks is None:
         rows.append(("ranks", "depend on what is measured"))

@@ -27,8 +27,8 @@ WORD_BITS = 32
 class BitCurve:
     """The least loss of one side of a group for every number of words from 0 on, and the columns that give it.
 
-    loss: [words + 1], float64, never rising; infinite where no column is stored. counts: [words + 1, widths], columns at
-        each of `widths` (bits, widest first); the columns after them have 0 bits. order: [columns], the column that
+    loss: [words + 1], float64, never rising; infinite where no column is stored. counts: [words + 1, widths], columns
+        at each of `widths` (bits, widest first); the columns after them have 0 bits. order: [columns], the column that
         stands at each place.
     """
 

@@ -31,8 +31,8 @@ class FoldedCode:
     encode: [n, stored]; keys or values x of the group, side by side, give numbers x @ encode + shift, which `quantise`
         turns into what is stored. shift: [stored].
     decode: [n, stored]; numbers @ decode^T + constant is x as it is read.
-    offset: [stored], what numbers lack of the middle of their levels and of the mean, in steps. dropped: [n], the mean of
-        the columns that are not stored.
+    offset: [stored], what numbers lack of the middle of their levels and of the mean, in steps. dropped: [n], the mean
+        of the columns that are not stored.
     """
 
     bits: Tensor

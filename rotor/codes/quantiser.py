@@ -77,8 +77,9 @@ class ColumnCode:
 class ColumnStatistics(NamedTuple):
     """Of every column of a latent, measured on samples, at every width.
 
-    variance: [columns], about the mean, or about zero where the constant is lost. mean, scale: [widths, columns]. distortion: [widths, columns], the mean squared
-    error as a share of the variance; 1 at 0 bits; 0 where the variance is.
+    variance: [columns], about the mean, or about zero where the constant is lost. mean, scale: [widths, columns].
+    distortion: [widths, columns], the mean squared error as a share of the variance; 1 at 0 bits; 0 where the variance
+        is.
     """
 
     widths: tuple[int, ...]

@@ -126,7 +126,8 @@ class Columns:
 
 def in_words(columns: Iterable[Columns]) -> str:
     """How many columns of each width there are in all, for a table."""
-    totals = [sum(counts) for counts in zip(*(c.counts for c in columns), strict=True)]
+    counts = [found.counts for found in columns]
+    totals = [sum(of_all[place] for of_all in counts) for place in range(len(WIDTHS))]
     return ", ".join(f"{total} at {bits} bits" for bits, total in zip(WIDTHS, totals, strict=True) if total)
 
 

@@ -62,8 +62,9 @@ def rewrite_layer(
     where keys are projected at run time; `query_basis`, of the same shape, where queries are or keys are rebuilt.
 
     Of coded bases, all that puts out a column of codes is divided by its step and shifted by its mean (`key_shift`
-    [qk_width], float32, where keys are projected at run time), all that reads one is multiplied by the step; `key_constant`
-    [num_kv_heads, head_dim], float32, is what rebuilt keys lack then, and o_proj's bias has what the values lack.
+    [qk_width], float32, where keys are projected at run time), all that reads one is multiplied by the step. What
+    rebuilt keys lack then is `key_constant` [num_kv_heads, head_dim], float32; what the values lack is in o_proj's
+    bias.
 
     Args:
         layout, order: from `layer_layout`.
