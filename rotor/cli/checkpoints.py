@@ -10,7 +10,6 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
-from ..export.model_card import below_target
 from . import is_first_process
 from .app import (
     AsJson,
@@ -161,6 +160,7 @@ def export(
     be changed with --set.
     """
     from ..export.export import run_export
+    from ..export.model_card import below_target
     from ..planning.dry_run import plan_export
     from ..recipe.settings import Compute, ExportSettings, Goal
 
