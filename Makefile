@@ -1,6 +1,7 @@
 # make demo      set up .venv, then calibrate, export and validate the bundled model; ends with a table
 # make test      set up .venv, then lint, types, the layers of the packages, and tests
 # make test-slow the tests marked slow: more kills, more mutations
+# make fuzz      whole commands with drawn paths, damage, environments and faults: 2,000 examples of each
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 WORKERS ?= auto
 TARGETS := 0.99 0.95 0.90
 
-.PHONY: demo test test-slow test-min lint setup clean
+.PHONY: demo test test-slow fuzz test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -40,6 +41,9 @@ test: lint
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m slow
+
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/test_fuzz.py --hypothesis-profile=fuzz
 
 # Every lower bound of pyproject.toml as an exact version, in an environment of its own (Python 3.10 if there is one).
 test-min:

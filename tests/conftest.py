@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -31,6 +32,10 @@ from rotor.calibration.run import Run
 from rotor.format.manifest import NO_DIGEST, Manifest, write_manifest
 from rotor.models.checkpoint import Checkpoint
 from rotor.rewriting.compressible import CompressibleModel
+
+settings.register_profile("bounded", max_examples=60, derandomize=True)
+settings.register_profile("fuzz", max_examples=2000, print_blob=True)
+settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherwise
 
 ROOT = Path(rotor.__file__).parent.parent
 DEMO_MODEL = ROOT / "artifacts" / "demo-model"

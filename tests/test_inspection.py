@@ -14,7 +14,11 @@ from typer.testing import CliRunner
 
 from rotor.cli.commands import app
 from rotor.errors import UnsupportedModelError
+from rotor.format.layout import AttentionShape, kv_bytes_per_token
+from rotor.planning.decode_times import decode_times, uniform_layout
 from rotor.planning.inspection import inspect
+from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from rotor.prediction.devices import find_device
 
 
 def test_the_bundled_model() -> None:
@@ -81,3 +85,32 @@ def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:
         found = inspect(tiny(family))
         per_layer = found.kv_bytes_per_token // 2
         assert found.kv_cache_bytes[32768] == per_layer * (12 * layers + 32768 * (2 - layers))
+
+
+LOAD = DecodeStep(32768, 8)
+
+
+@pytest.mark.parametrize("heads, layers, hidden", [(32, 32, 4096), (64, 80, 8192)])
+def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int) -> None:
+    shape, device = AttentionShape(layers, heads, 8, 128, hidden), find_device("h200")
+    found = {(t.candidate, t.scenario): t for t in decode_times(shape, True, False, device, LOAD)}
+    assert {key for key, _ in found} == {f"{domain}-{size}" for domain in ("post", "pre") for size in (1, 2, 4, 8)}
+    whole = layers * 2 * 8 * 128 * 2
+    for (_, scenario), time in found.items():
+        share = {"1/2 at 16 bits": 1 / 2, "1/4 at 16 bits": 1 / 4, "1/2 at 4 bits": 1 / 8, "1/2 at 2 bits": 1 / 16}
+        assert time.kv_bytes_per_token == whole * share[scenario]
+        assert time.share == pytest.approx(time.seconds / uncompressed_decode_seconds(shape, device, LOAD))
+    assert found["post-1", "1/4 at 16 bits"].share < found["post-1", "1/2 at 16 bits"].share < 1
+    one = uniform_layout(shape, "pre", True, 8, 1 / 4, 16)
+    assert found["pre-8", "1/4 at 16 bits"].seconds == decode_seconds([one] * layers, shape, device, LOAD)
+    assert kv_bytes_per_token([one] * layers, 2) == whole / 4
+
+
+def test_decode_times_are_shown_as_a_prediction(tiny) -> None:
+    text = " ".join(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)]).output.split())
+    assert "Predicted attention time of a decode step" in text
+    assert "h200, 8 x 32768 tokens; arithmetic, not measured" in text
+    data = inspect(DEMO_MODEL, "rotor", ["objective.device=l40s"]).to_dict()
+    assert data["objective"]["device"] == "l40s"
+    assert {time["candidate"] for time in data["decode_times"]} == {"post-1", "post-2", "pre-1", "pre-2"}
+    assert {t.candidate for t in inspect(tiny("gpt2")).decode_times} == {"none-1", "none-2", "none-4"}

@@ -21,7 +21,7 @@ def test_bundled_recipes_are_what_the_papers_say() -> None:
     sixteen = recipes["rotor-16"]
     assert (sixteen.groups.size, sixteen.groups.domain, sixteen.ranks.method) == ("all", "pre", "global")
     assert sixteen.codes.bits == (0, 16)
-    assert {name for name, recipe in recipes.items() if recipe.coded} == {"rotor", "rotor-post"}
+    assert {name for name, recipe in recipes.items() if recipe.coded} == {"rotor", "rotor-plain", "rotor-post"}
     for name, recipe in recipes.items():
         assert recipe.name == name
         assert "\n" not in recipe.summary
@@ -53,7 +53,7 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
         ("tokens=3", "tokens: got 3, expected a mapping"),
         ("search.targets=[0.9, 1.5]", "search.targets"),
-        ("groups.domain=pre", "got 'svd', expected one of whitened, kq, kq-centred, fisher, palu, as"),
+        ("groups.domain=pre", "got 'svd', expected one of whitened, kq, kq-centred, fisher, palu, identity"),
         ("groups.size=any", "ranks.method: got 'removal-rate', expected global, as only it, or bits of codes, chooses"),
         ("bases.qk=kq-centered", "bases.qk: got 'kq-centered', expected one of svd, whitened, kq, kq-centred"),
         (
@@ -131,6 +131,7 @@ def test_names_are_those_of_the_registered_methods() -> None:
 
 def test_a_basis_for_either_domain_must_work_in_both() -> None:
     with pytest.raises(
-        RecipeError, match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, fisher, as groups\.domain is any"
+        RecipeError,
+        match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, fisher, identity, as groups\.domain is any",
     ):
         load_recipe("rotor", ["groups.domain=any", "bases.qk=svd"])

@@ -189,3 +189,25 @@ def test_main_prepares_streams_that_are_not_there(monkeypatch) -> None:
     cli._prepare_streams()
     assert sys.stderr is not None
     assert sys.stderr.fileno() == 2
+
+
+def test_what_libraries_log_and_warn_of_moves_no_cursor() -> None:
+    """Each library has handlers of its own, of whatever format."""
+    program = """
+import logging, sys, warnings
+from rotor import cli
+sys.argv = ["rotor", "--version"]
+try:
+    cli.main()
+except SystemExit:
+    pass
+evil = "a\\x1b]0;title\\x07b\\x9b31m"
+logging.basicConfig()
+logging.getLogger("transformers").error("%s", evil)
+logging.getLogger("some.library").error(evil)
+warnings.warn(evil)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert done.stderr.count("\\x1b]0;title\\x07b\\x9b31m") >= 3, done.stderr
+    assert not {"\x1b", "\x07", "\x9b"} & set(done.stderr)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import DEMO_MODEL, FAST_EVALUATION
 from transformers import AutoModelForCausalLM
 
+from rotor.errors import UsageError
+from rotor.evaluation.metrics.distance import Prompts
+from rotor.progress import Progress
 from rotor.runtime.cache import KCVT, PerToken, make_cache
+from rotor.study import peers_part
 from rotor.study.peers import (
     Peer,
     PeerBench,
@@ -19,16 +27,19 @@ from rotor.study.peers import (
     peers,
 )
 from rotor.study.peers_plot import draw_peers, family, pareto_front
+from rotor.study.study import study
 
 
 @pytest.fixture(scope="module")
-def bench(tiny) -> PeerBench:
+def bench(tiny) -> Iterator[PeerBench]:
     model = AutoModelForCausalLM.from_pretrained(tiny("llama")).to(torch.bfloat16).eval()
     starts = torch.randint(1, 4096, (3, 4), generator=torch.Generator().manual_seed(0))
     rows = model.generate(starts, attention_mask=torch.ones_like(starts), min_new_tokens=20, max_new_tokens=20)
     answers = torch.zeros_like(rows, dtype=torch.bool)
     answers[:, 15:17] = True
-    return PeerBench(model, PeerData(rows, 8, {"copy": (rows, answers)}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 0.0)  # random weights can do nothing
+        yield PeerBench(model, PeerData(rows, 8, {"copy": Prompts(rows, answers, 0)}))
 
 
 def test_the_uncompressed_cache_loses_nothing(bench) -> None:
@@ -123,6 +134,12 @@ def test_the_picture_shows_the_front(bench) -> None:
     assert divergence.get_yscale() == divergence.get_xscale() == "log"
     assert [axis.get_ylabel().split(":")[0] for axis in figure.axes[1:4]][-1] == "copy"
     assert not draw_peers(matplotlib.Figure(), records[-1:])
+    many = matplotlib.Figure()
+    assert draw_peers(
+        many, [replace(one, name=f"method {i:c}", mean_kv_bytes_per_token=99.0 + i) for i in range(65, 85)]
+    )
+    looks = {(line.get_color(), line.get_marker()) for line in many.axes[0].lines[:-1]}
+    assert len(looks) == 20
     long = matplotlib.Figure()
     assert draw_peers(long, [replace(one, long_kv_bytes_per_token=50.0)], "long_kv_bytes_per_token")
     assert long.axes[0].lines[0].get_xdata().tolist() == [50]
@@ -134,6 +151,104 @@ def test_the_front_has_what_nothing_else_beats() -> None:
     assert pareto_front(points, higher=True) == [(1, 5)]
     assert family("KIVI-2") == family("KIVI-4") == "KIVI"
     assert family("GEAR-L-4") == "GEAR-L"
-    assert family("rotor-post") == "rotor-post"
+    assert family("rotor-post") == family("rotor-post, 96 bytes") == "rotor-post"
+    assert family("rotor-16, 320 bytes") == "rotor-16"
     assert family("per token, 2 bits, Hadamard") != family("per token, 2 bits") == "per token"
     assert PeerRecord(**asdict(PeerRecord("a", answers={"copy": 1.0}))).answers == {"copy": 1.0}
+
+
+class Told(Progress):
+    """Keeps its messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def test_a_task_that_the_uncompressed_model_cannot_do_is_left_out(bench, monkeypatch) -> None:
+    monkeypatch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 1.1)
+    progress, prompts = Told(), bench.data.tasks["copy"]
+    data = PeerData(prompts.rows, 8, {"copy": prompts})
+    record = PeerBench(bench.model, data, progress=progress).peer(peers()[0])
+    assert record.answers == record.hits == {}
+    (line,) = progress.messages
+    assert "peers leave out `copy`: copy: the uncompressed model gives the right answers a mean probability" in line
+
+
+RECIPES = ["palu", "rotor-plain"]
+FEW = ("uncompressed", "transformers quanto, 4 bits", "per token, 4 bits")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A study of few peers, of ranks and of codes: (result, keyword arguments that give it)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
+        patch.setattr(peers_part, "peers", lambda: [peer for peer in peers() if peer.name in FEW])
+        overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
+        overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=512"]
+        arguments = {"parts": ["peers"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
+        out = tmp_path_factory.mktemp("peers") / "study"
+        yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
+
+
+def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> None:
+    result, _ = measured
+    records = {key.removeprefix("peers/"): record for key, record in result.records.items()}
+    assert list(records) == [*FEW, *(f"{recipe}, {size} bytes" for recipe in RECIPES for size in (1280, 640, 1))]
+    exact, half, quarter = (records[name] for name in ("uncompressed", "palu, 1280 bytes", "palu, 640 bytes"))
+    assert exact["kv_bytes_per_token"] == 2560  # bfloat16, though the study computes in float32
+    assert 1200 < half["kv_bytes_per_token"] <= 1280
+    assert 560 < quarter["kv_bytes_per_token"] <= 640
+    assert exact["kl_div"] < half["kl_div"] < quarter["kl_div"]
+    coded = records["rotor-plain, 640 bytes"]
+    assert 600 < coded["kv_bytes_per_token"] == coded["long_kv_bytes_per_token"] <= 640
+    assert exact["kl_div"] < coded["kl_div"] < quarter["kl_div"]
+    assert exact["answers"] == exact["hits"] == {"lookup": 1, "copy": 1}
+    assert records["palu, 1 bytes"]["skipped"].startswith("out of reach: the least is ")
+    assert "You need to install optimum-quanto" in records[FEW[1]]["skipped"]
+
+
+def test_the_part_writes_a_table_and_a_csv(measured) -> None:
+    result, _ = measured
+    rows = {row["name"]: row for row in csv.DictReader((result.folder / "peers.csv").open())}
+    assert result.folder / "peers.csv" in result.files
+    coded = result.records["peers/per token, 4 bits"]
+    assert float(rows["per token, 4 bits"]["kl_div"]) == coded["kl_div"]
+    assert float(rows["per token, 4 bits"]["lookup_answers"]) == coded["answers"]["lookup"]
+    assert rows[FEW[1]]["kl_div"] == ""
+    text = (result.folder / "summary.md").read_text()
+    table = text[text.index("## Caches against quantisers") :].splitlines()
+    lines = [line for line in table if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| uncompressed", "| palu, 1280 bytes"]
+    assert any("not measured: You need to install optimum-quanto" in line for line in lines)
+
+
+def test_a_second_start_measures_nothing_but_what_was_skipped(measured, monkeypatch) -> None:
+    result, arguments = measured
+    scored: list[str] = []
+    monkeypatch.setattr(PeerBench, "_record", lambda self, name, *rest: scored.append(name) or PeerRecord(name))
+    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 0
+    assert scored == []
+    monkeypatch.setattr(peers_part, "peers", lambda: [Peer(FEW[1], lambda config: None)])  # now it is installed
+    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 1
+    assert scored == [FEW[1]]
+
+
+def test_the_picture_of_a_study(measured) -> None:
+    pytest.importorskip("matplotlib")
+    result, arguments = measured
+    found = study(DEMO_MODEL, result.folder, RECIPES, **{**arguments, "plots": True})
+    assert Path(result.folder / "plots" / "peers.png") in found.files
+
+
+def test_requests_that_cannot_be_are_refused(tmp_path) -> None:
+    from rotor.study.study import parse_counts
+
+    with pytest.raises(UsageError, match="--bytes 320,few: expected positive numbers of bytes"):
+        parse_counts(["320", "few"], "--bytes", "bytes")
+    with pytest.raises(UsageError, match="--parts peers: caches are read step by step"):
+        study(DEMO_MODEL, tmp_path / "s", ["palu"], parts=["peers"], offload="always", plots=False)

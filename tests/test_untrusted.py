@@ -324,3 +324,27 @@ def test_logits_that_are_exactly_zero_have_an_error() -> None:
     reference, states = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
     states[0, 1] = 1.0
     assert logit_errors(Network(), torch.zeros(1, 3), reference, states).tolist() == [0.0, 2.0]  # type: ignore[arg-type]
+
+
+def test_no_model_is_fetched_that_only_a_checkpoint_leads_to(
+    exported: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """rotor.json names a run, and run.json a model of the hub."""
+
+    def fetched(*_: object, **__: object) -> None:
+        raise AssertionError("asked the hub")
+
+    folder = shutil.copytree(exported.parent, tmp_path / "x")
+    shutil.rmtree(folder / "model")
+    info = json.loads((folder / "run" / "run.json").read_text())
+    info["model"] |= {"path": str(tmp_path / "gone"), "hub_id": "team/evil", "revision": "0" * 40}
+    (folder / "run" / "run.json").write_text(json.dumps(info))
+    reseal(folder / "run")
+    for name in ("snapshot_download", "hf_hub_download", "get_safetensors_metadata"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", fetched)
+    code, said, error = rotor(capsys, "validate", folder / "out", "--json")
+    assert code == 0, error
+    skipped = {check["name"] for check in json.loads(said)["checks"] if check["status"] == "skipped"}
+    assert {"source unchanged", "full-rank rewrite", "accuracy target"} <= skipped
+    for name in ("out", "run"):
+        assert rotor(capsys, "report", folder / name)[0] == 0

@@ -16,13 +16,13 @@ from ..errors import CheckpointError, NumericsError
 from ..format.layout import AttentionShape, Domain
 from ..numerics import one_thread
 from ..runtime.families import AttentionWeights
-from . import fisher, kq, palu, rope_pairs, svd
+from . import fisher, identity, kq, palu, rope_pairs, svd
 from .method import BasisMethod, Gradients, Inputs, Moments
 from .pair import BasisPair
 
 __all__ = ["QK_METHODS", "VO_METHODS", "BasisMethod", "BasisPair", "LayerBases", "layer_bases", "needed_statistics"]
 
-METHODS = (*svd.METHODS, *kq.METHODS, *fisher.METHODS, *rope_pairs.METHODS, *palu.METHODS)
+METHODS = (*svd.METHODS, *kq.METHODS, *fisher.METHODS, *rope_pairs.METHODS, *palu.METHODS, *identity.METHODS)
 QK_METHODS = {method.name: method for method in METHODS if method.side == "qk"}
 """By the names that `bases.qk` may have."""
 

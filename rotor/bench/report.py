@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import yaml
 
 from ..errors import UsageError
+from ..format.json_files import json_text
 from ..prediction.devices import parse_devices
 from .models import physical_memory
 
@@ -76,6 +76,6 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
     """Write the result as JSON; raises UsageError if it cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+        path.write_text(json_text(report) + "\n", "utf-8")
     except OSError as error:
         raise UsageError(f"{path}: {error}", "Give another file with -o.") from error

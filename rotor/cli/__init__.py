@@ -11,16 +11,20 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..errors import Interrupted, RotorError, from_system
+from ..logs import printable
 
 
 def main() -> None:
     """Entry point: any error is two lines on stderr and an exit code; ROTOR_DEBUG=1 shows the traceback."""
     _prepare_streams()
+    logging.setLogRecordFactory(PrintableRecord)
+    warnings.formatwarning = _printable_warning
     for library in ("transformers", "lm_eval"):
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
@@ -37,6 +41,18 @@ def main() -> None:
         if os.environ.get("ROTOR_DEBUG"):
             raise
         _fail(error if isinstance(error, RotorError) else from_system(error) or _defect(error))
+
+
+class PrintableRecord(logging.LogRecord):
+    """What any library logs may quote a file of unknown origin: nothing in it acts on the terminal."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def _printable_warning(*arguments: Any, _format: Any = warnings.formatwarning, **keywords: Any) -> str:
+    """A warning as Python shows it, likewise."""
+    return printable(_format(*arguments, **keywords))
 
 
 def is_first_process() -> bool:

@@ -15,6 +15,7 @@ import typer.core
 
 from .. import __version__
 from ..errors import Interrupted, UsageError
+from ..format.json_files import json_text
 
 MAX_NUMBER = 1 << 30
 UNTOUCHED = "Nothing was written half; give the same command again."
@@ -105,8 +106,7 @@ def command_line() -> str:
 
 
 def print_json(data: Any) -> None:
-    text = json.dumps(data, indent=2, ensure_ascii=False)
-    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
+    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in json_text(data)))
 
 
 def split(names: str) -> list[str]:

@@ -145,6 +145,9 @@ def export(
     dtype: Dtype = "auto",
     offload: Offload = "auto",
     device_map: DeviceMap = None,
+    measure: Annotated[
+        bool, typer.Option(" /--no-measure", help="Write --compression or --removal-rate without measuring accuracy.")
+    ] = True,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -172,6 +175,7 @@ def export(
         elastic=elastic,
         compute=Compute(device, dtype, offload, device_map),
         overwrite=overwrite,
+        measure=measure,
     )
     if dry_run:
         plan = plan_export(settings)
@@ -188,13 +192,19 @@ def export(
         print_json({"folder": str(out), **shown, **more})
         return
     size, value = report["kv_bytes_per_token"], report["accuracy"]
-    say(
+    written = (
         f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
-        f"token), accuracy {value['report']:.4f}{in_interval(value)} on the report split ({value['search']:.4f} on the "
-        f"search split), {result.measured_points} measurement(s)"
+        "token), accuracy"
     )
-    if below := below_target(value):
-        say(f"On the report split {below} ({value['target']:g}).")
+    if value["report"] is None:
+        say(f"{written} not measured: {value['not_measured']}")
+    else:
+        say(
+            f"{written} {value['report']:.4f}{in_interval(value)} on the report split ({value['search']:.4f} on the "
+            f"search split), {result.measured_points} measurement(s)"
+        )
+        if below := below_target(value):
+            say(f"On the report split {below} ({value['target']:g}).")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {out}")

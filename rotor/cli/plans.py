@@ -32,6 +32,24 @@ def print_inspection(found: Any) -> None:
         ("export", _needs(found.export) + f", checkpoint {in_bytes(found.export_disk_bytes)}"),
         ("available", in_bytes(found.available_host_bytes) + device),
     )
+    _print_decode_times(found)
+
+
+def _print_decode_times(found: Any) -> None:
+    """Candidates down, scenarios with their bytes across; times as shares of the uncompressed model's."""
+    times = {(t.candidate, t.scenario): t for t in found.decode_times}
+    candidates = list(dict.fromkeys(t.candidate for t in found.decode_times))
+    scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
+    rows = []
+    for candidate in candidates:
+        cells = [times[candidate, scenario] for scenario in scenarios]
+        rows.append((candidate, *(f"{t.share:.2f} ({t.kv_bytes_per_token:,} B)" for t in cells)))
+    load = found.objective
+    title = (
+        f"Predicted attention time of a decode step over the uncompressed model's, and bytes per token, by columns "
+        f"kept ({load.device}, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
+    )
+    print_table(title, ("keys, heads a group",), scenarios, rows)
 
 
 def _needs(needs: Any) -> str:
@@ -59,11 +77,12 @@ def print_export_plan(plan: Any) -> None:
     measure = f"about {plan.points} point(s), {plan.known_points} are in the table"
     if plan.probed_layers:
         measure = f"probes of {plan.probed_layers} layer(s), then {measure}"
+    nothing = f"nothing; {plan.unmeasured}" if plan.unmeasured else "nothing; the table has the point"
     cache, size = plan.kv_bytes_per_token, plan.checkpoint_bytes
     rows = [
         ("export", f"{plan.run} -> {plan.out}; nothing is written in a dry run"),
         ("recipe", f"{plan.recipe}, {goal}"),
-        ("measure", measure if plan.points or plan.probed_layers else "nothing; the table has the point"),
+        ("measure", measure if plan.points or plan.probed_layers else nothing),
     ]
     if plan.ranks is None:
         rows.append(("ranks", "depend on what is measured"))

@@ -34,13 +34,14 @@ def study(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, with commas; by default all "
-            "that can run (ablation needs ablations, front a recipe in focus with ranks.method=global)."
+            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, with commas; default: "
+            "all that can run (ablation needs ablations, front a recipe in focus with ranks.method=global) but peers: "
+            "quantised caches, and the recipes at equal bytes."
         ),
     ] = None,
     focus: Annotated[
         str | None,
-        typer.Option(help="Recipes for the parts other than curves and ablation; by default the first of --recipes."),
+        typer.Option(help="Recipes for the parts other than curves, ablation and peers; by default the first."),
     ] = None,
     ablation: Annotated[
         list[str] | None,
@@ -56,6 +57,12 @@ def study(
     counts: Annotated[
         str, typer.Option(help="Numbers of calibration tokens for the part tokens.")
     ] = "512,1024,2048,4096,8192,16384,32768",
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--bytes", help="Bytes of cache per token at which peers measures recipes; by default ten, 3.75 % to 50 %."
+        ),
+    ] = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -88,6 +95,7 @@ def study(
             ablation_base=ablation_base,
             at=at,
             counts=parse_counts(split(counts)),
+            sizes=None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
             device=device,
             dtype=dtype,
             batch_tokens=batch_tokens,

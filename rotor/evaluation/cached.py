@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..errors import DataError, NumericsError
 from ..progress import Advance
 from ..runtime.cache import stored_bytes
-from .scoring import position_kl_div
+from .scoring import AnswerScores, position_kl_div
 
 REFERENCE_LOGIT_BYTES = 1 << 28
 """Memory that the reference's float32 logits may take at a time."""
@@ -53,27 +53,7 @@ class CachedScores:
         chosen = answers[:, self.first :]
         hits = (self.correct & chosen).sum(-1)
         probability = torch.where(chosen, (-self.nll).exp(), 0.0).sum(-1)
-        return AnswerScores(hits, probability, chosen.sum(-1))
-
-
-@dataclass(frozen=True)
-class AnswerScores:
-    """What a model makes of the answer tokens of prompts, each [prompts].
-
-    hits: right first choices. probability: their probabilities, summed. answers: how many there are.
-    """
-
-    hits: Tensor
-    probability: Tensor
-    answers: Tensor
-
-    @property
-    def mean_probability(self) -> float:
-        return float(self.probability.sum() / self.answers.sum())
-
-    @property
-    def mean_hits(self) -> float:
-        return float(self.hits.sum() / self.answers.sum())
+        return AnswerScores(hits.double().numpy(), probability.numpy(), chosen.sum(-1).double().numpy())
 
 
 def prefill_of(answers: Tensor) -> int:

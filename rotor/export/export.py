@@ -73,6 +73,7 @@ def export(
     offload: str = "auto",
     device_map: str | None = None,
     overwrite: bool = False,
+    measure: bool = True,
     progress: Progress | None = None,
 ) -> ExportResult:
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
@@ -92,6 +93,8 @@ def export(
             profiles, chosen at load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs
             `accuracy`.
         device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
+        measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
+            then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
@@ -106,6 +109,7 @@ def export(
         elastic,
         Compute(device, dtype, offload, device_map),
         overwrite,
+        measure,
     )
     return run_export(settings, progress)
 
@@ -125,10 +129,12 @@ def _export(job: ExportJob, search: RankSearch) -> ExportResult:
     if not job.settings.elastic:
         search.search_targets()
     search.close()
-    table, times = search.table, search.times
+    table, times = None if job.unmeasured else search.table, search.times
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
         chosen = search.bases.select(point.choice, point.columns)
         report, digest = _write(staging, job, chosen, point, table, profiles, search.progress)
+    if job.unmeasured:
+        log.warning("accuracy is not measured: %s", job.unmeasured)
     log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
     return ExportResult(job.out.path, report, digest, times.seconds, search.measured_points)
 
@@ -138,7 +144,7 @@ def _write(
     job: ExportJob,
     bases: Sequence[LayerBases],
     point: Point,
-    table: RankTable,
+    table: RankTable | None,
     profiles: dict[str, Any],
     progress: Progress,
 ) -> tuple[dict[str, Any], str]:
@@ -168,10 +174,13 @@ def _write(
         config["quantization_config"]["profiles"] = profiles
         assert accuracy is not None
         config["rank_profile"] = profile_name(accuracy)
+    else:
+        config["rank_profile"] = None  # so that one that is asked for reaches rotor, which says that there is none
     write_json(staging / "config.json", config)
     write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
-    report = _report(run, recipe, checkpoint, layouts, point, table, job.goal, tensors, first.v_weight.element_size())
+    accuracy_info = _unmeasured(job) if table is None else _accuracy(recipe, point, table, job.goal)
+    report = _report(run, recipe, checkpoint, layouts, point, accuracy_info, tensors, first.v_weight.element_size())
     if profiles:
         report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
     report["run"] = _relative(run.folder, job.out.path)
@@ -226,15 +235,12 @@ def _report(
     checkpoint: Checkpoint,
     layouts: list[LayerLayout],
     point: Point,
-    table: RankTable,
-    goal: Goal,
+    accuracy: dict[str, Any],
     tensors: dict[str, dict[str, Any]],
     element_bytes: int,
 ) -> dict[str, Any]:
     """The content of rotor.json."""
-    source, context = run.info["model"], table.context
-    fidelity = {split: point.fidelity(split) for split in SPLITS}
-    report = fidelity["report"]
+    source = run.info["model"]
     return {
         "format_version": FORMAT_VERSION,
         "versions": run.info["versions"],
@@ -248,25 +254,52 @@ def _report(
             "after": kv_bytes_per_token(layouts, element_bytes),
             "element_bytes": element_bytes,
         },
-        "accuracy": {
-            "target": goal.accuracy,
-            "confidence": goal.confidence,
-            "metric": recipe.evaluation.metric,
-            "search": fidelity["search"].accuracy,
-            "report": report.accuracy,
-            "interval_95": None if report.interval is None else list(report.interval),
-            "measurements": {split: found.to_json() for split, found in fidelity.items()},
-            "base": {split: table.base.get(split) for split in SPLITS},
-            "left_out": table.left_out,
-            "data": context.data,
-            "data_sha256": context.data_sha256,
-            "excluded_documents": list(context.excluded),
-            "table": context.key,
-        },
+        "accuracy": accuracy,
         "ranks": point.ranks_json,
         "layouts": [layout.to_dict() for layout in layouts],
         "removed_tensors": sorted(checkpoint.names - set(tensors)),
         "tensors": dict(sorted(tensors.items())),
+    }
+
+
+def _accuracy(recipe: Recipe, point: Point, table: RankTable, goal: Goal) -> dict[str, Any]:
+    """What rotor.json says of the accuracy that was measured."""
+    context, fidelity = table.context, {split: point.fidelity(split) for split in SPLITS}
+    report = fidelity["report"]
+    return {
+        "target": goal.accuracy,
+        "confidence": goal.confidence,
+        "metric": recipe.evaluation.metric,
+        "search": fidelity["search"].accuracy,
+        "report": report.accuracy,
+        "interval_95": None if report.interval is None else list(report.interval),
+        "measurements": {split: found.to_json() for split, found in fidelity.items()},
+        "base": {split: table.base.get(split) for split in SPLITS},
+        "left_out": table.left_out,
+        "data": context.data,
+        "data_sha256": context.data_sha256,
+        "excluded_documents": list(context.excluded),
+        "table": context.key,
+    }
+
+
+def _unmeasured(job: ExportJob) -> dict[str, Any]:
+    """The same where nothing was measured, and why; what was calibrated on is no text for `validate` to judge by."""
+    return {
+        "target": None,
+        "confidence": None,
+        "metric": job.recipe.evaluation.metric,
+        "search": None,
+        "report": None,
+        "interval_95": None,
+        "measurements": {},
+        "base": dict.fromkeys(SPLITS),
+        "left_out": {},
+        "data": None,
+        "data_sha256": None,
+        "excluded_documents": sorted(job.run.calibrated_documents),
+        "table": None,
+        "not_measured": job.unmeasured,
     }
 
 

@@ -18,25 +18,17 @@ from ..recipe.metric_registry import METRICS, MetricInfo, base_note, describe
 
 def model_card(report: dict[str, Any], recipe: Recipe) -> str:
     """Markdown with a metadata block, from the content of rotor.json."""
-    accuracy, size, name = report["accuracy"], report["kv_bytes_per_token"], report["source"]["name"]
-    share = report["compression"]
-    measured, base = accuracy["measurements"]["report"]["values"], accuracy["base"]["report"] or {}
-    interval = ", no interval"
-    if accuracy["interval_95"] is not None:
-        interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
-    target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
+    size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
     base_model, name = report["source"]["hub_id"] or name, markdown(name)
-    said = below_target(accuracy)
-    if accuracy["confidence"] is not None:
-        target += f" for the lower end of the {100 * accuracy['confidence']:g} % interval"
-    ratios = "\n".join(_ratio_rows(measured, base, accuracy["left_out"].get("report", {})))
+    rows, note = _accuracy(report["accuracy"])
+    measured = "\n".join(rows)
     metadata = {
         "base_model": base_model,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["rotor", "kv-cache", "compression"],
     }
-    metric, layouts = accuracy["metric"], report["layouts"]
+    layouts = report["layouts"]
     domains = sorted({layout["domain"] for layout in layouts})
     sizes = sorted({len(layout["groups"][0]["kv_heads"]) for layout in layouts})
     return f"""---
@@ -54,13 +46,9 @@ holds {size["after"]} instead of {size["before"]} bytes per token ({100 * share[
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 {_columns_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
-| accuracy ({metric}) | {accuracy["report"]:.4f}{interval}{said and "; "}{said} |
-| target of the search | {target}; the search split, which chose, measured {accuracy["search"]:.4f} |
-{ratios}
-| measured on | {accuracy["data"]}, {base.get("tokens", 0)} predicted tokens of the report split, which chose nothing |
+{measured}
 
-Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; it may
-lie below the target by what the interval says.
+{note}
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
 
 ## Load it
@@ -83,6 +71,34 @@ Without `import rotor` transformers cannot run this checkpoint. `rotor validate`
 
 With the digest from somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
+
+
+def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
+    """The table's rows of what was measured, and what it means; or that nothing was."""
+    if accuracy["report"] is None:
+        note = "Measure it, with `rotor validate` where the model has a tokenizer, before you rely on this checkpoint."
+        return [f"| accuracy | not measured: {accuracy['not_measured']} |"], note
+    metric, base = accuracy["metric"], accuracy["base"]["report"] or {}
+    measured, left_out = accuracy["measurements"]["report"]["values"], accuracy["left_out"].get("report", {})
+    interval = ", no interval"
+    if accuracy["interval_95"] is not None:
+        interval = ", 95 % interval {:.4f} to {:.4f}".format(*accuracy["interval_95"])
+    target = "none was set" if accuracy["target"] is None else f"{accuracy['target']}"
+    if accuracy["confidence"] is not None:
+        target += f" for the lower end of the {100 * accuracy['confidence']:g} % interval"
+    said = below_target(accuracy)
+    tokens = f"{base.get('tokens', 0)} predicted tokens of the report split, which chose nothing"
+    rows = [
+        f"| accuracy ({metric}) | {accuracy['report']:.4f}{interval}{said and '; '}{said} |",
+        f"| target of the search | {target}; the search split, which chose, measured {accuracy['search']:.4f} |",
+        *_ratio_rows(measured, base, left_out),
+        f"| measured on | {accuracy['data']}, {tokens} |",
+    ]
+    note = (
+        f"Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; "
+        "it may\nlie below the target by what the interval says."
+    )
+    return rows, note
 
 
 def below_target(accuracy: dict[str, Any]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from .json_files import json_text
 
 
 @contextmanager
@@ -48,13 +49,9 @@ def write_json(path: Path, data: Any) -> None:
 def json_bytes(data: Any) -> bytes:
     """UTF-8; names of files that are not UTF-8 make it ASCII with escapes, which Python reads back as they were."""
     try:
-        return _dumps(data, ensure_ascii=False)
+        return f"{json_text(data)}\n".encode()
     except UnicodeEncodeError:
-        return _dumps(data, ensure_ascii=True)
-
-
-def _dumps(data: Any, ensure_ascii: bool) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=ensure_ascii, allow_nan=False) + "\n").encode("utf-8")
+        return f"{json_text(data, ensure_ascii=True)}\n".encode()
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Read JSON files of unknown origin."""
+"""JSON as text that every reader takes, and JSON files of unknown origin."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from ..errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 27
 """The index of a model of a million tensors is smaller."""
+
+
+def json_text(data: Any, ensure_ascii: bool = False) -> str:
+    """A value as JSON; NaN and Infinity, which JSON has not, are null."""
+    return json.dumps(_finite(data), indent=2, ensure_ascii=ensure_ascii, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path, hint: str = "", *, any_names: bool = False) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 from ..errors import CheckpointError
@@ -60,12 +60,16 @@ class Manifest:
         return cls(folder, data["kind"], data["files"], file_sha256(path))
 
     def added(self) -> list[str]:
-        """Files (links, pipes, empty folders) that are neither listed nor rotor's own later ones."""
+        """Files (links, pipes, empty folders) that are neither listed nor rotor's own later ones.
+
+        A listed file's folder is not, when it is empty: it is what an interrupted removal leaves.
+        """
         known = CHANGING[self.kind]
+        folders = {f"{parent}/" for name in self.files for parent in PurePosixPath(name).parents}
         return [
             name
             for name in entries_below(self.folder)
-            if name not in self.files and name not in MARKERS and not known.fullmatch(name)
+            if name not in self.files and name not in MARKERS and name not in folders and not known.fullmatch(name)
         ]
 
     def problems(self) -> dict[str, str]:

@@ -98,8 +98,8 @@ class SizeInfo(TypedDict):
 class _AccuracyInfo(TypedDict):
     target: float | None
     metric: str
-    search: float
-    report: float
+    search: float | None
+    report: float | None
     interval_95: tuple[float, float] | None
     data_sha256: str | None
     measurements: dict[str, Any]
@@ -111,13 +111,15 @@ class AccuracyInfo(_AccuracyInfo, total=False):
     confidence: of the interval whose lower end had to reach the target. base: of the uncompressed model, by split.
     left_out: ratios that were not measured, by split and name. excluded_documents: digests of held-out text that was
     calibrated on. table: key in the run.
+    not_measured: why `search`, `report` and `table` are null.
     """
 
     confidence: float | None
     base: dict[str, dict[str, Any] | None]
     left_out: dict[str, dict[str, str]]
     excluded_documents: list[str]
-    table: str
+    table: str | None
+    not_measured: str
 
 
 class TensorInfo(TypedDict):

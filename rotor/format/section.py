@@ -60,10 +60,15 @@ class CompressedSection:
         """The ranks of a profile of an elastic checkpoint; None if the checkpoint is not elastic.
 
         Raises:
-            UsageError: there is no such profile; names those that there are.
+            UsageError: there is no such profile; names those that there are, if any.
         """
         profiles = getattr(self, "profiles", None)
         if not profiles:
+            if name is not None:
+                raise UsageError(
+                    f"rank_profile {name}: this checkpoint stores one set of ranks.",
+                    "Leave rank_profile out, or export with --elastic.",
+                )
             return None
         with suppress(TypeError, ValueError):
             name = profile_name(name)  # 0.90 is 0.9

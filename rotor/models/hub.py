@@ -16,6 +16,9 @@ WEIGHTS = "*.safetensors"
 LEFT_ALONE = ["*/*", "consolidated*"]
 """Folders of other formats, and the second copy of the weights that some repositories hold."""
 
+TEMPLATES = ["additional_chat_templates/*.jinja"]
+"""What a tokenizer has in a folder; fetched apart, since no pattern leaves all folders alone but one."""
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -86,6 +89,9 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
             allow_patterns=patterns,
             ignore_patterns=LEFT_ALONE,
             local_files_only=is_offline_mode(),  # some versions would ask the hub for the files of a cached commit
+        )
+        snapshot_download(
+            hub_id, revision=Path(path).name, allow_patterns=TEMPLATES, local_files_only=is_offline_mode()
         )
         return Path(path)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

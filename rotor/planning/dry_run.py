@@ -88,6 +88,7 @@ class ExportPlan:
         before and after, of each tensor that changes.
     checkpoint_bytes: of all tensors, before and after.
     probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
+    unmeasured: why accuracy is not measured, or nothing.
     """
 
     run: str
@@ -104,6 +105,7 @@ class ExportPlan:
     probed_layers: int
     points: int
     known_points: int
+    unmeasured: str
     needs: Needs
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,7 +180,8 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         checkpoint_bytes={"before": _stored_bytes(job), "after": after},
         probed_layers=probed,
         points=points,
-        known_points=len(search.table.points),
+        known_points=0 if job.unmeasured else len(search.table.points),
+        unmeasured=job.unmeasured,
         needs=_needs(
             estimate,
             place.streamed,
@@ -194,6 +197,8 @@ def _to_measure(search: RankSearch, found: RankPlan | None) -> tuple[int, int]:
     """About how many points, and how many layers, would be measured."""
     job = search.job
     probed = job.run.shape.num_layers - len(search.probes.sensitivities) if search.needs_probes else 0
+    if job.unmeasured:
+        return 0, probed
     if found is not None:
         point = search.table.find(found)
         measured = point is not None and point.has("search") and point.has("report")

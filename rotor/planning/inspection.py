@@ -19,7 +19,10 @@ from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import find_model, tensor_headers
 from ..models.memory import available_device_bytes, available_host_bytes, fits
-from ..recipe import Recipe, load_recipe
+from ..prediction.cost import DecodeStep
+from ..prediction.devices import find_device
+from ..recipe import ObjectiveSettings, Recipe, load_recipe
+from .decode_times import DecodeTime, decode_times
 
 CONTEXTS = (8192, 32768, 131072)
 """Lengths, in tokens, at which the size of the cache is shown."""
@@ -48,7 +51,10 @@ class Inspection:
     """The facts that `rotor inspect` tells.
 
     kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
-    bits: that a column may have. keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
+    bits: that a column may have.
+    objective: device and load for which decode times are predicted. decode_times: of every domain and group size that
+        the model can have, at a few numbers of bytes; a prediction.
+    keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
     calibrate, export: what the commands take on this machine, as they would be run.
     """
 
@@ -67,6 +73,8 @@ class Inspection:
     bits: tuple[int, ...]
     tokens: dict[str, Any]
     keys: dict[str, str]
+    objective: ObjectiveSettings
+    decode_times: list[DecodeTime]
     calibrate: Needs
     export: Needs
     export_disk_bytes: int
@@ -103,6 +111,9 @@ def inspect(
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
     candidates = candidates_of(spec, family, shape)
+    load = spec.objective
+    rates = find_device(load.device, load.device_file)
+    step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
     return Inspection(
         name=source.name,
         revision=source.revision,
@@ -119,6 +130,8 @@ def inspect(
         bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         keys={key: _keys(domain, folds_keys(domain, family.has_key_norm)) for key, (domain, _) in candidates.items()},
+        objective=load,
+        decode_times=decode_times(shape, family.rotary is not None, family.has_key_norm, rates, step),
         calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
         export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
         export_disk_bytes=int(stored * 1.1),

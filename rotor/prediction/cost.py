@@ -3,11 +3,21 @@
 Pure arithmetic on numbers. The work of a group of KV heads has a key side, which depends on `qk_rank`, and a value
 side, which depends on `v_rank`; both are affine in their rank. A multiply-add counts two FLOPs.
 
-Predicted seconds are a roofline, a lower bound. Two stages run one after the other: the projections (q, k, v, o and the
-bases), whose weights are read once for the whole batch, and attention over the cache, which is read once. Each takes
-the longer of its bytes over the bandwidth and its FLOPs over the matrix rate: reading and multiplying overlap fully.
-Left out, in the compressed model and the uncompressed one alike: softmax, RoPE (also of rebuilt keys), norms, biases,
-writing the new token, padding to the tiles of the tensor cores, launches, and everything outside attention.
+Predicted seconds are a roofline. Two stages run one after the other: the projections (q, k, v, o and the bases), whose
+weights are read once for the whole batch, and attention over the cache, which is read once. Each takes the longest of
+what it reads and what it computes, which overlap fully. Attention has four limits: bytes of the cache over the memory's
+bandwidth; matrix products; what goes through the L2 cache; and what is computed beside the matrix products. In the
+compressed model they count what the decode kernel does beyond the least (`Tiling`):
+
+- rows: matrix products are of 16 query rows at least, powers of two, and keys that are rebuilt meet the rows of all
+  heads of their part.
+- parts: where all query rows of a group do not fit into registers, each part reads and unpacks the latents again.
+- bases: keys before RoPE are rebuilt tile by tile, and a basis that does not fit into an SM's L1 cache, with the table
+  of rotations, comes out of L2 for each tile: wide groups have few keys a tile and bases of half a megabyte.
+- unpacking of codes, rotating of rebuilt keys, and of the queries back to each tile's start.
+
+The uncompressed model is counted by its least work. Left out in both alike: softmax, RoPE of new queries and keys,
+norms, biases, writing the new token, columns masked in tiles, launches, and everything outside attention.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009), on the sizes of docs/design.md.
 """
@@ -15,16 +25,47 @@ Source: the roofline model (Williams, Waterman and Patterson, 2009), on the size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
-from ..format.layout import AttentionShape, Domain, LayerLayout
+from ..format.columns import Columns
+from ..format.layout import AttentionShape, Domain, GroupLayout, LayerLayout
+from ..kernels.layer_table import MAX_TILE_ELEMENTS
+from ..kernels.widths import padded
 from ..recipe import ObjectiveSettings
 from .devices import Device
 
+Latent = float | Columns
+"""One side of a group: a rank, of numbers in the model's dtype, or columns by bits."""
 
-def group_bytes_per_token(qk_rank: float, v_rank: float, element_bytes: int) -> float:
+L1_BYTES = 64 << 10
+"""What an SM's L1 cache holds of bases, beside the shared memory of the programs on it."""
+
+UNPACK_FLOPS = 4
+"""Of a column taken out of a word: two instructions (shift, mask, subtract of two columns, and handing it on), each
+in the time of a multiply-add."""
+
+ROTATE_FLOPS = 5
+"""Of a number rotated (two products and a sum) and rounded."""
+
+
+def rank_of(latent: Latent) -> float:
+    """Columns of any width."""
+    return latent.rank if isinstance(latent, Columns) else latent
+
+
+def latent_bytes(latent: Latent, element_bytes: int) -> float:
+    """Bytes that one side of a group stores for a token, and reads of it in each decode step."""
+    return latent.row_bytes(element_bytes) if isinstance(latent, Columns) else latent * element_bytes
+
+
+def group_bytes_per_token(qk: Latent, v: Latent, element_bytes: int) -> float:
     """Bytes that a group stores for one token, and reads of it in each decode step."""
-    return (qk_rank + v_rank) * element_bytes
+    return latent_bytes(qk, element_bytes) + latent_bytes(v, element_bytes)
+
+
+def latents_of(group: GroupLayout) -> tuple[Latent, Latent]:
+    """The key side and the value side of a group."""
+    return group.qk_columns or group.qk_rank, group.v_columns or group.v_rank
 
 
 def key_flops_per_token(domain: Domain, group_size: int, heads_per_kv: int, head_dim: int, qk_rank: float) -> float:
@@ -66,25 +107,62 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
+class Tiling:
+    """How the decode kernel cuts the work of a group; see `kernels/layer_table.py` and `kernels/tile_sizes.py`.
+
+    parts: each reads the group's latents. rows: query rows of a part's tile, padded. keys: of a tile that is rebuilt.
+    """
+
+    parts: int
+    rows: int
+    keys: int
+
+    @classmethod
+    def of(cls, domain: Domain, group_size: int, heads_per_kv: int, qk: Latent, v: Latent) -> Tiling:
+        """By the kernels' rules for 16-bit models on Hopper; ranks that are no whole number are rounded."""
+        units, parts = (group_size if domain == "pre" else group_size * heads_per_kv), 1
+        rows, v_rank = group_size * heads_per_kv, max(1, round(rank_of(v)))
+        while padded(rows) * padded(v_rank) > MAX_TILE_ELEMENTS and units % 2 == 0 and (domain == "pre" or rows > 16):
+            units, rows, parts = units // 2, rows // 2, 2 * parts
+        widest = max(_padded_columns(qk), _padded_columns(v))
+        wide = domain == "pre" and (isinstance(qk, Columns) or widest > 128)
+        return cls(parts, max(32, padded(rows)) if wide else padded(rows), 64 if widest <= 128 else 16)
+
+
+def _padded_columns(latent: Latent) -> int:
+    """Columns of the tiles of a latent; those of each width have their own."""
+    if isinstance(latent, Columns):
+        return sum(padded(count) for count in latent.counts if count)
+    return padded(max(1, round(latent)))
+
+
+@dataclass(frozen=True)
 class Work:
-    """Bytes and FLOPs of a decode step in its two stages: attention over the cache, and the projections' weights."""
+    """Bytes and FLOPs of a decode step in its two stages: attention over the cache, and the projections' weights.
+
+    cache_bytes, cache_flops: the least that attention over the cache reads and multiplies. tile_flops: matrix products
+    beyond that. l2_bytes: read from the L2 cache alone. vector_flops: beside the matrix products.
+    """
 
     cache_bytes: float = 0.0
     cache_flops: float = 0.0
     weight_bytes: float = 0.0
     weight_flops: float = 0.0
+    tile_flops: float = 0.0
+    l2_bytes: float = 0.0
+    vector_flops: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.cache_bytes + other.cache_bytes,
-            self.cache_flops + other.cache_flops,
-            self.weight_bytes + other.weight_bytes,
-            self.weight_flops + other.weight_flops,
-        )
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
 
     def cache_seconds(self, device: Device) -> float:
         """Roofline of attention over the cache."""
-        return max(self.cache_bytes / device.bandwidth_bytes_per_s, self.cache_flops / device.matmul_flops_per_s)
+        return max(
+            self.cache_bytes / device.bandwidth_bytes_per_s,
+            (self.cache_flops + self.tile_flops) / device.matmul_flops_per_s,
+            (self.cache_bytes + self.l2_bytes) / device.l2_rate,
+            self.vector_flops / device.vector_rate,
+        )
 
     def seconds(self, device: Device) -> float:
         """Roofline of both stages, one after the other."""
@@ -92,21 +170,29 @@ class Work:
         return self.cache_seconds(device) + weights
 
     def serial_seconds(self, device: Device) -> float:
-        """Seconds if reading and multiplying never overlapped: linear in the work, from 1 to 2 times `seconds`."""
-        return (self.cache_bytes + self.weight_bytes) / device.bandwidth_bytes_per_s + (
-            self.cache_flops + self.weight_flops
-        ) / device.matmul_flops_per_s
+        """Seconds if nothing ever overlapped: linear in the work, from 1 to 4 times `seconds`."""
+        weights = self.weight_bytes / device.bandwidth_bytes_per_s + self.weight_flops / device.matmul_flops_per_s
+        matmul = (self.cache_flops + self.tile_flops) / device.matmul_flops_per_s
+        beside = self.l2_bytes / device.l2_rate + self.vector_flops / device.vector_rate
+        return self.cache_bytes / device.bandwidth_bytes_per_s + matmul + beside + weights
 
 
 def key_work(
-    domain: Domain, folded_keys: bool, group_size: int, qk_rank: float, shape: AttentionShape, step: DecodeStep
+    domain: Domain,
+    folded_keys: bool,
+    group_size: int,
+    qk: Latent,
+    shape: AttentionShape,
+    step: DecodeStep,
+    tiling: Tiling | None = None,
 ) -> Work:
     """The key side of one group: q_proj, k_proj, the bases that are applied at run time, and the scores.
 
     Args:
         folded_keys: the key basis is inside k_proj (LayerLayout.folded_keys).
+        tiling: what the kernel does; None counts the least.
     """
-    head_dim, hidden_size = shape.head_dim, shape.hidden_size
+    head_dim, hidden_size, qk_rank = shape.head_dim, shape.hidden_size, rank_of(qk)
     query_heads = group_size * shape.heads_per_kv
     basis = group_size * head_dim * qk_rank
     weights = query_heads * (qk_rank if domain == "none" else head_dim) * hidden_size
@@ -119,27 +205,54 @@ def key_work(
     if domain == "post":
         products += shape.heads_per_kv * basis
     flops = key_flops_per_token(domain, group_size, shape.heads_per_kv, head_dim, qk_rank)
-    return _work(step, qk_rank, flops, weights, products)
+    work = _work(step, qk, flops, weights, products, tiling)
+    if tiling is None:
+        return work
+    tokens = step.batch_size * step.context_tokens
+    if domain != "pre":
+        return work + Work(tile_flops=tokens * (2 * tiling.parts * tiling.rows * qk_rank - flops))
+    # Each of the part's heads meets all of its rows, and turns them back to the start of each tile.
+    met = group_size * head_dim * tiling.rows
+    duplicated = 2 * met - 2 * query_heads * head_dim
+    rotated = ROTATE_FLOPS * (group_size * head_dim + met / tiling.keys)
+    part_bytes = basis / tiling.parts * step.element_bytes + 4 * head_dim * tiling.keys
+    from_l2 = tiling.parts * part_bytes / tiling.keys if part_bytes > L1_BYTES else 0.0
+    return work + Work(tile_flops=tokens * duplicated, l2_bytes=tokens * from_l2, vector_flops=tokens * rotated)
 
 
-def value_work(group_size: int, v_rank: float, shape: AttentionShape, step: DecodeStep) -> Work:
+def value_work(
+    group_size: int, v: Latent, shape: AttentionShape, step: DecodeStep, tiling: Tiling | None = None
+) -> Work:
     """The value side of one group: v_proj, o_proj (v_rank columns per query head: it grows with the group), values."""
+    v_rank = rank_of(v)
     weights = v_rank * shape.hidden_size * (1 + group_size * shape.heads_per_kv)
-    return _work(step, v_rank, value_flops_per_token(group_size, shape.heads_per_kv, v_rank), weights, weights)
+    flops = value_flops_per_token(group_size, shape.heads_per_kv, v_rank)
+    work = _work(step, v, flops, weights, weights, tiling)
+    if tiling is None:
+        return work
+    tokens = step.batch_size * step.context_tokens
+    return work + Work(tile_flops=tokens * (2 * tiling.parts * tiling.rows * v_rank - flops))
+
+
+def group_work(
+    domain: Domain,
+    folded_keys: bool,
+    group_size: int,
+    qk: Latent,
+    v: Latent,
+    shape: AttentionShape,
+    step: DecodeStep,
+) -> Work:
+    """The work of one compressed group, as the kernels do it."""
+    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, v)
+    keys = key_work(domain, folded_keys, group_size, qk, shape, step, tiling)
+    return keys + value_work(group_size, v, shape, step, tiling)
 
 
 def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep) -> Work:
-    """The work of all groups of a compressed layer; of the cache it counts the bytes of its rows."""
-    work = sum(
-        (
-            key_work(layout.domain, layout.folded_keys, layout.group_size, group.qk_rank, shape, step)
-            + value_work(layout.group_size, group.v_rank, shape, step)
-            for group in layout.groups
-        ),
-        Work(),
-    )
-    tokens = step.batch_size * step.context_tokens
-    return replace(work, cache_bytes=tokens * sum(layout.row_bytes(step.element_bytes)))
+    """The work of all groups of a compressed layer."""
+    sizes = layout.domain, layout.folded_keys, layout.group_size
+    return sum((group_work(*sizes, *latents_of(group), shape, step) for group in layout.groups), Work())
 
 
 def prefill_work(
@@ -168,7 +281,7 @@ def uncompressed_group_work(shape: AttentionShape, step: DecodeStep) -> Work:
 
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
-    """Predicted time of attention in all layers in one decode step: a lower bound; the module says what is left out."""
+    """Predicted time of attention in all layers in one decode step; the module says what is left out."""
     return sum(layer_work(layout, shape, step).seconds(device) for layout in layouts)
 
 
@@ -182,7 +295,7 @@ class Objective:
     """Cost of a group of KV heads, by which ranks, domains and group sizes are compared.
 
     The cost of a group is a share of the uncompressed layer's: the KV heads of an uncompressed layer cost 1 together.
-    It adds up over groups and layers and rises with both ranks.
+    It adds up over groups and layers and rises with the columns of both sides.
 
     - memory: bytes of cache.
     - latency: predicted seconds of a decode step, with each group's roofline by itself, so that costs add up. The
@@ -204,40 +317,48 @@ class Objective:
         weight = {"memory": 0.0, "latency": 1.0}[settings.kind] if isinstance(settings.kind, str) else settings.kind
         return cls(weight, device, shape, DecodeStep(settings.context_tokens, settings.batch_size, element_bytes))
 
-    def group_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk_rank: float, v_rank: float) -> float:
+    def group_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, v: Latent) -> float:
         """The cost of one group; for comparing domains and group sizes."""
-        work = key_work(domain, folded_keys, group_size, qk_rank, self.shape, self.step)
-        work += value_work(group_size, v_rank, self.shape, self.step)
-        return self._mixed(qk_rank + v_rank, work.seconds(self.device))
+        work = group_work(domain, folded_keys, group_size, qk, v, self.shape, self.step)
+        return self._mixed(group_bytes_per_token(qk, v, self.step.element_bytes), work.seconds(self.device))
 
-    def key_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk_rank: float) -> float:
-        """The key side of a group's cost, affine in qk_rank; for allocating ranks side by side.
+    def key_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> float:
+        """The key side of a group's cost, rising with its columns; for allocating them side by side.
 
         For memory, key_cost + value_cost is group_cost exactly. A roofline does not split into sides, so latency takes
-        reading and multiplying one after the other instead: key_cost + value_cost is then at least group_cost and at
-        most twice as much, nearest where one of the two dominates. The real overlap lies between.
+        its limits one after the other instead, and values of as many columns as keys for the tiles: key_cost +
+        value_cost then lies between group_cost and a few times as much, nearest where one limit dominates.
         """
-        work = key_work(domain, folded_keys, group_size, qk_rank, self.shape, self.step)
-        return self._mixed(qk_rank, work.serial_seconds(self.device))
+        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, qk)
+        work = key_work(domain, folded_keys, group_size, qk, self.shape, self.step, tiling)
+        return self._mixed(latent_bytes(qk, self.step.element_bytes), work.serial_seconds(self.device))
 
-    def value_cost(self, group_size: int, v_rank: float) -> float:
-        """The value side of a group's cost, linear in v_rank; see `key_cost`."""
-        work = value_work(group_size, v_rank, self.shape, self.step)
-        return self._mixed(v_rank, work.serial_seconds(self.device))
+    def value_cost(self, group_size: int, v: Latent) -> float:
+        """The value side of a group's cost, rising with its columns; see `key_cost`."""
+        tiling = Tiling.of("post", group_size, self.shape.heads_per_kv, v, v)
+        work = value_work(group_size, v, self.shape, self.step, tiling)
+        return self._mixed(latent_bytes(v, self.step.element_bytes), work.serial_seconds(self.device))
 
-    def _mixed(self, rank: float, seconds: float) -> float:
+    def _mixed(self, size: float, seconds: float) -> float:
         heads = self.shape.num_kv_heads
-        memory = rank / (heads * 2 * self.shape.head_dim)
+        memory = size / (heads * 2 * self.shape.head_dim * self.step.element_bytes)
         latency = seconds / (heads * uncompressed_group_work(self.shape, self.step).seconds(self.device))
         return (1 - self.latency_weight) * memory + self.latency_weight * latency
 
 
-def _work(step: DecodeStep, rank: float, flops_per_token: float, weights: float, products: float) -> Work:
+def _work(
+    step: DecodeStep, latent: Latent, flops_per_token: float, weights: float, products: float, tiling: Tiling | None
+) -> Work:
     """Work from what one side stores and multiplies per cached token, and its weights and products per sequence."""
     tokens = step.batch_size * step.context_tokens
+    stored = tokens * latent_bytes(latent, step.element_bytes)
+    coded = latent.rank if isinstance(latent, Columns) else 0
+    parts = 1 if tiling is None else tiling.parts
     return Work(
-        cache_bytes=tokens * rank * step.element_bytes,
+        cache_bytes=stored,
         cache_flops=tokens * flops_per_token,
         weight_bytes=weights * step.element_bytes,
         weight_flops=2 * step.batch_size * products,
+        l2_bytes=(parts - 1) * stored,
+        vector_flops=tokens * parts * UNPACK_FLOPS * coded,
     )

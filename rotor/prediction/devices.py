@@ -11,7 +11,11 @@ from typing import Literal
 from ..errors import RecipeError
 from ..typed import Reader, nearest_name, read_yaml, shorten
 
-RATES = ("bandwidth_bytes_per_s", "matmul_flops_per_s", "memory_bytes")
+RATES = ("bandwidth_bytes_per_s", "matmul_flops_per_s", "memory_bytes", "l2_bytes_per_s", "vector_flops_per_s")
+
+L2_RATIO, VECTOR_RATIO = 2.0, 1 / 16
+"""What a device whose file does not say reads from its L2 cache, against its memory, and what it computes outside of
+matrix products, against them: the least of the bundled server GPUs, rounded."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,26 @@ class Device:
     matmul_flops_per_s: dense bfloat16 matrix products; a multiply-add counts two.
     memory_bytes: device memory.
     source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
+    l2_bytes_per_s: reading of the L2 cache. vector_flops_per_s: float32 outside of matrix products. None: not known,
+        and then taken by L2_RATIO and VECTOR_RATIO.
     """
 
     bandwidth_bytes_per_s: float
     matmul_flops_per_s: float
     memory_bytes: float
     source: Literal["data-sheet", "measured"]
+    l2_bytes_per_s: float | None = None
+    vector_flops_per_s: float | None = None
+
+    @property
+    def l2_rate(self) -> float:
+        """Bytes a second from the L2 cache."""
+        return self.l2_bytes_per_s or L2_RATIO * self.bandwidth_bytes_per_s
+
+    @property
+    def vector_rate(self) -> float:
+        """FLOPs a second outside of matrix products."""
+        return self.vector_flops_per_s or VECTOR_RATIO * self.matmul_flops_per_s
 
 
 def bundled_devices() -> dict[str, Device]:
@@ -75,7 +93,7 @@ def parse_devices(text: str, where: str) -> dict[str, Device]:
         device: Device = Reader(where).read(Device, fields, name)
         for rate in RATES:
             value = getattr(device, rate)
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise RecipeError(f"{where}: {name}.{rate}: got {value}, expected a positive number.")
         devices[name] = device
     return devices

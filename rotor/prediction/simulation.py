@@ -24,7 +24,7 @@ from ..kernels.schedule import (
     work_per_key,
 )
 from ..kernels.tile_sizes import can_be_cut, prefill_constants, prefill_workers, rebuilding_pays
-from .cost import decode_flops_per_token, group_bytes_per_token
+from .cost import decode_flops_per_token, group_bytes_per_token, latents_of
 from .devices import Device
 
 TILE = 64
@@ -73,7 +73,7 @@ def layer_tasks(
     for length in lengths:
         for group in layout.groups:
             size = len(group.kv_heads)
-            read = group_bytes_per_token(group.qk_rank, group.v_rank, element_bytes) / device.bandwidth_bytes_per_s
+            read = group_bytes_per_token(*latents_of(group), element_bytes) / device.bandwidth_bytes_per_s
             flops = decode_flops_per_token(
                 layout.domain, size, shape.heads_per_kv, shape.head_dim, group.qk_rank, group.v_rank
             )

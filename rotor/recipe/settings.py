@@ -99,3 +99,4 @@ class ExportSettings:
     elastic: bool = False
     compute: Compute = Compute()
     overwrite: bool = False
+    measure: bool = True

@@ -198,7 +198,10 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     data.ratios = _ratios(
         fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
     )
-    data.points = [chosen]
+    if accuracy["report"] is None:
+        data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
+    else:
+        data.points = [chosen]
     data.ranks = [
         sorted((_cell(group, 0) for group in _groups(layout)), key=lambda cell: cell.kv_heads)
         for layout in report["layouts"]
@@ -238,7 +241,8 @@ def _opened_run(folder: Path, recorded: str) -> Run | str:
 
 def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: AccuracyInfo) -> None:
     """What the run of a checkpoint adds: the other measured points, spectra, losses and timings."""
-    table = RankTable.named(run, str(accuracy.get("table")))
+    key = accuracy.get("table")
+    table = None if key is None else RankTable.named(run, key)
     point = None
     if table is not None:
         point = next((p for p in table.points if p.ranks_json == report["ranks"]), None)
@@ -412,7 +416,7 @@ def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> Non
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
-        ("accuracy", f"{value:.4f}", f"{bounds}; {target}"),
+        ("accuracy", "not measured", target) if value is None else ("accuracy", f"{value:.4f}", f"{bounds}; {target}"),
     ]
     data.sizes += [
         ("KV cache per token before", f"{before} bytes", "keys and values of all layers"),

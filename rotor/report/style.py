@@ -13,3 +13,6 @@ STYLE: dict[Any, Any] = {
     "font.size": 10,
     "svg.hashsalt": "rotor",
 }
+
+MARKERS = "osD^vPX*<>"
+"""Of the lines of a plot, in turn."""

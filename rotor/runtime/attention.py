@@ -161,6 +161,10 @@ class RotorAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
         past_key_values = layer_past if past_key_values is None else past_key_values
+        if kwargs.get("output_attentions"):
+            raise UsageError(
+                "output_attentions: compressed layers keep no attention weights.", "Load the source model to see them."
+            )
         layout, seq_len = self.layout, hidden_states.shape[1]
         # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE. Where they are
         # not, the table's check of positions refuses.

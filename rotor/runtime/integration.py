@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.quantizers.auto import (
@@ -17,13 +19,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..format.file_names import KERNEL_CONFIG
+from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout, LayerRanks
 from ..format.section import ATTENTION, METHOD, CompressedSection
 from ..format.truncation import truncate_layer
 from .attention import RotaryTable, RotorAttention, rotor_attention_forward
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
+
+log = logging.getLogger("rotor")
 
 
 class RotorConfig(CompressedSection, QuantizationConfigMixin):
@@ -43,6 +47,9 @@ class RotorQuantizer(HfQuantizer):
             FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
 
     def update_attn_implementation(self, config: Any) -> Any:
+        asked = config._attn_implementation
+        if asked not in (None, METHOD, ATTENTION):
+            log.warning("attn_implementation=%r is ignored: compressed layers always run rotor's own attention.", asked)
         config._attn_implementation = METHOD
         return config
 
@@ -50,9 +57,9 @@ class RotorQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         config: Any = self.quantization_config
-        shape = attention_shape(model.config)
+        network, shape = with_head(model), attention_shape(model.config)
         family, layouts = FAMILIES[model.config.model_type], config.layouts(shape)
-        replace_attention(model, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
+        replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         path = find_kernel_config(model.config, checkpoint_files)
         self.kernel_config = kernels_of(config, path, shape, getattr(model.config, "rank_profile", None))
         return model
@@ -60,6 +67,7 @@ class RotorQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Cut an elastic checkpoint down to the profile that config.rank_profile names; mark the config."""
         config: Any = self.quantization_config
+        network = with_head(model)
         model.config.attn_implementation = (
             ATTENTION  # transformers forgets it, and save_pretrained is to write it again
         )
@@ -67,18 +75,27 @@ class RotorQuantizer(HfQuantizer):
         if ranks is not None:
             shape, family = attention_shape(model.config), FAMILIES[model.config.model_type]
             config.layers = {
-                str(i): truncate_attention(model, family, shape, i, layer_ranks, frozenset(config.biases)).to_dict()
+                str(i): truncate_attention(network, family, shape, i, layer_ranks, frozenset(config.biases)).to_dict()
                 for i, layer_ranks in enumerate(ranks)
             }
             del config.profiles, model.config.rank_profile
         family = FAMILIES[model.config.model_type]
         for index, kernels in enumerate(self.kernel_config.layers):
-            module: Any = family.attention_module(model, index)
+            module: Any = family.attention_module(network, index)
             module.schedule, module.kernels = self.kernel_config.schedule, kernels
         return model
 
     def is_serializable(self) -> bool:
         return True
+
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """What save_pretrained asks for."""
+        log.warning(
+            "save_pretrained copies neither %s nor the other files that `rotor validate` goes by: the copy can be "
+            "loaded, not validated. Copy the folder to keep them.",
+            ROTOR_JSON,
+        )
+        return super().get_state_dict_and_metadata(model)
 
     @property
     def is_trainable(self) -> bool:
@@ -87,6 +104,17 @@ class RotorQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def with_head(model: Any) -> Any:
+    """A causal model as it is; the base model in it (that of AutoModel), below the name that it has there."""
+    name = model.base_model_prefix
+    if hasattr(model, name):
+        return model
+    head: Any = nn.Module()
+    head.config = model.config
+    setattr(head, name, model)
+    return head
 
 
 def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path | None:

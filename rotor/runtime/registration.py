@@ -10,25 +10,29 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-LOADING = "transformers.modeling_utils"
-"""The module of `from_pretrained`: whoever loads a model has imported it."""
+LOADING = ("transformers.modeling_utils", "transformers.quantizers")
+"""The modules of `from_pretrained`, and of what reads a quantisation's config: whoever loads a model, or asks what
+config.json says before loading, has imported one of them."""
 
 
 def register_with_transformers() -> None:
     """Register now, if transformers can load models already; else as soon as it can."""
-    if LOADING in sys.modules:
+    if any(name in sys.modules for name in LOADING):
         importlib.import_module("rotor.runtime.integration")
     elif not any(isinstance(finder, _AfterLoading) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterLoading())
 
 
 class _AfterLoading(MetaPathFinder):
-    """Finds one module as Python would have, and lets rotor.integration follow its import."""
+    """Finds two modules as Python would have, and lets rotor.runtime.integration follow the import of either.
+
+    One of them imports the other: then it follows the one that ends last.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != LOADING:
+        if fullname not in LOADING:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
@@ -38,6 +42,8 @@ class _AfterLoading(MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
+            if any(_is_being_imported(name) for name in LOADING if name != fullname):
+                return
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             importlib.import_module(
@@ -46,3 +52,8 @@ class _AfterLoading(MetaPathFinder):
 
         loader.exec_module = execute_and_register
         return spec
+
+
+def _is_being_imported(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and getattr(module.__spec__, "_initializing", False)

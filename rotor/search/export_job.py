@@ -74,6 +74,13 @@ class ExportJob:
                 f"--removal-rate: {what} does not choose ranks by a removal rate.",
                 "Give --accuracy or --compression.",
             )
+        if not settings.measure and settings.goal.accuracy is not None:
+            raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
+        if not settings.measure and "sensitivities" in recipe.rank_needs:
+            raise UsageError(
+                f"--no-measure: ranks.method {recipe.ranks.method} chooses ranks by what is measured of every layer.",
+                "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
+            )
         out.check(settings.overwrite, [opened.model_folder, opened.folder])
         job = cls(settings, opened, recipe, Checkpoint(opened.fetch_model()), out)
         check_space(out.path, job.needed_bytes)
@@ -88,6 +95,15 @@ class ExportJob:
     def targets(self) -> tuple[float, ...]:
         """Further accuracies to search: those asked for, or of an elastic checkpoint the recipe's."""
         return self.settings.targets or (self.recipe.search.targets if self.settings.elastic else ())
+
+    @property
+    def unmeasured(self) -> str:
+        """Why the accuracy of what is written is not measured; empty where it is."""
+        if not self.settings.measure:
+            return "the export was asked not to measure it (--no-measure)"
+        if self.goal.accuracy is None and self.checkpoint.tokenizer is None:
+            return "the model has no tokenizer to read text with"
+        return ""
 
     @property
     def sources(self) -> list[Path]:

@@ -64,7 +64,7 @@ class RankSearch:
     @property
     def measured_points(self) -> int:
         """How often a plan was measured on a split."""
-        return _measurements(self.table) - self._known
+        return 0 if self.job.unmeasured else _measurements(self.table) - self._known
 
     @property
     def needs_probes(self) -> bool:
@@ -100,7 +100,9 @@ class RankSearch:
             return None
 
     def point(self) -> Point:
-        """The point that the goal leads to, measured on both splits; the report split for this one alone.
+        """The point that the goal leads to, measured on both splits (or, see ExportJob.unmeasured, on none).
+
+        Only this point is measured on the report split.
 
         Raises:
             AccuracyError: no point reaches the accuracy. UsageError: the compression cannot be reached.
@@ -113,6 +115,8 @@ class RankSearch:
         assert path is not None
         plan = self.known() if goal.accuracy is None else self._plan_at(goal.accuracy)
         assert plan is not None
+        if self.job.unmeasured:
+            return Point.of(plan)
         known = self.table.find(plan)
         if known is not None and known.has("search") and known.has("report"):
             return known

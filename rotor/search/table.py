@@ -1,6 +1,7 @@
 """What was measured of a run, one file for each context: points by ranks, and probes apart from them.
 
 RUN/tables/KEY.json: points. RUN/probes/KEY.json: sensitivities. RUN/tables/latest.json: which table was used last.
+Each has the SHA-256 of its content in it, so that one that was edited or damaged is refused.
 
 A context is all that a measured number depends on besides the ranks: the evaluation's tokens, dtype, kind of device,
 metric and the settings of it. Its hash names the file, so that another metric, objective or text adds a table and never
@@ -23,16 +24,16 @@ from ..allocation import RankPlan, Sensitivity
 from ..calibration.run import Run
 from ..data.splits import EvaluationData
 from ..errors import CheckpointError
-from ..format.atomic import write_json
 from ..format.json_files import read_json
 from ..format.layout import LayerRanks
+from ..format.manifest import read_checked_json, write_checked_json
 from ..recipe import Evaluation, Ranks
 from ..recipe.metric_registry import LM_EVAL
 from ..typed import Reader
 from .point import Point, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest.json"
-TABLE_VERSION = 3
+TABLE_VERSION = 4
 HINT = "Delete it, and the next export measures again."
 
 
@@ -134,7 +135,8 @@ class RankTable:
         path = run.folder / TABLES / LATEST
         if not path.is_file():
             return None
-        name = Reader(str(path), CheckpointError, HINT).read(dict[str, str], read_json(path, HINT)).get("table", "")
+        data = read_checked_json(path, HINT)
+        name = Reader(str(path), CheckpointError, HINT).read(dict[str, str], data).get("table", "")
         return cls.read(run, _table_path(run, Path(name).name))
 
     @property
@@ -155,8 +157,8 @@ class RankTable:
         Raises:
             CheckpointError: damaged, or of another run.
         """
-        data = read_json(path, HINT) if path.is_file() else {}
-        if data.get("version") != TABLE_VERSION:
+        data = _read(path)
+        if data is None:
             return None
         reader = Reader(str(path), CheckpointError, HINT)
         info: Any = reader.read(_TableInfo, data)
@@ -252,8 +254,8 @@ def read_probes(run: Run, key: str) -> list[Sensitivity] | None:
         CheckpointError: damaged, or of another run.
     """
     path = run.folder / PROBES / f"{Path(key).name}.json"
-    data = read_json(path, HINT) if path.is_file() else {}
-    if data.get("version") != TABLE_VERSION:
+    data = _read(path)
+    if data is None:
         return None
     reader = Reader(str(path), CheckpointError, HINT)
     found: list[Sensitivity] = reader.read(_ProbesInfo, data)["sensitivities"]
@@ -313,6 +315,13 @@ def _hash(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _read(path: Path) -> dict[str, Any] | None:
+    """What `_write` wrote; None if it is not there, or of another version; raises CheckpointError if it was edited."""
+    if not path.is_file() or read_json(path, HINT).get("version") != TABLE_VERSION:
+        return None
+    return read_checked_json(path, HINT)
+
+
 def _write(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
-    write_json(path, data)
+    write_checked_json(path, data)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from .comparison import (
 )
 from .front import CHANGES, measure_front
 from .measure import StudySubject, target_record, uniform_ranks
+from .peers_part import PeersPart
 from .store import StudyStore
 
 COMPRESSIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -147,6 +150,13 @@ class StudyParts:
         """Bytes of cache against predicted decode time, where the ranks choose domain and group size of every layer."""
         free = override(recipe, CHANGES)
         measure_front(self.subject, self.store, name, free, self._run(f"front/{name}", free), TARGETS)
+
+    def peers(self, recipes: Mapping[str, Recipe], sizes: Sequence[int] | None) -> None:
+        """Quantisers of the cache, and the recipes at numbers of bytes, each scored through a cache that is used."""
+        part = PeersPart(self.subject, self.store, sizes)
+        part.quantisers()
+        for name, recipe in recipes.items():
+            part.recipe(name, recipe, partial(self._run, name, recipe))
 
     def pruning(self, name: str, recipe: Recipe) -> None:
         """Error, seconds and spectra by the share of sequences dropped, and by the number of centroids.

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 
-from ..errors import UnsupportedModelError
+from ..errors import DataError, UnsupportedModelError
 from ..evaluation.cached import CachedScores, prefill_of, score_through_cache
+from ..evaluation.metrics.distance import Prompts, check_base
+from ..evaluation.scoring import AnswerScores
 from ..progress import Progress
-from ..runtime.cache import FP8, KCVT, KIVI, PerToken, Policy, make_cache, stored_bytes
+from ..runtime.cache import FP8, GEAR, KCVT, KIVI, PerToken, Policy, make_cache, stored_bytes
 
 LONG_TOKENS = 32768
 """Tokens of context to which bytes are extrapolated, by coding so many random ones."""
@@ -69,12 +72,12 @@ class PeerData:
     """What peers are measured on.
 
     text: [rows, seq_len] held-out text, of which `prefill` tokens are the prompt.
-    tasks: by name, rows [prompts, seq_len] and answers of the same shape, true at the tokens that are scored.
+    tasks: look-up and copy prompts by the metric's name.
     """
 
     text: Tensor
     prefill: int
-    tasks: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    tasks: Mapping[str, Prompts] = field(default_factory=dict)
 
 
 def peers() -> list[Peer]:
@@ -89,6 +92,7 @@ def peers() -> list[Peer]:
     policies: dict[str, Policy] = {
         **{f"KIVI-{bits}": KIVI(bits, GROUP, GROUP) for bits in (4, 3, 2)},
         "KCVT-4": KCVT(4),
+        **{f"GEAR-{bits}": GEAR(bits) for bits in (4, 2)},
         **{f"per token, {bits} bits": PerToken(bits, GROUP) for bits in (4, 2)},
         **{f"per token, {bits} bits, Hadamard": PerToken(bits, GROUP, hadamard=True) for bits in (4, 2)},
         "fp8, scale a token": FP8("token"),
@@ -113,7 +117,8 @@ class PeerBench:
     """The uncompressed model and the data, shared by all that is measured.
 
     Args:
-        model: a causal model of transformers, in the dtype whose cache is the measure of compression.
+        model: a causal model of transformers, in the dtype whose cache is the measure of compression; or what runs one
+            when it is called, with its config and device. It runs as the reference beside every other.
         batch_size: rows at a time.
     """
 
@@ -122,8 +127,19 @@ class PeerBench:
         self.progress = progress or Progress()
 
     @cached_property
-    def _base(self) -> tuple[CachedScores, dict[str, CachedScores]]:
-        return self._scores("uncompressed", self.model, self._plain_cache(self.model), LONGEST_CHUNK, reference=None)
+    def _base(self) -> tuple[CachedScores, dict[str, AnswerScores]]:
+        """Of the text, and of the tasks that the uncompressed model can do."""
+        cache = self._plain_cache(self.model)
+        text, tasks = self._scores("uncompressed", self.model, cache, LONGEST_CHUNK, None, self.data.tasks)
+        found = {}
+        for name, answers in tasks.items():
+            try:
+                check_base(name, answers, "through the cache")
+            except DataError as error:
+                self.progress.message(f"peers leave out `{name}`: {error.message}")
+                continue
+            found[name] = answers
+        return text, found
 
     def peer(self, peer: Peer) -> PeerRecord:
         """Measure a cache of the uncompressed model, unless it is not installed or cannot serve the model."""
@@ -142,22 +158,17 @@ class PeerBench:
 
     def _record(self, name: str, model: Any, make: Callable[[], Cache], chunk: int) -> PeerRecord:
         base, base_tasks = self._base
-        text, tasks = self._scores(name, model, make, chunk, reference=self.model)
+        done = {task: self.data.tasks[task] for task in base_tasks}
+        text, tasks = self._scores(name, model, make, chunk, self.model, done)
         assert text.kl_div is not None
-        answers, hits = {}, {}
-        for task, scores in tasks.items():
-            positions = self.data.tasks[task][1]
-            before, after = base_tasks[task].of_answers(positions), scores.of_answers(positions)
-            answers[task] = after.mean_probability / before.mean_probability
-            hits[task] = _ratio(after.hits, before.hits)
         return PeerRecord(
             name,
             kl_div=float(text.kl_div.mean()),
             token_accuracy=_ratio(text.correct, base.correct),
             ppl_ratio=float((base.nll - text.nll).mean().exp()),
             top1_agreement=float((base.top1 == text.top1).double().mean()),
-            answers=answers,
-            hits=hits,
+            answers={t: after.mean_probability / base_tasks[t].mean_probability for t, after in tasks.items()},
+            hits={t: _ratio(after.hits, base_tasks[t].hits) for t, after in tasks.items()},
             kv_bytes_per_token=text.kv_bytes_per_token,
             mean_kv_bytes_per_token=mean_kv_bytes_per_token(model, make, self.data.prefill, self.data.text.shape[1]),
             long_kv_bytes_per_token=long_kv_bytes_per_token(model, make),
@@ -165,11 +176,17 @@ class PeerBench:
         )
 
     def _scores(
-        self, name: str, model: Any, make: Callable[[], Cache], chunk: int, reference: Any
-    ) -> tuple[CachedScores, dict[str, CachedScores]]:
+        self,
+        name: str,
+        model: Any,
+        make: Callable[[], Cache],
+        chunk: int,
+        reference: Any,
+        tasks: Mapping[str, Prompts],
+    ) -> tuple[CachedScores, dict[str, AnswerScores]]:
         """Of the text, and of each task, which needs no reference."""
         data = self.data
-        total = data.text.numel() + sum(rows.numel() for rows, _ in data.tasks.values())
+        total = data.text.numel() + sum(prompts.rows.numel() for prompts in tasks.values())
 
         def score(rows: Tensor, prefill: int, reference: Any) -> CachedScores:
             options: Any = {"reference": reference, "batch_size": self.batch_size, "advance": advance}
@@ -177,8 +194,11 @@ class PeerBench:
 
         with self.progress.task(name, total, "tokens") as advance:
             text = score(data.text, data.prefill, reference)
-            tasks = {task: score(rows, prefill_of(answers), None) for task, (rows, answers) in data.tasks.items()}
-        return text, tasks
+            found = {
+                task: score(prompts.rows, prefill_of(prompts.answers), None).of_answers(prompts.answers)
+                for task, prompts in tasks.items()
+            }
+        return text, found
 
     @staticmethod
     def _plain_cache(model: Any) -> Callable[[], Cache]:
@@ -221,6 +241,6 @@ def _layer_bytes(model: Any, make: Callable[[], Cache], prompt: int, tokens: int
     return [sum(sizes) for sizes in zip(*every, strict=True)]
 
 
-def _ratio(hits: Tensor, base: Tensor) -> float:
+def _ratio(hits: Tensor | np.ndarray, base: Tensor | np.ndarray) -> float:
     """Of sums; of a base without a hit, the hits."""
     return float(hits.sum()) / max(float(base.sum()), 1.0)

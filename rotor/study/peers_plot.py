@@ -6,11 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from ..report.style import MARKERS
 from .peers import PeerRecord
-from .plots import MARKERS
 
 LEAST_KL = 1e-5
 """Where the axis of KL begins; what is closer is drawn there."""
+
+COLOURS = 10
+"""In matplotlib's cycle."""
 
 Size = Literal["kv_bytes_per_token", "mean_kv_bytes_per_token", "long_kv_bytes_per_token"]
 
@@ -35,7 +38,7 @@ def draw_peers(figure: Any, records: Sequence[PeerRecord], size: Size = "mean_kv
         ("perplexity (ratio)", lambda r: r.ppl_ratio, True),
         *((f"{task}: probability of answers (ratio)", _answers(task), True) for task in tasks),
     ]
-    columns = 3
+    columns = 2 if len(panels) <= 4 else 3
     axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
     for axis, (label, value, higher) in zip(axes, panels, strict=False):
         _panel(axis, measured, size, value, higher)
@@ -61,8 +64,12 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[tu
 
 
 def family(name: str) -> str:
-    """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI."""
-    return re.sub(r"-\d+$|, \d+ bits", "", name)
+    """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI.
+
+    A recipe's own number stays: `rotor-16, 320 bytes` is rotor-16.
+    """
+    short = re.sub(r", \d+ (bits|bytes)", "", name)
+    return short if short != name else re.sub(r"-\d+$", "", name)
 
 
 def _answers(task: str) -> Callable[[PeerRecord], float | None]:
@@ -83,8 +90,9 @@ def _panel(
             families.setdefault(family(record.name), []).append((getattr(record, size), found))
     for index, (name, points) in enumerate(families.items()):
         x, y = zip(*sorted(points), strict=True)
-        marker = MARKERS[index % len(MARKERS)]
-        axis.plot(x, y, marker=marker, markersize=5, color=f"C{index % 10}", label=name, linestyle=":")
+        # Of more families than colours, the same colour comes with another marker.
+        marker = MARKERS[(index + index // COLOURS) % len(MARKERS)]
+        axis.plot(x, y, marker=marker, markersize=5, color=f"C{index % COLOURS}", label=name, linestyle=":")
     front = pareto_front([point for points in families.values() for point in points], higher)
     axis.step(*zip(*front, strict=True), where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
     axis.set_xscale("log", base=2)

@@ -7,12 +7,15 @@ from typing import Any
 
 from ..errors import UsageError
 from ..prediction.simulation import Balance
-from ..report.style import STYLE
+from ..report.style import MARKERS, STYLE
+from .peers_part import peer_records
+from .peers_plot import draw_peers
 from .store import StudyStore
 from .tables import SIDE_LABELS, Curves, ablation_curves, curves, points
 
 FOLDER = "plots"
-MARKERS = "osD^vPX*<>"
+SIZES = {"peers": (15.0, 8.5)}
+"""Inches of the plots that have more than one row of axes."""
 
 
 def require_matplotlib() -> None:
@@ -46,9 +49,10 @@ def write_plots(store: StudyStore) -> list[Path]:
             ("degradation", lambda figure: _draw_degradation(figure, store.part("degradation"))),
             ("pruning", lambda figure: _draw_pruning(figure, store.part("pruning"))),
             ("front", lambda figure: _draw_front(figure, store.part("front"))),
+            ("peers", lambda figure: draw_peers(figure, peer_records(store))),
             ("pruning-spectra", lambda figure: _draw_pruning_spectra(figure, store.part("pruning"))),
         ):
-            figure = Figure(figsize=(11, 4.5), dpi=120)
+            figure = Figure(figsize=SIZES.get(name, (11, 4.5)), dpi=120)
             if draw(figure):
                 figure.suptitle(f"{store.settings['model']['name']}: {figure.get_suptitle()}")
                 files += _save(figure, store.folder / FOLDER / name)

@@ -10,7 +10,7 @@ from ..errors import UsageError
 from ..format.atomic import write_json
 from ..format.file_names import RESULTS
 from ..format.json_differences import differences, shorten_json
-from ..format.json_files import read_json
+from ..format.json_files import json_text, read_json
 
 STORE_VERSION = 1
 ADDED_LATER = ("recipes", "ablations")
@@ -68,7 +68,7 @@ class StudyStore:
 
     def put(self, key: str, record: dict[str, Any]) -> dict[str, Any]:
         """Add one record and write the file."""
-        self.records[key] = json.loads(json.dumps(record))
+        self.records[key] = json.loads(json_text(record))
         self.added += 1
         self.save()
         return self.records[key]

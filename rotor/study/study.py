@@ -29,6 +29,7 @@ from ..recipe.settings import Compute
 from ..typed import read_yaml
 from .measure import StudySubject
 from .parts import StudyParts
+from .peers_part import write_peers_csv
 from .plots import require_matplotlib, write_plots
 from .store import StudyStore
 from .tables import write_csv, write_summary
@@ -60,6 +61,7 @@ def study(
     ablation_base: str = "rotor",
     at: float = 0.5,
     counts: Iterable[int] = TOKEN_COUNTS,
+    sizes: Iterable[int] | None = None,
     device: str = "auto",
     dtype: str = "auto",
     batch_tokens: int = 2048,
@@ -78,12 +80,14 @@ def study(
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
-        parts: which of PARTS to run; by default all that can run. `ablation` needs `ablations`,
-            `front` takes those recipes in focus whose ranks are by method `global`.
-        focus: names of the recipes for all parts but `curves` and `ablation`; by default the first.
+        parts: which of PARTS to run; by default all that can run, without `peers`, which takes longest.
+            `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by method `global`.
+        focus: names of the recipes for all parts but `curves`, `ablation` and `peers`; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` and `pruning` are measured.
         counts: numbers of calibration tokens for `tokens`.
+        sizes: bytes of cache per token at which `peers` measures the recipes; by default shares of the uncompressed
+            model's.
         device, dtype, batch_tokens, offload, device_map: as for calibrate.
         plots: draw them, which needs matplotlib.
     Raises:
@@ -95,7 +99,16 @@ def study(
         require_matplotlib()
     if not 0 < at < 1:
         raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
-    request = StudyPlan.of(list(recipes), list(overrides), parts, focus, ablations or {}, ablation_base, tuple(counts))
+    request = StudyPlan.of(
+        list(recipes),
+        list(overrides),
+        parts,
+        focus,
+        ablations or {},
+        ablation_base,
+        tuple(counts),
+        None if sizes is None else tuple(sizes),
+    )
     progress = progress or Progress()
     source = find_model(model)
     check_apart(Path(out), [source.folder])
@@ -113,7 +126,8 @@ def study(
             progress.message(f"study: {part}")
             _PARTS[part](driver, request)
         store.save()
-        files = [write_csv(store), write_summary(store)]
+        peers_csv = write_peers_csv(store)
+        files = [write_csv(store), *([peers_csv] if peers_csv else []), write_summary(store)]
         if plots:
             files += write_plots(store)
     seconds = round(time.perf_counter() - start, 3)
@@ -125,9 +139,9 @@ class StudyPlan:
     """A study request, checked before anything is measured.
 
     parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
-    all parts but `curves` and `ablation` are about; allocating: of these, the ones whose ranks choose domain and group
-    size. base: what the ablations change, or None without them; variants: its ablations by name.
-    counts: numbers of calibration tokens.
+    all parts but `curves`, `ablation` and `peers` are about; allocating: of these, the ones whose ranks choose domain
+    and group size. base: what the ablations change, or None without them; variants: its ablations by name.
+    counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
     """
 
     parts: tuple[str, ...]
@@ -137,6 +151,7 @@ class StudyPlan:
     base: Recipe | None
     variants: dict[str, Recipe]
     counts: tuple[int, ...]
+    sizes: tuple[int, ...] | None
 
     @classmethod
     def of(
@@ -148,6 +163,7 @@ class StudyPlan:
         ablations: Mapping[str, list[str]],
         ablation_base: str,
         counts: tuple[int, ...],
+        sizes: tuple[int, ...] | None,
     ) -> StudyPlan:
         """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
         chosen = _chosen_parts(None if parts is None else list(parts), ablations)
@@ -168,7 +184,7 @@ class StudyPlan:
         variants: dict[str, Recipe] = {}
         if "ablation" in chosen:
             base, variants = _ablated(ablation_base, ablations, found, overrides)
-        return cls(chosen, found, names, allocating, base, variants, counts)
+        return cls(chosen, found, names, allocating, base, variants, counts, sizes)
 
     @property
     def first(self) -> Recipe:
@@ -198,6 +214,10 @@ def _front(driver: StudyParts, plan: StudyPlan) -> None:
         driver.front(name, plan.recipes[name])
 
 
+def _peers(driver: StudyParts, plan: StudyPlan) -> None:
+    driver.peers(plan.recipes, plan.sizes)
+
+
 def _each(part: Callable[[StudyParts, str, Recipe], None]) -> Callable[[StudyParts, StudyPlan], None]:
     """A part that is measured for each recipe in focus by itself."""
 
@@ -216,9 +236,12 @@ _PARTS: dict[str, Callable[[StudyParts, StudyPlan], None]] = {
     "pruning": _each(StudyParts.pruning),
     "ablation": _ablation,
     "front": _front,
+    "peers": _peers,
 }
 PARTS = tuple(_PARTS)
 """What a study can measure, in the order in which it does."""
+
+ON_REQUEST = ("peers",)
 
 
 def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:
@@ -269,15 +292,15 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
     return dict(found)
 
 
-def parse_counts(items: Iterable[str]) -> tuple[int, ...]:
-    """Parse positive numbers of tokens.
+def parse_counts(items: Iterable[str], option: str = "--counts", unit: str = "tokens") -> tuple[int, ...]:
+    """Parse positive numbers of tokens, or of what `unit` says.
 
     Raises:
-        UsageError: not such numbers.
+        UsageError: not such numbers; names the option.
     """
     items = list(items)
     if not items or not all(item.isdecimal() and int(item) > 0 for item in items):
-        raise UsageError(f"--counts {','.join(items)}: expected positive numbers of tokens.", "Example: 512,4096")
+        raise UsageError(f"{option} {','.join(items)}: expected positive numbers of {unit}.", "Example: 512,4096")
     return tuple(int(item) for item in items)
 
 
@@ -323,8 +346,8 @@ def _ablated(
 
 
 def _chosen_parts(parts: list[str] | None, ablations: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """The parts to run, in the order of PARTS; by default those that can run."""
-    wanted = PARTS if parts is None else parts
+    """The parts to run, in the order of PARTS; by default those that can run, without ON_REQUEST."""
+    wanted = [part for part in PARTS if part not in ON_REQUEST] if parts is None else parts
     unknown = [part for part in wanted if part not in PARTS]
     if unknown or not wanted:
         raise UsageError(f"--parts {','.join(unknown) or 'is empty'}: expected some of {', '.join(PARTS)}.")

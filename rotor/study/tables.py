@@ -12,6 +12,7 @@ from ..data.splits import SPLITS
 from ..format.atomic import write_text
 from ..recipe.metric_registry import describe
 from .measure import COLUMNS
+from .peers_part import peer_records, peer_rows
 from .store import StudyStore
 
 CSV, SUMMARY = "results.csv", "summary.md"
@@ -59,6 +60,7 @@ def write_summary(store: StudyStore) -> Path:
         ("degradation", "Degradation of the attention outputs (ZDC figure 14)", _degradation),
         ("pruning", "Pruning and K-means (ZDC figure 26)", _pruning),
         ("front", "Bytes of cache against predicted decode time", _front),
+        ("peers", "Caches against quantisers, at their bytes", lambda _: _peers(store)),
     ):
         records = store.part(name)
         if records:
@@ -256,6 +258,18 @@ def _front(records: dict[str, dict[str, Any]]) -> list[str]:
         f"tokens of context and a batch of {first['batch_size']}, not a measurement; "
         "shares are of the uncompressed model.",
         *table(header, rows),
+    ]
+
+
+def _peers(store: StudyStore) -> list[str]:
+    return [
+        "",
+        "Every cache is used: a prompt, then the rest of each row in steps through it (report split, dtype of the "
+        "checkpoint). Bytes per token count scales, zero points, buffers, tokens that wait: of a complete row, their "
+        "mean over the lengths that are scored, and of a long context. KL in nats a token; the others are ratios to "
+        "the uncompressed model, of tasks the mean probability of the right answers. `rotor, 320 bytes` is that "
+        "recipe's mildest plan at that size or below.",
+        *table(*peer_rows(peer_records(store))),
     ]
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..calibration.run import Run
-from ..data.splits import evaluation_data
+from ..data.splits import EvaluationData, evaluation_data
+from ..data.tokens import random_tokens
 from ..errors import RotorError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
@@ -25,6 +26,7 @@ from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import compressed_weights, weights_of
+from ..models.projections import longest_row
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe, load_recipe
 from ..recipe.metric_registry import METRICS
@@ -42,8 +44,9 @@ FULL_RANK_TOLERANCE = 1e-5
 IDENTITY_TOLERANCE = 1e-6
 """Largest deviation of encode decode^T (in float64, at full rank) from the identity."""
 
-NUMERICS_ROWS = 2
-"""Rows of the report split on which the full-rank rewrite is compared."""
+NUMERICS_ROWS, RANDOM_SEQ_LEN = 2, 512
+"""Rows of the report split on which the full-rank rewrite is compared; without a tokenizer, random ones of this length.
+"""
 
 
 def validate(
@@ -118,8 +121,8 @@ def _against_source(
 ) -> None:
     """Everything that needs a forward pass."""
     with progress.task("load text", None, ""):
-        excluded = report["accuracy"].get("excluded_documents", ())
-        data = evaluation_data(trusted.spec, checkpoint.config, checkpoint.tokenizer, excluded)
+        data = _text(checkpoint, report, trusted)
+    rows = _random_rows(checkpoint) if data is None else data.report
     place = _placement(source, checkpoint, recipe, compute, progress)
     _check_stored_bases(result, checkpoint)
     if isinstance(run, str):
@@ -139,8 +142,10 @@ def _against_source(
             result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
         else:
             with progress.task("full-rank rewrite", None, ""):
-                _check_full_rank(result, source, run, data.report[:NUMERICS_ROWS], place.streamed)
-        if trusted.withheld:
+                _check_full_rank(result, source, run, rows[:NUMERICS_ROWS], place.streamed)
+        if data is None:
+            result.skip("accuracy target", "no tokenizer to read text with")
+        elif trusted.withheld:
             result.skip("accuracy target", trusted.withheld)
         else:
             context = EvaluationContext(trusted.spec, data.rows, checkpoint.tokenizer, checkpoint.config)
@@ -148,10 +153,26 @@ def _against_source(
     with progress.task("load model", None, ""):
         weights = compressed_weights(checkpoint, place.device, place.dtype, place.streamed)
     compressed = LayerwiseModel(weights)
-    if meter is not None:
+    if meter is not None and data is not None:
         _check_accuracy(result, meter, compressed, report)
         result.summary["same_data_as_export"] = data.sha256 == report["accuracy"]["data_sha256"]
-    _measure_cache(result, compressed, checkpoint, report, data.report[:1])
+    _measure_cache(result, compressed, checkpoint, report, rows[:1])
+
+
+def _text(
+    checkpoint: CompressedCheckpoint, report: CheckpointInfo, trusted: TrustedEvaluation
+) -> EvaluationData | None:
+    """The held-out text; None where there is no tokenizer to read it with."""
+    if checkpoint.tokenizer is None:
+        return None
+    excluded = report["accuracy"].get("excluded_documents", ())
+    return evaluation_data(trusted.spec, checkpoint.config, checkpoint.tokenizer, excluded)
+
+
+def _random_rows(checkpoint: CompressedCheckpoint) -> Tensor:
+    """What stands in for text where only numerics and the size of the cache are looked at."""
+    seq_len = longest_row(RANDOM_SEQ_LEN, checkpoint.config)
+    return random_tokens(NUMERICS_ROWS, seq_len, checkpoint.config, None, seed=0)
 
 
 def _check_source(result: Validation, source: Checkpoint, recorded: SourceInfo) -> None:

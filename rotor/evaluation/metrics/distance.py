@@ -51,7 +51,7 @@ class Prompts:
     filler_tokens: int
 
 
-class _Distance(Metric):
+class Distance(Metric):
     """The mean probability of the answers over the base model's."""
 
     def __init__(self, name: str, context: EvaluationContext) -> None:
@@ -72,17 +72,12 @@ class _Distance(Metric):
     def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
         """Raises DataError if the mean probability is below LEAST_BASE."""
         base = self._base[split] = self._scores(seen, split)
-        if base.mean_probability < LEAST_BASE:
-            raise DataError(
-                f"{self.name}: the uncompressed model gives the right answers a mean probability of "
-                f"{base.mean_probability:.3f} over {self._prompts[split].filler_tokens} tokens of other text ({split} "
-                f"split), expected at least {LEAST_BASE}.",
-                "This model cannot do the task; choose another metric, or a smaller evaluation.filler_tokens.",
-            )
+        filler_tokens = self._prompts[split].filler_tokens
+        check_base(self.name, base, f"over {filler_tokens} tokens of other text ({split} split)")
         return {
             self.name: round(base.mean_probability, 6),
             f"{self.name}_hits": round(base.mean_hits, 6),
-            f"{self.name}_filler_tokens": self._prompts[split].filler_tokens,
+            f"{self.name}_filler_tokens": filler_tokens,
         }
 
     def measure(self, seen: Seen, split: str) -> Measurement:
@@ -129,7 +124,7 @@ class _Distance(Metric):
         return turned.repeat(-(-length // len(text)))[:length].tolist()
 
 
-class Lookup(_Distance):
+class Lookup(Distance):
     """Values looked up by keys."""
 
     def prompts(self, split: str) -> Prompts:
@@ -178,7 +173,7 @@ class Lookup(_Distance):
         return self.context.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
 
-class Copy(_Distance):
+class Copy(Distance):
     """Random tokens repeated, drawn from the commonest of the text."""
 
     def prompts(self, split: str) -> Prompts:
@@ -205,6 +200,16 @@ class Copy(_Distance):
         """The commonest tokens of the split's text, at most COMMON."""
         counts = torch.bincount(self._ordinary_text(split))
         return counts.argsort(descending=True, stable=True)[: min(COMMON, int(counts.count_nonzero()))]
+
+
+def check_base(name: str, base: AnswerScores, where: str) -> None:
+    """Raises DataError if the uncompressed model's mean probability is below LEAST_BASE; `where` names the rows."""
+    if base.mean_probability < LEAST_BASE:
+        raise DataError(
+            f"{name}: the uncompressed model gives the right answers a mean probability of "
+            f"{base.mean_probability:.3f} {where}, expected at least {LEAST_BASE}.",
+            "This model cannot do the task; choose another metric, or a smaller evaluation.filler_tokens.",
+        )
 
 
 def lookup_keys(words: list[str], count: int, generator: torch.Generator) -> list[tuple[str, str]]:

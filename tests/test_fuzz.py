@@ -1,0 +1,548 @@
+"""Whole commands with drawn paths, damaged files, odd environments and faults at system calls.
+
+Whatever happens: an exit code that is documented, no traceback and no defect on stderr, sources as they were, nothing
+changed outside of OUT and RUN, and OUT absent, as it was, or whole by its manifest. What a fault stopped works when the
+same command is given again. `make test` runs the same examples each time, `make fuzz` many more of its own choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import build_tiny, reseal
+from faults import ERRORS, KINDS, Faults, injected
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from rotor import cli
+from rotor.calibration.calibrate import calibrate
+from rotor.export.export import export
+from rotor.format.manifest import CHANGING, Manifest
+
+RANDOM = ["tokens.source=random", "tokens.count=128", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
+SETTINGS = [word for setting in RANDOM for word in ("--set", setting)]
+EXIT_CODES = {0, 1, 2, 3, 130}
+SECONDS = 30
+"""A command takes a fraction of one; one that waits (for a pipe) is ended, and fails the test."""
+
+fuzzed = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], database=None
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_figures() -> Iterator[None]:
+    """As without matplotlib: figures take longer than the rest of a command."""
+
+    def missing(data: object) -> dict[str, str]:
+        raise ImportError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotor.report.report.figures", missing)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.delenv("ROTOR_DEBUG", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a run, a checkpoint, and things of the user's beside them."""
+    world = tmp_path_factory.mktemp("template")
+    model = build_tiny("llama", world / "model")
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    (model / "LICENSE").write_text("as you like")
+    run = calibrate(model, world / "run", "fdc", RANDOM)
+    export(run.folder, world / "out", compression=0.4, measure=False)
+    for name in ("notes", "notes.partial", "deep/er"):
+        (world / name).mkdir(parents=True)
+        (world / name / "diary.txt").write_text("dear diary")
+    (world / "file").write_text("a file")
+    (world / "link").symlink_to("deep/er")
+    (world / "to-model").symlink_to("model")
+    (world / "to-out").symlink_to("out")
+    (world / "dangling").symlink_to("nowhere")
+    return world
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command did: its exit code, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+class World:
+    """A fresh copy of the template, in which one example happens."""
+
+    def __init__(self, template: Path) -> None:
+        self._holder = tempfile.TemporaryDirectory(prefix="fuzz-")
+        self.root = Path(os.path.realpath(self._holder.name)) / "world"
+        shutil.copytree(template, self.root, symlinks=True)
+
+    def close(self) -> None:
+        self._holder.cleanup()
+
+    def state(self) -> dict[str, str]:
+        """Kind, permissions and content of everything in it."""
+        found = {}
+        for place, folders, files in os.walk(self.root):
+            for name in (*folders, *files):
+                path = os.path.join(place, name)
+                found[os.path.relpath(path, self.root)] = _state(path)
+        return found
+
+    def run(self, arguments: Sequence[str], encoding: str = "utf-8") -> Done:
+        """A command in this process, in the world's folder."""
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True) for _ in range(2)]
+        before = sys.argv, sys.stdout, sys.stderr, os.getcwd()
+        sys.argv, (sys.stdout, sys.stderr) = ["rotor", *arguments], streams
+        os.chdir(self.root)
+        try:
+            with limited(SECONDS):
+                cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            sys.argv, sys.stdout, sys.stderr = before[:3]
+            os.chdir(before[3])
+        out, err = (stream.buffer.getvalue().decode(encoding) for stream in streams)  # type: ignore[attr-defined]
+        return Done(code, out, err)
+
+
+def _state(path: str) -> str:
+    found = os.lstat(path)
+    kind = f"{stat.S_IFMT(found.st_mode):o}-{stat.S_IMODE(found.st_mode):o}"
+    if stat.S_ISLNK(found.st_mode):
+        return f"{kind} {os.readlink(path)}"
+    if not stat.S_ISREG(found.st_mode):
+        return kind
+    with open(path, "rb") as file:
+        return f"{kind} {hashlib.sha256(file.read()).hexdigest()}"
+
+
+class TooSlow(BaseException):
+    """A command that does not end."""
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def end(number: int, frame: object) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def fresh(template: Path) -> Iterator[World]:
+    world = World(template)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def check(world: World, before: dict[str, str], done: Done, target: str | None, kind: str, may_replace: bool) -> None:
+    """The invariants.
+
+    Args:
+        target: what the command was told to write, if anything. kind: of folder.
+        may_replace: it was told to replace what is there.
+    """
+    assert done.code in EXIT_CODES, done
+    for text in ("Traceback", "A defect of rotor's", "Exception ignored"):
+        assert text not in done.err, done.err
+    if done.code and not done.out:
+        assert done.err.startswith("error: ") or "\nerror: " in done.err or "Usage:" in done.err, done.err
+    after = world.state()
+    out = None if target is None else os.path.relpath(os.path.realpath(world.root / target), world.root)
+    outside = out is None or out in (".", "..") or out.startswith("../")
+    own = set() if outside else {out}
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) == after.get(name) or _is_own(name, own, kind):
+            continue
+        raise AssertionError(f"{name}: was {before.get(name)}, is {after.get(name)}; told to write {target!r}: {done}")
+    if out is None or not own:
+        return
+    old, new = (_below(state, out) for state in (before, after))
+    assert may_replace or old.items() <= new.items(), (target, done)
+    assert done.code or new, (target, done)
+    if new and new != old:
+        problems = Manifest.read(world.root / out).problems()
+        assert not problems, (problems, done)
+
+
+def _below(state: dict[str, str], folder: str) -> dict[str, str]:
+    return {name: what for name, what in state.items() if name.startswith(f"{folder}/")}
+
+
+def _is_own(name: str, own: set[str], kind: str) -> bool:
+    """Whether a command that writes to `own` may make, change or remove something.
+
+    That is OUT, folders above it that were not there, an unfinished run, staging folders and locks; of RUN its log,
+    its report and what is measured.
+    """
+    if (
+        re.fullmatch(r"\.run\.rotor-lock|run/(log\.txt|report\.html|(tables|probes)(/.*)?)", name)
+        and kind == "checkpoint"
+    ):
+        return True
+    for out in own:
+        beside, last = os.path.split(out)
+        if name == out or name.startswith(f"{out}/") or out.startswith(f"{name}/"):
+            return True
+        first = os.path.relpath(name, beside or ".").split("/")[0]
+        if kind == "run" and first == f"{last}.partial":
+            return True
+        if re.fullmatch(re.escape(f".{last}.rotor-") + "([0-9a-f]{16}(-old)?|lock)", first):
+            return True
+    return False
+
+
+# Paths.
+
+WORDS = st.sampled_from(
+    ["x", "out", "run", "model", "m[ab]", "**", "a b", "*", "é", "\x1b[31m", "new\nline", "-", "..."]
+)
+ODD = [
+    "",
+    ".",
+    "..",
+    "./",
+    "file",
+    "file/x",
+    "link",
+    "link/../notes",
+    "link/../new",
+    "link/../../model",
+    "link/x",
+    "to-model",
+    "to-model/x",
+    "to-model/../fresh",
+    "to-out",
+    "dangling",
+    "dangling/x",
+    "notes",
+    "notes.partial",
+    "model",
+    "model/",
+    "model/x",
+    "model.partial",
+    "run",
+    "run/bases",
+    "run.partial",
+    "out",
+    "out/x",
+    "out.partial",
+    "deep/er/../../model/../new",
+    "new/folders/below",
+    ".out.rotor-lock",
+    ".new.rotor-0123456789abcdef",
+    os.fsdecode(b"caf\xe9"),
+    "x" * 300,
+    "~",
+    "$HOME",
+    "C:\\x",
+]
+PATHS = st.one_of(
+    st.sampled_from(ODD),
+    st.sampled_from(ODD),
+    st.lists(st.one_of(WORDS, st.sampled_from(["..", ".", "link", "deep"])), min_size=1, max_size=4).map("/".join),
+)
+
+
+@st.composite
+def writing(draw: Any) -> tuple[list[str], str, str, bool]:
+    """A command that writes to a drawn place: arguments, place, kind, whether it may replace."""
+    place, overwrite = draw(PATHS), draw(st.booleans())
+    flags = ["--overwrite"] * overwrite + draw(st.sampled_from([[], [], ["--json"], ["--quiet"]]))
+    if draw(st.booleans()):
+        flags += ["--resume"] * draw(st.integers(0, 3).map(lambda n: n == 3))
+        model = draw(st.sampled_from(["model", "model", "model", "to-model", "./link/../../model", "run", "out"]))
+        return ["calibrate", model, "-o", place, "--recipe", "fdc", *SETTINGS, *flags], place, "run", overwrite
+    run = draw(st.sampled_from(["run", "run", "run", "deep/../run", "model", "out"]))
+    goal = draw(st.sampled_from([["--compression", "0.4"], ["--removal-rate", "0.2"]]))
+    return ["export", run, "-o", place, *goal, "--no-measure", *flags], place, "checkpoint", overwrite
+
+
+@fuzzed
+@given(writing())
+def test_any_path(template: Path, command: tuple[list[str], str, str, bool]) -> None:
+    arguments, place, kind, overwrite = command
+    with fresh(template) as world:
+        before = world.state()
+        done = world.run(arguments)
+        event(f"{arguments[0]}: {done.code}")
+        check(world, before, done, place, kind, overwrite)
+
+
+# Faults.
+
+CASES: dict[str, tuple[list[str], str, str]] = {
+    "calibrate": (["calibrate", "model", "-o", "new", "--recipe", "fdc", *SETTINGS], "new", "run"),
+    "calibrate again": (["calibrate", "model", "-o", "run", "--recipe", "fdc", *SETTINGS, "--overwrite"], "run", "run"),
+    "export": (["export", "run", "-o", "new", "--compression", "0.4", "--no-measure"], "new", "checkpoint"),
+    "export again": (
+        ["export", "run", "-o", "out", "--compression", "0.3", "--no-measure", "--overwrite"],
+        "out",
+        "checkpoint",
+    ),
+}
+
+
+@st.composite
+def faults(draw: Any) -> Callable[[Path, Counter[str]], Faults]:
+    """A fault at one of the calls that there are: drawn(folder, calls by kind)."""
+    kind = draw(st.sampled_from(KINDS))
+    error = draw(st.one_of(st.sampled_from(ERRORS[kind]), st.sampled_from([KeyboardInterrupt, MemoryError])))
+    share, lasting = draw(st.floats(0, 1, exclude_max=True)), draw(st.booleans()) and isinstance(error, int)
+    return lambda folder, calls: Faults(folder, frozenset([kind]), int(share * calls[kind]), error, lasting)
+
+
+@pytest.fixture(scope="module")
+def calls(template: Path) -> dict[str, Counter[str]]:
+    """How many calls of each kind each case makes when nothing goes wrong."""
+    found = {}
+    for name, (arguments, _, _) in CASES.items():
+        with fresh(template) as world:
+            with injected(Faults(world.root, frozenset(KINDS), sys.maxsize, 0)) as counted:
+                assert world.run(arguments).code == 0
+            found[name] = counted.seen
+    assert set(found["export again"]) == set(KINDS)
+    return found
+
+
+@fuzzed
+@given(st.sampled_from(sorted(CASES)), faults())
+def test_any_fault(
+    template: Path, calls: dict[str, Counter[str]], name: str, fault: Callable[[Path, Counter[str]], Faults]
+) -> None:
+    arguments, place, kind = CASES[name]
+    with fresh(template) as world:
+        before = world.state()
+        with injected(fault(world.root, calls[name])) as injection:
+            done = world.run(arguments)
+        event(f"{name}: {'fault' if injection.raised else 'none'}, {done.code}")
+        check(world, before, done, place, kind, may_replace=True)
+        if done.code == 0:
+            return
+        middle = world.state()
+        resume = ["--resume"] if kind == "run" and (world.root / f"{place}.partial").exists() else []
+        overwrite = ["--overwrite"] if (world.root / place).exists() and "--overwrite" not in arguments else []
+        again = world.run([*arguments, *resume, *overwrite])
+        assert again.code == 0, (injection, done, again)
+        check(world, middle, again, place, kind, may_replace=True)
+        assert not [n for n in world.state().keys() - before.keys() if ".rotor-" in n or ".partial" in n]
+
+
+# Files.
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=20),
+    st.sampled_from([[], {}, [[]], "../model", "/", "\x1b[31m", "a" * 5000, 10**400, [[1] * 50]]),
+)
+
+
+def mutate(path: Path, change: str, where: float, junk: object) -> None:
+    """Damage a file, in a way that is drawn."""
+    data = path.read_bytes()
+    at = min(int(where * len(data)), max(0, len(data) - 1))
+    if change == "flip" and data:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+    elif change == "cut":
+        path.write_bytes(data[:at])
+    elif change == "longer":
+        path.write_bytes(data + b"\0more")
+    elif change == "gone":
+        path.unlink()
+    elif change in ("folder", "pipe", "link", "loop"):
+        path.unlink()
+        if change == "folder":
+            path.mkdir()
+        elif change == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to({"link": "/etc/hostname", "loop": path.name}[change])
+    elif change == "json" and path.suffix == ".json":
+        path.write_text(json.dumps(replaced(json.loads(data), where, junk)))
+
+
+def replaced(data: Any, where: float, junk: object) -> Any:
+    """A JSON value with one value somewhere in it replaced."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(value: Any) -> None:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            places.append((value, key))
+            if isinstance(item, (dict, list)):
+                walk(item)
+
+    walk(data)
+    holder, key = places[min(int(where * len(places)), len(places) - 1)]
+    holder[key] = junk
+    return data
+
+
+FILES = {
+    "model": ["config.json", "model.safetensors", "generation_config.json", "LICENSE"],
+    "run": [
+        "run.json",
+        "recipe.yaml",
+        "manifest.json",
+        "bases/layer-0000.safetensors",
+        "statistics/layer-0001.safetensors",
+        "log.txt",
+    ],
+    "out": [
+        "config.json",
+        "rotor.json",
+        "manifest.json",
+        "kernel_config.json",
+        "recipe.yaml",
+        "README.md",
+        "model.safetensors",
+        "generation_config.json",
+        "report.html",
+    ],
+}
+READING: dict[str, list[tuple[list[str], str | None, str]]] = {
+    "model": [
+        (["inspect", "model"], None, ""),
+        (["calibrate", "model", "-o", "new", "--recipe", "fdc", *SETTINGS], "new", "run"),
+        (["export", "run", "-o", "new", "--compression", "0.4", "--no-measure"], "new", "checkpoint"),
+    ],
+    "run": [
+        (["export", "run", "-o", "new", "--compression", "0.4", "--no-measure"], "new", "checkpoint"),
+        (["export", "run", "-o", "new", "--compression", "0.4", "--no-measure", "--dry-run"], None, ""),
+        (["calibrate", "model", "-o", "run", "--recipe", "fdc", *SETTINGS, "--overwrite"], "run", "run"),
+    ],
+    "out": [
+        (["validate", "out"], None, ""),
+        (["validate", "out", "--json"], None, ""),
+        (["export", "run", "-o", "out", "--compression", "0.3", "--no-measure", "--overwrite"], "out", "checkpoint"),
+    ],
+}
+CHANGES = ["flip", "cut", "longer", "gone", "folder", "pipe", "link", "loop", "json", "json", "json", "json"]
+
+
+@st.composite
+def damage(draw: Any) -> tuple[str, str, str, float, object, bool, int]:
+    folder = draw(st.sampled_from(sorted(FILES)))
+    file = draw(st.sampled_from(FILES[folder]))
+    where = draw(st.floats(0, 1, exclude_max=True))
+    return folder, file, draw(st.sampled_from(CHANGES)), where, draw(JUNK), draw(st.booleans()), draw(st.integers(0, 2))
+
+
+@fuzzed
+@given(damage())
+def test_any_damage(template: Path, drawn: tuple[str, str, str, float, object, bool, int]) -> None:
+    folder, file, change, where, junk, sealed, number = drawn
+    arguments, place, kind = READING[folder][number]
+    with fresh(template) as world:
+        path = world.root / folder / file
+        untouched = _state(str(path))
+        mutate(path, change, where, junk)
+        damaged = not os.path.lexists(path) or _state(str(path)) != untouched
+        if sealed and folder != "model" and file != "manifest.json" and change not in ("folder", "pipe", "loop"):
+            reseal(world.root / folder)
+        before = world.state()
+        done = world.run(arguments)
+        event(f"{arguments[0]}: {done.code}")
+        if place == folder and done.code == 2:  # it is not told to be rotor's any more, and stays as it is
+            place = None
+        check(world, before, done, place, kind, may_replace=True)
+        if damaged and not sealed and arguments[0] == "validate":
+            assert done.code == 1, done
+        if "--json" in arguments and done.out:
+            json.loads(done.out, parse_constant=pytest.fail)
+
+
+# Environments.
+
+ENVIRONMENT = st.fixed_dictionaries(
+    {},
+    optional={
+        "COLUMNS": st.sampled_from(["0", "-1", "x", "1", "100000"]),
+        "LINES": st.sampled_from(["0", "x"]),
+        "TERM": st.sampled_from(["", "dumb", "nothing"]),
+        "NO_COLOR": st.just("1"),
+        "FORCE_COLOR": st.just("1"),
+        "HOME": st.sampled_from(["", "/nowhere", "relative"]),
+        "TMPDIR": st.sampled_from(["/nowhere", "", "model"]),
+        "LANG": st.sampled_from(["C", "xx_YY.ascii"]),
+        "TZ": st.sampled_from(["nowhere", ":/etc/passwd"]),
+        "RANK": st.sampled_from(["", "x", "1", "-1"]),
+        "WORLD_SIZE": st.sampled_from(["", "x", "1", "-5"]),
+        "LOCAL_RANK": st.sampled_from(["", "0", "7"]),
+        "LOCAL_WORLD_SIZE": st.sampled_from(["", "1"]),
+    },
+)
+COMMANDS: list[tuple[list[str], str | None, str]] = [
+    *CASES.values(),
+    (["validate", "out"], None, ""),
+    (["inspect", "model", "--json"], None, ""),
+    (["recipes"], None, ""),
+    (["validate", "--help"], None, ""),
+    (["generate", "out", "hello"], None, ""),
+    (["export", "run", "-o", "new", "--accuracy", "0.9"], "new", "checkpoint"),
+]
+
+
+@fuzzed
+@given(
+    st.sampled_from(COMMANDS),
+    ENVIRONMENT,
+    st.sampled_from(["utf-8", "ascii", "latin-1"]),
+    st.sampled_from([0o22, 0o77, 0o777, 0]),
+)
+def test_any_environment(
+    template: Path, command: tuple[list[str], str | None, str], names: dict[str, str], encoding: str, mask: int
+) -> None:
+    arguments, place, kind = command
+    with fresh(template) as world, pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        before, old = world.state(), os.umask(mask)
+        try:
+            done = world.run(arguments, encoding)
+        finally:
+            os.umask(old)
+        event(f"{arguments[0]}: {done.code}")
+        check(world, before, done, place, kind, may_replace=True)
+
+
+def test_the_manifest_leaves_out_only_what_is_written_later() -> None:
+    """What `check` allows to change in a run is what its manifest does not list."""
+    for name in ("log.txt", "report.html", "tables/x.json", "probes/x.json"):
+        assert CHANGING["run"].fullmatch(name)
+        assert _is_own(f"run/{name}", set(), "checkpoint")
+    assert not _is_own("run/run.json", set(), "checkpoint")

@@ -1,0 +1,90 @@
+"""What users of transformers do with a checkpoint beside generating: it works, or says why it does not."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, calibrated
+from transformers import AutoModel, AutoModelForCausalLM
+
+from rotor.errors import UsageError
+from rotor.export.export import export
+
+FAMILIES = ["llama", "opt", "gpt_neox", "gpt2", "falcon", "gemma3_text"]
+
+
+@pytest.fixture(scope="module")
+def exported(tiny, tmp_path_factory: pytest.TempPathFactory):
+    """exported(family) -> a checkpoint of a tiny model."""
+    built: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in built:
+            folder = tmp_path_factory.mktemp("transformers")
+            run = calibrated(tiny(family), folder / "run", "post", 1)
+            built[family] = export(run.folder, folder / "out", compression=0.3, measure=False).folder
+        return built[family]
+
+    return get
+
+
+@pytest.mark.parametrize("order", ["import transformers.quantizers.auto, rotor", "import rotor"])
+def test_what_asks_for_the_quantisation_before_it_loads_finds_rotor(order: str) -> None:
+    """As lm-eval's `hf` model does."""
+    program = f"""
+{order}
+from transformers.quantizers.auto import AutoQuantizationConfig
+print(type(AutoQuantizationConfig.from_dict({{"quant_method": "rotor"}})).__name__)
+from transformers import AutoModelForCausalLM
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.strip() == "RotorConfig", done.stderr
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_base_model_alone(exported, family: str) -> None:
+    tokens = torch.arange(24).reshape(2, 12)
+    whole = AutoModelForCausalLM.from_pretrained(exported(family))
+    base = AutoModel.from_pretrained(exported(family))
+    with torch.inference_mode():
+        expected = whole(tokens, output_hidden_states=True).hidden_states[-1]
+        got = base(tokens).last_hidden_state
+    torch.testing.assert_close(got, expected)
+
+
+def test_another_attention_is_told_to_be_ignored(exported, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rotor"):
+        AutoModelForCausalLM.from_pretrained(exported("llama"))
+        assert caplog.messages == []
+        AutoModelForCausalLM.from_pretrained(exported("llama"), attn_implementation="flash_attention_2")
+    assert "attn_implementation='flash_attention_2' is ignored" in caplog.text
+
+
+def test_attention_weights_are_refused(exported) -> None:
+    model = AutoModelForCausalLM.from_pretrained(exported("llama"))
+    with pytest.raises(UsageError, match="output_attentions: compressed layers keep no attention weights"):
+        model(torch.arange(5)[None], output_attentions=True)
+
+
+def test_a_profile_of_a_checkpoint_that_has_none(exported) -> None:
+    with pytest.raises(UsageError, match=r"rank_profile 0\.9: this checkpoint stores one set of ranks"):
+        AutoModelForCausalLM.from_pretrained(exported("llama"), rank_profile=0.9)
+
+
+def test_a_copy_by_save_pretrained_says_what_it_lacks(
+    exported, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(exported("llama"))
+    with caplog.at_level(logging.WARNING, "rotor"):
+        model.save_pretrained(tmp_path)
+    assert "save_pretrained copies neither rotor.json" in caplog.text
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)

@@ -1,0 +1,99 @@
+"""An export whose accuracy is not measured: for want of a tokenizer, or because it was asked not to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import calibrated
+from test_cli import expect_error, rotor
+
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.run import Run
+from rotor.errors import UsageError
+from rotor.export.export import export
+from rotor.report.data import collect
+from rotor.validation.validate import validate
+
+RANDOM = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random", "ranks.multiple_of=4"]
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of a model that has no tokenizer."""
+    folder = tmp_path_factory.mktemp("no-tokenizer")
+    names = shutil.ignore_patterns("tokenizer*")
+    model = shutil.copytree(tiny("llama"), folder / "model", ignore=names)
+    return calibrate(model, folder / "run", "fdc", RANDOM)
+
+
+@pytest.mark.parametrize("goal", [("--compression", "0.4"), ("--removal-rate", "0.1")])
+def test_without_a_tokenizer_accuracy_is_not_measured(goal, without_tokenizer: Run, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    code, said, err = rotor(capsys, "export", without_tokenizer.folder, "-o", out, *goal)
+    assert code == 0, err
+    assert "accuracy not measured: the model has no tokenizer" in said
+    info = json.loads((out / "rotor.json").read_text())["accuracy"]
+    assert (info["search"], info["report"], info["interval_95"], info["table"]) == (None, None, None, None)
+    assert info["not_measured"].startswith("the model has no tokenizer")
+    assert "| accuracy | not measured: the model has no tokenizer" in (out / "README.md").read_text()
+    assert not (without_tokenizer.folder / "tables").exists()
+
+    result = validate(out)
+    assert not result.damaged
+    assert result.target_met
+    found = {check.name: (check.status, check.detail) for check in result.checks}
+    assert found["accuracy target"] == ("skipped", "no tokenizer to read text with")
+    assert found["full-rank rewrite"][0] == "pass"
+    assert found["KV bytes per token"][0] == "pass"
+    assert rotor(capsys, "validate", out)[0] == 0
+
+
+def test_an_accuracy_needs_a_tokenizer(without_tokenizer: Run, tmp_path: Path, capsys) -> None:
+    arguments = ["export", without_tokenizer.folder, "-o", tmp_path / "out", "--accuracy", "0.9"]
+    expect_error(capsys, 1, "text needs a tokenizer", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return calibrated(tiny("llama"), tmp_path_factory.mktemp("measured") / "run", "post", 1)
+
+
+def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded or read for it; every tensor is as with measuring, and `validate` then measures."""
+    measured = export(run.folder, tmp_path / "measured", removal_rate=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr("rotor.search.rank_search.evaluation_data", None)
+        result = export(run.folder, tmp_path / "out", removal_rate=0.1, measure=False)
+    assert result.measured_points == 0
+    assert result.report["tensors"] == measured.report["tensors"]
+    assert result.report["accuracy"]["not_measured"] == "the export was asked not to measure it (--no-measure)"
+    page = collect(tmp_path / "out")
+    assert page.points == []
+    assert "--no-measure" in page.absent["points"]
+    assert ("accuracy", "not measured", "no target was set") in page.headline
+    assert "Accuracy was not measured" in (tmp_path / "out" / "report.html").read_text()
+    code, said, _ = rotor(capsys, "validate", tmp_path / "out", "--json", "--set", "evaluation.source=stdlib")
+    assert code == 0
+    assert json.loads(said)["summary"]["accuracy"]["kl_div"] > 0
+
+
+def test_a_dry_run_says_that_nothing_is_measured(run: Run, tmp_path: Path, capsys) -> None:
+    arguments = ["export", run.folder, "-o", tmp_path / "out", "--compression", "0.4", "--no-measure", "--dry-run"]
+    code, said, _ = rotor(capsys, *arguments)
+    assert code == 0
+    assert "nothing; the export was asked not to measure it" in said
+    plan = json.loads(rotor(capsys, *arguments, "--json")[1])
+    assert (plan["points"], plan["known_points"]) == (0, 0)
+    assert "asked not to" in plan["unmeasured"]
+
+
+def test_what_has_to_be_measured_is_refused(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--no-measure: an --accuracy is found by measuring"):
+        export(run.folder, tmp_path / "out", accuracy=0.9, measure=False)
+    with pytest.raises(UsageError, match=r"--no-measure: ranks\.method global chooses"):
+        export(run.folder, tmp_path / "out", compression=0.4, overrides=["ranks.method=global"], measure=False)
+    assert not (tmp_path / "out").exists()
