@@ -63,7 +63,7 @@ def test_bars_on_a_terminal_alone(tmp_path: Path, capsys, monkeypatch) -> None:
 
     monkeypatch.setattr(console, "RichProgress", Recorded)
     commands = (
-        ["calibrate", DEMO_MODEL, "-o", tmp_path / "run", *SETTINGS],
+        ["calibrate", DEMO_MODEL, "-o", tmp_path / "run", "--recipe", "rotor-16", *SETTINGS],
         ["export", tmp_path / "run", "-o", tmp_path / "out", "--compression", "0.5", "--set", "ranks.method=global"],
         ["validate", tmp_path / "out"],
     )
