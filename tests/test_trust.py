@@ -27,14 +27,14 @@ from rotor.validation.integrity import Validation, check_integrity
 from rotor.validation.validate import validate
 
 EXPORTS = """
-import importlib, os, signal, sys, time
+import importlib, os, signal, sys
 import rotor
 from rotor.format import publishing
 
 module = importlib.import_module("rotor.export.export")
 module.write_with_checkpoint = lambda *arguments: None
 run, out = sys.argv[1:]
-whole, steps = 1.0, 0
+steps = 0
 
 def counted(function, fatal):
     def wrapper(*arguments, **keywords):
@@ -65,8 +65,17 @@ def killed_in_removal(file):
             os.unlink = counted(os.unlink, file)
     os.rename = renaming
 
-def killed_after(seconds):
-    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM, which nothing catches, ends the process at once
+def killed_in_call(number):
+    # Calls of functions, Python's and C's: moments between the steps that change the disk, without a clock.
+    seen = 0
+    def count(frame, event, argument):
+        nonlocal seen
+        if event in ("call", "c_call"):
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.setprofile(count)
+    return lambda: seen
 
 def export(prepare, argument):
     pid = os.fork()
@@ -79,19 +88,32 @@ def export(prepare, argument):
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-start = time.perf_counter()
+def calls_of_an_export():
+    read, write = os.pipe()
+    if not os.fork():
+        try:
+            seen = killed_in_call(0)
+            rotor.export(run, out, compression=0.4, overwrite=True)
+            os.write(write, str(seen()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    number = int(os.read(read, 100))
+    os.wait()
+    return number
+
 assert export(killed_before, 0) == 0
-whole = time.perf_counter() - start
+calls = calls_of_an_export()
 print("ready", flush=True)
 for line in sys.stdin:
     kind, number = line.split()
     if kind == "share":
-        ended = export(killed_after, whole * float(number))
+        ended = export(killed_in_call, int(calls * float(number)))
     else:
         ended = export({"step": killed_before, "removal": killed_in_removal}[kind], int(number))
     print(ended, flush=True)
 """
-"""Exports in forked processes, from one that has imported rotor; each is killed at a step or after a share of its time.
+"""Exports in forked processes, from one that has imported rotor; each is killed at a step or after a share of calls.
 
 Without the report, so that the moments fall on what has to be whole."""
 
@@ -192,21 +214,20 @@ def killed_at_moments(run: Run, out: Path, first: int, last: int) -> list[int]:
             moment = random.Random(number)
             if moment.random() < 0.5:
                 shutil.rmtree(out, ignore_errors=True)
-            ends.append(exports.killed("share", moment.uniform(0.05, 1.0)))
+            ends.append(exports.killed("share", moment.uniform(0.05, 0.95)))
             if out.exists():  # the old folder or the new one, which are equal
                 assert contents(out) == expected
                 assert sound(out)
-    assert set(ends) <= {0, -signal.SIGALRM}
     return ends
 
 
 def test_killed_at_random_moments(sharded: Run, tmp_path: Path) -> None:
-    assert -signal.SIGALRM in killed_at_moments(sharded, tmp_path / "out", 0, 8)
+    assert killed_at_moments(sharded, tmp_path / "out", 0, 8) == [-signal.SIGKILL] * 8
 
 
 @pytest.mark.slow
 def test_killed_at_more_random_moments(sharded: Run, tmp_path: Path) -> None:
-    assert killed_at_moments(sharded, tmp_path / "out", 8, 50).count(-signal.SIGALRM) >= 20
+    assert killed_at_moments(sharded, tmp_path / "out", 8, 50) == [-signal.SIGKILL] * 42
 
 
 def test_a_disk_that_fills_up_at_any_shard(sharded: Run, tmp_path: Path, monkeypatch) -> None:
