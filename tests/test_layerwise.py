@@ -180,7 +180,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> N
         network.final_states(torch.ones(1, 4, dtype=torch.int64))
     tensors["model.layers.1.mlp.up_proj.weight"] = lost[:-1]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"unit 1: mismatched keys on loading: model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(CheckpointError, match=r"part 1: mismatched keys on loading: model\.layers\.1\.mlp\.up_proj"):
         streamed(folder).final_states(torch.ones(1, 4, dtype=torch.int64))
     config = json.loads((folder / "config.json").read_text())
     assert config["num_hidden_layers"] == 2
