@@ -194,4 +194,4 @@ def test_classes_and_specialisations_decide_what_is_compiled() -> None:
     config.check(LAYOUTS)
     parts = layer_parts(LAYOUTS[0], 2, 32, config.layers[0])
     (attention, _) = decode_variants(parts, 2, 32, torch.bfloat16)
-    assert attention.constants["BODIES"] == ((64, 32),)
+    assert attention.constants["BODIES"] == ((((0, 0, 64),), ((0, 0, 32),)),)
