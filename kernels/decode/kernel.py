@@ -445,7 +445,7 @@ def decode_attention(
         decode_kernel, (grid,), query, key, value, partial, partial_lse, output, lse, table, keys.first, keys.end,
         keys.first if keys.holes is None else keys.holes, prefix, order, bounds,
         keys.first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
-        basis if constant_key is None else constant_key, batch_size, query_stride, head_stride,
+        lse if constant_key is None else constant_key, batch_size, query_stride, head_stride,
         *(stride // row_align for stride in row_strides),
         0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
         cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),

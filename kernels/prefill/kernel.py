@@ -272,7 +272,7 @@ def prefill_attention(
     lse = torch.empty(batch_size, num_heads, seq_len, dtype=torch.float32, device=query.device)
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
-    constant = basis if constant_key is None else constant_key
+    constant = lse if constant_key is None else constant_key
     empty = keys.first
     for cls, constants in prefill_constants(
         layout, heads_per_kv, query.element_size(), head_dim, rebuilt, gpu_of(query.device), kernels

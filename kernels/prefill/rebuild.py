@@ -137,7 +137,7 @@ def rebuild_keys(
     blocks = triton.cdiv(kv_len, constants["ROWS"])
     launch(
         rebuild_kernel, (blocks * kv_heads * batch_size,), key, out, query_basis, cos, sin,
-        query_basis if constant_key is None else constant_key, rebuilt_groups(layout, dtype.itemsize, key.device),
+        cos if constant_key is None else constant_key, rebuilt_groups(layout, dtype.itemsize, key.device),
         first, end, blocks, kv_heads, *(stride // key_align for stride in key_strides),
         *(stride // align for stride in strides), **constants, CONSTANT=constant_key is not None, ALIGN=align,
         KEY_ALIGN=key_align,
