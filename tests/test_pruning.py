@@ -136,7 +136,7 @@ def test_vectors_in_memory_do_not_grow_with_tokens() -> None:
 
 def test_other_moments_stay_exact_and_sums_of_keys_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotor.calibration.pruning, "CLUSTERED", ("key_post", "value"))
-    monkeypatch.setattr(rotor.pruning, "MOMENTS", ("query", "key_post", "key_post_mean", "value"))
+    monkeypatch.setattr(rotor.calibration.pruning, "MOMENTS", ("query", "key_post", "key_post_mean", "value"))
     data = activations(2000)
     found = clustered(Prune(kmeans=16), group_size=2)
     found.add(data)

@@ -23,7 +23,7 @@ def attend(case: RaggedCase, mask: Tensor) -> Tensor:
         case.scaling,
         case.query_basis,
         case.key_rotation,
-        mask,
+        attention_mask=mask,
     )
 
 
