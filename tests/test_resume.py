@@ -37,7 +37,7 @@ module = importlib.import_module("rotor.calibration.calibrate")
 model, out, settings = sys.argv[1], sys.argv[2], sys.argv[4:]
 
 def run(**options):
-    module.calibrate(model, out + options.pop("name"), "rotor", settings, batch_tokens=64, offload="always", **options)
+    module.calibrate(model, out + options.pop("name"), "rotor-16", settings, batch_tokens=64, offload="always", **options)
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -114,7 +114,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    return calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, offload="always")
+    return calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always")
 
 
 def drive(program: str, model: Path, out: Path, *overrides: str) -> str:
@@ -148,7 +148,7 @@ def test_killed_after_and_within_each_layer(model: Path, whole: Run, tmp_path: P
         assert (progress["finished_layers"], len(progress["files"])) == (layer, 2 * layer)
         with pytest.raises(CheckpointError):
             Run.open(partial)
-        resumed = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, offload="always", resume=True)
+        resumed = calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always", resume=True)
         assert tensors(resumed) == expected
         assert not partial.exists()
         described, plain = ({k: v for k, v in run.info.items() if k != "stages"} for run in (resumed, whole))
@@ -163,7 +163,7 @@ def test_finished_layers_are_not_run_again(
     seen = []
     run = LayerwiseModel.run
     monkeypatch.setattr(LayerwiseModel, "run", lambda self, index, *rest: (seen.append(index), run(self, index, *rest)))
-    resumed = calibrate(model, tmp_path / "run", "rotor", SETTINGS, batch_tokens=64, offload="never", resume=True)
+    resumed = calibrate(model, tmp_path / "run", "rotor-16", SETTINGS, batch_tokens=64, offload="never", resume=True)
     assert seen == [2]
     assert tensors(resumed) == tensors(whole)
     assert not partial.exists()
@@ -181,7 +181,7 @@ def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: int
     with monkeypatch.context() as patch:
         patch.setattr(LayerwiseModel, "run", failing)
         with pytest.raises(KeyboardInterrupt):
-            calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, offload="always")
+            calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always")
     return out.with_name(f"{out.name}.partial")
 
 
@@ -191,7 +191,7 @@ def test_an_unfinished_run_is_not_taken_for_granted(
     out = tmp_path / "run"
     partial = interrupted(model, out, monkeypatch, at=1)
     with pytest.raises(UsageError, match="an unfinished run is there") as caught:
-        calibrate(model, out, "rotor", SETTINGS, batch_tokens=64)
+        calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64)
     assert "--resume" in caught.value.hint
     assert "--overwrite" in caught.value.hint
     for changes, options, difference in (
@@ -201,15 +201,15 @@ def test_an_unfinished_run_is_not_taken_for_granted(
         ([], {"batch_tokens": 128}, r"batch_tokens was 64, now is 128\."),
     ):
         with pytest.raises(UsageError, match=difference):
-            calibrate(model, out, "rotor", [*SETTINGS, *changes], resume=True, **{"batch_tokens": 64, **options})
+            calibrate(model, out, "rotor-16", [*SETTINGS, *changes], resume=True, **{"batch_tokens": 64, **options})
     other = shutil.copytree(model, tmp_path / "other")
     shard = next(iter(sorted(other.glob("*.safetensors"))))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(UsageError, match=rf"model\.shards\.{shard.name} was .*, now is "):
-        calibrate(other, out, "rotor", SETTINGS, batch_tokens=64, resume=True)
-    again = calibrate(model, out, "rotor", SETTINGS, batch_tokens=64, overwrite=True)
+        calibrate(other, out, "rotor-16", SETTINGS, batch_tokens=64, resume=True)
+    again = calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, overwrite=True)
     assert tensors(again) == tensors(whole)
     assert not partial.exists()
 
@@ -228,7 +228,7 @@ def test_two_at_a_time_are_refused(model: Path, tmp_path: Path, monkeypatch: pyt
         exclusive(tmp_path / "run", "calibrate"),
         pytest.raises(UsageError, match=f"in use by process {os.getpid()} on .* .rotor calibrate, since"),
     ):
-        calibrate(model, tmp_path / "run", "rotor", SETTINGS, batch_tokens=64, resume=True)
+        calibrate(model, tmp_path / "run", "rotor-16", SETTINGS, batch_tokens=64, resume=True)
     assert before == {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()}
 
 

@@ -411,12 +411,12 @@ def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch
     overrides = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "ranks.multiple_of=4"]
     overrides += [*FAST_EVALUATION, "ranks.probe_tokens=128", "objective.context_tokens=1024", "objective.device=l40s"]
     overrides += ["evaluation.metric=kl_div"]  # the tiny model gets no token right
-    arguments = {"parts": ["front"], "focus": ["rotor"], "overrides": overrides}
+    arguments = {"parts": ["front"], "focus": ["rotor-16"], "overrides": overrides}
     with pytest.raises(UsageError, match="--parts front: the ranks of fdc do not choose"):
-        study(tiny("llama"), tmp_path / "study", ["fdc", "rotor"], **{**arguments, "focus": ["fdc"]})
-    result = study(tiny("llama"), tmp_path / "study", ["fdc", "rotor"], **arguments)
-    assert list(result.records) == ["front/rotor/w0.00", "front/rotor/w1.00"]
-    run = Run.open(result.folder / "runs" / "front" / "rotor")
+        study(tiny("llama"), tmp_path / "study", ["fdc", "rotor-16"], **{**arguments, "focus": ["fdc"]})
+    result = study(tiny("llama"), tmp_path / "study", ["fdc", "rotor-16"], **arguments)
+    assert list(result.records) == ["front/rotor-16/w0.00", "front/rotor-16/w1.00"]
+    run = Run.open(result.folder / "runs" / "front" / "rotor-16")
     device, step = bundled_devices()["l40s"], DecodeStep(1024, 8, 4)
     for record in result.records.values():
         assert (record["device"], record["context_tokens"], record["batch_size"]) == ("l40s", 1024, 8)
@@ -438,7 +438,7 @@ def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch
             assert point["time_share"] == pytest.approx(expected, abs=1e-6)
     assert (result.folder / "plots" / "front.png").is_file()
     assert "rates of l40s, at 1024 tokens of context and a batch of 8" in (result.folder / "summary.md").read_text()
-    assert study(tiny("llama"), result.folder, ["fdc", "rotor"], **arguments).added == 0
+    assert study(tiny("llama"), result.folder, ["fdc", "rotor-16"], **arguments).added == 0
 
 
 def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch) -> None:
