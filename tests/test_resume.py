@@ -37,7 +37,8 @@ module = importlib.import_module("rotor.calibration.calibrate")
 model, out, settings = sys.argv[1], sys.argv[2], sys.argv[4:]
 
 def run(**options):
-    module.calibrate(model, out + options.pop("name"), "rotor-16", settings, batch_tokens=64, offload="always", **options)
+    place = out + options.pop("name")
+    module.calibrate(model, place, "rotor-16", settings, batch_tokens=64, offload="always", **options)
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
