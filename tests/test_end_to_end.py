@@ -112,6 +112,7 @@ def test_another_accuracy_is_out_of_reach_with_the_best_value_and_nothing_writte
 
 def test_the_search_split_alone_chooses_and_the_report_split_is_measured_once(run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")
+    shutil.rmtree(run.folder / "tables", ignore_errors=True)  # of tests before
     chosen = export(run.folder, tmp_path / "a", accuracy=0.9).report
     table = RankTable.latest(run)
     assert table is not None
@@ -130,6 +131,7 @@ def test_the_search_split_alone_chooses_and_the_report_split_is_measured_once(ru
 
 def test_compression_and_removal_rate_measure_one_point(run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")
+    shutil.rmtree(run.folder / "tables", ignore_errors=True)  # of tests before
     half = export(run.folder, tmp_path / "half", compression=0.5)
     assert half.report["compression"]["stored"] >= 0.5
     assert half.measured_points == 2  # one point, on both splits
