@@ -204,7 +204,7 @@ except SystemExit:
 evil = "a\\x1b]0;title\\x07b\\x9b31m"
 logging.basicConfig()
 logging.getLogger("transformers").error("%s", evil)
-logging.getLogger("some.library").error(evil)
+logging.getLogger("other_package").error(evil)
 warnings.warn(evil)
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
