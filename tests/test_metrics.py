@@ -369,6 +369,7 @@ def test_export_and_validate_agree_on_a_metric(metric: str, run_copy: Run, tmp_p
 
 
 def test_another_metric_adds_a_table_and_wipes_none(run_copy: Run, tmp_path: Path) -> None:
+    shutil.rmtree(run_copy.folder / "tables", ignore_errors=True)  # of tests before
     first = export(run_copy.folder, tmp_path / "a", accuracy=0.9, overrides=["evaluation.metric=text"])
     table = RankTable.latest(run_copy)
     export(run_copy.folder, tmp_path / "b", compression=0.4, overrides=["evaluation.metric=kl_div"])
