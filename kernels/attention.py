@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rotor.format.kernel_config import LayerKernels, Schedule
 from rotor.format.layout import LayerLayout
 
-from .decode.kernel import decode_attention
+from .decode.launch import decode_attention
 from .defaults import SCHEDULE
 from .key_ranges import DecodeKeys, PrefillKeys
 from .layer_table import layer_parts

@@ -11,7 +11,7 @@ from rotor.format.kernel_config import KernelConfig
 from rotor.format.layout import AttentionShape, LayerLayout
 
 from .ahead import Variant
-from .decode.kernel import decode_variants
+from .decode.variants import decode_variants
 from .layer_table import layer_parts
 from .prefill.kernel import prefill_variants
 from .projection.append import append_variant

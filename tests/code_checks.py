@@ -8,7 +8,7 @@ from kernel_checks import FLOAT32_ERROR, allowed_error, assert_lse, relative_err
 from ragged import paged
 from torch import Tensor
 
-from rotor.kernels.decode.kernel import decode_attention
+from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.kernel import prefill_attention

@@ -19,7 +19,7 @@ from rotor.export.export import export
 from rotor.format.kernel_config import KERNEL_CONFIG, KernelConfig
 from rotor.format.layout import AttentionShape
 from rotor.format.truncation import truncate_layer
-from rotor.kernels.decode.kernel import decode_variants
+from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.defaults import default_config, default_layer
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.tile_sizes import prefill_constants

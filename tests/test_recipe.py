@@ -7,7 +7,8 @@ from conftest import ROOT
 
 from rotor.bases import QK_METHODS, BasisMethod
 from rotor.errors import RecipeError
-from rotor.recipe import EXPORT_SECTIONS, NAMES, bundled_recipes, load_recipe, override, parse_recipe
+from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
+from rotor.recipe.checks import NAMES
 
 
 def test_bundled_recipes_are_what_the_papers_say() -> None:

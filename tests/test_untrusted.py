@@ -25,7 +25,8 @@ from rotor.errors import CheckpointError, DataError, RecipeError, UnsupportedMod
 from rotor.evaluation.scoring import logit_errors
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
-from rotor.recipe import LARGEST, load_recipe, override
+from rotor.recipe import load_recipe, override
+from rotor.recipe.checks import LARGEST
 from rotor.validation.trusted import TrustedEvaluation, trusted_evaluation
 from rotor.validation.validate import validate
 

@@ -20,19 +20,9 @@ without leaving registers.
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from rotor.errors import UsageError
-
-from ..ahead import Variant
-from ..key_ranges import DecodeKeys
-from ..launch import launch
-from ..layer_table import Column, LayerParts, pieces_name, table_on
 from ..table_fields import (
     BASIS_COLUMN,
     BASIS_ROW,
@@ -50,7 +40,6 @@ from ..table_fields import (
     WORK,
     WORK_BEFORE,
 )
-from ..tile_sizes import HOPPER, Gpu, decode_config, gpu_of, rebuilding_steps, sm_count
 from ..tiles import (
     key_rows,
     load_basis,
@@ -62,8 +51,7 @@ from ..tiles import (
     rotate_tile,
     scaled_logits,
 )
-from .combine import combine_constants, combine_kernel, combine_variant, tiles_before, unit_on_the_line
-from .longest_first import assign_variant, longest_first
+from .combine import tiles_before, unit_on_the_line
 
 
 @triton.jit
@@ -361,188 +349,3 @@ def _unit_at(place, table, tile_prefix, parts, batch_size, PARTS_PADDED: tl.cons
     before = tl.load(tile_prefix + column, mask=column < batch_size, other=0) * work
     sequence = tl.sum(((before <= rest) & (column < batch_size)).to(tl.int32), 0) - 1
     return part * batch_size + tl.maximum(sequence, 0)
-
-
-def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parts: LayerParts,
-    keys: DecodeKeys,
-    heads_per_kv: int,
-    scaling: float,
-    *,
-    query_basis: Tensor | None = None,
-    key_rotation: tuple[Tensor, Tensor] | None = None,
-    constant_key: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softcap: float | None = None,
-    schedule: str = "stream",
-    programs: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one query position of each sequence over a layer's packed rows; nothing waits for the host.
-
-    Args:
-        query: domain `pre`: [batch_size, num_heads, head_dim], rotated; else [batch_size, width] with the rows of each
-            group beside each other, projected: [groups][query rows of a group][qk_rank].
-        key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width] in query's dtype, or
-            rows of codes [batch_size, kv_len, bytes], uint8; with a block table [num_pages, page_size, .]. The
-            innermost stride is 1.
-        parts: of `layer_parts`.
-        keys: which keys of each sequence are attended.
-        heads_per_kv, scaling: as in the uncompressed model.
-        query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
-            cache, [at least kv_len, head_dim], both halves alike.
-        constant_key: domain `pre`: [num_kv_heads, head_dim], contiguous, float32: added to rebuilt keys before their
-            rotation.
-        block_table: [batch_size, pages of a sequence], int32; a page holds a power of two of keys.
-        softcap: logits become softcap * tanh(logits / softcap).
-        schedule: `stream`, `lpt` or `none`.
-        programs: how many share the work, for `stream` and `lpt`; default by the device.
-    Returns:
-        [batch_size, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the logits
-        [batch_size, num_heads], float32. Sequences with no keys give zeros and minus infinity.
-    """
-    batch_size = query.shape[0]
-    device = query.device
-    page = check_page(key, block_table)
-    if parts.coded:
-        key, value = as_words(key), as_words(value)
-    head_dim = 0 if query_basis is None else query.shape[-1]
-    config = decode_config(parts, heads_per_kv, query.element_size(), head_dim, gpu_of(device))
-    units = len(parts.table) * batch_size
-    programs = programs or default_programs(device)
-    width = parts.rows * sum(row[Column.V_RANK] for row in parts.table)
-    output = torch.empty(batch_size, width, dtype=query.dtype, device=device)
-    lse = torch.empty(batch_size, parts.rows * len(parts.table), dtype=torch.float32, device=device)
-    table = table_on(parts, device)
-    prefix = keys.tile_prefix(config["TILE"])
-    partial = partial_lse = lse
-    order = bounds = keys.first
-    grid = units
-    if schedule == "stream":
-        grid = programs
-        partial = torch.empty(
-            programs + units, config["TILE_ROWS"], config["PARTIAL_WIDTH"], dtype=torch.float32, device=device
-        )
-        partial_lse = torch.empty(programs + units, config["TILE_ROWS"], dtype=torch.float32, device=device)
-    elif schedule == "lpt":
-        grid = min(programs, units)
-        length = (keys.end - keys.first).clamp(min=0).long()
-        d_sum = table[:, Column.WORK] + 1
-        order, bounds = longest_first(d_sum[:, None] * length, grid)
-    elif schedule != "none":
-        raise UsageError(f"schedule {schedule!r}: expected stream, lpt or none.", "Choose one of them.")
-    cos, sin = key_rotation if key_rotation is not None else (query, query)
-    basis = query if query_basis is None else query_basis
-    strides = [query.stride(0), 0, 0, 0, output.stride(0)]
-    if parts.domain == "pre":
-        strides[1:4] = query.stride(1), cos.stride(0), basis.stride(0)
-    row_strides = [*key.stride()[:2], *value.stride()[:2]]
-    align, row_align = alignment(parts, strides, row_strides)
-    query_stride, head_stride, rotation_stride, basis_stride, output_stride = (s // align for s in strides)
-    launch(
-        decode_kernel, (grid,), query, key, value, partial, partial_lse, output, lse, table, keys.first, keys.end,
-        keys.first if keys.holes is None else keys.holes, prefix, order, bounds,
-        keys.first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
-        lse if constant_key is None else constant_key, batch_size, query_stride, head_stride,
-        *(stride // row_align for stride in row_strides),
-        0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
-        cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),
-        parts.total_work, rebuilding_steps(parts, config), scaling, 1.0 if softcap is None else softcap,
-        **config,
-        CONSTANT=constant_key is not None,
-        PAGE=page,
-        MASK=keys.mask is not None,
-        SOFT_CAP=softcap is not None,
-        SCHEDULE=schedule,
-        ALIGN=align,
-        ROW_ALIGN=row_align,
-        BATCH_PADDED=triton.next_power_of_2(batch_size),
-    )  # fmt: skip
-    if schedule == "stream":
-        launch(
-            combine_kernel, (units, parts.rows), partial, partial_lse, output, lse, table, prefix, batch_size,
-            output.stride(0), lse.stride(0), programs, parts.total_work,
-            **combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
-        )  # fmt: skip
-    return output, lse
-
-
-def alignment_of(*numbers: int) -> int:
-    """What divides all offsets, widths and strides, in elements: 16 at most, and 16 bytes suffice."""
-    return math.gcd(16, *numbers)
-
-
-def alignment(parts: LayerParts, strides: list[int], row_strides: list[int]) -> tuple[int, int]:
-    """What divides widths, offsets and strides of queries, bases and outputs, in elements, and those of the rows, in
-    theirs.
-    """
-    align, row_align = math.gcd(parts.align, *strides), math.gcd(parts.row_align, *row_strides)
-    return (align, row_align) if parts.coded else (math.gcd(align, row_align),) * 2
-
-
-def as_words(rows: Tensor) -> Tensor:
-    """Rows of codes [..., bytes], uint8, in words of four bytes, int32; a view."""
-    return rows.view(torch.int32)
-
-
-def check_page(key: Tensor, block_table: Tensor | None) -> int:
-    """Keys of a page, 0 for a contiguous cache."""
-    page = 0 if block_table is None else key.shape[1]
-    if page & (page - 1):
-        raise UsageError(f"pages of {page} keys: expected a power of two.", "Choose another page size.")
-    return page
-
-
-def default_programs(device: torch.device) -> int:
-    """Two programs for each SM."""
-    return 2 * sm_count(device)
-
-
-def decode_variants(
-    parts: LayerParts,
-    heads_per_kv: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    batch_size: int = 1,
-    schedule: str = "stream",
-    page: int = 0,
-    mask: bool = False,
-    softcap: bool = False,
-    gpu: Gpu = HOPPER,
-) -> list[Variant]:
-    """What `decode_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
-    config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0, gpu)
-    options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
-    single, integer = torch.float32, torch.int32
-    align, row_align = alignment(parts, [], [])
-    pointers = {
-        **dict.fromkeys(("query", "output", "basis"), dtype),
-        **dict.fromkeys(("key", "value"), integer if parts.coded else dtype),
-        **dict.fromkeys(("partial", "partial_lse", "lse", "constant"), single),
-        **dict.fromkeys(("cos", "sin"), single if parts.domain == "pre" else dtype),
-        **dict.fromkeys(("table", "first_key", "end_key", "holes", "order", "bounds", "block_table"), integer),
-        "mask": torch.uint8 if mask else single,
-        "tile_prefix": torch.int64,
-    }
-    constants = {
-        **config,
-        "CONSTANT": parts.coded and parts.domain == "pre",
-        "PAGE": page,
-        "MASK": mask,
-        "SOFT_CAP": softcap,
-        "SCHEDULE": schedule,
-        "ALIGN": align,
-        "ROW_ALIGN": row_align,
-        "BATCH_PADDED": triton.next_power_of_2(batch_size),
-    }
-    bodies = " ".join(f"{pieces_name(keys)}+{pieces_name(values)}" for keys, values in parts.bodies)
-    name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
-    variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
-    if schedule == "stream":
-        variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
-    elif schedule == "lpt":
-        variants.append(assign_variant(len(parts.table), batch_size))
-    return variants

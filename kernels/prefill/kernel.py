@@ -29,10 +29,10 @@ from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 
 from ..ahead import Variant
-from ..decode.kernel import alignment_of, as_words, check_page
 from ..key_ranges import PrefillKeys
 from ..launch import launch
 from ..schedule import last_round
+from ..strides import alignment_of, as_words, check_page
 from ..tile_sizes import (
     HOPPER,
     Gpu,

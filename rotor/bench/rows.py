@@ -96,7 +96,7 @@ def no_kernel(problem: Problem) -> str | None:
 
 def kernel_decode(problem: Problem, schedule: str) -> Callable[[], Tensor]:
     """The decode kernel under one schedule, over contiguous packed rows."""
-    from ..kernels.decode.kernel import decode_attention
+    from ..kernels.decode.launch import decode_attention
     from ..kernels.key_ranges import DecodeKeys
     from ..kernels.layer_table import layer_parts
 

@@ -65,7 +65,8 @@ def inspect(
 @app.command(epilog="Example: rotor recipes --json")
 def recipes(as_json: AsJson = False) -> None:
     """List the bundled recipes, and the bases and rank methods that a recipe may name."""
-    from ..recipe import NAMES, bundled_recipes
+    from ..recipe import bundled_recipes
+    from ..recipe.checks import NAMES
 
     found = bundled_recipes()
     if as_json:

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..recipe import LM_EVAL, Evaluation, Recipe, load_recipe, override
+from ..recipe import Evaluation, Recipe, load_recipe, override
+from ..recipe.metric_registry import LM_EVAL
 from ..typed import shorten
 
 

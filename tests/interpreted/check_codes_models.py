@@ -9,7 +9,7 @@ import torch
 from coded_models import write_pair
 from conftest import build_tiny
 
-from rotor.kernels.decode.kernel import decode_attention
+from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.projection.append import pack_rows
 from rotor.kernels.rows import key_columns, unpack_layer, value_columns
 
