@@ -1,0 +1,62 @@
+"""What decoding compiles for a layer, ahead of time."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ..ahead import Variant
+from ..layer_table import LayerParts, pieces_name
+from ..strides import alignment
+from ..tile_sizes import HOPPER, Gpu, decode_config
+from .combine import combine_variant
+from .kernel import decode_kernel
+from .longest_first import assign_variant
+
+
+def decode_variants(
+    parts: LayerParts,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    batch_size: int = 1,
+    schedule: str = "stream",
+    page: int = 0,
+    mask: bool = False,
+    softcap: bool = False,
+    gpu: Gpu = HOPPER,
+) -> list[Variant]:
+    """What `decode_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
+    config = decode_config(parts, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0, gpu)
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
+    single, integer = torch.float32, torch.int32
+    align, row_align = alignment(parts, [], [])
+    pointers = {
+        **dict.fromkeys(("query", "output", "basis"), dtype),
+        **dict.fromkeys(("key", "value"), integer if parts.coded else dtype),
+        **dict.fromkeys(("partial", "partial_lse", "lse", "constant"), single),
+        **dict.fromkeys(("cos", "sin"), single if parts.domain == "pre" else dtype),
+        **dict.fromkeys(("table", "first_key", "end_key", "holes", "order", "bounds", "block_table"), integer),
+        "mask": torch.uint8 if mask else single,
+        "tile_prefix": torch.int64,
+    }
+    constants = {
+        **config,
+        "CONSTANT": parts.coded and parts.domain == "pre",
+        "PAGE": page,
+        "MASK": mask,
+        "SOFT_CAP": softcap,
+        "SCHEDULE": schedule,
+        "ALIGN": align,
+        "ROW_ALIGN": row_align,
+        "BATCH_PADDED": triton.next_power_of_2(batch_size),
+    }
+    bodies = " ".join(f"{pieces_name(keys)}+{pieces_name(values)}" for keys, values in parts.bodies)
+    name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
+    variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
+    if schedule == "stream":
+        variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
+    elif schedule == "lpt":
+        variants.append(assign_variant(len(parts.table), batch_size))
+    return variants

@@ -1,0 +1,93 @@
+"""Recipes read from YAML, bundled or a user's, and overridden field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import RecipeError
+from ..typed import Reader, nearest_name, read_yaml
+from .checks import check
+from .recipe import Recipe
+
+
+def bundled_recipes() -> dict[str, Recipe]:
+    """The recipes that come with rotor, by name."""
+    folder = resources.files("rotor.recipes")
+    names = sorted(item.name for item in folder.iterdir() if item.name.endswith(".yaml"))
+    return {name[:-5]: parse_recipe((folder / name).read_text("utf-8"), name) for name in names}
+
+
+def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a bundled recipe by name, or any recipe by path, and apply overrides `section.field=value`.
+
+    Args:
+        recipe: a name, a path, or a recipe that is there already.
+
+    Raises:
+        RecipeError: no such recipe, not valid YAML, an unknown key or a value of the wrong type.
+    """
+    return override(recipe if isinstance(recipe, Recipe) else _find_recipe(recipe), overrides)
+
+
+def _find_recipe(name_or_path: str) -> Recipe:
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"recipe {name_or_path}: cannot be read ({error}).", "Give a YAML file.") from error
+        return parse_recipe(text, name_or_path)
+    recipes = bundled_recipes()
+    if name_or_path not in recipes:
+        raise RecipeError(
+            f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, recipes)}",
+            f"Bundled recipes: {', '.join(recipes)}; or give the path of a YAML file.",
+        )
+    return recipes[name_or_path]
+
+
+def parse_recipe(text: str, where: str) -> Recipe:
+    """Parse a recipe's YAML text; `where` names it in errors."""
+    data = read_yaml(text, f"recipe {where}")
+    recipe: Recipe = Reader(f"recipe {where}").read(Recipe, data)
+    check(recipe, where)
+    return recipe
+
+
+def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...] | None = None) -> Recipe:
+    """Apply `section.field=value` overrides; values are YAML.
+
+    Args:
+        sections: the only sections that may be changed, or None for all.
+    """
+    data = recipe.to_dict()
+    overrides = list(overrides)
+    for item in overrides:
+        name, equals, value = item.partition("=")
+        keys = name.strip().split(".")
+        if not equals or not all(keys):
+            raise RecipeError(f"--set {item}: expected section.field=value.", "Example: --set tokens.count=16384")
+        if sections is not None and keys[0] not in sections:
+            raise RecipeError(
+                f"--set {item}: only {', '.join(sections)} can be changed after calibration.",
+                "Calibrate again with this setting.",
+            )
+        target: Any = data
+        for depth, key in enumerate(keys):
+            if not isinstance(target, dict) or key not in target:
+                known = target if isinstance(target, dict) else {}
+                prefix = ".".join(keys[:depth])
+                raise RecipeError(
+                    f"--set {item}: unknown key {key!r}{f' in {prefix}' if prefix else ''}{nearest_name(key, known)}",
+                    f"Known keys: {', '.join(known) or 'none'}.",
+                )
+            if depth < len(keys) - 1:
+                target = target[key]
+        target[keys[-1]] = read_yaml(value, f"--set {item}")
+    where = "--set" if overrides else recipe.name
+    result: Recipe = Reader(f"recipe {where}").read(Recipe, data)
+    check(result, where)
+    return result

@@ -1,0 +1,173 @@
+"""Sections of a recipe: what each decides, with its fields and their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..allocation import RANK_METHODS, RankMethod
+from ..bases import QK_METHODS, VO_METHODS, BasisMethod
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Calibration tokens.
+
+    source: `random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
+        `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K);
+        `text` reads the file or folder `path`; in a folder, each sub-folder is a topic, and each file beside them;
+        `dataset` reads `column` of a `split` of `dataset`, which is the name of a data set on the hub (NAME or
+        NAME:CONFIG) or a local folder; `topic_column`, if any, gives the topics.
+    count: tokens in all, before any are pruned. seq_len: tokens in a row.
+    """
+
+    source: Literal["random", "synthetic", "text", "dataset"] = "random"
+    path: str | None = None
+    dataset: str | None = None
+    split: str = "train"
+    column: str = "text"
+    topic_column: str | None = None
+    count: int = 8192
+    seq_len: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Pruning of calibration data, and centroids that stand for the rest (ZDC section 5.1).
+
+    share: share of the sequences dropped within each topic, at random (ZDC: 0.5).
+    kmeans: centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
+        which are both better and cheaper.
+    weighted: each centroid counts as often as there are vectors in its cluster, instead of each alike.
+    """
+
+    share: float = 0.0
+    kmeans: int | None = None
+    weighted: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Number of KV heads of a layer that share a latent (or `all`), and the domain in which keys are compressed.
+
+    `any` leaves it to the ranks' method `global` to choose, for each layer, among all divisors, or both domains.
+    """
+
+    size: int | Literal["all", "any"] = 1
+    domain: Literal["post", "pre", "any"] = "post"
+
+
+@dataclass(frozen=True)
+class Bases:
+    """Methods of the query/key basis and of the value/output basis: names in rotor.bases (`rotor recipes` lists them).
+
+    refit: least-squares refit of each query head's slice of W_o at the rank that it gets.
+    """
+
+    qk: str = "svd"
+    vo: str = "palu"
+    refit: bool = False
+
+    @property
+    def methods(self) -> tuple[BasisMethod, BasisMethod]:
+        """The methods registered under `qk` and `vo`."""
+        return QK_METHODS[self.qk], VO_METHODS[self.vo]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks from singular values.
+
+    method: a name in rotor.ranks (`rotor recipes` lists them).
+    spectrum: whether the removal rate is a share of the sum of singular values (the papers) or of their squares.
+    multiple_of: stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide.
+    probe_shares: shares of columns kept in the probes of `global`; each layer and side is probed at each.
+    probe_tokens: tokens of the search split that the probes run on.
+    fisher_tokens: calibration tokens whose gradients `fisher` sums.
+    """
+
+    method: str = "removal-rate"
+    spectrum: Literal["values", "squares"] = "values"
+    multiple_of: int = 16
+    probe_shares: tuple[float, ...] = (0.35, 0.125)
+    probe_tokens: int = 4096
+    fisher_tokens: int = 4096
+
+    @property
+    def rule(self) -> RankMethod:
+        """The method registered under `method`."""
+        return RANK_METHODS[self.method]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Bits of the columns of a latent, and what they are allocated by.
+
+    bits: widths that a column may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
+        many. With 8, 4 or 2 among them, columns are codes: bits are allocated in bytes over all layers, sides and
+        candidates by what an error in each column costs the model's own loss, and `ranks` is not used.
+    tokens: calibration tokens, the first ones, whose gradients say that.
+    """
+
+    bits: tuple[int, ...] = (0, 16)
+    tokens: int = 16384
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out text and the metric that accuracy means.
+
+    source: `stdlib` reads modules of the running Python's standard library; `text` reads the file or folder `path`.
+    metric: one of METRICS (see metric_registry), or `lm-eval:TASK`. `default` is the smallest of the next-token
+        accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be copied).
+    lookup_prompts, lookup_keys: look-up rows in each split, and the most keys in each.
+    copy_prompts, copy_tokens: copying rows in each split, and the most random tokens in each.
+    filler_tokens: held-out text between what is stated and what asks for it, in both, as far as seq_len has room.
+    lm_eval_limit: documents of the task in each split; null takes half of them all.
+    """
+
+    source: Literal["stdlib", "text"] = "stdlib"
+    path: str | None = None
+    seq_len: int = 512
+    search_tokens: int = 16384
+    report_tokens: int = 24576
+    metric: str = "default"
+    seed: int = 0
+    lookup_prompts: int = 64
+    lookup_keys: int = 16
+    copy_prompts: int = 32
+    copy_tokens: int = 32
+    filler_tokens: int = 200
+    lm_eval_limit: int | None = 200
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the point of an accuracy is searched.
+
+    resolution: bisection ends when what reaches the target and what does not are this much of compression apart.
+    targets: accuracies whose points become the profiles of an elastic checkpoint.
+    """
+
+    targets: tuple[float, ...] = (0.995, 0.99, 0.98, 0.95, 0.9)
+    resolution: float = 0.01
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """Cost of a rank when ranks are chosen, and the serving load for which decode time is predicted.
+
+    kind: `memory` (bytes of cache), `latency` (predicted attention time of a decode step), or a number between 0
+        (memory) and 1 (latency) that weighs the two.
+    device: a device that comes with rotor, or one of `device_file`, a YAML file of devices
+        (rotor/prediction/devices.yaml is one).
+    context_tokens: tokens in the cache of each sequence. batch_size: sequences decoded together.
+    """
+
+    kind: Literal["memory", "latency"] | float = "memory"
+    device: str = "h200"
+    device_file: str | None = None
+    context_tokens: int = 32768
+    batch_size: int = 8
