@@ -13,7 +13,7 @@ from torch import Tensor
 from rotor.format.columns import Columns
 from rotor.format.layout import GroupClass, LayerLayout
 
-from .reference import class_basis, class_mask, rotate
+from .reference import class_basis, class_mask, class_rotation, rotate
 from .rows import unpack
 
 BLOCK_ELEMENTS_CPU = 1 << 18
@@ -49,7 +49,8 @@ def coded_attention(
         key, value: rows of bytes, [batch_size, 1, kv_len, bytes], uint8; their columns of 16 bits in query's dtype.
         heads_per_kv, scaling: as in the uncompressed model.
         query_basis: [group_size * head_dim, qk_width], except in domain `none`.
-        key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`.
+        key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`; or of places that differ, [batch_size, 1 or
+            groups, kv_len, rotary_dim].
         constant_key: [num_kv_heads, head_dim], in domain `pre`: added to the rebuilt keys of each KV head, before they
             are rotated.
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the model's order; bool
@@ -89,7 +90,7 @@ def coded_attention(
                 queries = torch.einsum("bngpsd,ngdr->bngpsr", split, basis).flatten(2, 3)
             else:
                 assert key_rotation is not None
-                rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), key_rotation)
+                rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), class_rotation(key_rotation, cls))
         own = class_mask(attention_mask, layout, of_heads, heads_per_kv)
         mask = None if own is None else own.unflatten(1, (1, 1) if own.shape[1] == 1 else queries.shape[1:3])
         attended = _running_softmax(queries.to(wide), keys, values, rebuilding, scaling, mask, causal, softcap, kv_len)
@@ -132,7 +133,7 @@ class _Rebuilding:
         keys = latents[:, :, None] @ self.basis.mT
         if self.constant is not None:
             keys = keys + self.constant
-        return rotate(keys, *(table[start : start + keys.shape[3]] for table in self.rotation))
+        return rotate(keys, *(table[..., start : start + keys.shape[3], :] for table in self.rotation))
 
 
 def _of_class(constant_key: Tensor | None, cls: GroupClass, size: int) -> Tensor | None:

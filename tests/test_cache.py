@@ -351,7 +351,10 @@ def test_a_policy_is_stored_and_read(policy) -> None:
     "section, text",
     [
         ([1], "expected a mapping"),
-        ({"method": "kiwi"}, "one of per-token, kcvt, kivi, fp8, gear; did you mean 'kivi'"),
+        (
+            {"method": "kiwi"},
+            "one of per-token, kcvt, kivi, fp8, gear, .*; did you mean 'kivi'",
+        ),
         ({"method": ["kivi"]}, "cache.method"),
         ({"method": "kivi", "bits": 5}, "bits: got 5, expected one of"),
         ({"method": "kivi", "bits": "2"}, "cache.bits"),

@@ -13,14 +13,14 @@ from .affine import LARGEST
 from .codec import Codec, Parts
 from .kcvt import KCVT
 from .kivi import KIVI
-from .policy import Policy
+from .quantiser import Quantiser
 from .store import Stream
 
 BACKBONE_PARTS = 3
 
 
 @dataclass(frozen=True)
-class GEAR(Policy):
+class GEAR(Quantiser):
     """x ~ D + L + S. S: the largest and smallest s/2 of a channel's keys and of a token's values, as they are; D: the
     backbone's code of the rest; L = A B^T: of what is then left of each head, the first singular vectors.
 

@@ -1,0 +1,27 @@
+"""The newest tokens, and with StreamingLLM the first ones too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .eviction import EvictingLayer, Eviction
+
+
+@dataclass(frozen=True)
+class Window(Eviction):
+    """The newest b tokens.
+
+    Limits: models lean on their first tokens and lose their way without them; see StreamingLLM.
+    Source: Beltagy et al., Longformer (arXiv 2004.05150), as SqueezeAttention's "Sliding Window".
+    """
+
+    method: ClassVar[str] = "window"
+
+    def protected(self, budget: Tensor) -> tuple[Tensor | int, Tensor]:
+        return 0, budget
+
+    def priority(self, layer: EvictingLayer) -> Tensor:
+        return layer.index_in_row.float()
