@@ -14,6 +14,7 @@ from . import is_first_process
 from .app import (
     AsJson,
     BatchTokens,
+    CachePolicy,
     Device,
     DeviceFile,
     DeviceMap,
@@ -147,6 +148,14 @@ def export(
     measure: Annotated[
         bool, typer.Option(" /--no-measure", help="Write --compression or --removal-rate without measuring accuracy.")
     ] = True,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a "
+            "YAML file.",
+        ),
+    ] = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -176,6 +185,7 @@ def export(
         compute=Compute(device, dtype, offload, device_map),
         overwrite=overwrite,
         measure=measure,
+        cache=cache,
     )
     if dry_run:
         plan = plan_export(settings)
@@ -205,6 +215,8 @@ def export(
         )
         if below := below_target(value):
             say(f"On the report split {below} ({value['target']:g}).")
+    for tokens, found in report.get("cache", {}).get("kv_bytes_per_token", {}).items():
+        say(f"Cache policy {cache}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {out}")
@@ -227,6 +239,7 @@ def validate(
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="What `rotor export` printed: the digest of every file.")
     ] = None,
+    cache: CachePolicy = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "auto",
@@ -252,6 +265,7 @@ def validate(
             recipe=recipe,
             overrides=overrides or (),
             digest=digest,
+            cache=cache,
             device=device,
             dtype=dtype,
             offload=offload,

@@ -7,7 +7,19 @@ from typing import Annotated
 import typer
 
 from ..logs import printable
-from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
+from .app import (
+    AsJson,
+    BatchTokens,
+    CachePolicy,
+    Device,
+    Dtype,
+    Model,
+    Quiet,
+    RecipeOverrides,
+    Revision,
+    app,
+    print_json,
+)
 from .console import show_progress
 from .plans import print_inspection
 
@@ -20,6 +32,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, samples at this temperature.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    cache: CachePolicy = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
@@ -29,7 +42,7 @@ def generate(
     from ..models.generation import continue_prompt
 
     with show_progress(quiet).task("generate", None, ""):
-        result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile)
+        result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile, cache)
     if as_json:
         print_json(result)
     else:
@@ -64,9 +77,10 @@ def inspect(
 
 @app.command(epilog="Example: rotor recipes --json")
 def recipes(as_json: AsJson = False) -> None:
-    """List the bundled recipes, and the bases and rank methods that a recipe may name."""
+    """List the bundled recipes, the bases and rank methods that a recipe may name, and the bundled cache policies."""
     from ..recipe import bundled_recipes
     from ..recipe.checks import NAMES
+    from ..runtime.cache import bundled_policies
 
     found = bundled_recipes()
     if as_json:
@@ -78,3 +92,7 @@ def recipes(as_json: AsJson = False) -> None:
         print(f"\n{setting}")
         for name, method in methods.items():
             print(f"  {name:13} {method.summary}")
+    print("\ncache policies (--cache NAME)")
+    for name, policy in bundled_policies().items():
+        fields = ", ".join(f"{key} {value}" for key, value in policy.as_dict().items() if value not in (None, []))
+        print(f"  {name:20} {fields}")

@@ -34,14 +34,17 @@ def study(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, with commas; default: "
-            "all that can run (ablation needs ablations, front a recipe in focus with ranks.method=global) but peers: "
-            "quantised caches, and the recipes at equal bytes."
+            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, quantise, evict, "
+            "budgets, combine, with commas; default: all that can run (ablation needs ablations, front a recipe in focus "
+            "with ranks.method=global) but peers (quantised caches, and the recipes at equal bytes) and what follows it: "
+            "cache policies."
         ),
     ] = None,
     focus: Annotated[
         str | None,
-        typer.Option(help="Recipes for the parts other than curves, ablation and peers; by default the first."),
+        typer.Option(
+            help="Recipes for the parts other than curves, ablation, peers and the four after it; by default the first."
+        ),
     ] = None,
     ablation: Annotated[
         list[str] | None,

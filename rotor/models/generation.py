@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, DataError, UsageError
-from ..runtime.cache_size import cache_bytes
+from ..runtime.cache import stored_bytes, use_cache_policy
 from .compressed import CompressedCheckpoint, open_model
 from .hardware import pick_device, pick_dtype
 from .hub import find_model
@@ -24,11 +24,13 @@ def continue_prompt(
     device: str = "auto",
     dtype: str = "auto",
     profile: str | None = None,
+    cache: str | None = None,
 ) -> dict[str, Any]:
     """Generate with transformers' generate() and its dynamic cache; greedy at temperature 0.
 
     Args:
         profile: of an elastic checkpoint, the rank profile to load; None is its default.
+        cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
 
     Returns:
         `text` (prompt and continuation), `new_tokens`, and `kv_cache_bytes` of the cache at the end.
@@ -46,6 +48,8 @@ def continue_prompt(
     if profile is not None and not elastic:
         raise UsageError(f"--profile {profile}: {folder} is not elastic.", "Export it with --elastic.")
     model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
+    if cache is not None:
+        use_cache_policy(model, cache)
     inputs = tokenizer(prompt, return_tensors="pt").to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
@@ -62,5 +66,5 @@ def continue_prompt(
     return {
         "text": tokenizer.decode(output.sequences[0], skip_special_tokens=True),
         "new_tokens": output.sequences.shape[1] - inputs["input_ids"].shape[1],
-        "kv_cache_bytes": cache_bytes(output.past_key_values),
+        "kv_cache_bytes": stored_bytes(output.past_key_values),
     }

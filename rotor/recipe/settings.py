@@ -100,3 +100,4 @@ class ExportSettings:
     compute: Compute = Compute()
     overwrite: bool = False
     measure: bool = True
+    cache: str | None = None

@@ -7,7 +7,6 @@ codes, and calls the `rotor` attention function. transformers' own cache classes
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..kernels.dispatch import kernels_serve
 from ..kernels.reference import grouped_attention, project_keys, rotate
 from ..kernels.weights import attention_weights
 from .cache.adoption import policy_layer
-from .cache.eviction import EvictingLayer
+from .cache.eviction import EvictingLayer, spans_of
 from .cache.policy import Policy
 from .code_rows import CodeRows, check_cache
 from .families import Family
@@ -272,9 +271,7 @@ class RotorAttention(nn.Module):
         """The mask of the tokens that a cache holds, and the rotations of their keys."""
         groups = self.layout.groups
         if layer.spans is None:
-            # In elements: bytes of rows of codes, numbers otherwise.
-            unit = 1 if self.layout.coded else element_bytes
-            layer.spans = _spans([group.row_bytes(element_bytes) for group in groups], unit)
+            layer.spans = spans_of(self.layout, element_bytes)
         of_kv_head = {head: index for index, group in enumerate(groups) for head in group.kv_heads}
         order = torch.tensor([of_kv_head[head] for head in range(len(of_kv_head))])
         mask = layer.visible(mask, order.repeat_interleave(self.heads_per_kv), None)
@@ -334,15 +331,6 @@ class RotorAttention(nn.Module):
         ranks = ", ".join(f"{g.qk_rank}+{g.v_rank}" for g in self.layout.groups)
         text = f"domain={self.layout.domain}, group_size={self.layout.group_size}, ranks=[{ranks}]"
         return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
-
-
-def _spans(sizes: list[tuple[int, int]], unit: int) -> list[tuple[slice, slice]]:
-    """Where groups that take so many bytes of a key and of a value row lie, in elements of `unit` bytes."""
-    ends = [[end // unit for end in accumulate(side)] for side in zip(*sizes, strict=True)]
-    return [
-        tuple(slice(end - size // unit, end) for end, size in zip(both, of_group, strict=True))  # type: ignore[misc]
-        for both, of_group in zip(zip(*ends, strict=True), sizes, strict=True)
-    ]
 
 
 def _in_float32(*shape: int) -> nn.Parameter:

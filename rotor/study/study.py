@@ -27,6 +27,7 @@ from ..progress import Progress
 from ..recipe import Recipe, load_recipe, override
 from ..recipe.settings import Compute
 from ..typed import read_yaml
+from .caches_part import CACHE_PARTS, write_caches_csv
 from .measure import StudySubject
 from .parts import StudyParts
 from .peers_part import write_peers_csv
@@ -80,9 +81,9 @@ def study(
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
-        parts: which of PARTS to run; by default all that can run, without `peers`, which takes longest.
+        parts: which of PARTS to run; by default all that can run, without ON_REQUEST, which take longest.
             `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by method `global`.
-        focus: names of the recipes for all parts but `curves`, `ablation` and `peers`; by default the first.
+        focus: names of the recipes for all parts but `curves`, `ablation` and ON_REQUEST; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` and `pruning` are measured.
         counts: numbers of calibration tokens for `tokens`.
@@ -126,8 +127,8 @@ def study(
             progress.message(f"study: {part}")
             _PARTS[part](driver, request)
         store.save()
-        peers_csv = write_peers_csv(store)
-        files = [write_csv(store), *([peers_csv] if peers_csv else []), write_summary(store)]
+        tables = [write_csv(store), write_peers_csv(store), write_caches_csv(store), write_summary(store)]
+        files = [path for path in tables if path is not None]
         if plots:
             files += write_plots(store)
     seconds = round(time.perf_counter() - start, 3)
@@ -139,7 +140,7 @@ class StudyPlan:
     """A study request, checked before anything is measured.
 
     parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
-    all parts but `curves`, `ablation` and `peers` are about; allocating: of these, the ones whose ranks choose domain
+    all parts but `curves`, `ablation` and ON_REQUEST are about; allocating: of these, the ones whose ranks choose domain
     and group size. base: what the ablations change, or None without them; variants: its ablations by name.
     counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
     """
@@ -218,6 +219,10 @@ def _peers(driver: StudyParts, plan: StudyPlan) -> None:
     driver.peers(plan.recipes, plan.sizes)
 
 
+def _cache_part(part: str) -> Callable[[StudyParts, StudyPlan], None]:
+    return lambda driver, plan: driver.caches(part, plan.recipes)
+
+
 def _each(part: Callable[[StudyParts, str, Recipe], None]) -> Callable[[StudyParts, StudyPlan], None]:
     """A part that is measured for each recipe in focus by itself."""
 
@@ -237,11 +242,12 @@ _PARTS: dict[str, Callable[[StudyParts, StudyPlan], None]] = {
     "ablation": _ablation,
     "front": _front,
     "peers": _peers,
+    **{part: _cache_part(part) for part in CACHE_PARTS},
 }
 PARTS = tuple(_PARTS)
 """What a study can measure, in the order in which it does."""
 
-ON_REQUEST = ("peers",)
+ON_REQUEST = ("peers", *CACHE_PARTS)
 
 
 def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:

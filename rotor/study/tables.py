@@ -11,6 +11,7 @@ from typing import Any
 from ..data.splits import SPLITS
 from ..format.atomic import write_text
 from ..recipe.metric_registry import describe
+from .caches_part import cache_tables
 from .measure import COLUMNS
 from .peers_part import peer_records, peer_rows
 from .store import StudyStore
@@ -65,6 +66,7 @@ def write_summary(store: StudyStore) -> Path:
         records = store.part(name)
         if records:
             lines += ["", f"## {title}", *make(records)]
+    lines += cache_tables(store)
     return _write(store, SUMMARY, "\n".join(lines) + "\n")
 
 

@@ -23,6 +23,7 @@ from .per_token import PerToken
 from .policy import Policy, read_policy, stored_bytes
 from .quantiser import CodedLayer, Quantiser
 from .random_eviction import Random
+from .sizes import LONG_TOKENS, packed_bytes_per_token
 from .streaming import Streaming
 from .window import Window
 
@@ -32,6 +33,7 @@ __all__ = [
     "H2O",
     "KCVT",
     "KIVI",
+    "LONG_TOKENS",
     "METHODS",
     "CodedLayer",
     "EvictingLayer",
@@ -49,6 +51,7 @@ __all__ = [
     "cache_policy",
     "find_policy",
     "make_cache",
+    "packed_bytes_per_token",
     "policy_layer",
     "policy_of",
     "read_policy",

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ...errors import UsageError
 from ..families import FAMILIES, Family, find_family
+from .bundled import find_policy
 from .layer import PolicyLayer, check_left
 from .policy import Policy, check_config
 from .quantiser import CodedLayer
@@ -83,16 +84,22 @@ def policy_layer(cache: Any, index: int, policy: Policy | None, config: Any) -> 
     return found if isinstance(found, PolicyLayer) else None
 
 
-def use_cache_policy(model: Any, policy: Policy | None) -> None:
+def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
     """Let a causal model's own `generate` keep its cache by a policy from now on; None: as it was before any.
+
+    Args:
+        policy: a policy, or the name of one as for --cache: bundled, `none`, or a YAML file's path.
 
     The model may be compressed or not. Policies that score tokens by attention switch an uncompressed one to the
     implementation `eager`, which stores all attention weights of a step.
 
     Raises:
         UnsupportedModelError: a family that rotor does not know, or a layer whose cache is not a plain one.
+        RecipeError: no policy of that name.
         UsageError: a policy that quantises, on rows that are codes already.
     """
+    if isinstance(policy, str):
+        policy = find_policy(policy)
     before = _attached.pop(model, None)
     if before is not None:
         before.remove()
@@ -117,7 +124,7 @@ def attach_stored(model: Any, network: nn.Module, policy: Policy) -> None:
 
 
 @contextmanager
-def cache_policy(model: Any, policy: Policy | None) -> Iterator[None]:
+def cache_policy(model: Any, policy: Policy | str | None) -> Iterator[None]:
     """`use_cache_policy` for the length of a `with`; then the policy that was in use before."""
     before = policy_of(model)
     use_cache_policy(model, policy)
@@ -138,6 +145,7 @@ class _Attachment:
         self._handles: list[Any] = []
         family: Family = FAMILIES[model.config.model_type]
         count = model.config.get_text_config().num_hidden_layers
+        policy.layers(count)  # what does not fit so many is said now
         modules = [family.attention_module(network, index) for index in range(count)]
         compressed = [hasattr(module, "cache_policy") for module in modules]
         if any(module.layout.coded for module, has in zip(modules, compressed, strict=True) if has):

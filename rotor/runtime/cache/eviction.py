@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ...errors import UsageError
+from ...format.layout import LayerLayout
 from .budgets import SqueezeBudgets
 from .codec import tensor_bytes
 from .layer import PolicyLayer, check_left, seen_by_last
@@ -228,6 +230,16 @@ class EvictingLayer(PolicyLayer):
         if self.budgets is None or self.budgets.done:
             self.evict()
 
+    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Store a prompt whose attention is not known, and cut it, for counting bytes; of equals the older stays."""
+        self.begin(None, len(key_states), key_states.shape[2], key_states.device)
+        self.update(key_states, value_states)
+        assert self._places is not None
+        self._places = self._places.expand(-1, self._groups, -1)
+        self.scores = torch.zeros(self._places.shape) if self.policy.needs_weights else None
+        self.budget = self.policy.budget_of(self.newest.sum(-1), self.index)
+        self.evict()
+
     def observe_states(self, before: Tensor, after: Tensor) -> None:
         if self.budgets is not None and self.seen == self._length:
             self.budgets.observe(self.index, before, after, self.newest)
@@ -335,3 +347,12 @@ class EvictingLayer(PolicyLayer):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
+
+
+def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, slice]]:
+    """Where each group lies in the elements (of rows of codes: bytes) of a compressed layer's key and value rows."""
+    unit = 1 if layout.coded else element_bytes
+    sizes = [group.row_bytes(element_bytes) for group in layout.groups]
+    sides = [[size // unit for size in side] for side in zip(*sizes, strict=True)]
+    spans = [[slice(end - size, end) for size, end in zip(side, accumulate(side), strict=True)] for side in sides]
+    return list(zip(spans[0], spans[1], strict=True))
