@@ -158,7 +158,8 @@ def test_squeeze_is_algorithm_1() -> None:
 
 def test_sensitivity_gives_where_it_gains_most() -> None:
     shares = (0.25, 0.5, 1.0)
-    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.5) == [0.25, 0.5]
+    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.5) == [0.5, 0.5]
+    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.375) == [0.25, 0.5]
     assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 1.0) == [1.0, 1.0]
     assert sensitivity_shares([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], shares, 1.0) == [0.25, 0.25]
     assert sensitivity_shares([[4.0, 3.9, 0.0]], shares, 0.5) == [0.25]  # 0.5 is above the hull: it gains little

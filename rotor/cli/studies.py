@@ -35,9 +35,9 @@ def study(
         str | None,
         typer.Option(
             help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, quantise, evict, "
-            "budgets, combine, with commas; default: all that can run (ablation needs ablations, front a recipe in focus "
-            "with ranks.method=global) but peers (quantised caches, and the recipes at equal bytes) and what follows it: "
-            "cache policies."
+            "budgets, combine, with commas; default: all that can run (ablation needs ablations, front a recipe in "
+            "focus with ranks.method=global) but peers: quantised caches, and the recipes at equal bytes; and but the "
+            "last four: cache policies."
         ),
     ] = None,
     focus: Annotated[

@@ -44,9 +44,8 @@ class PolicyModel:
         total = [0] * (tokens - prompt + 1)
         layers = self.policy.layers(len(plain.layers))
         evicting, known = self.policy.evicts, {}
-        for index, (layer, like) in enumerate(zip(layers, plain.layers, strict=True)):
-            assert like.keys is not None
-            assert like.values is not None
+        likes: list[Any] = list(plain.layers)
+        for index, (layer, like) in enumerate(zip(layers, likes, strict=True)):
             shapes = like.keys.shape, like.values.shape
             if evicting or shapes not in known:
                 states = [random_rows(s[1], tokens, s[3], like.keys.dtype) for s in shapes]

@@ -27,8 +27,7 @@ CONTROL = PerToken(4, 64)
 
 
 def quantisers() -> dict[str, Policy]:
-    """GEAR's tables 1, 2 and 8 in shape: seven methods at four and two bits; and its ablations of s, r, n_b and loops at
-    two bits."""
+    """GEAR's tables 1, 2 and 8 in shape: seven methods at 4 and 2 bits; at 2 its ablations of s, r, n_b and loops."""
     found: dict[str, Policy] = {}
     for bits in (4, 2):
         found |= {
@@ -70,21 +69,21 @@ def budget_methods() -> dict[str, Eviction]:
     return {name: found[name] for name in ("window", "StreamingLLM", "H2O", "random")}
 
 
-def combined_policies(share: float, coded: bool) -> dict[str, Policy | None]:
-    """What goes on top of a recipe's rows: nothing, tokens kept by a share, and where rows are numbers, codes.
+def combined_policies(share: float, coded: bool) -> dict[str, Policy]:
+    """What goes on top of a recipe's rows: tokens kept by a share, and where rows are numbers, codes.
 
     Args:
         share: of the prompt's tokens that is kept.
     """
     kept = evictions(share)
-    found: dict[str, Policy | None] = {name: kept[name] for name in ("Keyformer", "H2O", "random")}
+    found: dict[str, Policy] = {name: kept[name] for name in ("Keyformer", "H2O", "random")}
     if not coded:
         found |= {EQUAL_BYTES: CONTROL, "KIVI-4": KIVI(4, 64, 64), "GEAR KCVT-4": GEAR(4)}
     return found
 
 
 def equal_contribution(total: float) -> float:
-    """What each of two ways removes so that together they remove `total`: 1 - p = (1 - p_dim)(1 - p_tok), p_dim = p_tok.
+    """What each of two ways removes to remove `total` together: 1 - p = (1 - p_dim)(1 - p_tok) with p_dim = p_tok.
 
     Source: FDC section 6.3 and ZACK section 8.3 ("contribute equally to the overall compression rate").
     """

@@ -79,18 +79,14 @@ class CachesPart(PeersPart):
                     self._uncompressed("combine", f"{label} alone, {total:g} removed", policy)
             plans: dict[str, tuple[float, Policy | None]] = {f"{name} alone, {total:g} removed": (total, None)}
             for label, on_top in combined_policies(1 - each, recipe.coded).items():
-                plans[
-                    f"{name} and {label}, {total:g} removed" if _evicts(on_top) else f"{name} ({each:.2f}) and {label}"
-                ] = (
-                    each,
-                    on_top,
-                )
+                together = f"{name} and {label}, {total:g} removed"
+                plans[together if on_top.evicts else f"{name} at {each:.2f} and {label}"] = (each, on_top)
             missing = {label: plan for label, plan in plans.items() if self.store.get(f"combine/{label}") is None}
             if not missing:
                 continue
             measurer = self.subject.measurer(run(), recipe)
             path = measurer.path(recipe)
-            for label, (share, on_top) in missing.items():
+            for label, (share, above) in missing.items():
                 plan = path.at_compression(share)
                 if plan is None:
                     least = path.steps()[-1].stored
@@ -98,10 +94,10 @@ class CachesPart(PeersPart):
                     continue
                 bench, network = self._bench(), self._in_checkpoint_dtype()
                 network.compress(plan.select(measurer.bases), plan.rounded)
-                if on_top is None:
+                if above is None:
                     self._keep("combine", bench.checkpoint(label, network.model))
                 else:
-                    self._keep("combine", bench.policy(label, PolicyModel(network, on_top, compressed=True)))
+                    self._keep("combine", bench.policy(label, PolicyModel(network, above, compressed=True)))
 
     def _uncompressed(self, part: str, name: str, policy: Policy) -> None:
         if self.store.get(f"{part}/{name}") is None:
@@ -135,10 +131,6 @@ class CachesPart(PeersPart):
         self.subject.progress.message(f"{part}: {record.name}: {found}")
 
 
-def _evicts(policy: Policy | None) -> bool:
-    return policy is not None and policy.evicts
-
-
 def cache_records(store: Any, part: str) -> list[PeerRecord]:
     """The records of a part, in order of arrival."""
     return [PeerRecord(**record) for key, record in store.part(part).items() if not key.startswith(SENSITIVITY)]
@@ -162,32 +154,22 @@ def best_mixtures(records: Sequence[PeerRecord]) -> list[list[str]]:
     return rows
 
 
-def cache_tables(store: Any) -> list[str]:
-    """Markdown of all four parts, and of the best mixtures over them; empty without records."""
-    from .tables import table
-
-    lines: list[str] = []
-    every: list[PeerRecord] = []
-    for part, title in (
-        ("quantise", "Quantised caches (GEAR tables 1, 2, 8 to 10)"),
-        ("evict", "Evicted tokens"),
-        ("budgets", f"Budgets of layers, {BUDGET_SHARE:g} of the tokens in the mean (SqueezeAttention table 2)"),
-        ("combine", "Compressed rows and a policy on top (FDC and ZACK, 1 - p = (1 - p_dim)(1 - p_tok))"),
-    ):
-        records = cache_records(store, part)
-        if records:
-            lines += ["", f"## {title}", *table(*peer_rows(records))]
-            every += records
-    if every:
+def cache_tables(store: Any) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and cells of a table for each of the four parts, and of the best mixtures over all of them."""
+    titles = {
+        "quantise": "Quantised caches (GEAR tables 1, 2, 8 to 10)",
+        "evict": "Evicted tokens",
+        "budgets": f"Budgets of layers, {BUDGET_SHARE:g} of the tokens in the mean (SqueezeAttention table 2)",
+        "combine": "Compressed rows and a policy on top (FDC and ZACK: 1 - p = (1 - p_dim)(1 - p_tok))",
+    }
+    found = {part: records for part in CACHE_PARTS if (records := cache_records(store, part))}
+    tables = [(titles[part], *peer_rows(records)) for part, records in found.items()]
+    if found:
         header = ["accuracy", "fewest bytes, complete row", "bytes", "fewest bytes, 32K tokens", "bytes at 32K tokens"]
-        lines += [
-            "",
-            "## The best of all measured caches at an accuracy",
-            "",
-            "Accuracy is the smallest of the ratios of a row: token accuracy, perplexity, and each task.",
-            *table(header, best_mixtures(every)),
-        ]
-    return lines
+        every = [record for records in found.values() for record in records]
+        title = "Of all these, the fewest bytes at an accuracy: the smallest of a row's ratios"
+        tables.append((title, header, best_mixtures(every)))
+    return tables
 
 
 def write_caches_csv(store: Any) -> Path | None:

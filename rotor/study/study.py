@@ -140,8 +140,8 @@ class StudyPlan:
     """A study request, checked before anything is measured.
 
     parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
-    all parts but `curves`, `ablation` and ON_REQUEST are about; allocating: of these, the ones whose ranks choose domain
-    and group size. base: what the ablations change, or None without them; variants: its ablations by name.
+    all parts but `curves`, `ablation` and ON_REQUEST are about; allocating: of these, the ones whose ranks choose
+    domain and group size. base: what the ablations change, or None without them; variants: its ablations by name.
     counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
     """
 

@@ -66,7 +66,8 @@ def write_summary(store: StudyStore) -> Path:
         records = store.part(name)
         if records:
             lines += ["", f"## {title}", *make(records)]
-    lines += cache_tables(store)
+    for title, header, rows in cache_tables(store):
+        lines += ["", f"## {title}", *table(header, rows)]
     return _write(store, SUMMARY, "\n".join(lines) + "\n")
 
 

@@ -146,7 +146,7 @@ class _Attachment:
         family: Family = FAMILIES[model.config.model_type]
         count = model.config.get_text_config().num_hidden_layers
         policy.layers(count)  # what does not fit so many is said now
-        modules = [family.attention_module(network, index) for index in range(count)]
+        modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
         compressed = [hasattr(module, "cache_policy") for module in modules]
         if any(module.layout.coded for module, has in zip(modules, compressed, strict=True) if has):
             policy.check_coded()

@@ -82,7 +82,7 @@ class Eviction(Policy):
         """Rows of codes are kept or dropped whole."""
 
     @abstractmethod
-    def protected(self, budget: Tensor) -> tuple[Tensor | int, Tensor]:
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the first and of the newest tokens stay, whatever their scores, of budgets [batch_size]."""
 
     def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
@@ -253,8 +253,7 @@ class EvictingLayer(PolicyLayer):
         there = index >= 0
         lengths = (self.seen - self.start)[:, None, None]  # type: ignore[operator]
         first, newest = self.policy.protected(budget)
-        first = first if isinstance(first, int) else first[:, None, None]
-        safe = (index < first) | (index >= lengths - newest[:, None, None])
+        safe = (index < first[:, None, None]) | (index >= lengths - newest[:, None, None])
         priority = self.policy.priority(self).expand(places.shape).masked_fill(safe, torch.inf)
         priority = priority.masked_fill(~there, -torch.inf)
         counts = torch.minimum(there.sum(-1), budget[:, None])
@@ -284,11 +283,15 @@ class EvictingLayer(PolicyLayer):
         return states.gather(2, index.expand(-1, -1, -1, states.shape[-1]))  # type: ignore[attr-defined]
 
     def noise(self, seed: int) -> Tensor:
-        """A number from (0, 1) for each token, the same wherever its row lies, [batch_size, groups, slots]."""
+        """A number from (0, 1) for each token, the same wherever its row lies, [batch_size, groups, slots].
+
+        The table that it is read from follows from the seed, and is not counted with the cache.
+        """
         index = self.index_in_row
         groups, most = index.shape[1], int(index.max())
         while len(self._noise) * NOISE_BLOCK <= most:
-            generator = torch.Generator().manual_seed(hash((seed, self.index, len(self._noise))) % 2**63)
+            mixed = ((seed * 1_000_003 + self.index) * 1_000_003 + len(self._noise)) % 2**63
+            generator = torch.Generator().manual_seed(mixed)
             self._noise.append(torch.rand(groups, NOISE_BLOCK, generator=generator).clamp(1e-6, 1 - 1e-6))
         table = torch.cat(self._noise, dim=1).to(index.device).expand(len(index), -1, -1)
         return table.gather(-1, index.clamp(min=0).long())

@@ -37,8 +37,8 @@ class H2O(Eviction):
     def needs_weights(self) -> bool:
         return True
 
-    def protected(self, budget: Tensor) -> tuple[Tensor | int, Tensor]:
-        return 0, (budget * self.recent).round().long()
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(budget), (budget * self.recent).round().long()
 
     def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
         return weights.mean(2).sum(2)

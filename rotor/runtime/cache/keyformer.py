@@ -45,8 +45,8 @@ class Keyformer(Eviction):
     def needs_weights(self) -> bool:
         return True
 
-    def protected(self, budget: Tensor) -> tuple[Tensor | int, Tensor]:
-        return 0, (budget * self.recent).round().long()
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(budget), (budget * self.recent).round().long()
 
     def temperature(self, generated: int) -> float:
         """tau after so many generated tokens; 0 in the prompt."""

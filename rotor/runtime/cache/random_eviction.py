@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from .eviction import EvictingLayer, Eviction
@@ -26,8 +27,8 @@ class Random(Eviction):
         super().__post_init__()
         self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
 
-    def protected(self, budget: Tensor) -> tuple[Tensor | int, Tensor]:
-        return 0, budget.clamp(max=1)
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(budget), budget.clamp(max=1)
 
     def priority(self, layer: EvictingLayer) -> Tensor:
         return layer.noise(self.seed)

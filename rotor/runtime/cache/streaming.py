@@ -27,7 +27,7 @@ class Streaming(Eviction):
         super().__post_init__()
         self.require(self.sinks >= 0, "sinks", "0 or more")
 
-    def protected(self, budget: Tensor) -> tuple[Tensor | int, Tensor]:
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         sinks = torch.minimum(torch.full_like(budget, self.sinks), budget - 1)
         return sinks, budget - sinks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from .eviction import EvictingLayer, Eviction
@@ -20,8 +21,8 @@ class Window(Eviction):
 
     method: ClassVar[str] = "window"
 
-    def protected(self, budget: Tensor) -> tuple[Tensor | int, Tensor]:
-        return 0, budget
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(budget), budget
 
     def priority(self, layer: EvictingLayer) -> Tensor:
         return layer.index_in_row.float()
