@@ -11,7 +11,7 @@ from rotor.evaluation.cached import final_states_through_cache
 from rotor.export.export import export
 from rotor.runtime.cache import GEAR, H2O, KIVI, PerToken, Random, Streaming
 from rotor.search.probe import full_ranks
-from rotor.study import cache_plans, caches_part
+from rotor.study import cache_bench, cache_plans, caches_part
 from rotor.study.cache_bench import PolicyModel
 from rotor.study.cache_plans import equal_contribution
 from rotor.study.caches_part import best_mixtures
@@ -97,18 +97,24 @@ def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
 
 
 def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
+    few = ("Keyformer", "random")
+    every = cache_plans.combined_policies(0.5, False)
     monkeypatch.setattr(caches_part, "SHARES", (0.5,))
     monkeypatch.setattr(caches_part, "TOTALS", (0.5,))
-    monkeypatch.setattr(caches_part, "PROBE_SHARES", (0.1, 0.8))
-    monkeypatch.setattr(caches_part, "quantisers", lambda: {"GEAR KCVT-2": GEAR(2), "fp8": cache_plans.FP8("token")})
+    monkeypatch.setattr(caches_part, "PROBE_SHARES", (0.8,))
+    monkeypatch.setattr(cache_bench, "LONG_TOKENS", 512)
+    monkeypatch.setattr(caches_part, "quantisers", lambda: {"GEAR KCVT-2": GEAR(2)})
+    monkeypatch.setattr(caches_part, "evictions", lambda share: {n: cache_plans.evictions(share)[n] for n in few})
     monkeypatch.setattr(caches_part, "budget_methods", lambda: {"window": cache_plans.Window(0.2)})
-    overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "evaluation.copy_prompts=2", "tokens.count=1024"]
-    overrides += ["tokens.seq_len=128", "evaluation.report_tokens=256", "evaluation.search_tokens=256"]
-    overrides += ["tokens.source=random"]
+    on_top = {name: every[name] for name in (*few, "KIVI-4")}
+    monkeypatch.setattr(caches_part, "combined_policies", lambda share, coded: on_top)
+    overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=1", "evaluation.copy_prompts=1", "tokens.count=512"]
+    overrides += ["tokens.seq_len=64", "evaluation.report_tokens=64", "evaluation.search_tokens=64"]
+    overrides += ["tokens.source=random", "evaluation.seq_len=64", "evaluation.metric=text"]
     arguments = {"parts": ["quantise", "evict", "budgets", "combine"], "overrides": overrides, "plots": False}
-    result = study(DEMO_MODEL, tmp_path / "study", ["palu"], **arguments)
+    result = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
     names = list(result.records)
-    assert names[:3] == ["quantise/GEAR KCVT-2", "quantise/fp8", "evict/per token, 4 bits"]
+    assert names[:2] == ["quantise/GEAR KCVT-2", "evict/per token, 4 bits"]
     assert "evict/random, 0.5 of the tokens" in names
     assert [name for name in names if name.startswith("budgets/")] == [
         "budgets/per token, 4 bits",
@@ -117,10 +123,10 @@ def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
         "budgets/sensitivities/window",
         "budgets/window, by sensitivity",
     ]
-    for name in ("palu alone", "palu and Keyformer", "palu and random", "Keyformer alone"):
+    for name in ("fdc alone", "fdc and Keyformer", "fdc and random", "Keyformer alone"):
         assert f"combine/{name}, 0.5 removed" in names
-    assert "combine/palu at 0.29 and GEAR KCVT-4" in names
-    half = result.records["evict/H2O, 0.5 of the tokens"]
+    assert "combine/fdc at 0.29 and KIVI-4" in names
+    half = result.records["evict/Keyformer, 0.5 of the tokens"]
     assert half["kl_div"] > 0
     assert half["long_kv_bytes_per_token"] == pytest.approx(2560 / 2 + 0.5 * 5 * 2 * 8)  # places and scores
     csv = (tmp_path / "study" / "caches.csv").read_text().splitlines()
@@ -128,5 +134,5 @@ def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
     summary = (tmp_path / "study" / "summary.md").read_text()
     assert "## Compressed rows and a policy on top" in summary
     assert "the fewest bytes at an accuracy" in summary
-    again = study(DEMO_MODEL, tmp_path / "study", ["palu"], **arguments)
+    again = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
     assert again.added == 0

@@ -82,7 +82,7 @@ def truth(policy: Eviction, x: np.ndarray, noise: np.ndarray) -> list[list[int]]
         for group in range(GROUPS):
             row = scores[group].copy()
             if policy.method == "h2o" and policy.average:
-                row /= newest + 1 - np.arange(TOKENS)
+                row /= np.maximum(1, newest + 1 - np.arange(TOKENS))
             if policy.method == "random":
                 row = noise[group].copy()
             sinks = min(policy.sinks, share - 1) if policy.method == "streaming" else 0

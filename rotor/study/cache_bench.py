@@ -67,9 +67,9 @@ class PolicyModel:
         sizes = self.layer_bytes(prompt, tokens)[1:]
         return sum(size / (prompt + 1 + step) for step, size in enumerate(sizes)) / len(sizes)
 
-    def long_kv_bytes_per_token(self, tokens: int = LONG_TOKENS) -> float:
-        """Of a prompt of so many tokens."""
-        return self.layer_bytes(tokens, tokens)[-1] / tokens
+    def long_kv_bytes_per_token(self) -> float:
+        """Of a prompt of LONG_TOKENS."""
+        return self.layer_bytes(LONG_TOKENS, LONG_TOKENS)[-1] / LONG_TOKENS
 
     def _spans(self, index: int) -> Any:
         module = self.network.family.attention_module(self.network.model, index)

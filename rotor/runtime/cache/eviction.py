@@ -251,7 +251,8 @@ class EvictingLayer(PolicyLayer):
         places, budget = self._places, self.budget.to(self._places.device)
         index = self.index_in_row
         there = index >= 0
-        lengths = (self.seen - self.start)[:, None, None]  # type: ignore[operator]
+        assert self.start is not None
+        lengths = (self.seen - self.start)[:, None, None]
         first, newest = self.policy.protected(budget)
         safe = (index < first[:, None, None]) | (index >= lengths - newest[:, None, None])
         priority = self.policy.priority(self).expand(places.shape).masked_fill(safe, torch.inf)
