@@ -15,7 +15,7 @@ BUDGET_SHARE = 0.2
 SQUEEZE = 0.3
 """p of SqueezeAttention where it is compared."""
 
-PROBE_SHARES = (0.05, 0.1, 0.2, 0.4, 0.8)
+PROBE_SHARES = (0.05, 0.2, 0.6)
 """Of a prompt's tokens that one layer keeps, the others all, where its sensitivity is measured."""
 
 TOTALS = (0.5, 0.75)
