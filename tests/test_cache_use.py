@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import calibrated, reseal
+from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 import rotor
+from rotor.calibration.calibrate import calibrate
 from rotor.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from rotor.export.export import export
 from rotor.runtime.cache import (
@@ -86,10 +88,6 @@ def checkpoints(tiny, tmp_path_factory):
             domain = "post" if kind == "post" else "pre"
             run = calibrated(tiny("llama"), folder / "run", domain, 2)
             if kind == "codes":
-                from conftest import FAST_EVALUATION, SHORT_TEXT
-
-                from rotor.calibration.calibrate import calibrate
-
                 more = ["codes.bits=[0,2,4,8,16]", "codes.tokens=512", "tokens.count=1024", "tokens.seq_len=64"]
                 overrides = [f"groups.domain={domain}", "groups.size=2", *more, *FAST_EVALUATION, *SHORT_TEXT]
                 run = calibrate(tiny("llama"), folder / "coded", "rotor", overrides)
@@ -219,7 +217,6 @@ def test_a_policy_is_exported_loaded_saved_and_validated(tiny, tmp_path) -> None
     ],
 )
 def test_a_hostile_section_is_refused(section: object, text: str, checkpoints, tmp_path) -> None:
-    import shutil
 
     folder = tmp_path / "out"
     shutil.copytree(checkpoints("post"), folder)
@@ -300,3 +297,26 @@ def test_bundled_policies_are_there_under_every_method() -> None:
     assert found["gear-l-2"] == GEAR(bits=2, sparsity=0.0)
     assert found["fp8"] == FP8("token")
     assert find_policy("none") is None
+
+
+def test_commands_take_a_policy_by_name(checkpoints, tiny, capsys, tmp_path) -> None:
+    from test_cli import rotor as command
+
+    sizes = []
+    for folder, name in ((tiny("llama"), "none"), (tiny("llama"), "random-50"), (checkpoints("codes"), "streaming-50")):
+        arguments = ("generate", folder, "def main(self, a, b): return a", "--cache", name, "--max-new-tokens", "4")
+        code, out, _ = command(capsys, *arguments, "--json", "-q")
+        assert code == 0
+        sizes.append(json.loads(out)["kv_cache_bytes"])
+    assert sizes[0] > sizes[1]
+    code, _, error = command(capsys, "generate", checkpoints("codes"), "def", "--cache", "kivi-2", "-q")
+    assert code == 2
+    assert "codes already" in error
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("method: h2o\nshare: 2\n")
+    code, _, error = command(capsys, "generate", tiny("llama"), "def", "--cache", mine, "-q")
+    assert code == 2
+    assert "share: got 2.0" in error
+    code, out, _ = command(capsys, "recipes")
+    assert code == 0
+    assert "streaming-50" in out

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..runtime.cache import FP8, GEAR, H2O, KCVT, KIVI, Eviction, Keyformer, PerToken, Policy, Random, Streaming, Window
+from ..runtime.cache import (
+    FP8,
+    GEAR,
+    H2O,
+    KCVT,
+    KIVI,
+    NUQ,
+    Eviction,
+    Keyformer,
+    PerToken,
+    Policy,
+    Random,
+    Streaming,
+    Window,
+)
 
 SHARES = (0.5, 0.25, 0.125)
 """Of a prompt's tokens that evicting policies keep."""
@@ -27,13 +41,14 @@ CONTROL = PerToken(4, 64)
 
 
 def quantisers() -> dict[str, Policy]:
-    """GEAR's tables 1, 2 and 8 in shape: seven methods at 4 and 2 bits; at 2 its ablations of s, r, n_b and loops."""
+    """GEAR's tables 1, 2 and 8 in shape: its methods and KVQuant's levels at 4 and 2 bits; at 2 GEAR's ablations."""
     found: dict[str, Policy] = {}
     for bits in (4, 2):
         found |= {
             f"per token, {bits} bits": PerToken(bits, 64),
             f"KCVT-{bits}": KCVT(bits),
             f"KIVI-{bits}": KIVI(bits, 64, 64),
+            f"NUQ-{bits}": NUQ(bits),
             f"GEAR-L KCVT-{bits}": GEAR(bits, sparsity=0.0),
             f"GEAR KCVT-{bits}": GEAR(bits),
             f"GEAR-L KIVI-{bits}": GEAR(bits, backbone="kivi", buffer=64, sparsity=0.0),

@@ -19,6 +19,7 @@ from .kcvt import KCVT
 from .keyformer import Keyformer
 from .kivi import KIVI
 from .layer import PolicyLayer
+from .nuq import NUQ
 from .per_token import PerToken
 from .policy import Policy, read_policy, stored_bytes
 from .quantiser import CodedLayer, Quantiser
@@ -35,6 +36,7 @@ __all__ = [
     "KIVI",
     "LONG_TOKENS",
     "METHODS",
+    "NUQ",
     "CodedLayer",
     "EvictingLayer",
     "Eviction",

@@ -15,6 +15,7 @@ from .h2o import H2O
 from .kcvt import KCVT
 from .keyformer import Keyformer
 from .kivi import KIVI
+from .nuq import NUQ
 from .per_token import PerToken
 from .policy import Policy, read_policy
 from .random_eviction import Random
@@ -22,7 +23,8 @@ from .streaming import Streaming
 from .window import Window
 
 METHODS: dict[str, type[Policy]] = {
-    policy.method: policy for policy in (PerToken, KCVT, KIVI, FP8, GEAR, Window, Streaming, H2O, Keyformer, Random)
+    policy.method: policy
+    for policy in (PerToken, KCVT, KIVI, NUQ, FP8, GEAR, Window, Streaming, H2O, Keyformer, Random)
 }
 NONE = "none"
 
