@@ -31,9 +31,12 @@ NONE = "none"
 
 def bundled_policies() -> dict[str, Policy]:
     """The policies that come with rotor, by name."""
+    return {name: _parse(_bundled(name).read_text("utf-8"), name) for name in bundled_names()}
+
+
+def bundled_names() -> list[str]:
     folder = resources.files("rotor.recipes") / "cache"
-    names = sorted(item.name for item in folder.iterdir() if item.name.endswith(".yaml"))
-    return {name[:-5]: _parse((folder / name).read_text("utf-8"), name) for name in names}
+    return sorted(item.name[:-5] for item in folder.iterdir() if item.name.endswith(".yaml"))
 
 
 def find_policy(name: str) -> Policy | None:
@@ -51,18 +54,22 @@ def find_policy(name: str) -> Policy | None:
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"cache policy {name}: cannot be read ({error}).", "Give a YAML file.") from error
         return _parse(text, name)
-    policies = bundled_policies()
-    if name not in policies:
+    names = bundled_names()
+    if name not in names:
         raise RecipeError(
-            f"cache policy {name!r} is neither bundled nor a YAML file{nearest_name(name, [NONE, *policies])}",
-            f"Bundled policies: {NONE}, {', '.join(policies)}; or give the path of a YAML file.",
+            f"cache policy {name!r} is neither bundled nor a YAML file{nearest_name(name, [NONE, *names])}",
+            f"Bundled policies: {NONE}, {', '.join(names)}; or give the path of a YAML file.",
         )
-    return policies[name]
+    return _parse(_bundled(name).read_text("utf-8"), name)
 
 
 def read_stored(section: Any, where: str = "config.json, quantization_config") -> Policy | None:
     """The policy that a checkpoint stores; None if it has none. Raises CheckpointError for one that does not fit."""
     return None if section is None else read_policy(section, Reader(where, CheckpointError, EDITED), METHODS)
+
+
+def _bundled(name: str) -> Any:
+    return resources.files("rotor.recipes") / "cache" / f"{name}.yaml"
 
 
 def _parse(text: str, where: str) -> Policy:

@@ -49,7 +49,7 @@ class NUQ(Quantiser):
 @dataclass(frozen=True)
 class LevelCode(Codec):
     """Parts: codes [batch_size, num_heads, tokens, bytes] uint8; levels, float16, [batch_size, num_heads, 1, width or
-    1, 2^bits], fixed by the first tokens; unless per_channel the scale of each token [batch_size, num_heads, tokens, 1].
+    1, 2^bits], fixed by the first tokens; unless per_channel each token's scale [batch_size, num_heads, tokens, 1].
     """
 
     bits: int
