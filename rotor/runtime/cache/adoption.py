@@ -43,7 +43,7 @@ def make_cache(policy: Policy, config: Any, attention_mask: Tensor | None = None
         check_left(attention_mask != 0)
         for layer in layers:
             if isinstance(layer, CodedLayer):
-                layer._padding = (attention_mask == 0).sum(-1)
+                layer.padding = (attention_mask == 0).sum(-1)
     return Cache(layers=layers)  # type: ignore[arg-type]
 
 

@@ -275,6 +275,7 @@ class EvictingLayer(PolicyLayer):
     def _taken(self, states: Tensor | None, order: Tensor, side: int) -> Tensor:
         """The slots `order`, [batch_size, 1 or groups, kept], of [batch_size, heads, slots, width]."""
         assert states is not None
+        order = order.to(states.device)  # an offloaded layer's
         if self.spans is not None and order.shape[1] > 1:
             parts = [states[..., spans[side]] for spans in self.spans]
             index = [order[:, group, :, None].unsqueeze(1) for group in range(len(parts))]

@@ -56,16 +56,16 @@ class CodedLayer(PolicyLayer):
     def __init__(self, streams: tuple[Stream, Stream], padding: Tensor | None = None) -> None:
         super().__init__()
         self.streams = streams
-        self._padding = padding
+        self.padding = padding
         self._pads: list[int] | None = None
         self._stores: list[tuple[Side, Side]] = []
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         if mask is None:
             return
-        if not self.is_initialized and self._padding is None:
+        if not self.is_initialized and self.padding is None:
             padding = left_padding(mask, batch_size)
-            self._padding = padding if bool(padding.any()) else None
+            self.padding = padding if bool(padding.any()) else None
         elif self._pads is not None and max(self._pads) >= self.seen:  # a row that is padding so far
             now = left_padding(mask, batch_size).tolist()
             self._pads = [new if old >= self.seen else old for old, new in zip(self._pads, now, strict=True)]
@@ -78,13 +78,13 @@ class CodedLayer(PolicyLayer):
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         batch_size, rows = key_states.shape[0], 1
-        if self._padding is not None:
-            if batch_size % len(self._padding):
+        if self.padding is not None:
+            if batch_size % len(self.padding):
                 raise UsageError(
-                    f"the cache was made for a batch of {len(self._padding)} rows and is given {batch_size}.",
+                    f"the cache was made for a batch of {len(self.padding)} rows and is given {batch_size}.",
                     "Make a new cache for each batch, from its own attention mask.",
                 )
-            self._pads = self._padding.repeat_interleave(batch_size // len(self._padding)).tolist()
+            self._pads = self.padding.repeat_interleave(batch_size // len(self.padding)).tolist()
             rows = batch_size
         likes = [[states[:1] if self._pads else states for states in (key_states, value_states)] for _ in range(rows)]
         self._stores = [(Side(self.streams[0], key), Side(self.streams[1], value)) for key, value in likes]
