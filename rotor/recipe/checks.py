@@ -142,11 +142,6 @@ CONDITIONS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]],
         lambda r: f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any",
     ),
     (
-        "objective.kind",
-        lambda r: not r.coded or r.objective.kind == "memory",
-        lambda r: f"memory, as codes.bits {list(r.codes.bits)} are allocated by bytes alone",
-    ),
-    (
         "bases.qk",
         lambda r: r.bases.qk in _qk_methods(r),
         lambda r: f"one of {', '.join(_qk_methods(r))}, as groups.domain is {r.groups.domain}",

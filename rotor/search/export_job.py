@@ -53,7 +53,7 @@ class ExportJob:
                 "lower.",
                 "Export once for each accuracy, or give --set codes.bits=[0,16].",
             )
-        if recipe.objective.kind != "memory" and not recipe.ranks.rule.chooses:
+        if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
             raise UsageError(
                 f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
                 f"run's is {recipe.ranks.method}.",
