@@ -288,7 +288,7 @@ def test_plans_of_a_path(coded_run):
 def test_requests_that_codes_cannot_serve_are_refused(coded_run, tmp_path: Path):
     run = coded_run("llama", "rotor")
     out = tmp_path / "out"
-    with pytest.raises(UsageError, match="whose bits it cannot lower"):
+    with pytest.raises(UsageError, match="for one width: a profile cannot lower bits"):
         export(run.folder, out, accuracy=0.9, elastic=True)
     with pytest.raises(UsageError, match="does not choose ranks by a removal rate"):
         export(run.folder, out, removal_rate=0.1)
