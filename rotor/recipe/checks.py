@@ -84,6 +84,7 @@ RANGES: dict[str, tuple[Test, str]] = {
         "0 and at least one of 2, 4, 8, 16, each once",
     ),
     "codes.tokens": (_positive, "a positive number of tokens"),
+    "codes.repeats": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
     "evaluation.seq_len": (_at_least_two, "at least 2 tokens"),
     "evaluation.search_tokens": (_positive, "a positive number"),
     "evaluation.report_tokens": (_positive, "a positive number"),

@@ -110,10 +110,13 @@ class Codes:
         many. With 8, 4 or 2 among them, columns are codes: bits are allocated over all layers, sides and candidates by
         what an error in each column costs the model's own loss, and `ranks` is not used.
     tokens: calibration tokens, the first ones, whose gradients say that.
+    repeats: share of their rows in which a span of the text is stated again further on: gradients of text alone say
+        little of what a model looks far back by.
     """
 
     bits: tuple[int, ...] = (0, 16)
     tokens: int = 16384
+    repeats: float = 0.5
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class ExportJob:
             )
         if recipe.coded and settings.elastic:
             raise UsageError(
-                f"--elastic: codes.bits {list(recipe.codes.bits)} folds the step of each column's code into the weights, "
-                "for one width: a profile cannot lower bits, only drop columns of 16.",
+                f"--elastic: codes.bits {list(recipe.codes.bits)} folds the step of each column's code into the "
+                "weights, for one width: a profile cannot lower bits, only drop columns of 16.",
                 "Export once for each accuracy from this run, or give --set codes.bits=[0,16].",
             )
         if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
