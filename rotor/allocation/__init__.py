@@ -4,6 +4,7 @@ from . import fisher, removal_rate, uniform, water_filling
 from .bits import BitsPath
 from .fisher import FisherPath
 from .plan import Cost, GroupCost, RankInputs, RankMethod, RankPath, RankPlan, Sensitivity, Spectra, round_rank
+from .priced_bits import PricedBitsPath
 from .removal_rate import RemovalRatePath, removal_rate_ranks, tail_shares
 from .uniform import UniformPath
 from .water_filling import WaterFillingPath
@@ -21,6 +22,7 @@ __all__ = [
     "Cost",
     "FisherPath",
     "GroupCost",
+    "PricedBitsPath",
     "RankInputs",
     "RankMethod",
     "RankPath",
