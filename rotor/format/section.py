@@ -10,23 +10,30 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from ..errors import CheckpointError, UsageError
+from ..installing import PACKAGE, pip_install
 from ..typed import Reader, shorten
 from .layout import AttentionShape, LayerLayout, LayerRanks, check_layouts, profile_name
 from .truncation import truncate_layer
 
 METHOD = "rotor"
-ATTENTION = "rotor (pip install rotor-kv, then import rotor)"
-"""What config.json asks for as attention implementation: a transformers without rotor ends with an error that repeats
-it, even where all shapes are those of the uncompressed model (only queries and keys compressed, after RoPE)."""
+MARK = f"{METHOD} (needs the Python package {PACKAGE}: {pip_install()}, then import rotor)"
+"""What config.json gives as attention implementation and as quantisation method: a transformers without rotor ends with
+an error that repeats it, even where all shapes are those of the uncompressed model (only queries and keys compressed,
+after RoPE)."""
 
 FORMAT_VERSION = 1
 EDITED = "The folder was edited or is from another version of rotor; export it again."
 
 
+def is_ours(name: Any) -> bool:
+    """Whether an attention implementation or a quantisation method is rotor's: METHOD, or a MARK of any version."""
+    return isinstance(name, str) and (name == METHOD or name.startswith(f"{METHOD} ("))
+
+
 def is_compressed(config: Mapping[str, Any]) -> bool:
     """Whether a model's config.json is one that rotor wrote."""
     stored = config.get("quantization_config")
-    return isinstance(stored, dict) and stored.get("quant_method") == METHOD
+    return isinstance(stored, dict) and is_ours(stored.get("quant_method"))
 
 
 class CompressedSection:
