@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotor.bases import BasisPair, LayerBases
+from rotor.bases.layer import LayerBases
+from rotor.bases.pair import BasisPair
 from rotor.format.columns import Columns
 from rotor.format.layout import Domain, GroupLayout, LayerLayout, folds_keys
 from rotor.format.section import MARK

@@ -13,7 +13,8 @@ import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION
 from test_cli import rotor
 
-from rotor.bases import BasisPair, LayerBases
+from rotor.bases.layer import LayerBases
+from rotor.bases.pair import BasisPair
 from rotor.calibration.run import Run
 from rotor.errors import DataError, RecipeError, UsageError
 from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_class

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape, LayerRanks
-from .plan import Cost, GroupCost, RankInputs, RankMethod, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
+from .plan import Cost, GroupCost, RankInputs, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
 
 PRICES = 2000
 """Prices in the sweep, equally spaced in logarithm."""
@@ -155,15 +155,6 @@ def _crowded(first: RankPlan, second: RankPlan) -> bool:
     return changes > 1
 
 
-def _path(inputs: RankInputs) -> WaterFillingPath:
+def path(inputs: RankInputs) -> WaterFillingPath:
     assert inputs.sensitivities is not None  # who makes the inputs has probed
     return WaterFillingPath(inputs.spectra, inputs.shape, inputs.multiple_of, inputs.sensitivities, *inputs.costs())
-
-
-METHOD = RankMethod(
-    "global",
-    "water-filling over all layers by probed sensitivities; also weighs decode time, domain and group size",
-    _path,
-    frozenset({"sensitivities"}),
-    chooses=True,
-)

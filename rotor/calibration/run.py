@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..bases import BasisPair, LayerBases, check_stored, takes_whole_planes
+from ..bases.layer import LayerBases, check_stored, takes_whole_planes
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..bases.pair import BasisPair
 from ..codes.layer import MEASURED, GroupColumns, LayerCodes, SideCodes, coded_bases
 from ..errors import CheckpointError, NumericsError, UsageError
 from ..format.atomic import replacing

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bases import LayerBases
+from ..bases.layer import LayerBases
 from ..calibration.run import Run
 from ..data.splits import SPLITS
 from ..errors import system_errors

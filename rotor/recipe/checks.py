@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, Literal
 
-from ..allocation import CHOOSING, RANK_METHODS, RankMethod
-from ..bases import QK_METHODS, VO_METHODS, BasisMethod
+from ..allocation.registry import CHOOSING, RANK_METHODS, RankMethod
+from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 from ..errors import RecipeError
 from ..format.columns import WIDTHS
 from ..typed import Reader, nearest_name

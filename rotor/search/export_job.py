@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..allocation import CHOOSING
+from ..allocation.registry import CHOOSING
 from ..calibration.run import Run
 from ..errors import CheckpointError, UsageError
 from ..format.hashes import file_sha256

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import torch
 
-from ..allocation import RankPath, RankPlan
-from ..bases import LayerBases
+from ..allocation.plan import RankPath, RankPlan
+from ..bases.layer import LayerBases
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
 from ..errors import AccuracyError
 from ..evaluation.fidelity import Fidelity, FidelityMeter

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from ..allocation import RankPlan, Sensitivity
+from ..allocation.plan import RankPlan, Sensitivity
 from ..calibration.run import Run
 from ..data.splits import EvaluationData
 from ..errors import CheckpointError
