@@ -22,7 +22,7 @@ from ..bases.layer import LayerBases, check_stored, takes_whole_planes
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
 from ..bases.pair import BasisPair
 from ..codes.layer import MEASURED, GroupColumns, LayerCodes, SideCodes, coded_bases
-from ..errors import CheckpointError, NumericsError, UsageError
+from ..errors import CheckpointError, MissingError, NumericsError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
 from ..format.layout import AttentionShape, Domain
@@ -158,7 +158,7 @@ class Run:
         """Raises CheckpointError if the folder is not a finished run, or not as calibrate wrote it."""
         path = Path(folder)
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
+            raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))

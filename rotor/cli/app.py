@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 from .. import __version__
-from ..errors import Interrupted, UsageError
+from ..errors import Interrupted, MissingError, UsageError
 from ..format.json_files import json_text
 
 MAX_NUMBER = 1 << 30
@@ -98,6 +98,12 @@ def root(
     ] = False,
 ) -> None:
     """Options of all commands."""
+
+
+def check_folder(folder: Path) -> None:
+    """Raises MissingError where there is none."""
+    if not folder.is_dir():
+        raise MissingError(f"{folder}: no such folder.", "Give a folder that `rotor export` wrote.")
 
 
 def command_line() -> str:

@@ -51,6 +51,14 @@ def inspect(
 
     Reads the configuration and the headers of the shards, no weights; of a hub id nothing else is fetched.
     """
+    from ..models.hub import check_name
+    from ..recipe import load_recipe
+    from ..recipe.settings import Compute
+
+    load_recipe(recipe, overrides or [])
+    Compute(device, dtype).check()
+    check_name(model, revision)
+
     from ..planning.inspection import inspect as run_inspect
 
     found = run_inspect(
