@@ -87,7 +87,7 @@ def calibrate(
     from ..calibration.calibrate import run_calibration
     from ..planning.dry_run import plan_calibration
 
-    progress = show_progress(quiet or dry_run, verbose)
+    progress = show_progress(quiet, verbose, dry_run=dry_run)
     if dry_run:
         plan = plan_calibration(settings)
         print_json(plan.to_dict()) if as_json else print_calibration_plan(plan)
@@ -185,7 +185,7 @@ def export(
     from ..export.model_card import below_target
     from ..planning.dry_run import plan_export
 
-    progress = show_progress(quiet or dry_run, verbose)
+    progress = show_progress(quiet, verbose, dry_run=dry_run)
     if dry_run:
         plan = plan_export(settings)
         print_json(plan.to_dict()) if as_json else print_export_plan(plan)

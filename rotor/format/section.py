@@ -10,16 +10,16 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from ..errors import CheckpointError, UsageError
-from ..installing import PACKAGE, pip_install
+from ..installing import PACKAGE
 from ..typed import Reader, shorten
 from .layout import AttentionShape, LayerLayout, LayerRanks, check_layouts, profile_name
 from .truncation import truncate_layer
 
 METHOD = "rotor"
-MARK = f"{METHOD} (needs the Python package {PACKAGE}: {pip_install()}, then import rotor)"
+MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or repository; then import rotor)"
 """What config.json gives as attention implementation and as quantisation method: a transformers without rotor ends with
 an error that repeats it, even where all shapes are those of the uncompressed model (only queries and keys compressed,
-after RoPE)."""
+after RoPE). Without a slash: what has one is code that transformers would fetch from the hub."""
 
 FORMAT_VERSION = 1
 EDITED = "The folder was edited or is from another version of rotor; export it again."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -16,11 +17,11 @@ from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
 from ..format.layout import LayerRanks, profile_name
 from ..models.hardware import pick_device, pick_dtype
-from ..progress import Progress, StageTimes
+from ..progress import Progress, StageTimes, in_time
 from .export_job import ExportJob
 from .point import Point
 from .probe import full_ranks
-from .search import Measurer, find_plan, plan_for, probe_rows, rank_path, search_target
+from .search import Measurer, find_plan, most_points, plan_for, probe_rows, rank_path, search_target
 from .table import Context, ProbeTable, RankTable
 
 
@@ -161,10 +162,16 @@ class RankSearch:
             known = self.table.find(plan)
             if known is not None and known.search is not None:
                 return known.search
-            measurer = self._measuring()
+            measurer, start = self._measuring(), time.perf_counter()
             with self.times.stage("measure"):
-                return measurer.measure(plan, ["search"]).fidelity("search")
+                found = measurer.measure(plan, ["search"]).fidelity("search")
+            seconds.append(time.perf_counter() - start)
+            if len(seconds) == 1 and most > 1:
+                left = in_time((most - 1) * seconds[0])
+                self.progress.message(f"accuracy {target:g}: at most {most - 1} more point(s) to measure, about {left}")
+            return found
 
+        most, seconds = most_points(recipe.search.resolution), list[float]()
         return search_target(self.table, path, recipe, target, fidelity, self.job.goal.confidence)
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
