@@ -63,6 +63,11 @@ class CompressedSection:
         if profiles:
             self.profiles = reader.read(dict[str, list[list[tuple[int, int]]]], profiles, "profiles")
 
+    @property
+    def coded(self) -> bool:
+        """Whether a layer keeps rows of codes."""
+        return any(LayerLayout.from_dict(layer, f"config.json, layer {i}").coded for i, layer in self.layers.items())
+
     def profile_ranks(self, name: Any) -> list[LayerRanks] | None:
         """The ranks of a profile of an elastic checkpoint; None if the checkpoint is not elastic.
 

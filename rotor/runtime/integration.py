@@ -23,7 +23,7 @@ from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout, LayerRanks
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from ..format.truncation import truncate_layer
-from .attention import RotaryTable, RotorAttention, rotor_attention_forward
+from .attention import NO_GRADIENTS, RotaryTable, RotorAttention, rotor_attention_forward
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
 
@@ -100,7 +100,18 @@ class RotorQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether gradients of the loss are right: those of columns of 16 bits are, codes have none."""
+        config: Any = self.quantization_config
+        coded = config.coded
+        if coded:
+            log.warning("%s", NO_GRADIENTS)
+        return not coded
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether the weights themselves can be trained, besides adapters; bases stay as they are."""
+        config: Any = self.quantization_config
+        return not config.coded
 
     @property
     def is_compileable(self) -> bool:
