@@ -9,6 +9,7 @@ Files of a layer are written when it is done and read when it is needed, so that
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -178,6 +179,11 @@ class Run:
         if problem:
             raise CheckpointError(f"{path}: {problem}.", CALIBRATE_AGAIN)
         self._verified.add(name)
+
+    @property
+    def writable(self) -> bool:
+        """Whether what is measured can be kept in it; of a colleague's it cannot."""
+        return os.access(self.folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
     @property
     def has_codes(self) -> bool:

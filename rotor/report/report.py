@@ -83,7 +83,8 @@ def write_with_checkpoint(folder: Path, run: Run, name: str) -> None:
         data = collect(folder, run=run, name=name)
         data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
         write(data, folder / NAME)
-        write(collect(run.folder), run.folder / NAME)
+        if run.writable:
+            write(collect(run.folder), run.folder / NAME)
     except Exception as error:
         log.warning("no report was written: %s: %s", type(error).__name__, error)
 

@@ -228,8 +228,8 @@ class RotorAttention(nn.Module):
             key = project_keys(heads, self.key_basis, layout, self.key_shift)
 
         value = value.unsqueeze(1)
+        check_cache(past_key_values, self.layer_idx, layout)
         if self._code_rows is not None:
-            check_cache(past_key_values, self.layer_idx)
             key, value = self._code_rows.pack(key, value, use_kernels)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)

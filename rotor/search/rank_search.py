@@ -11,7 +11,7 @@ import torch
 from ..allocation.plan import RankPath, RankPlan
 from ..bases.layer import LayerBases
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
-from ..errors import AccuracyError
+from ..errors import AccuracyError, UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
@@ -184,6 +184,11 @@ class RankSearch:
         """Loads the model the first time that something has to be measured."""
         if self._measurer is None:
             job, checkpoint = self.job, self.job.checkpoint
+            if not job.run.writable:
+                raise UsageError(
+                    f"{job.run.folder}: cannot be written, and what this export has to measure first is kept there.",
+                    f"Copy the run (cp -r {job.run.folder} COPY), and export from the copy.",
+                )
             with self.times.stage("load model"):
                 with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                     for file in checkpoint.files:
