@@ -13,8 +13,8 @@ from conftest import SHORT_TEXT, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rotor.allocation import BitsPath
-from rotor.bases import BasisPair
+from rotor.allocation.bits import BitsPath
+from rotor.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, codes_path
 from rotor.codes.layer import CodedBases

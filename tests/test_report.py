@@ -185,7 +185,7 @@ def test_without_matplotlib_the_tables_stand_open(exported, tmp_path: Path, monk
     assert report(out, tmp_path / "page.html").figures == []
     page = read(tmp_path / "page.html")
     assert not any(tag == "svg" for tag, _ in page.tags)
-    assert "pip install rotor-kv[plots]" in page.text
+    assert "pip install 'PATH/TO/rotor[plots]'" in page.text
     details = [attributes for tag, attributes in page.tags if tag == "details"]
     assert sum("open" in attributes for attributes in details) == len(details) - 1  # the recipe stays closed
 

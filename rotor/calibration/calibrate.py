@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..bases import LayerBases, layer_bases
+from ..bases.layer import LayerBases, layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
 from ..data.repeats import with_repeats

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..allocation import RANK_METHODS
+from ..allocation.registry import RANK_METHODS
 from ..allocation.water_filling import interpolated
 from ..calibration.run import Run
 from ..errors import CheckpointError, RotorError

@@ -10,8 +10,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ..allocation import RankPath
-from ..bases import LayerBases
+from ..allocation.plan import RankPath
+from ..bases.layer import LayerBases
 from ..calibration.calibrate import calibrate
 from ..calibration.run import Run
 from ..data.splits import held_out_documents

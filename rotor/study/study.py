@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..allocation import CHOOSING
+from ..allocation.registry import CHOOSING
 from ..errors import RecipeError, UsageError
 from ..evaluation.placement import Placement
 from ..format.hashes import file_sha256
