@@ -48,6 +48,15 @@ def calibrate(
     recipe: Annotated[
         str, typer.Option(help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.")
     ] = "rotor",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text of your own (a UTF-8 file or a folder of them) to calibrate on and to judge accuracy on; its "
+            "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's "
+            "tokens calibrate, and source of Python's standard library judges (evaluation.source=stdlib).",
+        ),
+    ] = None,
     revision: Revision = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
@@ -68,6 +77,7 @@ def calibrate(
     """Find the bases of the model's KV heads and write them to a run folder."""
     from ..calibration.calibrate import run_calibration
     from ..planning.dry_run import plan_calibration
+    from ..recipe import text_overrides
     from ..recipe.settings import CalibrationSettings, Compute
 
     progress = show_progress(quiet or dry_run, verbose)
@@ -75,7 +85,7 @@ def calibrate(
         model,
         out,
         recipe,
-        tuple(overrides or ()),
+        (*text_overrides(text), *(overrides or ())),
         revision=revision,
         compute=Compute(device, dtype, offload, device_map),
         batch_tokens=batch_tokens,
@@ -201,7 +211,7 @@ def export(
     else:
         say(
             f"{written} {value['report']:.4f}{in_interval(value)} on the report split ({value['search']:.4f} on the "
-            f"search split), {result.measured_points} measurement(s)"
+            f"search split) of {value['data']}, {result.measured_points} measurement(s)"
         )
         if below := below_target(value):
             say(f"On the report split {below} ({value['target']:g}).")
@@ -223,6 +233,10 @@ def validate(
     recipe: Annotated[
         str | None, typer.Option(help="Recipe whose section evaluation says how accuracy is measured.")
     ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to judge accuracy on, as of `rotor calibrate`: a file or a folder."),
+    ] = None,
     overrides: RecipeOverrides = None,
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="What `rotor export` printed: the digest of every file.")
@@ -236,7 +250,7 @@ def validate(
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
-    A text or an lm-eval task that only the checkpoint names is not opened: name it with --set or --recipe.
+    A text or an lm-eval task that only the checkpoint names is not opened: name it with --text, --set or --recipe.
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
     """
     from ..validation.validate import validate as run_validate
@@ -251,6 +265,7 @@ def validate(
             run=run,
             recipe=recipe,
             overrides=overrides or (),
+            text=text,
             digest=digest,
             device=device,
             dtype=dtype,
@@ -297,5 +312,7 @@ def _print_summary(results: list[Any]) -> None:
                 f"{size.get('before')} -> {summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
             )
         )
-    left = "folder", "recipe", "target", "accuracy [95 % interval]", "KL"
-    print_table("KV cache compression", left, ("planned", "stored", "measured", "bytes/token"), rows)
+    left = "folder", "recipe", "target", "report accuracy [95 % interval]", "KL"
+    texts = dict.fromkeys(r.summary["accuracy"]["data"] for r in results if r.summary.get("accuracy"))
+    title = "KV cache compression" + (f"; accuracy on the report split of {' and of '.join(texts)}" if texts else "")
+    print_table(title, left, ("planned", "stored", "measured", "bytes/token"), rows)

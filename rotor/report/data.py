@@ -5,6 +5,8 @@ Where something was not measured, the field is empty and `absent` says why: a re
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,20 +161,11 @@ def _of_run(run: Run, name: str) -> ReportData:
         data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
         _headline(data, next(p for p in data.points if p.chosen), _run_bytes(run, point))
     else:
-        why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` does."
+        why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
         data.absent.update({"points": why, "ranks": why})
     _add_run(data, run, table, point)
     data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
-    goal = "0.99" if data.target is None else f"{data.target:g}"
-    steps = [(f"rotor export {name} -o OUT --accuracy {goal}", "writes the checkpoint; a measured table is read again")]
-    if data.reached and data.reached[0][1] is None:
-        steps.append(
-            (
-                "rotor calibrate MODEL -o RUN --set tokens.count=65536",
-                f"{data.reached[0][0]} is out of reach: more tokens, or another recipe, may bring it nearer",
-            )
-        )
-    data.next_steps = [*steps, ("rotor validate OUT", "proves what the checkpoint claims")]
+    data.next_steps = _steps_of_run(data, point, name)
     return data
 
 
@@ -222,14 +215,42 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     except RotorError as error:
         data.absent["sizes"] = error.message
     short = interval is not None and data.target is not None and interval[0] < data.target
+    quoted = shlex.quote(name)
     data.next_steps = [
-        (f"rotor validate {name}", "checks every tensor, the numbers against the source, and the accuracy again"),
-        (f'rotor generate {name} "PROMPT"', "a first look at what it writes"),
+        (
+            f"rotor validate {quoted}{_same_text(data.recipe)}",
+            "checks every tensor, the numbers against the source, and the accuracy again",
+        ),
+        (f'rotor generate {quoted} "PROMPT"', "a first look at what it writes"),
     ]
     if short:
         step = "the interval on the report split reaches below the target: this asks for more on the search split"
         data.next_steps.append((f"rotor export RUN -o OUT --accuracy {data.target:g} --confidence {CONFIDENCE}", step))
     return data
+
+
+def _steps_of_run(data: ReportData, point: Point | None, name: str) -> list[tuple[str, str]]:
+    """Commands that can be given next, with why. A target that was out of reach is not asked for again."""
+    missed = [target for target, found in data.reached if found is None]
+    quoted, steps = shlex.quote(name), []
+    if point is None or data.target is not None or not missed:
+        goal = "0.99" if data.target is None else f"{data.target:g}"
+        steps.append(
+            (f"rotor export {quoted} -o OUT --accuracy {goal}", "writes the checkpoint; a measured table is read again")
+        )
+    elif share := math.floor(1000 * point.stored) / 1000:
+        why = "writes the best point that was measured, as no target was reached"
+        steps.append((f"rotor export {quoted} -o OUT --compression {share:g}", why))
+    if missed:
+        recipe, count = shlex.quote(f"{name}/{RECIPE}"), 2 * data.recipe.tokens.count
+        why = f"{missed[0]} is out of reach: more tokens, or another recipe, may bring it nearer"
+        steps.append((f"rotor calibrate MODEL -o RUN --recipe {recipe} --set tokens.count={count}", why))
+    return [*steps, (f"rotor validate OUT{_same_text(data.recipe)}", "proves what the checkpoint claims")]
+
+
+def _same_text(recipe: Recipe) -> str:
+    """The option of `rotor validate` for text of the user's: it opens none that only a checkpoint names."""
+    return " --text FILE" if recipe.evaluation.source == "text" else ""
 
 
 def _opened_run(folder: Path, recorded: str) -> Run | str:
@@ -432,7 +453,7 @@ def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> Non
 def _add_study(data: ReportData, study: Path | None) -> None:
     """The comparison of token sources from a study's records."""
     if study is None:
-        data.absent["tokens"] = "No study was given; `rotor study MODEL --parts sources,tokens` compares token sources."
+        data.absent["tokens"] = "No study was given; `rotor study MODEL --parts sources,tokens -o STUDY` compares token sources."
         return
     records = read_json(study / RESULTS, "Give a folder that `rotor study` wrote.").get("records", {})
     for key, record in records.items():

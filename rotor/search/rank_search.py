@@ -9,6 +9,7 @@ import torch
 
 from ..allocation import RankPath, RankPlan
 from ..bases import LayerBases
+from ..data.readiness import judged_on
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
 from ..errors import AccuracyError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
@@ -177,6 +178,7 @@ class RankSearch:
         """Loads the model the first time that something has to be measured."""
         if self._measurer is None:
             job, checkpoint = self.job, self.job.checkpoint
+            self.progress.message(f"text: {judged_on(job.recipe.evaluation, checkpoint.tokenizer)}")
             with self.times.stage("load model"):
                 with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                     for file in checkpoint.files:

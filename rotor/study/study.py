@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..allocation import CHOOSING
+from ..data.readiness import judged_on
 from ..errors import RecipeError, UsageError
 from ..evaluation.placement import Placement
 from ..format.hashes import file_sha256
@@ -117,6 +118,7 @@ def study(
         checkpoint = Checkpoint(source.folder)
         compute = Compute(device, dtype, offload, device_map)
         placement = Placement.choose(checkpoint, request.first, compute, progress)
+        progress.message(f"text: {judged_on(request.first.evaluation, checkpoint.tokenizer)}")
         subject = StudySubject(checkpoint, request.first.evaluation, placement, Path(out), progress)
         store = StudyStore.open(Path(out), _settings(request, source.name, checkpoint, placement))
         held.enter_context(log_file(Path(out), "study"))
