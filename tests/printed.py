@@ -15,7 +15,7 @@ from rotor.recipe import EXPORT_SECTIONS, load_recipe, override
 from rotor.recipe.settings import CONFIDENCE, Goal
 
 NAMES = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-ANYTHING = "1"
+ANYTHING = "0.5"
 """Stands where a text is filled in: it may be a path, a number or a share."""
 
 PLACES = {"NAME": "fdc", "N": "1", "KEY=VALUE": "tokens.count=1", "HEX": "00", "...": ""}
@@ -35,12 +35,25 @@ def parse(words: list[str]) -> None:
         Goal(**{key: parameters[key] for key in goal}).check()
         override(load_recipe("rotor"), overrides, EXPORT_SECTIONS)
     elif name in ("calibrate", "inspect"):
-        load_recipe(parameters["recipe"], overrides)
+        named = parameters["recipe"]
+        load_recipe("rotor" if named.startswith(ANYTHING) else named, overrides)
+
+
+def check(command: str) -> None:
+    """A name alone, or with options alone, speaks of a command; anything else is one, and has to be whole."""
+    words = words_of(command)
+    known = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    required = any(parameter.required for parameter in known.params)
+    if len(words) > 1 and words[1].startswith("-") and required:
+        options = {option for parameter in known.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= options, command
+    elif len(words) > 1:
+        parse(words)
 
 
 def words_of(command: str) -> list[str]:
-    """A printed command's words after `rotor`, with something in the place of its placeholders."""
-    words = shlex.split(command)
+    """A printed command's words after `rotor`, up to a redirection, with something in the place of its placeholders."""
+    words = shlex.split(command.partition(" > ")[0])
     assert words[0] == "rotor", command
     return [known for word in words[1:] if (known := PLACES.get(word, word))]
 
@@ -61,7 +74,8 @@ def strings(path: Path) -> list[str]:
 def _part(value: ast.expr) -> str:
     if isinstance(value, ast.Constant):
         return str(value.value)
-    return str(CONFIDENCE) if "CONFIDENCE" in ast.unparse(value) else ANYTHING
+    source = ast.unparse(value)
+    return str(CONFIDENCE) if "CONFIDENCE" in source else "2" if source.endswith("count") else ANYTHING
 
 
 def printed_texts() -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
-from . import is_first_process
+from . import completion, is_first_process
 from .app import (
     AsJson,
     BatchTokens,
@@ -46,7 +46,11 @@ def calibrate(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
     recipe: Annotated[
-        str, typer.Option(help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.")
+        str,
+        typer.Option(
+            help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.",
+            autocompletion=completion.recipe_names,
+        ),
     ] = "rotor",
     text: Annotated[
         Path | None,
@@ -145,7 +149,10 @@ def export(
     ] = False,
     objective: Annotated[
         str | None,
-        typer.Option(help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between."),
+        typer.Option(
+            help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.",
+            autocompletion=completion.objectives,
+        ),
     ] = None,
     target_device: TargetDevice = None,
     device_file: DeviceFile = None,
@@ -231,7 +238,11 @@ def validate(
     model: SourceModel = None,
     run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Recipe whose section evaluation says how accuracy is measured.")
+        str | None,
+        typer.Option(
+            help="Recipe whose section evaluation says how accuracy is measured.",
+            autocompletion=completion.recipe_names,
+        ),
     ] = None,
     text: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import completion
 from .app import (
     AsJson,
     BatchTokens,
@@ -30,7 +31,12 @@ from .console import print_table, say, show_progress
 def study(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="Study folder; one with the same settings is continued.")],
-    recipes: Annotated[str, typer.Option(help="Names of bundled recipes or YAML files, with commas.")] = "fdc,rotor",
+    recipes: Annotated[
+        str,
+        typer.Option(
+            help="Names of bundled recipes or YAML files, with commas.", autocompletion=completion.recipe_names
+        ),
+    ] = "fdc,rotor",
     parts: Annotated[
         str | None,
         typer.Option(
