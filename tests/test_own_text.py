@@ -19,7 +19,12 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import load_recipe, text_overrides
 
 SMALL = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "evaluation.search_tokens=256"]
-SMALL += ["ranks.multiple_of=4", "evaluation.report_tokens=256", "evaluation.lookup_prompts=4", "evaluation.copy_prompts=4"]
+SMALL += [
+    "ranks.multiple_of=4",
+    "evaluation.report_tokens=256",
+    "evaluation.lookup_prompts=4",
+    "evaluation.copy_prompts=4",
+]
 SET = [item for setting in SMALL for item in ("--set", setting)]
 
 
@@ -42,7 +47,7 @@ def words(tmp_path: Path) -> Path:
 def test_one_flag_is_for_all_splits_which_share_nothing(
     model: Path, words: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    """Calibrated on a third, judged on the others; found again from another folder; named at the start and in tables."""
+    """Calibrated on a third, judged on the others; found from another folder; named at the start and in tables."""
     monkeypatch.chdir(tmp_path)
     run, out = tmp_path / "run", tmp_path / "out"
     code, _, error = rotor(capsys, "calibrate", model, "-o", run, "--recipe", "fdc", "--text", "words", *SET)

@@ -39,9 +39,7 @@ def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = Fa
     data.ranks_of = "of this point"
     data.spectra = [{"qk": [1.0, 0.1, 0.01], "vo": [1.0, 0.2, 0.05]} for _ in range(layers)]
     names = ["after RoPE, 1 head a group", "before RoPE, 1 head a group"]
-    data.spectra_of = [
-        {"qk": names[mixed and layer % 2], "vo": "1 head a group"} for layer in range(layers)
-    ]
+    data.spectra_of = [{"qk": names[mixed and layer % 2], "vo": "1 head a group"} for layer in range(layers)]
     data.losses = [LayerLoss((0.1, 0.2), None)] * layers
     return data
 
@@ -122,7 +120,7 @@ def test_ranks_have_their_denominators() -> None:
     assert "8/64" in text
     coded = page_of(made(coded=True))
     assert "28/64" in coded.text
-    assert "4×16 8×8 16×4" in coded.text
+    assert "4x16 8x8 16x4" in coded.text
     assert f"{4 * 16 + 8 * 8 + 16 * 4}/{64 * 16} bits" in coded.text
     shares = [a["style"] for tag, a in coded.tags if tag == "td" and "style" in a]
     assert set(shares) == {f"--share: {192 / 1024:.3f}"}

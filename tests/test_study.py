@@ -33,8 +33,9 @@ from rotor.study.comparison import (
     relative_difference,
 )
 from rotor.study.measure import COLUMNS, StudySubject, uniform_ranks
+from rotor.study.request import parse_ablations, parse_counts, same_conditions
 from rotor.study.store import StudyStore
-from rotor.study.study import parse_ablations, parse_counts, same_conditions, study
+from rotor.study.study import study
 
 SMALL = [
     "tokens.count=1024",
@@ -195,6 +196,7 @@ def small(tmp_path_factory: pytest.TempPathFactory):
         "recipes": ["fdc", "rotor"],
         "overrides": SMALL,
         "counts": (256, 1024),
+        "parts": ["all"],
         "ablations": {"per-head": ["groups.size=1"]},
         "plots": False,
     }

@@ -17,10 +17,19 @@ from ..format.layout import AttentionShape, Domain
 from ..numerics import one_thread
 from ..runtime.families import AttentionWeights
 from . import fisher, identity, kq, palu, rope_pairs, svd
-from .method import BasisMethod, Gradients, Inputs, Moments
+from .method import BasisMethod, Gradients, Inputs, Moments, Side
 from .pair import BasisPair
 
-__all__ = ["QK_METHODS", "VO_METHODS", "BasisMethod", "BasisPair", "LayerBases", "layer_bases", "needed_statistics"]
+__all__ = [
+    "QK_METHODS",
+    "VO_METHODS",
+    "BasisMethod",
+    "BasisPair",
+    "LayerBases",
+    "layer_bases",
+    "needed_statistics",
+    "sides_that_read_tokens",
+]
 
 METHODS = (*svd.METHODS, *kq.METHODS, *fisher.METHODS, *rope_pairs.METHODS, *palu.METHODS, *identity.METHODS)
 QK_METHODS = {method.name: method for method in METHODS if method.side == "qk"}
@@ -126,6 +135,12 @@ def layer_bases(
     bases = LayerBases(domain, group_size, qk, vo, whole_planes=takes_whole_planes(qk_method, shape))
     bases.check(shape, where)
     return bases
+
+
+def sides_that_read_tokens(qk_method: str, vo_method: str) -> tuple[Side, ...]:
+    """The sides whose basis depends on calibration tokens; a method that is not known counts among them."""
+    methods: dict[Side, BasisMethod | None] = {"qk": QK_METHODS.get(qk_method), "vo": VO_METHODS.get(vo_method)}
+    return tuple(side for side, method in methods.items() if method is None or method.reads_tokens)
 
 
 def takes_whole_planes(qk_method: str, shape: AttentionShape) -> bool:

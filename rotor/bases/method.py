@@ -38,6 +38,11 @@ class BasisMethod:
     whole_planes: bool = False
     gradients: bool = False
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether calibration tokens decide anything of it; if not, it is of the weights alone."""
+        return bool(self.moments) or self.gradients
+
 
 class Moments(Protocol):
     """Second moments of one layer: what rotor.statistics gathers."""

@@ -81,7 +81,8 @@ def recipes(
         ),
     ] = None,
     fields: Annotated[
-        bool, typer.Option("--fields", help="Print what each field of a recipe may be, its default and what it decides.")
+        bool,
+        typer.Option("--fields", help="Print what each field of a recipe may be, its default and what it decides."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

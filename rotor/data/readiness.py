@@ -14,7 +14,7 @@ from .splits import SPLITS, calibration_share, description_of, digests, held_out
 from .tokens import Document, read_topics, require_tokenizer, rows_in
 
 CHAT_ADVICE = (
-    "the model has a chat template, and Python source is hardly what it is for: give text of your own with --text FILE, "
+    "the model has a chat template, and Python source is hardly what it is for: give text of your own with --text FILE "
     "or --set evaluation.source=text --set evaluation.path=FILE"
 )
 WRITERS = {"random": "random tokens", "synthetic": "text that the model writes"}
@@ -57,7 +57,9 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     short = [entry for entry in found if entry[2] < entry[3]]
     if not short:
         return
-    said = ", ".join(f"{what} has {rows * length} of {needed * length} tokens" for what, _, rows, needed, length in short)
+    said = ", ".join(
+        f"{what} has {rows * length} of {needed * length} tokens" for what, _, rows, needed, length in short
+    )
     raise DataError(f"{_names(recipe)}: too short: {said}.", _how_to_fit(short))
 
 

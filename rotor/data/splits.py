@@ -106,7 +106,7 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
     excluded = tuple(sorted({digest(unit) for part in parts[1:] for unit in part} & known))
     if not all(kept) and not excluded:
         raise DataError(
-            f"evaluation, {description}: too little text to deal to three splits, {sum(map(len, documents))} characters.",
+            f"evaluation, {description}: too little text for three splits, {sum(map(len, documents))} characters.",
             "Give a longer text.",
         )
     if not all(kept):

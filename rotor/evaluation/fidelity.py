@@ -189,7 +189,7 @@ class FidelityMeter:
             self._told.add("chance")
             self.progress.message(
                 f"the uncompressed model is at chance on this text: perplexity {perplexity:.0f}, where guessing among "
-                f"the {vocab_size} tokens has {vocab_size}; ratios to it mean nothing. Is it trained, and for such text?"
+                f"the {vocab_size} tokens has {vocab_size}; ratios to it mean nothing. Is it trained for such text?"
             )
 
     def _run(

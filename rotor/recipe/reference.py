@@ -1,4 +1,4 @@
-"""The reference of a recipe's fields, from the dataclasses and their docstrings: for the terminal, for docs/recipes.md, as data.
+"""The reference of a recipe's fields, from the dataclasses and their docstrings: as docs/recipes.md, and as data.
 
 Nothing here is written twice: types and defaults are the dataclasses', texts their docstrings', ranges and names those
 that a recipe is checked by.
@@ -21,10 +21,10 @@ from .recipe import EXPORT_SECTIONS, Recipe
 
 HEAD = """# Fields of a recipe
 
-Written by `rotor recipes --fields > docs/recipes.md`. A recipe is a YAML file of these sections; what it leaves out has the
-default. `rotor recipes --show NAME` prints a bundled one with all of them filled in, which is a file to start from; any
-field can be changed on the command line: `--set SECTION.FIELD=VALUE`. On `rotor export` these sections can still be changed:
-{sections}. The others need a new calibration.
+Written by `rotor recipes --fields > docs/recipes.md`. A recipe is a YAML file of these sections; what it leaves out has
+the default. `rotor recipes --show NAME` prints a bundled one with all of them filled in, which is a file to start from;
+any field can be changed on the command line: `--set SECTION.FIELD=VALUE`. On `rotor export` these sections can still be
+changed: {sections}. The others need a new calibration.
 """
 
 

@@ -62,8 +62,8 @@ class Prune:
 class Groups:
     """Groups of KV heads, and the domain in which keys are compressed.
 
-    size: KV heads of a layer that share a latent, or `all` of them; `any` leaves it to the ranks' method `global`, or to
-        bits of codes, to choose for each layer among all divisors.
+    size: KV heads of a layer that share a latent, or `all` of them; `any` leaves it to the ranks' method `global`, or
+        to bits of codes, to choose for each layer among all divisors.
     domain: where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
         `any` leaves it to the ranks likewise. A model without RoPE has neither.
     """

@@ -13,12 +13,14 @@ Step = tuple[str, str]
 """A command, and why."""
 
 
-def steps_of_run(recipe: Recipe, name: str, target: float | None, missed: list[str], stored: float | None) -> list[Step]:
+def steps_of_run(
+    recipe: Recipe, name: str, target: float | None, missed: list[str], stored: float | None
+) -> list[Step]:
     """After a calibration. A target that was out of reach is not asked for again.
 
     Args:
-        target: of the point that is shown, if it has one. missed: targets that were out of reach. stored: compression of
-            the point that is shown; None if nothing was measured.
+        target: of the point that is shown, if it has one. missed: targets that were out of reach. stored: compression
+            of the point that is shown; None if nothing was measured.
     """
     quoted, steps = shlex.quote(name), []
     if stored is None or target is not None or not missed:

@@ -21,7 +21,7 @@ def shown_loss(accuracy: float) -> float:
 
 
 def accuracy_axis(axes: Any, losses: list[float], label: str) -> None:
-    """An axis of accuracy, best at the top, logarithmic in what is lost: 0.99 and 0.999 are as far apart as 0.9 and 0.99.
+    """An axis of accuracy, best at the top, logarithmic in what is lost: from 0.9 to 0.99 it is as far as on to 0.999.
 
     Args:
         losses: all that `shown_loss` gave for what is drawn.

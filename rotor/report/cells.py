@@ -18,7 +18,7 @@ WHOLE_BITS = 16
 class CellSide:
     """Keys or values of a group: the columns that are kept, and where they are codes, how many of each width.
 
-    widths: `28×16 76×8` are 28 columns of 16 bits and 76 of 8. bits: of all together; 0 where columns are numbers.
+    widths: `28x16 76x8` are 28 columns of 16 bits and 76 of 8. bits: of all together; 0 where columns are numbers.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class CellSide:
         if columns is None:
             return cls(rank)
         counts = {int(width): count for width, count in columns.to_dict().items()}
-        widths = " ".join(f"{count}×{width}" for width, count in counts.items())
+        widths = " ".join(f"{count}x{width}" for width, count in counts.items())
         return cls(rank, widths, sum(width * count for width, count in counts.items()))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..allocation import RANK_METHODS
 from ..allocation.water_filling import interpolated
+from ..bases import sides_that_read_tokens
 from ..calibration.run import Run
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
@@ -76,9 +77,9 @@ class ReportData:
 
     kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
     headline: (label, value, note). spectra: per layer and side the singular values over the largest, averaged over the
-    groups; spectra_of: what those of a layer are of. ratios: (name, value or why there is none) of the point that is
-    shown; ratios_of: the split that they are on. reached: what each target that was asked for led to. ranks: per layer its groups by KV heads. absent: section
-    -> why there is nothing to show.
+    groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of the point
+    that is shown; ratios_of: the split that they are on. reached: what each target that was asked for led to. ranks:
+    per layer its groups by KV heads. absent: section -> why there is nothing to show.
     """
 
     kind: str
@@ -249,8 +250,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
             ("measured in", f"{context.dtype} on {context.device_type}"),
             (
                 "uncompressed model",
-                f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}"
-                f"{chance_note(base)}",
+                f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}{chance_note(base)}",
             ),
         ]
     try:
@@ -397,18 +397,27 @@ def _add_study(data: ReportData, study: Path | None) -> None:
         how = "`rotor study MODEL --parts sources,tokens -o STUDY` compares token sources"
         data.absent["tokens"] = f"No study was given: {how}, `rotor report RUN --study STUDY` shows it."
         return
-    records = read_json(study / RESULTS, "Give a folder that `rotor study` wrote.").get("records", {})
+    found = read_json(study / RESULTS, "Give a folder that `rotor study` wrote.")
+    records = found.get("records", {})
+    settings = found.get("settings", {}).get("recipes", {})
     for key, record in records.items():
         part, _, recipe = key.partition("/")
         if part == "sources":
+            reading = _token_sides(settings.get(recipe, {}))
             for pair in record["pairs"]:
-                ratios = (f"{100 * pair[side]['ratio']:.2f} %" for side in SIDES)
+                ratios = (f"{100 * pair[side]['ratio']:.2f} %" if side in reading else "-" for side in SIDES)
                 data.token_pairs.append((recipe, pair["a"], pair["b"], *ratios))
         elif part == "tokens" and "report" in record:
             row = (record["recipe"], record["source"], str(record["count"]), f"{record['stored']:.3f}")
             data.token_counts.append((*row, f"{record['report']['kl_div']:.5f}", f"{record['report']['accuracy']:.4f}"))
     if not data.token_pairs and not data.token_counts:
         data.absent["tokens"] = f"The study {study.resolve().name} has no part `sources` or `tokens`."
+
+
+def _token_sides(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The sides that a recipe's tokens decide; all where its settings are not known."""
+    bases = settings.get("bases", {})
+    return sides_that_read_tokens(str(bases.get("qk")), str(bases.get("vo")))
 
 
 def format_bytes(count: float) -> str:
