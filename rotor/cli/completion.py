@@ -1,4 +1,4 @@
-"""What the shell completes: names of recipes, settings and devices. It runs at a keypress, and imports nothing large."""
+"""What the shell completes: names of recipes, settings, devices. It runs at a keypress, and imports nothing large."""
 
 from __future__ import annotations
 

@@ -96,12 +96,13 @@ def _draw_points(axes: Any, data: ReportData) -> None:
     ]
     losses: list[float] = []
     for label, colour, found in series:
-        for x, _, interval in found:
+        for stored, _, interval in found:
             if interval:
-                axes.vlines(x, *map(shown_loss, interval), color=colour, linewidth=1.2, alpha=0.6)
-                losses += map(shown_loss, interval)
+                high, low = map(shown_loss, interval)
+                axes.vlines(stored, low, high, color=colour, linewidth=1.2, alpha=0.6)
+                losses += [low, high]
         if found:
-            x, y = [x for x, _, _ in found], [shown_loss(accuracy) for _, accuracy, _ in found]
+            x, y = [stored for stored, _, _ in found], [shown_loss(accuracy) for _, accuracy, _ in found]
             if colour == MUTED:  # a line from the uncompressed model
                 axes.plot([0, *x], [shown_loss(1), *y], color=colour, linewidth=1, linestyle="--")
             axes.plot(x, y, "o", color=colour, markersize=4, label=f"{label}, 95 % interval")

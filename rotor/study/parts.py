@@ -181,7 +181,7 @@ class StudyParts:
                 self.store.put(key, {"recipe": name, **fields, "skipped": error.message})
 
     def _reads_tokens(self, name: str, recipe: Recipe, part: str) -> bool:
-        """Whether calibration tokens decide anything of a recipe; if not, that is said, and there is nothing to measure."""
+        """Whether calibration tokens decide anything of a recipe; if not, it says so: there is nothing to measure."""
         if reads_tokens(recipe):
             return True
         self.progress.message(f"{part}: {name} takes bases and ranks from the weights alone; no tokens change it")

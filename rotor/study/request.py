@@ -1,4 +1,4 @@
-"""What a study is asked to do, checked before anything is measured: parts, recipes under equal conditions, ablations."""
+"""What a study is asked to do, checked before anything is measured: parts, recipes, ablations."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class StudyPlan:
         sizes: tuple[int, ...] | None,
     ) -> StudyPlan:
         """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
-        chosen = _chosen_parts(None if parts is None else list(parts), ablations)
+        asked = None if parts is None else list(parts)
+        chosen = _chosen_parts(asked, ablations)
         found = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
         names = tuple(focus) if focus is not None else tuple(found)[:1]
         for name in names:
@@ -63,7 +64,7 @@ class StudyPlan:
                     f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(found)}."
                 )
         allocating = tuple(name for name in names if found[name].ranks.rule.chooses)
-        if "front" in chosen and not allocating and parts is not None:
+        if asked is not None and "front" in asked and not allocating:
             raise UsageError(
                 f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",
                 f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor has.",
