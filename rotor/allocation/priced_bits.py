@@ -25,10 +25,10 @@ from .bits import GRAIN, coded_plan, no_word
 from .plan import RankPath, RankPlan
 from .sweep import price_range, sweep
 
-PRICES = 128
+PRICES = 96
 """Prices at which the columns of a group are found, for each of SHARES."""
 
-SHARES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+SHARES = (0.0, 0.2, 1.0, 5.0, 100.0)
 """Of what is not reading the cache, against reading it, in the linear costs."""
 
 Parts = tuple[float, float]
@@ -135,20 +135,19 @@ class PricedBitsPath(RankPath):
 
     def _group(self, key: str, codes: LayerCodes, group: int, widths: list[int], linear: np.ndarray) -> _Group:
         sides = [_Side.of(side, group, widths) for side in (codes.qk, codes.vo)]
-        pairs: dict[tuple[Columns, Columns], float] = {}
+        counts = []
         for share in SHARES:
             costs = linear[:, 0] + share * linear[:, 1]
             top = 10 * sum(side.whole for side in sides) / max(costs.min(), np.finfo(float).tiny)
             prices = price_range(top, PRICES).numpy()
-            both = [side.counts(cost, prices) for side, cost in zip(sides, costs, strict=True)]
-            for own in np.unique(np.concatenate(both, 1), axis=0):
-                qk, v = own[: len(widths)], own[len(widths) :]
-                loss = sides[0].loss(qk) + sides[1].loss(v)
-                pairs[_columns(widths, qk), _columns(widths, v)] = loss
-        found = list(pairs)
-        cost = np.array([self._cost(key, *pair) for pair in found])
-        kept = lower_hull(cost, np.array(list(pairs.values())))
-        return _Group([found[i] for i in kept], np.array([pairs[found[i]] for i in kept]), cost[kept])
+            counts.append(np.concatenate([s.counts(cost, prices) for s, cost in zip(sides, costs, strict=True)], 1))
+        both = np.unique(np.concatenate(counts), axis=0)
+        qk, v = both[:, : len(widths)], both[:, len(widths) :]
+        loss = sides[0].loss(qk) + sides[1].loss(v)
+        pairs = [(_columns(widths, k), _columns(widths, own)) for k, own in zip(qk.tolist(), v.tolist(), strict=True)]
+        cost = np.array([self._cost(key, *pair) for pair in pairs])
+        kept = lower_hull(cost, loss)
+        return _Group([pairs[i] for i in kept], loss[kept], cost[kept])
 
     def _cost(self, key: str, qk: Columns, v: Columns) -> float:
         if (key, qk, v) not in self._costs:
@@ -175,15 +174,18 @@ class _Side:
     def counts(self, costs: np.ndarray, prices: np.ndarray) -> np.ndarray:
         return priced_counts(self.losses, (0, *self.widths), (0.0, *costs.tolist()), prices)
 
-    def loss(self, counts: np.ndarray) -> float:
-        """With so many columns of each width."""
-        bits = np.repeat(np.arange(len(counts)) + 1, counts)
-        index = np.concatenate([bits, np.zeros(self.losses.shape[1] - len(bits), dtype=bits.dtype)])
-        return float(self.losses.numpy()[index, np.arange(len(index))].sum())
+    def loss(self, counts: np.ndarray) -> np.ndarray:
+        """With so many columns of each width, [n, widths] -> [n]."""
+        table = self.losses.numpy()
+        saved = np.cumsum(np.pad(table[0] - table[1:], ((0, 0), (1, 0))), axis=1)
+        ends = np.cumsum(counts, axis=1)
+        each = np.arange(len(self.widths))
+        gained: np.ndarray = (saved[each, ends] - saved[each, ends - counts]).sum(1)
+        return self.whole - gained
 
 
-def _columns(widths: list[int], counts: np.ndarray) -> Columns:
-    return Columns(**{f"n{bits}": int(count) for bits, count in zip(widths, counts, strict=True)})
+def _columns(widths: list[int], counts: list[int]) -> Columns:
+    return Columns(**{f"n{bits}": count for bits, count in zip(widths, counts, strict=True)})
 
 
 def _best(layer: dict[str, list[_Group]], prices: np.ndarray) -> tuple[list[int], dict[str, list[np.ndarray]]]:
