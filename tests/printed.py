@@ -74,7 +74,8 @@ def strings(path: Path) -> list[str]:
 def _part(value: ast.expr) -> str:
     if isinstance(value, ast.Constant):
         return str(value.value)
-    source = ast.unparse(value)
+    assert isinstance(value, ast.FormattedValue)
+    source = ast.unparse(value.value)
     return str(CONFIDENCE) if "CONFIDENCE" in source else "2" if source.endswith("count") else ANYTHING
 
 

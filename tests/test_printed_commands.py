@@ -112,10 +112,17 @@ def test_a_report_never_advises_what_was_out_of_reach(run: Run, tmp_path: Path, 
     assert f"rotor calibrate MODEL -o RUN --recipe run/recipe.yaml --set tokens.count={2 * 1024}" in found
 
 
-def test_a_card_and_a_report_with_a_target(run: Run, tmp_path: Path) -> None:
+def test_a_card_and_a_report_with_a_target(run: Run, tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO", "rotor")
     folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
     export(folder, tmp_path / "out", accuracy=0.5, overrides=METRIC)
     assert advice(tmp_path / "out" / "report.html")
     card = (tmp_path / "out" / "README.md").read_text()
+    said = "it is at chance on this text"  # as a random model is
+    assert said in card
+    assert said in shown(folder / "report.html")[1]
+    facts = json.loads((tmp_path / "out" / "rotor.json").read_text())
+    assert facts["accuracy"]["base"]["report"]["at_chance"]
+    assert caplog.text.count("the uncompressed model is at chance on this text: perplexity") == 1
     for command in commands_in(card):
         check(command)

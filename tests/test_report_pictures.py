@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from rotor.format.layout import GroupLayout
 from rotor.recipe import load_recipe
 from rotor.report.axes import LOSS_FLOOR, layer_colours, shown_loss
 from rotor.report.cells import Cell
-from rotor.report.data import LayerLoss, ReportData, ShownPoint
+from rotor.report.data import LayerLoss, ReportData, ShownPoint, _add_study
 from rotor.report.figures import _drawings, figures
 from rotor.report.report import render
 
@@ -148,3 +150,16 @@ def test_tables_say_which_split_a_value_is_of() -> None:
     text = page_of(made()).text
     assert "accuracy, search split" in text
     assert "accuracy, report split" in text
+
+
+def test_what_no_tokens_change_is_not_compared(tmp_path: Path) -> None:
+    """The values of fdc are of the weights alone."""
+    pairs = [{"a": "random", "b": "text", "qk": {"ratio": 0.1234}, "vo": {"ratio": 0.0}}]
+    study = {
+        "settings": {"recipes": {"fdc": {"bases": {"qk": "svd", "vo": "palu"}}}},
+        "records": {"sources/fdc": {"pairs": pairs}},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(study))
+    data = made()
+    _add_study(data, tmp_path)
+    assert data.token_pairs == [("fdc", "random", "text", "12.34 %", "-")]
