@@ -199,7 +199,7 @@ def test_dry_run_report_and_card_say_columns_by_bits(coded_run, tmp_path: Path):
     card = (result.folder / "README.md").read_text()
     assert "at 8 bits" in card
     for page in (collect(result.folder), collect(run.folder)):
-        assert all("bits" in cell.qk_bits and "bits" in cell.v_bits for layer in page.ranks for cell in layer)
+        assert all(cell.keys.widths and cell.values.widths for layer in page.ranks for cell in layer)
 
 
 def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
