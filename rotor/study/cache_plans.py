@@ -32,6 +32,9 @@ SQUEEZE = 0.3
 PROBE_SHARES = (0.05, 0.2, 0.6)
 """Of a prompt's tokens that one layer keeps, the others all, where its sensitivity is measured."""
 
+ON_TOP = ("Keyformer", "H2O", "random")
+"""What evicts on top of compressed rows."""
+
 TOTALS = (0.5, 0.75)
 """Shares of the cache removed by two ways together."""
 
@@ -91,7 +94,7 @@ def combined_policies(share: float, coded: bool) -> dict[str, Policy]:
         share: of the prompt's tokens that is kept.
     """
     kept = evictions(share)
-    found: dict[str, Policy] = {name: kept[name] for name in ("Keyformer", "H2O", "random")}
+    found: dict[str, Policy] = {name: kept[name] for name in ON_TOP}
     if not coded:
         found |= {EQUAL_BYTES: CONTROL, "KIVI-4": KIVI(4, 64, 64), "GEAR KCVT-4": GEAR(4)}
     return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ..calibration.run import Run
+from ..evaluation.cached import PREFILL_SHARE
 from ..format.atomic import write_text
 from ..recipe import Recipe
 from ..runtime.cache import Eviction, Policy
@@ -19,6 +20,7 @@ from .cache_plans import (
     BUDGET_SHARE,
     CONTROL,
     EQUAL_BYTES,
+    ON_TOP,
     PROBE_SHARES,
     SHARES,
     SQUEEZE,
@@ -31,8 +33,8 @@ from .cache_plans import (
 )
 from .peers import PeerRecord
 from .peers_part import PeersPart, peer_rows
+from .request import CACHE_PARTS
 
-CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
 CSV = "caches.csv"
 TARGETS = (0.99, 0.95, 0.90)
 SENSITIVITY = "sensitivities"
@@ -43,27 +45,19 @@ class CachesPart(PeersPart):
 
     def quantise(self) -> None:
         """Quantisers of the uncompressed model's cache."""
-        for name, policy in quantisers().items():
-            self._uncompressed("quantise", name, policy)
+        self._measure("quantise", quantisers())
 
     def evict(self) -> None:
         """Evicting methods at shares of the prompt's tokens."""
-        self._uncompressed("evict", EQUAL_BYTES, CONTROL)
-        for share in SHARES:
-            for name, policy in evictions(share).items():
-                self._uncompressed("evict", f"{name}, {share:g} of the tokens", policy)
+        self._measure("evict", evicted())
 
     def budgets(self) -> None:
         """Budgets per layer: alike, by SqueezeAttention, and by measured sensitivity."""
-        self._uncompressed("budgets", EQUAL_BYTES, CONTROL)
-        for name, policy in budget_methods().items():
-            self._uncompressed("budgets", f"{name}, alike", policy)
-            self._uncompressed("budgets", f"{name}, SqueezeAttention", replace(policy, squeeze=SQUEEZE))
-            if name == "random":
-                continue
+        self._measure("budgets", budgeted())
+        for name, policy in sensitive().items():
             shares = sensitivity_shares(self._sensitivities(name, policy), PROBE_SHARES, BUDGET_SHARE)
             by_layer = tuple(share / BUDGET_SHARE for share in shares)
-            self._uncompressed("budgets", f"{name}, by sensitivity", replace(policy, layer_shares=by_layer))
+            self._measure("budgets", {f"{name}, by sensitivity": replace(policy, layer_shares=by_layer)})
 
     def combine(self, name: str, recipe: Recipe, run: Callable[[], Run]) -> None:
         """A recipe's rows with a policy on top, both removing as much (see equal_contribution), and each alone.
@@ -71,16 +65,8 @@ class CachesPart(PeersPart):
         Args:
             run: gives the recipe's calibration.
         """
-        self._uncompressed("combine", EQUAL_BYTES, CONTROL)
-        for total in TOTALS:
-            each = equal_contribution(total)
-            for label, policy in evictions(1 - total).items():
-                if label in ("Keyformer", "H2O", "random"):
-                    self._uncompressed("combine", f"{label} alone, {total:g} removed", policy)
-            plans: dict[str, tuple[float, Policy | None]] = {f"{name} alone, {total:g} removed": (total, None)}
-            for label, on_top in combined_policies(1 - each, recipe.coded).items():
-                together = f"{name} and {label}, {total:g} removed"
-                plans[together if on_top.evicts else f"{name} at {each:.2f} and {label}"] = (each, on_top)
+        self._measure("combine", alone())
+        for plans in combinations(name, recipe.coded):
             missing = {label: plan for label, plan in plans.items() if self.store.get(f"combine/{label}") is None}
             if not missing:
                 continue
@@ -99,11 +85,12 @@ class CachesPart(PeersPart):
                 else:
                     self._keep("combine", bench.policy(label, PolicyModel(network, above, compressed=True)))
 
-    def _uncompressed(self, part: str, name: str, policy: Policy) -> None:
-        if self.store.get(f"{part}/{name}") is None:
-            bench = self._bench()
-            model = PolicyModel(self._in_checkpoint_dtype(), policy, compressed=False)
-            self._keep(part, bench.policy(name, model))
+    def _measure(self, part: str, policies: Mapping[str, Policy]) -> None:
+        """Records of the uncompressed model with each policy."""
+        for name, policy in policies.items():
+            if self.store.get(f"{part}/{name}") is None:
+                model = PolicyModel(self._in_checkpoint_dtype(), policy, compressed=False)
+                self._keep(part, self._bench().policy(name, model))
 
     def _sensitivities(self, name: str, policy: Eviction) -> list[list[float]]:
         """KL of each layer cut alone at PROBE_SHARES of the tokens, nats a token: [layers][shares]."""
@@ -111,16 +98,15 @@ class CachesPart(PeersPart):
         known = self.store.get(key)
         if known is None:
             bench, network = self._bench(), self._in_checkpoint_dtype()
-            layers = network.shape.num_layers
-            whole = [1 / BUDGET_SHARE] * layers
-            found = []
+            layers, found = network.shape.num_layers, []
+            everything = PREFILL_SHARE / BUDGET_SHARE  # of a budget: a row has as many tokens
             for layer in range(layers):
                 row = []
                 for share in PROBE_SHARES:
-                    shares = tuple([*whole[:layer], share / BUDGET_SHARE, *whole[layer + 1 :]])
-                    # Beyond the prompt every layer but one keeps what comes, too.
-                    cut = replace(policy, layer_shares=tuple(s if i == layer else 8 * s for i, s in enumerate(shares)))
-                    row.append(bench.divergence(f"{name}, layer {layer}", PolicyModel(network, cut, compressed=False)))
+                    shares = [everything] * layers
+                    shares[layer] = share / BUDGET_SHARE
+                    cut = PolicyModel(network, replace(policy, layer_shares=tuple(shares)), compressed=False)
+                    row.append(bench.divergence(f"{name}, layer {layer}", cut))
                 found.append(row)
             known = self.store.put(key, {"shares": list(PROBE_SHARES), "kl_div": found})
         return [list(row) for row in known["kl_div"]]
@@ -129,6 +115,50 @@ class CachesPart(PeersPart):
         self.store.put(f"{part}/{record.name}", asdict(record))
         found = record.skipped or f"{record.mean_kv_bytes_per_token:.1f} bytes a token, KL {record.kl_div:.5f}"
         self.subject.progress.message(f"{part}: {record.name}: {found}")
+
+
+def evicted() -> dict[str, Policy]:
+    """What `evict` measures, by name."""
+    found: dict[str, Policy] = {EQUAL_BYTES: CONTROL}
+    for share in SHARES:
+        found |= {f"{name}, {share:g} of the tokens": policy for name, policy in evictions(share).items()}
+    return found
+
+
+def budgeted() -> dict[str, Policy]:
+    """What `budgets` measures, by name, but for the budgets that have to be measured first."""
+    found: dict[str, Policy] = {EQUAL_BYTES: CONTROL}
+    for name, policy in budget_methods().items():
+        found |= {f"{name}, alike": policy, f"{name}, SqueezeAttention": replace(policy, squeeze=SQUEEZE)}
+    return found
+
+
+def sensitive() -> dict[str, Eviction]:
+    """The methods whose layers are probed for budgets of their own."""
+    return {name: policy for name, policy in budget_methods().items() if name != "random"}
+
+
+def alone() -> dict[str, Policy]:
+    """What `combine` measures of the uncompressed model, by name."""
+    found: dict[str, Policy] = {EQUAL_BYTES: CONTROL}
+    for total in TOTALS:
+        kept = {name: policy for name, policy in evictions(1 - total).items() if name in ON_TOP}
+        found |= {f"{name} alone, {total:g} removed": policy for name, policy in kept.items()}
+    return found
+
+
+def combinations(name: str, coded: bool) -> list[dict[str, tuple[float, Policy | None]]]:
+    """What `combine` measures of a recipe at each of TOTALS: by name, the share that its rows remove and the policy on
+    top."""
+    found = []
+    for total in TOTALS:
+        each = equal_contribution(total)
+        plans: dict[str, tuple[float, Policy | None]] = {f"{name} alone, {total:g} removed": (total, None)}
+        for label, above in combined_policies(1 - each, coded).items():
+            together = f"{name} and {label}, {total:g} removed"
+            plans[together if above.evicts else f"{name} at {each:.2f} and {label}"] = (each, above)
+        found.append(plans)
+    return found
 
 
 def cache_records(store: Any, part: str) -> list[PeerRecord]:
