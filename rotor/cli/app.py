@@ -118,6 +118,7 @@ CachePolicy = Annotated[
         metavar="NAME",
         help="How the cache is kept: none, a bundled policy (see `rotor recipes`), or a YAML file; default: the "
         "checkpoint's own.",
+        autocompletion=completion.cache_policies,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]

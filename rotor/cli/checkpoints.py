@@ -177,6 +177,7 @@ def export(
             metavar="NAME",
             help="Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a "
             "YAML file.",
+            autocompletion=completion.cache_policies,
         ),
     ] = None,
     overwrite: Overwrite = False,

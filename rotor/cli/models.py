@@ -182,5 +182,5 @@ def recipes(
 
     print("\ncache policies (--cache NAME)")
     for name, policy in bundled_policies().items():
-        fields = ", ".join(f"{key} {value}" for key, value in policy.as_dict().items() if value not in (None, []))
-        print(f"  {name:20} {fields}")
+        described = ", ".join(f"{key} {value}" for key, value in policy.as_dict().items() if value not in (None, []))
+        print(f"  {name:20} {described}")
