@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -157,6 +158,7 @@ def recipes(
     from ..recipe import bundled_recipes, load_recipe
     from ..recipe.checks import NAMES
     from ..recipe.reference import recipe_fields, reference_page
+    from ..typed import read_yaml
 
     if show is not None and fields:
         raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")
@@ -178,9 +180,8 @@ def recipes(
         print(f"\n{setting}")
         for name, method in methods.items():
             print(f"  {name:13} {method.summary}")
-    from ..runtime.cache import bundled_policies
-
     print("\ncache policies (--cache NAME)")
-    for name, policy in bundled_policies().items():
-        described = ", ".join(f"{key} {value}" for key, value in policy.as_dict().items() if value not in (None, []))
-        print(f"  {name:20} {described}")
+    for file in sorted((resources.files("rotor.recipes") / "cache").iterdir(), key=lambda file: file.name):
+        fields_of = read_yaml(file.read_text("utf-8"), file.name)
+        described = ", ".join(f"{key} {value}" for key, value in fields_of.items())
+        print(f"  {file.name.removesuffix('.yaml'):20} {described}")
