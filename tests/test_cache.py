@@ -26,7 +26,7 @@ from rotor.runtime.cache import (
 )
 from rotor.runtime.cache.affine import AffineCode
 from rotor.runtime.cache.fp8 import FP8Code
-from rotor.runtime.cache.gear import low_rank
+from rotor.runtime.cache.low_rank import low_rank
 from rotor.runtime.cache.packing import pack, packed_bytes, unpack
 from rotor.runtime.cache.per_token import hadamard
 from rotor.typed import Reader

@@ -21,7 +21,7 @@ from ..kernels.dispatch import kernels_serve
 from ..kernels.reference import grouped_attention, project_keys, rotate
 from ..kernels.weights import attention_weights
 from .cache.adoption import policy_layer
-from .cache.eviction import EvictingLayer, spans_of
+from .cache.evicting_layer import EvictingLayer, spans_of
 from .cache.policy import Policy
 from .code_rows import CodeRows, check_cache
 from .families import Family

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from .adoption import adopt, cache_policy, make_cache, policy_layer, policy_of, use_cache_policy
 from .bundled import METHODS, bundled_policies, find_policy, read_stored
-from .eviction import EvictingLayer, Eviction
+from .evicting_layer import EvictingLayer
+from .eviction import Eviction
 from .fp8 import FP8
 from .gear import GEAR
 from .h2o import H2O

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...format.layout import LayerLayout
-from .eviction import EvictingLayer, spans_of
+from .evicting_layer import EvictingLayer, spans_of
 from .policy import Policy
 
 LONG_TOKENS = 32768

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .eviction import EvictingLayer, Eviction
+from .evicting_layer import EvictingLayer
+from .eviction import Eviction
 
 
 @dataclass(frozen=True)
