@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,16 @@ def continue_prompt(
     torch.manual_seed(seed)  # transformers samples from the global generator
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
-    output = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        return_dict_in_generate=True,
-        streamer=streamer,
-        **sampling,
-    )
+    with progress.task("generate", None, "") if on_text is None else nullcontext():
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            return_dict_in_generate=True,
+            streamer=streamer,
+            **sampling,
+        )
     tokens, prompt_tokens = output.sequences[0], inputs["input_ids"].shape[1]
     return {
         "text": tokenizer.decode(tokens[prompt_tokens:] if chat else tokens, skip_special_tokens=True),
