@@ -25,6 +25,17 @@ Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
 GroupCost = Callable[[str, int, int], float]
 """(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
 
+
+class Costs(Protocol):
+    """What groups cost, by sides and whole."""
+
+    def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
+        """A Cost."""
+
+    def group(self, key: str, qk: int, v: int) -> float:
+        """A GroupCost."""
+
+
 T = TypeVar("T", covariant=True)
 
 SLACK = 1e-9
@@ -80,7 +91,7 @@ class RankInputs:
     multiple_of: stored ranks are multiples of this (or all columns).
     squares: a removal rate is a share of squared singular values.
     gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
-    sensitivities: per layer, by candidate. cost, group_cost: see WaterFillingPath.
+    sensitivities: per layer, by candidate. costs: `cost` and `group_cost` of WaterFillingPath.
     """
 
     spectra: Sequence[dict[str, Spectra]]
@@ -89,7 +100,7 @@ class RankInputs:
     squares: bool
     gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
     sensitivities: Sequence[Sensitivity] | None
-    costs: Callable[[], tuple[Cost, GroupCost]]
+    costs: Callable[[], Costs]
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:

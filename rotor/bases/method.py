@@ -33,8 +33,10 @@ class Gradients(Protocol):
         """E[g g^T], [num_groups, n, n], float64."""
         ...
 
-    def stacked(self, name: str, group_size: int) -> Tensor:
-        """Samples of keys or values, [num_groups, samples, n], float64."""
+    def sampled(self, name: str, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples of keys or values and the gradients by them, [num_groups, samples, n], and the share of all tokens
+        that each stands for, [samples]; float64.
+        """
         ...
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..data.readiness import check_text
 from ..errors import UsageError
 from ..format.layout import AttentionShape
 from ..format.places import OutputFolder
@@ -58,8 +59,8 @@ class CalibrationJob:
             )
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
-        if processes.is_first:
-            _ = checkpoint.tokenizer  # one that cannot be loaded is refused before any work
+        if processes.is_first:  # a tokenizer that cannot be loaded, or too little text, is refused before any work
+            check_text(recipe, checkpoint.config, checkpoint.tokenizer)
         candidates = candidates_of(recipe, outline.family, outline.shape)
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(

@@ -17,6 +17,7 @@ from .. import __version__
 from ..errors import Interrupted, MissingError, UsageError
 from ..format.json_files import json_text
 from ..installing import documentation
+from . import completion
 from .console import stdout
 
 MAX_NUMBER = 1 << 30
@@ -68,10 +69,25 @@ Model = Annotated[str, typer.Argument(help="Folder of the model (config.json and
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 RecipeOverrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.",
+        autocompletion=completion.settings,
+    ),
 ]
-Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+Device = Annotated[
+    str,
+    typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.", autocompletion=completion.devices),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (float32 on a CPU), float32, bfloat16 or float16.",
+        autocompletion=completion.one_of(("auto", "float32", "bfloat16", "float16")),
+    ),
+]
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one forward pass of a calibration.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty output folder.")]
 Offload = Annotated[
@@ -79,6 +95,7 @@ Offload = Annotated[
     typer.Option(
         metavar="WHEN",
         help="Whether to read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
+        autocompletion=completion.one_of(("auto", "always", "never")),
     ),
 ]
 DeviceMap = Annotated[
@@ -86,7 +103,11 @@ DeviceMap = Annotated[
     typer.Option(metavar="MAP", help="auto spreads the model over several GPUs; needs the package accelerate."),
 ]
 TargetDevice = Annotated[
-    str | None, typer.Option(help="Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).")
+    str | None,
+    typer.Option(
+        help="Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).",
+        autocompletion=completion.target_devices,
+    ),
 ]
 DeviceFile = Annotated[Path | None, typer.Option(help="YAML with further devices.")]
 SourceModel = Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")]

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
-from . import is_first_process
+from . import completion, is_first_process
 from .app import (
     AsJson,
     BatchTokens,
@@ -47,8 +47,21 @@ def calibrate(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
     recipe: Annotated[
-        str, typer.Option(help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.")
+        str,
+        typer.Option(
+            help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.",
+            autocompletion=completion.recipe_names,
+        ),
     ] = "rotor",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text of your own (a UTF-8 file or a folder of them) to calibrate on and to judge accuracy on; its "
+            "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's "
+            "tokens calibrate, and source of Python's standard library judges (evaluation.source=stdlib).",
+        ),
+    ] = None,
     revision: Revision = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
@@ -68,13 +81,14 @@ def calibrate(
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder."""
     from ..models.hub import check_name
+    from ..recipe import text_overrides
     from ..recipe.settings import CalibrationSettings, Compute
 
     settings = CalibrationSettings(
         model,
         out,
         recipe,
-        tuple(overrides or ()),
+        (*text_overrides(text), *(overrides or ())),
         revision=revision,
         compute=Compute(device, dtype, offload, device_map),
         batch_tokens=batch_tokens,
@@ -141,7 +155,10 @@ def export(
     ] = False,
     objective: Annotated[
         str | None,
-        typer.Option(help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between."),
+        typer.Option(
+            help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.",
+            autocompletion=completion.objectives,
+        ),
     ] = None,
     target_device: TargetDevice = None,
     device_file: DeviceFile = None,
@@ -210,7 +227,7 @@ def export(
     else:
         say(
             f"{written} {value['report']:.4f}{in_interval(value)} on the report split ({value['search']:.4f} on the "
-            f"search split), {result.measured_points} measurement(s)"
+            f"search split) of {value['data']}, {result.measured_points} measurement(s)"
         )
         if below := below_target(value):
             say(f"On the report split {below} ({value['target']:g}).")
@@ -230,7 +247,15 @@ def validate(
     model: SourceModel = None,
     run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Recipe whose section evaluation says how accuracy is measured.")
+        str | None,
+        typer.Option(
+            help="Recipe whose section evaluation says how accuracy is measured.",
+            autocompletion=completion.recipe_names,
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to judge accuracy on, as of `rotor calibrate`: a file or a folder."),
     ] = None,
     overrides: RecipeOverrides = None,
     digest: Annotated[
@@ -245,7 +270,7 @@ def validate(
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
-    A text or an lm-eval task that only the checkpoint names is not opened: name it with --set or --recipe.
+    A text or an lm-eval task that only the checkpoint names is not opened: name it with --text, --set or --recipe.
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
     """
     from ..recipe.settings import Compute
@@ -266,6 +291,7 @@ def validate(
             run=run,
             recipe=recipe,
             overrides=overrides or (),
+            text=text,
             digest=digest,
             device=device,
             dtype=dtype,
@@ -312,5 +338,7 @@ def _print_summary(results: list[Any]) -> None:
                 f"{size.get('before')} -> {summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
             )
         )
-    left = "folder", "recipe", "target", "accuracy [95 % interval]", "KL"
-    print_table("KV cache compression", left, ("planned", "stored", "measured", "bytes/token"), rows)
+    left = "folder", "recipe", "target", "report accuracy [95 % interval]", "KL"
+    texts = dict.fromkeys(r.summary["accuracy"]["data"] for r in results if r.summary.get("accuracy"))
+    title = "KV cache compression" + (f"; accuracy on the report split of {' and of '.join(texts)}" if texts else "")
+    print_table(title, left, ("planned", "stored", "measured", "bytes/token"), rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from ..errors import UsageError
 from ..logs import printable
+from . import completion
 from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
 from .console import show_progress
 from .plans import print_inspection
@@ -86,7 +88,12 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
 @app.command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
 def inspect(
     model: Model,
-    recipe: Annotated[str, typer.Option(help="Recipe whose needs are shown: a bundled one or a YAML file.")] = "rotor",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="Recipe whose needs are shown: a bundled one or a YAML file.", autocompletion=completion.recipe_names
+        ),
+    ] = "rotor",
     revision: Revision = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
@@ -117,17 +124,42 @@ def inspect(
         print_inspection(found)
 
 
-@app.command(epilog="Example: rotor recipes --json")
-def recipes(as_json: AsJson = False) -> None:
-    """List the bundled recipes, and the bases and rank methods that a recipe may name."""
-    from ..recipe import bundled_recipes
+@app.command(epilog="Example: rotor recipes --show rotor")
+def recipes(
+    show: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Print this recipe whole, every default filled in: YAML that --recipe takes.",
+            autocompletion=completion.recipe_names,
+        ),
+    ] = None,
+    fields: Annotated[
+        bool,
+        typer.Option("--fields", help="Print what each field of a recipe may be, its default and what it decides."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the bundled recipes, and the bases and rank methods that a recipe may name; or show one; or the fields."""
+    from ..recipe import bundled_recipes, load_recipe
     from ..recipe.checks import NAMES
+    from ..recipe.reference import recipe_fields, reference_page
 
-    found = bundled_recipes()
-    if as_json:
-        print_json({name: recipe.to_dict() for name, recipe in found.items()})
+    if show is not None and fields:
+        raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")
+    if fields:
+        found = [asdict(field) for section in recipe_fields().values() for field in section]
+        print_json(found) if as_json else print(reference_page())
         return
-    for name, recipe in found.items():
+    if show is not None:
+        recipe = load_recipe(show)
+        print_json(recipe.to_dict()) if as_json else print(recipe.to_yaml(), end="")
+        return
+    bundled = bundled_recipes()
+    if as_json:
+        print_json({name: recipe.to_dict() for name, recipe in bundled.items()})
+        return
+    for name, recipe in bundled.items():
         print(f"{name:15} {recipe.summary}")
     for setting, methods in NAMES.items():
         print(f"\n{setting}")

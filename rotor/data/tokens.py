@@ -393,6 +393,16 @@ def topic_rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Calib
     return CalibrationTokens(rows, tuple(names[i] for i in most.tolist()))
 
 
+def rows_in(documents: list[str], tokenizer: Any, seq_len: int, enough: int) -> int:
+    """How many rows `text_rows` would cut documents into; no more is read than what makes `enough` of them."""
+    count, own = 0, separator_token(tokenizer) is not None
+    for text in documents:
+        count += own + len(encode(tokenizer, text))
+        if count >= enough * seq_len:
+            return enough
+    return count // seq_len
+
+
 def spread_rows(rows: Tensor, count: int, what: str) -> Tensor:
     """`count` rows at equal distances.
 

@@ -14,7 +14,7 @@ from ..format.layout import GroupLayout
 from ..format.manifest import NO_DIGEST
 from ..installing import pip_install
 from ..recipe import Recipe
-from ..recipe.metric_registry import METRICS, MetricInfo, base_note, describe
+from ..recipe.metric_registry import METRICS, MetricInfo, base_note, chance_note, describe
 
 
 def model_card(report: dict[str, Any], recipe: Recipe) -> str:
@@ -94,7 +94,7 @@ def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
         f"| accuracy ({metric}) | {accuracy['report']:.4f}{interval}{said and '; '}{said} |",
         f"| target of the search | {target}; the search split, which chose, measured {accuracy['search']:.4f} |",
         *_ratio_rows(measured, base, left_out),
-        f"| measured on | {accuracy['data']}, {tokens} |",
+        f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
     ]
     note = (
         f"Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; "

@@ -1,11 +1,16 @@
-"""Choose the device and dtype of a forward pass by what the user named."""
+"""Choose the device and dtype of a forward pass by what the user named; and time a matrix product there."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
 from ..errors import UsageError
 from ..recipe.settings import Compute
+
+RATE_SIZE, RATE_SECONDS = 512, 0.2
+"""Size of the matrices whose product is timed, and for how long."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -26,3 +31,22 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
     Compute(dtype=name).check()
     found: torch.dtype = getattr(torch, name)
     return found
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
+    right = left.clone()
+
+    def product() -> None:
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    product()  # the first one loads libraries
+    start, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < RATE_SECONDS:
+        product()
+        count += 1
+    return 2 * RATE_SIZE**3 * count / elapsed

@@ -18,7 +18,11 @@ EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective")
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the result of a run, apart from the model."""
+    """All that decides the result of a run, apart from the model.
+
+    name: what the recipe is called.
+    summary: what it is, in a sentence.
+    """
 
     name: str
     summary: str

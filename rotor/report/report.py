@@ -95,13 +95,12 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
     Args:
         drawn: SVG by section; None where figures cannot be drawn, and tables stand open in their place.
     """
-    widest = max((max(cell.qk_rank, cell.v_rank) for layer in data.ranks for cell in layer), default=1)
     energies = [tuple(_columns_for(layer[side], 0.99) for side in ("qk", "vo")) for layer in data.spectra]
     return _template().render(
         data=data,
         figures=drawn or {},
+        spectra_figures=[name for name in drawn or {} if name.startswith("spectra-")],
         with_figures=drawn is not None,
-        widest=widest,
         energies=energies,
         recipe_yaml=data.recipe.to_yaml(),
     )

@@ -41,11 +41,11 @@ class ExportJob:
             )
         if recipe.coded and settings.elastic:
             raise UsageError(
-                "--elastic: a profile can drop columns of numbers, and this recipe's are codes, whose bits it cannot "
-                "lower.",
-                "Export once for each accuracy, or give --set codes.bits=[0,16].",
+                f"--elastic: codes.bits {list(recipe.codes.bits)} folds the step of each column's code into the "
+                "weights, for one width: a profile cannot lower bits, only drop columns of 16.",
+                "Export once for each accuracy from this run, or give --set codes.bits=[0,16].",
             )
-        if recipe.objective.kind != "memory" and not recipe.ranks.rule.chooses:
+        if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
             raise UsageError(
                 f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
                 f"run's is {recipe.ranks.method}.",

@@ -10,6 +10,7 @@ import torch
 
 from ..allocation.plan import RankPath, RankPlan
 from ..bases.layer import LayerBases
+from ..data.readiness import judged_on
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
 from ..errors import AccuracyError, UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
@@ -189,6 +190,7 @@ class RankSearch:
                     f"{job.run.folder}: cannot be written, and what this export has to measure first is kept there.",
                     f"Copy the run (cp -r {job.run.folder} COPY), and export from the copy.",
                 )
+            self.progress.message(f"text: {judged_on(job.recipe.evaluation, checkpoint.tokenizer)}")
             with self.times.stage("load model"):
                 with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                     for file in checkpoint.files:
