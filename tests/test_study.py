@@ -14,7 +14,8 @@ import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION
 from test_cli import rotor
 
-from rotor.bases import BasisPair, LayerBases
+from rotor.bases.layer import LayerBases
+from rotor.bases.pair import BasisPair
 from rotor.calibration.run import Run
 from rotor.errors import DataError, RecipeError, UsageError
 from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
@@ -576,13 +577,13 @@ def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch
 
 def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install rotor-kv\[plots\]"):
+    with pytest.raises(UsageError, match=r"pip install 'PATH/TO/rotor\[plots\]'"):
         study(DEMO_MODEL, tmp_path / "study", ["fdc"])
     code, out, err = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc")
     assert code == 2
     assert out == ""
     assert "matplotlib" in err.splitlines()[0]
-    assert "rotor-kv[plots]" in err.splitlines()[1]
+    assert "PATH/TO/rotor[plots]" in err.splitlines()[1]
     assert not (tmp_path / "study").exists()
 
 

@@ -15,10 +15,11 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..bases import LayerBases, layer_bases
+from ..bases.layer import LayerBases, layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
 from ..data.readiness import told
+from ..data.repeats import with_repeats
 from ..data.splits import calibration_share, digests
 from ..data.tokens import CalibrationTokens, Document, calibration_tokens
 from ..errors import DataError, NumericsError, system_errors
@@ -263,7 +264,8 @@ class Calibration:
         with self.times.stage("gradients"), self.processes.together():
             if self.processes.is_first:
                 network = LayerwiseModel(self.weights(), job.settings.batch_tokens, partial.work)
-                rows = rows[: max(1, self.recipe.codes.tokens // rows.shape[1])]
+                spec, seed = self.recipe.codes, self.recipe.tokens.seed
+                rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed)
                 with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
                     for layer, found in fisher_information(network, rows, job.group_size, advance=done):
                         partial.keep(_gradients_of(layer), found.to_tensors())

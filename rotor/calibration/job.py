@@ -14,9 +14,9 @@ from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import ModelSource, find_model
-from ..models.memory import check_offload, stream_weights
-from ..recipe import Recipe, load_recipe
-from ..recipe.settings import CalibrationSettings
+from ..models.memory import stream_weights
+from ..recipe import Recipe
+from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
 from .candidates import Candidates, candidates_of, wanted_moments
 from .outline import Estimates, ModelOutline
@@ -50,7 +50,7 @@ class CalibrationJob:
         Args:
             fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
         """
-        recipe, out = load_recipe(settings.recipe, settings.overrides), OutputFolder.at(settings.out, "run")
+        recipe, out = settings.check(), OutputFolder.at(settings.out, "run")
         source = find_model(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(

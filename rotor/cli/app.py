@@ -14,11 +14,14 @@ import typer
 import typer.core
 
 from .. import __version__
-from ..errors import Interrupted, UsageError
+from ..errors import Interrupted, MissingError, UsageError
 from ..format.json_files import json_text
+from ..installing import documentation
 from . import completion
+from .console import stdout
 
 MAX_NUMBER = 1 << 30
+LONGEST_SUMMARY = 1000
 UNTOUCHED = "Nothing was written half; give the same command again."
 
 
@@ -38,6 +41,13 @@ class Commands(typer.core.TyperGroup):
         with resumable(lambda: UNTOUCHED):
             return super().make_context(*arguments, **keywords)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """As Typer does, but with whole summaries: the formatter breaks lines."""
+        named = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, command.get_short_help_str(LONGEST_SUMMARY)) for name, command in named if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def invoke(self, ctx: Any) -> Any:
         with resumable(lambda: UNTOUCHED):
             return super().invoke(ctx)
@@ -47,10 +57,11 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_NUMBER},  # the terminal's
     help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
     epilog="Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 the accuracy cannot be "
-    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM).",
+    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM). Each command has --help with an example. "
+    f"Documentation: {documentation()}",
     rich_markup_mode=None,
 )
 
@@ -101,7 +112,7 @@ TargetDevice = Annotated[
 DeviceFile = Annotated[Path | None, typer.Option(help="YAML with further devices.")]
 SourceModel = Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and what --json prints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
 
@@ -119,6 +130,13 @@ def root(
     ] = False,
 ) -> None:
     """Options of all commands."""
+    stdout.quiet = False
+
+
+def check_folder(folder: Path) -> None:
+    """Raises MissingError where there is none."""
+    if not folder.is_dir():
+        raise MissingError(f"{folder}: no such folder.", "Give a folder that `rotor export` wrote.")
 
 
 def command_line() -> str:

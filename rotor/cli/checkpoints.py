@@ -29,6 +29,7 @@ from .app import (
     TargetDevice,
     Verbose,
     app,
+    check_folder,
     print_json,
     resumable,
     shares,
@@ -79,12 +80,10 @@ def calibrate(
     verbose: Verbose = False,
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder."""
-    from ..calibration.calibrate import run_calibration
-    from ..planning.dry_run import plan_calibration
+    from ..models.hub import check_name
     from ..recipe import text_overrides
     from ..recipe.settings import CalibrationSettings, Compute
 
-    progress = show_progress(quiet or dry_run, verbose)
     settings = CalibrationSettings(
         model,
         out,
@@ -96,6 +95,13 @@ def calibrate(
         overwrite=overwrite,
         resume=resume,
     )
+    settings.check()
+    check_name(model, revision)
+
+    from ..calibration.calibrate import run_calibration
+    from ..planning.dry_run import plan_calibration
+
+    progress = show_progress(quiet, verbose, dry_run=dry_run)
     if dry_run:
         plan = plan_calibration(settings)
         print_json(plan.to_dict()) if as_json else print_calibration_plan(plan)
@@ -176,12 +182,8 @@ def export(
     once, for the point that is written. Only the recipe's sections ranks, evaluation, search and objective can still
     be changed with --set.
     """
-    from ..export.export import run_export
-    from ..export.model_card import below_target
-    from ..planning.dry_run import plan_export
     from ..recipe.settings import Compute, ExportSettings, Goal
 
-    progress = show_progress(quiet or dry_run, verbose)
     settings = ExportSettings(
         run,
         out,
@@ -194,6 +196,13 @@ def export(
         overwrite=overwrite,
         measure=measure,
     )
+    settings.check()
+
+    from ..export.export import run_export
+    from ..export.model_card import below_target
+    from ..planning.dry_run import plan_export
+
+    progress = show_progress(quiet, verbose, dry_run=dry_run)
     if dry_run:
         plan = plan_export(settings)
         print_json(plan.to_dict()) if as_json else print_export_plan(plan)
@@ -264,10 +273,16 @@ def validate(
     A text or an lm-eval task that only the checkpoint names is not opened: name it with --text, --set or --recipe.
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
     """
-    from ..validation.validate import validate as run_validate
+    from ..recipe.settings import Compute
 
     if digest is not None and len(folders) > 1:
         raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
+    Compute(device, dtype, offload).check()
+    for folder in folders:
+        check_folder(folder)
+
+    from ..validation.validate import validate as run_validate
+
     progress = show_progress(quiet, verbose)
     results = [
         run_validate(

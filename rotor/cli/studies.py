@@ -92,7 +92,15 @@ def study(
     --set applies to all recipes; the number of tokens is the largest that any of them asks for, and their seed, row
     length, evaluation and search are those of the first.
     """
+    from ..models.hub import check_name
+    from ..recipe import load_recipe
     from ..recipe.settings import Compute
+
+    for recipe in split(recipes):
+        load_recipe(recipe, overrides or [])
+    Compute(device, dtype, offload, device_map).check()
+    check_name(model)
+
     from ..study.request import StudyPlan, parse_ablations, parse_counts
     from ..study.study import plan_study
     from ..study.study import study as run_study

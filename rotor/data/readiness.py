@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..installing import pip_install
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
@@ -92,7 +93,7 @@ def _check_dataset(name: str) -> None:
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
             f"tokens.dataset {name}: the package `datasets` is not installed.",
-            "Install it with: pip install rotor-kv[eval]",
+            f"Install it with: {pip_install('eval')}",
         )
     if name.startswith((".", "/", "~")) and not Path(name).exists():
         raise DataError(

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from ..errors import DataError, NumericsError
+from ..installing import pip_install
 from ..models.projections import longest_row
 from ..models.tokenizer import encode
 from ..numerics import first_not_finite
@@ -247,7 +248,7 @@ def dataset_documents(
         import datasets
     except ImportError as error:
         raise DataError(
-            f"{what}: the package `datasets` is not installed.", "Install it with: pip install rotor-kv[eval]"
+            f"{what}: the package `datasets` is not installed.", f"Install it with: {pip_install('eval')}"
         ) from error
     try:
         examples = _open_dataset(datasets, spec, what)

@@ -7,6 +7,7 @@ import time
 import torch
 
 from ..errors import UsageError
+from ..recipe.settings import Compute
 
 RATE_SIZE, RATE_SECONDS = 512, 0.2
 """Size of the matrices whose product is timed, and for how long."""
@@ -14,12 +15,10 @@ RATE_SIZE, RATE_SECONDS = 512, 0.2
 
 def pick_device(name: str) -> torch.device:
     """Choose a device: `auto` is the GPU if there is one; raises UsageError for a device that is not there."""
+    Compute(device=name).check()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device {name}: no such device type.", "Give auto, cpu or cuda.") from error
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: no CUDA device is available.", "Give --device cpu.")
     return device
@@ -29,10 +28,9 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
     """Choose a dtype: `auto` is float32 on a CPU and the checkpoint's dtype elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint_dtype
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise UsageError(f"--dtype {name}: expected auto, {', '.join(known)}.")
-    return known[name]
+    Compute(dtype=name).check()
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:

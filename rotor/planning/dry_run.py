@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..allocation import RankPlan
-from ..bases import BasisPair, LayerBases
+from ..allocation.plan import RankPlan
+from ..bases.layer import LayerBases
+from ..bases.pair import BasisPair
 from ..calibration.candidates import Candidates
 from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline

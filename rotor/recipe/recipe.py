@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from ..allocation.plan import Need
-from ..codes.quantiser import EXACT_BITS
+from ..allocation.registry import Need
+from ..format.columns import EXACT_BITS
 from .sections import Bases, Codes, Evaluation, Groups, ObjectiveSettings, Prune, Ranks, Search, Tokens
 
 EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective")

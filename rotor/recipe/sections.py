@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..allocation import RANK_METHODS, RankMethod
-from ..bases import QK_METHODS, VO_METHODS, BasisMethod
+from ..allocation.registry import RANK_METHODS, RankMethod
+from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,16 @@ class Codes:
     """Bits of the columns of a latent, and what they are allocated by.
 
     bits: widths that a column may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
-        many. With 8, 4 or 2 among them, columns are codes: bits are allocated in bytes over all layers, sides and
-        candidates by what an error in each column costs the model's own loss, and `ranks` is not used.
+        many. With 8, 4 or 2 among them, columns are codes: bits are allocated over all layers, sides and candidates by
+        what an error in each column costs the model's own loss, and `ranks` is not used.
     tokens: calibration tokens, the first ones, whose gradients say that.
+    repeats: share of their rows in which a span of the text is stated again further on: gradients of text alone say
+        little of what a model looks far back by.
     """
 
     bits: tuple[int, ...] = (0, 16)
     tokens: int = 16384
+    repeats: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -197,3 +200,8 @@ class ObjectiveSettings:
     device_file: str | None = None
     context_tokens: int = 32768
     batch_size: int = 8
+
+    @property
+    def weight(self) -> float:
+        """`kind` as a number."""
+        return {"memory": 0.0, "latency": 1.0}[self.kind] if isinstance(self.kind, str) else self.kind

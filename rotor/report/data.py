@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..allocation import RANK_METHODS
+from ..allocation.registry import RANK_METHODS
 from ..allocation.water_filling import interpolated
-from ..bases import sides_that_read_tokens
+from ..bases.registry import sides_that_read_tokens
 from ..calibration.run import Run
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity

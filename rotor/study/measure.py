@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..allocation import RankPlan
-from ..bases import LayerBases
+from ..allocation.plan import RankPlan
+from ..bases.layer import LayerBases
 from ..calibration.run import Run
 from ..data.splits import SPLITS, EvaluationData, evaluation_data, held_out_documents
 from ..data.tokens import spread_rows, text_rows

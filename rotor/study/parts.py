@@ -10,8 +10,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ..allocation import RankPath
-from ..bases import LayerBases, sides_that_read_tokens
+from ..allocation.plan import RankPath
+from ..bases.layer import LayerBases
+from ..bases.registry import sides_that_read_tokens
 from ..calibration.calibrate import calibrate
 from ..calibration.run import Run
 from ..data.splits import held_out_documents

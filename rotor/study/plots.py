@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..installing import pip_install
 from ..prediction.simulation import Balance
 from ..report.style import MARKERS, STYLE
 from .curves_plot import Quantity, draw_curves, draw_spectra
@@ -28,7 +29,7 @@ def require_matplotlib() -> None:
     except ImportError as error:
         raise UsageError(
             "plots need matplotlib, which is not installed.",
-            "Run `pip install rotor-kv[plots]`, or give --no-plots.",
+            f"Run `{pip_install('plots')}`, or give --no-plots.",
         ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bases import sides_that_read_tokens
+from ..bases.registry import sides_that_read_tokens
 from .store import StudyStore
 
 SIDES = ("qk", "vo")

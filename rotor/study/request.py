@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..allocation import CHOOSING
+from ..allocation.registry import CHOOSING
 from ..errors import RecipeError, UsageError
 from ..recipe import Recipe, load_recipe, override
 from ..typed import read_yaml
