@@ -13,8 +13,8 @@ from conftest import SHORT_TEXT, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rotor.allocation import BitsPath
-from rotor.bases import BasisPair
+from rotor.allocation.bits import BitsPath
+from rotor.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, codes_path
 from rotor.codes.layer import CodedBases
@@ -199,7 +199,7 @@ def test_dry_run_report_and_card_say_columns_by_bits(coded_run, tmp_path: Path):
     card = (result.folder / "README.md").read_text()
     assert "at 8 bits" in card
     for page in (collect(result.folder), collect(run.folder)):
-        assert all("bits" in cell.qk_bits and "bits" in cell.v_bits for layer in page.ranks for cell in layer)
+        assert all(cell.keys.widths and cell.values.widths for layer in page.ranks for cell in layer)
 
 
 def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):

@@ -10,9 +10,10 @@ import torch
 from conftest import relative_error
 from torch import Tensor
 
-from rotor.bases import BasisPair, LayerBases
 from rotor.bases.kq import closed_form
+from rotor.bases.layer import LayerBases
 from rotor.bases.moments import LayerStatistics
+from rotor.bases.pair import BasisPair
 from rotor.calibration.gradients import LayerFisher, fisher_information
 from rotor.calibration.samples import SampleKeeper
 from rotor.codes.allocation import bit_curve, bit_path

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotor.allocation import BitsPath, PricedBitsPath, RankPlan
-from rotor.allocation.priced_bits import lower_hull
+from rotor.allocation.bits import BitsPath
+from rotor.allocation.plan import RankPlan
+from rotor.allocation.priced_bits import PricedBitsPath, lower_hull
 from rotor.codes.allocation import priced_counts
 from rotor.codes.layer import MEASURED, LayerCodes, SideCodes
 from rotor.errors import RecipeError

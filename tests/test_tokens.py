@@ -186,7 +186,7 @@ def test_text_without_a_tokenizer(demo) -> None:
 
 def test_a_dataset_without_the_package_names_what_to_install(demo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"tokens.dataset x: the package `datasets`(.|\n)*pip install rotor-kv\[eval\]"):
+    with pytest.raises(DataError, match=r"x: the package `datasets`(.|\n)*pip install 'PATH/TO/rotor\[eval\]'"):
         calibration_tokens(Tokens("dataset", dataset="x"), demo.config, demo.tokenizer)
 
 

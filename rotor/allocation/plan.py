@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -83,10 +83,6 @@ class RankPlan:
         return them.select(self.choice, self.columns)
 
 
-Need = Literal["gradients", "sensitivities"]
-"""gradients: squared, of W_k and W_v, summed in calibration. sensitivities: from probes of each layer and side."""
-
-
 @dataclass(frozen=True)
 class RankInputs:
     """Inputs of a method: spectra and sizes of all layers, and what else is measured, where it is asked for.
@@ -105,23 +101,6 @@ class RankInputs:
     gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
     sensitivities: Sequence[Sensitivity] | None
     costs: Callable[[], Costs]
-
-
-@dataclass(frozen=True)
-class RankMethod:
-    """A way from singular values to ranks, under the name that `ranks.method` gives it.
-
-    summary: one line, for help and tables; papers by their short names (see rotor).
-    needs: what has to be measured beside the spectra.
-    chooses: takes domain and group size of each layer too, where the recipe leaves them open, and weighs costs other
-        than bytes.
-    """
-
-    name: str
-    summary: str
-    path: Callable[[RankInputs], RankPath]
-    needs: frozenset[Need] = frozenset()
-    chooses: bool = False
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape, LayerRanks
-from .plan import Cost, GroupCost, RankInputs, RankMethod, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
+from .plan import Cost, GroupCost, RankInputs, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
 from .sweep import sweep
 
 Curve = tuple[Tensor, Tensor, Tensor]
@@ -124,17 +124,9 @@ def interpolated(sensitivity: SideSensitivity, ranks: Tensor) -> Tensor:
     return torch.from_numpy(np.exp(np.interp(np.log(ranks.numpy()), known, values)))
 
 
-def _path(inputs: RankInputs) -> WaterFillingPath:
+def path(inputs: RankInputs) -> WaterFillingPath:
+    """The path over probed sensitivities."""
     assert inputs.sensitivities is not None  # who makes the inputs has probed
     costs = inputs.costs()
     sizes = inputs.spectra, inputs.shape, inputs.multiple_of
     return WaterFillingPath(*sizes, inputs.sensitivities, costs.sides, costs.group)
-
-
-METHOD = RankMethod(
-    "global",
-    "water-filling over all layers by probed sensitivities; also weighs decode time, domain and group size",
-    _path,
-    frozenset({"sensitivities"}),
-    chooses=True,
-)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from .quantiser import EXACT_BITS
+from ..format.columns import EXACT_BITS
 
 WORD_BITS = 32
 """Bits of a word, in whole numbers of which each segment is stored."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bases import BasisPair, LayerBases
+from ..bases.layer import LayerBases
 from ..bases.method import Gradients
+from ..bases.pair import BasisPair
 from ..format.columns import WIDTHS, Columns
 from .quantiser import ColumnCode, ColumnStatistics, measure_columns
 

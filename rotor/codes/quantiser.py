@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
+from ..format.columns import EXACT_BITS
 from ..numerics import one_thread
-
-EXACT_BITS = 16
-"""Columns of this width are numbers of 16 bits, no codes."""
 
 SAMPLES = 4096
 """Tokens of which keys and values are kept: enough to fit the code of a column."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, Literal
 
-from ..allocation import CHOOSING, RANK_METHODS, RankMethod
-from ..bases import QK_METHODS, VO_METHODS, BasisMethod
+from ..allocation.registry import CHOOSING, RANK_METHODS, RankMethod
+from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 from ..errors import RecipeError
 from ..format.columns import WIDTHS
 from ..typed import Reader, nearest_name
@@ -95,7 +95,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "evaluation.filler_tokens": (_positive, "a positive number of tokens"),
     "evaluation.lm_eval_limit": (_unless_null(_positive), "null or a positive number of documents"),
     "search.resolution": (_share, "a share between 0 and 1"),
-    "search.targets": (lambda targets: all(0 < t <= 1 for t in targets), "accuracies above 0, at most 1"),
+    "search.targets": (lambda targets: all(map(_share, targets)), "accuracies between 0 and 1"),
     "objective.kind": (
         _unless_word(lambda weight: 0 <= weight <= 1),
         "memory, latency or a number from 0 (memory) to 1 (latency)",

@@ -15,17 +15,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..allocation import (
-    BitsPath,
-    PricedBitsPath,
-    RankInputs,
-    RankPath,
-    RankPlan,
-    RemovalRatePath,
-    Sensitivity,
-    Spectra,
-)
-from ..allocation.plan import SLACK
+from ..allocation.bits import BitsPath
+from ..allocation.plan import SLACK, RankInputs, RankPath, RankPlan, Sensitivity, Spectra
+from ..allocation.priced_bits import PricedBitsPath
+from ..allocation.removal_rate import RemovalRatePath
 from ..calibration.run import Run, RunBases, read_fisher
 from ..data.splits import SPLITS
 from ..errors import AccuracyError, UsageError
