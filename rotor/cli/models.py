@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated
 
 import typer
 
 from ..logs import printable
+from . import is_first_process
 from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
 from .console import show_progress
 from .plans import print_inspection
 
 
-@app.command(epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40')
+class Parallel(str, Enum):
+    """What is spread over processes."""
+
+    sequence = "sequence"
+
+
+@app.command(
+    epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40. Over several processes: torchrun '
+    "--nproc-per-node 4 -m rotor generate ... --parallel sequence"
+)
 def generate(
     folder: Annotated[str, typer.Argument(help="A compressed checkpoint (or any model's folder or hub id).")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
@@ -22,6 +33,13 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    parallel: Annotated[
+        Parallel | None,
+        typer.Option(help="sequence: spread the prompt and its cache over the processes that torchrun started."),
+    ] = None,
+    parallel_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a process waits for another before all end.")
+    ] = 300.0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -29,7 +47,10 @@ def generate(
     from ..models.generation import continue_prompt
 
     with show_progress(quiet).task("generate", None, ""):
-        result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile)
+        timeout_s = None if parallel is None else parallel_timeout
+        result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile, timeout_s)
+    if not is_first_process():
+        return
     if as_json:
         print_json(result)
     else:

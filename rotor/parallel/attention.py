@@ -1,7 +1,8 @@
 """Attention over a sequence that lies on several processes, in its two forms.
 
-A prompt: tokens are spread, so groups of KV heads are spread for the time of a layer's attention (Ulysses). Later tokens:
-all processes have them, and each attends to the rows that it keeps; what they find is joined by its log-sum-exp.
+A prompt: its tokens are spread, and instead of them groups of KV heads for the time of a layer's attention (Ulysses).
+Later tokens: all processes have them, and each attends to the rows that it keeps; what they find is joined by its
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -70,9 +71,7 @@ def attend_by_heads(
     row_slices = _row_slices(layout, dtype.itemsize)
     outgoing = []
     for process in range(wire.count):
-        parcels = [
-            Parcel("queries", queries[part.group][:, :, part.heads(hpk)]) for part in plan.parts[process]
-        ]
+        parcels = [Parcel("queries", queries[part.group][:, :, part.heads(hpk)]) for part in plan.parts[process]]
         for group in plan.groups(process):
             keys, values = row_slices[group]
             parcels += [Parcel("rows", key[:, 0, :, keys]), Parcel("rows", value[:, 0, :, values])]
@@ -81,9 +80,7 @@ def attend_by_heads(
     lengths = [end - start for start, end in pairwise(edges)]
     expected = []
     for length in lengths:
-        shapes = [
-            Expected((batch_size, length, part.num_heads, plan.query_width(part.group)), dtype) for part in mine
-        ]
+        shapes = [Expected((batch_size, length, part.num_heads, plan.query_width(part.group)), dtype) for part in mine]
         for group in plan.groups(wire.rank):
             shapes += [
                 Expected((batch_size, length, columns.stop - columns.start), rows.dtype)
@@ -95,21 +92,19 @@ def attend_by_heads(
     queries_of = dict(zip(mine, whole, strict=False))
     rows = whole[len(mine) :]
     rows_of = {group: (rows[2 * i], rows[2 * i + 1]) for i, group in enumerate(plan.groups(wire.rank))}
-    outputs = {}
+    outputs: dict[Part, Tensor] = {}
     for call, heads_per_kv, parts in plan.calls(wire.rank):
         outputs |= _call(module, call, heads_per_kv, parts, queries_of, rows_of, key_rotation, mask)
     back = [[Parcel("outputs", outputs[part][:, start:end]) for part in mine] for start, end in pairwise(edges)]
     own = lengths[wire.rank]
     expected = [
-        [Expected((batch_size, own, part.num_heads, layout.groups[part.group].v_rank), dtype) for part in parts]
-        for parts in plan.parts
+        [Expected((batch_size, own, part.num_heads, layout.groups[part.group].v_rank), dtype) for part in of_process]
+        for of_process in plan.parts
     ]
     returned = wire.exchange(f"outputs of {layer}", back, expected)
-    result = [
-        query.new_empty(batch_size, own, layout.group_size * hpk, group.v_rank) for group in layout.groups
-    ]
-    for parts, pieces in zip(plan.parts, returned, strict=True):
-        for part, piece in zip(parts, pieces, strict=True):
+    result = [query.new_empty(batch_size, own, layout.group_size * hpk, group.v_rank) for group in layout.groups]
+    for of_process, pieces in zip(plan.parts, returned, strict=True):
+        for part, piece in zip(of_process, pieces, strict=True):
             result[part.group][:, :, part.heads(hpk)] = piece
     return torch.cat([output.flatten(2) for output in result], dim=-1)
 
@@ -155,7 +150,9 @@ def attend_to_spread_rows(
         log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)
     both = torch.cat([output, log_sum], dim=-1)
     found = wire.gather(f"attention of layer {module.layer_idx}", "partial", both, [tuple(both.shape)] * wire.count)
-    joined = join([piece[..., : sum(widths)] for piece in found], [piece[..., sum(widths) :] for piece in found], widths)
+    joined = join(
+        [piece[..., : sum(widths)] for piece in found], [piece[..., sum(widths) :] for piece in found], widths
+    )
     return joined.to(query.dtype)
 
 
@@ -187,7 +184,7 @@ def _by_group(module: RotorAttention, query: Tensor) -> list[Tensor]:
     if layout.domain == "pre":
         return list(by_group.transpose(2, 3).unbind(1))
     assert module.query_basis is not None
-    found = []
+    found: list[Tensor] = []
     for cls in layout.classes():
         basis = class_basis(module.query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
         split = by_group[:, cls.start : cls.start + cls.count].unflatten(2, (size, hpk))

@@ -80,6 +80,8 @@ class SpreadLayer(DynamicLayer):
         """
         rows = share.of(key, value)
         if self.is_initialized:
+            assert self.keys is not None
+            assert self.values is not None
             key, value = torch.cat([self.keys, rows.key], dim=2), torch.cat([self.values, rows.value], dim=2)
             rows = Rows(key, value, torch.cat([self.indices, rows.indices]))
         kept = rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Pass:
         if self.edges is None:
             self.seen.counts[self.owner] += self.length - self.first
             return
-        for process, (start, end) in enumerate(zip(self.edges[:-1], self.edges[1:], strict=True)):
+        for process, (start, end) in enumerate(pairwise(self.edges)):
             self.seen.counts[process] += end - start
 
 
@@ -167,7 +168,11 @@ def _agree(wire: Wire, inputs: Tensor, mask: Tensor | None, first: int) -> None:
     numbers = inputs.double() if inputs.is_floating_point() else inputs.long()
     weights = torch.arange(1, numbers.numel() + 1, device=inputs.device).view(numbers.shape)
     total = (numbers * weights).sum().view(1).view(torch.int64)
-    padding = 0 if mask is None else int((mask * torch.arange(1, mask.numel() + 1, device=mask.device).view(mask.shape)).sum())
+    padding = (
+        0
+        if mask is None
+        else int((mask * torch.arange(1, mask.numel() + 1, device=mask.device).view(mask.shape)).sum())
+    )
     own = torch.tensor([*inputs.shape[:2], first, padding], device=inputs.device)
     own = torch.cat([own, total])
     found = wire.gather("comparing the inputs", "agreement", own, [tuple(own.shape)] * wire.count)

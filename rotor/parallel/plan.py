@@ -1,8 +1,8 @@
 """Who computes what of a layer's attention: groups of KV heads to processes, and the bytes that this sends.
 
 Outside of attention a process has some tokens and all heads, inside all tokens and some heads. A *part* is what one
-process computes of a group: all of its query heads where there are groups for every process, else some of them; the rows
-of a group that is cut into parts go to each process that has one (one latent a layer goes to all).
+process computes of a group: all of its query heads where there are groups for every process, else some of them. The
+rows of a group that is cut into parts go to each process that has one (one latent a layer goes to all).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
-from ..format.layout import GroupLayout, LayerLayout
+from ..format.layout import Domain, GroupLayout, LayerLayout
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class LayerPlan:
     def calls(self, process: int) -> Iterator[tuple[LayerLayout, int, list[Part]]]:
         """The attention calls of a process: a layout of its parts, the query heads to a KV head in it, and the parts.
 
-        Queries of domain `post` come projected, and so as in a model without RoPE, where all query heads of a part share
-        the keys. Parts of other numbers of heads are calls of their own.
+        Queries of domain `post` come projected, and so as in a model without RoPE, where all query heads of a part
+        share the keys. Parts of other numbers of heads are calls of their own.
         """
         by_shape: dict[tuple[int, int], list[Part]] = {}
         for part in self.parts[process]:
@@ -89,14 +90,12 @@ class LayerPlan:
                 groups.append(
                     GroupLayout(kv_heads, own.qk_rank, own.v_rank, qk_columns=own.qk_columns, v_columns=own.v_columns)
                 )
-            domain = "pre" if self.layout.domain == "pre" else "none"
+            domain: Domain = "pre" if self.layout.domain == "pre" else "none"
             yield LayerLayout(domain, self.layout.folded_keys, tuple(groups)), heads, parts
 
 
 @lru_cache(maxsize=4096)
-def plan_layer(
-    layout: LayerLayout, heads_per_kv: int, head_dim: int, element_bytes: int, processes: int
-) -> LayerPlan:
+def plan_layer(layout: LayerLayout, heads_per_kv: int, head_dim: int, element_bytes: int, processes: int) -> LayerPlan:
     """Share a layer's attention out: parts by their bytes, longest first, each to the process with the fewest so far.
 
     Args:
@@ -123,9 +122,7 @@ def plan_layer(
         process = min(range(processes), key=lambda p: loads[p])
         loads[process] += weight
         owned[process].append(part)
-    ordered = (
-        tuple(sorted(mine, key=lambda p: (p.group, p.kv_heads.start, p.query_heads.start))) for mine in owned
-    )
+    ordered = (tuple(sorted(mine, key=lambda p: (p.group, p.kv_heads.start, p.query_heads.start))) for mine in owned)
     return LayerPlan(layout, heads_per_kv, head_dim, tuple(ordered))
 
 
@@ -146,8 +143,4 @@ def _cut(group: int, count: int, size: int, heads_per_kv: int) -> list[Part]:
         edges = bounds(size, count)
         return [Part(group, range(edges[i], edges[i + 1]), range(heads_per_kv)) for i in range(count)]
     edges = bounds(heads_per_kv, -(-count // size))
-    return [
-        Part(group, range(kv, kv + 1), range(first, end))
-        for kv in range(size)
-        for first, end in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    return [Part(group, range(kv, kv + 1), range(first, end)) for kv in range(size) for first, end in pairwise(edges)]

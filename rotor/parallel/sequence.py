@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,8 +74,13 @@ class SequenceParallel:
     def gather(self, tensor: Tensor, tokens: int) -> Tensor:
         """All tokens of a prompt of so many, in every process, from each one's [batch_size, own tokens, ...]."""
         edges = bounds(tokens, self.wire.count)
-        counts = [b - a for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        counts = [b - a for a, b in pairwise(edges)]
         return self._gather(tensor, counts)
+
+    def of_each(self, number: int) -> list[int]:
+        """A number of this process's, such as the bytes of its part of a cache, and the others', in every process."""
+        own = torch.tensor([number], device=self.wire.device)
+        return [int(found) for found in self.wire.gather("comparing", "agreement", own, [(1,)] * self.wire.count)]
 
     def attend(
         self,
@@ -127,7 +133,7 @@ class SequenceParallel:
             hidden = self.wire.from_first("hidden states", "hidden", hidden)
         elif now.tokens_to_keep:
             begin = max(now.length - now.tokens_to_keep, 0)
-            counts = [b - max(a, begin) for a, b in zip(now.edges[:-1], now.edges[1:], strict=True)]
+            counts = [b - max(a, begin) for a, b in pairwise(now.edges)]
             counts = [max(count, 0) for count in counts]
             hidden = self._gather(hidden[:, hidden.shape[1] - counts[self.rank] :], counts)
         now.count_stored()
@@ -146,11 +152,12 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
     """Spread the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
 
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask
-    [batch_size, seq_len] for padding. The prompt's first pass spreads the tokens: each process computes its share of them
-    outside of attention, and some groups of KV heads of all of them inside; what travels are compressed queries, packed
-    rows (codes as codes) and compressed outputs. The rows stay with the tokens' process, so that a cache takes each the
-    part of its tokens. Passes over a filled cache (decoding) are computed by all processes alike, attention by each over
-    the rows that it has, joined by log-sum-exp; the new rows go to the process with the fewest.
+    [batch_size, seq_len] for padding. The pass that fills an empty cache spreads its tokens: outside of attention each
+    process computes its share of them, inside of it some groups of KV heads of all of them; what travels are compressed
+    queries (in domain `pre` whole ones), packed rows (codes as codes) and compressed outputs. Rows stay in the process
+    of their tokens, so that each holds its share of the cache. Passes over a filled cache (decoding) are computed by
+    all processes alike, attention by each over the rows that it has, joined by log-sum-exp; the new rows go to the
+    process with the fewest.
 
         with sequence_parallel(model, group):
             model.generate(**inputs, max_new_tokens=64)     # the same tokens in every process
@@ -160,8 +167,8 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[SequenceParalle
             last = model(input_ids, logits_to_keep=1).logits  # of the last token, in every process
 
     Logits of a spread prompt are this process's own tokens'; with `logits_to_keep=n`, which generate() gives, they are
-    those of the last n tokens in every process. Gradients are off inside. Sampling needs the same seed in every process.
-    Attention runs in plain PyTorch, on a GPU too.
+    those of the last n tokens in every process. Gradients are off inside. Sampling needs the same seed in every
+    process. Attention runs in plain PyTorch, on a GPU too. A prompt of fewer tokens than processes is not spread.
 
     Args:
         model: a causal model that `rotor export` wrote, loaded with from_pretrained, on one device.

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..errors import RotorError
 
 Kind = Literal["queries", "rows", "outputs", "partial", "agreement", "hidden"]
-"""What a parcel is: compressed queries, rows of the cache, compressed outputs; outputs and log-sum-exps over part of the
-keys; what processes compare before a pass; hidden states or logits of a few tokens."""
+"""What a parcel is: compressed queries, rows of the cache, compressed outputs; outputs and log-sum-exps over part of
+the keys; what processes compare before a pass; hidden states or logits of a few tokens."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ class Wire:
         for whole, parts in zip(received.split(receive_sizes), expected, strict=True):
             pieces = whole.split([one.size_bytes for one in parts])
             # A piece may begin at an odd byte, where it cannot be seen as numbers.
-            found.append(
-                [p.clone().view(one.dtype).view(one.shape) for p, one in zip(pieces, parts, strict=True)]
-            )
+            found.append([p.clone().view(one.dtype).view(one.shape) for p, one in zip(pieces, parts, strict=True)])
         return found
 
     def gather(self, what: str, kind: Kind, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -75,14 +75,15 @@ class RotaryTable:
 
 
 class Spread(Protocol):
-    """How queries meet rows where a sequence lies on several processes: what `rotor.parallel` puts into `spread`.
+    """How queries meet rows where a sequence lies on several processes: what `rotor.parallel` puts into `spread`."""
 
-    first: index in the whole sequence of the first token that this process was given. length: the tokens of the whole
-    sequence, those of this pass among them.
-    """
+    @property
+    def first(self) -> int:
+        """Index in the whole sequence of the first token that this process was given."""
 
-    first: int
-    length: int
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence, those of this pass among them."""
 
     def attend(
         self,

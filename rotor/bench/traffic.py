@@ -1,0 +1,149 @@
+"""Bytes on the wire of a long prompt over several processes: counted from layouts, measured from the calls, and beside
+what uncompressed Ulysses and ring attention send. Seconds are a prediction.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ..errors import NumericsError, RotorError, UsageError
+from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..models.compressed import CompressedCheckpoint
+from ..models.loading import load_model
+from ..parallel import sequence_parallel
+from ..parallel.traffic import Traffic, by_heads, by_rows, decoding, uncompressed
+from ..prediction.devices import Device
+from .provenance import provenance
+
+VERSION = 1
+TIMEOUT = timedelta(minutes=5)
+ROWS = {
+    "compressed": "Ulysses, compressed (what --parallel sequence does)",
+    "ulysses": "Ulysses, uncompressed",
+    "ring": "ring attention, uncompressed",
+    "ring_compressed": "ring attention over compressed rows (not implemented)",
+}
+
+
+def measure_traffic(
+    folder: Path,
+    processes: Sequence[int],
+    tokens: int,
+    measured: Sequence[int],
+    device: Device,
+    device_name: str,
+    ethernet_bytes_per_s: float,
+    command: str = "",
+) -> dict[str, Any]:
+    """Count what a prompt of one sequence sends, for each number of processes.
+
+    Args:
+        tokens: of the prompt. measured: numbers of processes that are started here, on CPUs, to count the bytes of
+            their calls; every one must be what the layouts say.
+        device: whose links' rate the prediction takes. ethernet_bytes_per_s: of one process's connection.
+    Returns:
+        What is written as JSON: bytes of all processes together, over all layers; and predicted seconds, which are the
+        busiest process's bytes over the rate, with no latency and nothing overlapped.
+    Raises:
+        NumericsError: the calls sent other bytes than the layouts say.
+        UsageError: fewer tokens than processes; the device file has no rate of the device's links.
+    """
+    if max([*processes, *measured]) > tokens:
+        raise UsageError(f"{tokens} tokens for {max([*processes, *measured])} processes.", "Give more --tokens.")
+    if device.link_bytes_per_s is None:
+        raise UsageError(
+            f"device {device_name}: link_bytes_per_s is not known.", "Add it in a device file, or name another device."
+        )
+    checkpoint = CompressedCheckpoint(folder)
+    layouts, shape, size = checkpoint.default_layouts, checkpoint.shape, checkpoint.dtype.itemsize
+    links = {"link": device.link_bytes_per_s, "ethernet": ethernet_bytes_per_s}
+    entries = []
+    for count in processes:
+        found = {
+            "compressed": by_heads(layouts, shape, tokens, count, size),
+            "ulysses": by_heads(uncompressed(shape), shape, tokens, count, size),
+            "ring": by_rows(uncompressed_kv_bytes_per_token(shape, size), tokens, count),
+            "ring_compressed": by_rows(kv_bytes_per_token(layouts, size), tokens, count),
+        }
+        entries.append(
+            {
+                "processes": count,
+                **{name: _entry(traffic, links) for name, traffic in found.items()},
+                "decode_bytes_per_token": decoding(layouts, shape, count, size),
+            }
+        )
+    calls = [_measure(checkpoint, count, tokens) for count in measured]
+    for entry in calls:
+        count, sent = entry["processes"], entry["sent_bytes"]
+        expected = by_heads(layouts, shape, tokens, count, size)
+        got = [sent.get(name, 0) for name in ("queries", "rows", "outputs", "partial")]
+        wanted = [expected.queries, expected.rows, expected.outputs, decoding(layouts, shape, count, size)]
+        if got != wanted:
+            raise NumericsError(
+                f"{count} processes sent {got} bytes of queries, rows, outputs and, decoding, partial results: "
+                f"expected {wanted} by the layouts.",
+                "A defect of rotor's: please report it.",
+            )
+    return {
+        "version": VERSION,
+        **provenance(command),
+        "checkpoint": folder.name,
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "layers": shape.num_layers,
+        "kv_bytes_per_token": {
+            "before": uncompressed_kv_bytes_per_token(shape, size),
+            "after": kv_bytes_per_token(layouts, size),
+        },
+        "rates": {"device": device_name, **{f"{name}_bytes_per_s": rate for name, rate in links.items()}},
+        "rows": ROWS,
+        "counted": entries,
+        "measured": calls,
+    }
+
+
+def _entry(traffic: Traffic, links: dict[str, float]) -> dict[str, Any]:
+    return {
+        "bytes": traffic.total,
+        "queries": traffic.queries,
+        "rows": traffic.rows,
+        "outputs": traffic.outputs,
+        "busiest_bytes": traffic.busiest,
+        "predicted_s": {name: traffic.busiest / rate for name, rate in links.items()},
+    }
+
+
+def _measure(checkpoint: CompressedCheckpoint, count: int, tokens: int) -> dict[str, Any]:
+    """Run a prompt of random tokens and one step of decoding in so many processes here; what they sent, by kind."""
+    with tempfile.TemporaryDirectory() as place:
+        results = Path(place)
+        try:
+            mp.spawn(_run, (count, str(checkpoint.folder), tokens, place), nprocs=count)
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            last = str(error).strip().splitlines()[-1]
+            raise RotorError(f"one of {count} processes failed: {last}", "Give fewer with --measure.") from error
+        found = [torch.load(results / f"{rank}.pt", weights_only=True) for rank in range(count)]
+    kinds = sorted({kind for sent in found for kind in sent})
+    return {"processes": count, "sent_bytes": {kind: sum(sent.get(kind, 0) for sent in found) for kind in kinds}}
+
+
+def _run(rank: int, count: int, folder: str, tokens: int, place: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=count, timeout=TIMEOUT)
+    checkpoint = CompressedCheckpoint(folder)
+    model = load_model(folder, torch.device("cpu"), checkpoint.dtype)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=generator)
+    with sequence_parallel(model) as parallel:
+        cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        model(ids[:, -1:], past_key_values=cache)
+    torch.save(dict(parallel.wire.sent), Path(place) / f"{rank}.pt")
+    dist.destroy_process_group()
