@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import rotor  # noqa: F401  registers compressed checkpoints
 from rotor.parallel import sequence_parallel
+from rotor.runtime.cache_size import cache_bytes
 
 
 @lru_cache(maxsize=2)
@@ -55,3 +57,45 @@ def spread_answers(group: Any, folder: str, ids: Tensor, mask: Tensor | None, ne
         if ids.shape[1] >= parallel.wire.count:
             found["logits"] = parallel.gather(found["logits"], ids.shape[1])
     return found
+
+
+@torch.no_grad()
+def traffic(group: Any, folder: str, ids: Tensor) -> dict[str, Any]:
+    """What a prompt and one more token sent, and the bytes and tokens of this process's part of the cache."""
+    model = load(folder)
+    with sequence_parallel(model, group) as parallel:
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        model(ids[:, -1:].contiguous(), past_key_values=cache)
+        sizes = parallel.of_each(cache_bytes(cache))
+    tokens = [len(layer.indices) for layer in cache.layers]
+    return {"sent": dict(parallel.wire.sent), "sizes": sizes, "tokens": tokens}
+
+
+def beams(group: Any, folder: str, ids: Tensor, mask: Tensor) -> Tensor:
+    model = load(folder)
+    with sequence_parallel(model, group):
+        return best_beams(model, ids, mask)
+
+
+def best_beams(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    return model.generate(
+        ids, attention_mask=mask, num_beams=3, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+
+
+def different_inputs(group: Any, folder: str, ids: Tensor) -> None:
+    model = load(folder)
+    with sequence_parallel(model, group) as parallel:
+        model(ids + parallel.rank)
+
+
+def without_last(group: Any, folder: str, ids: Tensor, dies: bool) -> str:
+    """All processes but the last run a prompt; that one does nothing, or ends."""
+    model = load(folder)
+    if torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1:
+        if dies:
+            os._exit(1)
+        return "absent"
+    with sequence_parallel(model, group):
+        model(ids)
+    return "finished"
