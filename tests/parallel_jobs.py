@@ -90,8 +90,8 @@ def different_inputs(group: Any, folder: str, ids: Tensor) -> None:
 
 
 def without_last(group: Any, folder: str, ids: Tensor, dies: bool) -> str:
-    """All processes but the last run a prompt; that one does nothing, or ends."""
-    model = load(folder)
+    """All processes but the last run a prompt; that one does nothing, or, in the group of all, ends."""
+    model, group = load(folder), None if dies else group
     if torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1:
         if dies:
             os._exit(1)

@@ -17,11 +17,16 @@ Job = Callable[..., Any]
 """job(group, ...) -> what can be pickled; `group` is that of the processes that run it."""
 
 
+IMPORTED_ONCE = ["torch.distributed", "transformers.models.llama.modeling_llama", "transformers.generation"]
+"""By the server that processes are forked from: they take seconds."""
+
+
 class Processes:
     """Processes of gloo on this machine, in a group of all and in groups of the first 1, 2, ... of them."""
 
     def __init__(self, count: int, folder: Path, timeout_s: float = 120.0) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):

@@ -130,7 +130,7 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(case: str, coded: bool, pair
         expected = by_heads(layouts, shape, tokens, count, 8)
         sent = {kind: sum(one["sent"].get(kind, 0) for one in found) for kind in ("queries", "rows", "outputs")}
         assert sent == {"queries": expected.queries, "rows": expected.rows, "outputs": expected.outputs}
-        partial = sum(one["sent"]["partial"] for one in found)
+        partial = sum(one["sent"].get("partial", 0) for one in found)
         assert partial == decoding(layouts, shape, count, 8)
         assert sum(found[0]["sizes"]) == cache_bytes(whole)
         kept = [one["tokens"][0] for one in found]
@@ -156,16 +156,17 @@ def test_different_inputs_end_all(pair: Any, processes: Processes) -> None:
 
 def test_a_process_that_hangs_or_dies_ends_the_others(pair: Any, tmp_path: Path) -> None:
     folder, ids = str(pair("post-1").plain), prompt(1, 9)
-    some = Processes(3, tmp_path, timeout_s=5.0)
+    some = Processes(2, tmp_path, timeout_s=5.0)
     try:
-        waited, absent = some.outcomes(without_last, folder, ids, False, count=2)
+        waited, absent = some.outcomes(without_last, folder, ids, False)
         assert absent == "absent"
-        *others, gone = some.outcomes(without_last, folder, ids, True)
+        bereaved, gone = some.outcomes(without_last, folder, ids, True)
         assert isinstance(gone, EOFError)
-        for rank, found in ((0, waited), *enumerate(others)):
+        for found in (waited, bereaved):
             assert isinstance(found, RotorError)
-            assert f"process {rank} of " in found.message
-            assert "comparing the inputs: another process ended or did not answer in time" in found.message
+            assert (
+                "process 0 of 2, comparing the inputs: another process ended or did not answer in time" in found.message
+            )
     finally:
         some.close()
 
