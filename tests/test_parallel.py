@@ -36,11 +36,12 @@ from rotor.format.columns import Columns
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
-from rotor.parallel.traffic import by_heads, decoding, uncompressed
+from rotor.parallel.traffic import of_prompt, of_token, uncompressed
 from rotor.runtime.cache_size import cache_bytes
 
 MQA = [(Columns(n16=4, n8=4, n4=8), Columns(n8=8, n4=8))]
 TWO = [(Columns(n16=8, n8=8, n4=16), Columns(n8=16, n4=16)), (Columns(n16=4, n4=32), Columns(n8=16, n2=16))]
+FULL = [(Columns(n16=16), Columns(n16=16))] * 4
 CASES = {
     "post-1": ("llama", "post", 1, None),
     "post-2": ("qwen3", "post", 2, None),
@@ -50,6 +51,7 @@ CASES = {
     "none-1": ("gpt2", "none", 1, None),
     "post-softcap": ("gemma2", "post", 2, None),
     "pre-longrope": ("phi3", "pre", 1, TWO),
+    "whole": ("gpt2", "none", 1, FULL),
     "post-mqa": ("falcon", "post", 1, MQA),
     "pre-mqa": ("falcon", "pre", 1, MQA),
 }
@@ -107,15 +109,12 @@ def check(got: dict[str, Any], expected: dict[str, Any], mask: Tensor | None, ex
 def test_processes_equal_one(case: str, coded: bool, pair: Any, processes: Processes) -> None:
     folder = str(pair(case).coded if coded else pair(case).plain)
     model = load(folder)
-    for tokens, mask, count in [(23, None, 2), (23, padded(23), 3), (16, None, 3), (2, None, 3)]:
+    shapes = [(23, None, 2, "heads"), (23, padded(23), 3, "heads"), (16, None, 3, "rows"), (5, None, 3, "auto")]
+    for tokens, mask, count, exchange in [*shapes, (24, padded(24), 2, "rows")]:
         ids = prompt(1 if mask is None else 2, tokens)
         expected = answers(model, ids, mask, 5)
-        for found in processes.run(spread_answers, folder, ids, mask, 5, count=count):
+        for found in processes.run(spread_answers, folder, ids, mask, 5, exchange, count=count):
             check(found, expected, mask, case not in FLOAT32)
-
-
-FULL = [(Columns(n16=16), Columns(n16=16))] * 4
-CASES["whole"] = ("gpt2", "none", 1, FULL)
 
 
 @pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-4", True), ("pre-mqa", False), ("whole", False)])
@@ -125,19 +124,18 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(case: str, coded: bool, pair
     checkpoint = CompressedCheckpoint(folder)
     layouts, shape, tokens = checkpoint.layouts, checkpoint.shape, 17
     whole = load(str(folder))(prompt(1, tokens + 1), use_cache=True).past_key_values
-    for count in (1, 2, 3):
-        found = processes.run(traffic, str(folder), prompt(1, tokens), count=count)
-        expected = by_heads(layouts, shape, tokens, count, 8)
+    for count, exchange in [(1, "auto"), (2, "heads"), (3, "heads"), (2, "rows"), (3, "auto")]:
+        found = processes.run(traffic, str(folder), prompt(1, tokens), exchange, count=count)
+        expected = of_prompt(layouts, shape, tokens, count, 8, exchange)
         sent = {kind: sum(one["sent"].get(kind, 0) for one in found) for kind in ("queries", "rows", "outputs")}
         assert sent == {"queries": expected.queries, "rows": expected.rows, "outputs": expected.outputs}
-        partial = sum(one["sent"].get("partial", 0) for one in found)
-        assert partial == decoding(layouts, shape, count, 8)
+        assert sum(one["sent"].get("partial", 0) for one in found) == of_token(layouts, shape, count, 8)
         assert sum(found[0]["sizes"]) == cache_bytes(whole)
         kept = [one["tokens"][0] for one in found]
         assert sum(kept) == tokens + 1
-        assert max(kept) - min(kept) <= 1
-        if case == "whole":
-            assert expected == by_heads(uncompressed(shape), shape, tokens, count, 8)
+        assert max(kept) - min(kept) <= 2
+        if case == "whole" and exchange == "heads":
+            assert expected == of_prompt(uncompressed(shape), shape, tokens, count, 8, "heads")
 
 
 def test_beams(pair: Any, processes: Processes) -> None:

@@ -16,8 +16,8 @@ from rotor.format.layout import LayerLayout
 from rotor.kernels.code_reference import coded_attention, partial_attention
 from rotor.kernels.reference import grouped_attention
 from rotor.parallel.attention import join, visible
-from rotor.parallel.plan import bounds, plan_layer
-from rotor.parallel.traffic import by_heads, by_rows
+from rotor.parallel.plan import bounds, pieces, plan_layer
+from rotor.parallel.traffic import of_prompt, of_ring
 
 LAYOUTS = [
     layer("post", 1, (48, 16), (32, 32), (16, 16), (8, 8)),
@@ -41,7 +41,7 @@ def test_every_head_is_computed_once(layout: LayerLayout, processes: int) -> Non
         in_calls = [part for _, _, parts in plan.calls(process) for part in parts]
         assert sorted(in_calls, key=plan.parts[process].index) == list(plan.parts[process])
     if processes <= len(layout.groups):  # no group is cut, and each row goes to one process
-        rows = sum(plan.sizes(process, 2).rows for process in range(processes))
+        rows = sum(plan.sizes(process).rows for process in range(processes))
         assert rows == sum(layout.row_bytes(2))
 
 
@@ -55,15 +55,28 @@ def test_bounds_are_even() -> None:
     assert bounds(3, 3) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("tokens, processes", [(8, 4), (9, 4), (23, 3), (5, 1), (1000, 7)])
+def test_pieces_hold_every_token_once_and_share_the_causal_work(tokens: int, processes: int) -> None:
+    found = pieces(tokens, processes)
+    assert sorted(i for runs in found for run in runs for i in run) == list(range(tokens))
+    work = [sum(i + 1 for run in runs for i in run) for runs in found]
+    assert all(run for runs in found for run in runs)
+    assert max(work) - min(work) <= 3 * tokens  # of tokens^2 / 2 in all
+
+
 def test_bytes_by_hand() -> None:
     """Two KV heads of two query heads, ranks 8 + 4, of ten tokens: each process sends half of everything it has."""
     layouts = [layer("post", 1, (8, 4), (8, 4))]
     shape = type("Shape", (), {"heads_per_kv": 2, "head_dim": 16})()
-    found = by_heads(layouts, shape, 10, 2, 2)  # type: ignore[arg-type]
+    found = of_prompt(layouts, shape, 10, 2, 2, "heads")  # type: ignore[arg-type]
     assert (found.queries, found.rows, found.outputs) == (10 * 2 * 8 * 2, 10 * 12 * 2, 10 * 2 * 4 * 2)
     assert found.busiest == found.total // 2
-    assert by_rows(24, 10, 2).total == 240
-    assert by_rows(24, 10, 1).total == by_heads(layouts, shape, 10, 1, 2).total == 0  # type: ignore[arg-type]
+    rows = of_prompt(layouts, shape, 10, 2, 2, "rows")  # type: ignore[arg-type]
+    assert (rows.queries, rows.rows, rows.outputs, rows.busiest) == (0, 10 * 24 * 2, 0, 5 * 24 * 2)
+    assert of_prompt(layouts, shape, 10, 2, 2) == rows  # type: ignore[arg-type]
+    assert of_prompt(layouts, shape, 40, 16, 2).queries > 0  # type: ignore[arg-type]
+    assert of_ring(48, 10, 2).total == rows.total
+    assert of_ring(48, 10, 1).total == of_prompt(layouts, shape, 10, 1, 2).total == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("domain", ["post", "pre", "none"])
@@ -131,17 +144,17 @@ def test_the_command_counts(tiny, tmp_path: Path, capsys) -> None:
     assert json.loads(out.read_text()) == result
     assert plot.is_file() is bool(more)
     one, two, four = result["counted"]
-    assert one["compressed"]["bytes"] == one["ring"]["bytes"] == 0
-    assert two["compressed"]["bytes"] < two["ulysses"]["bytes"]
+    assert one["rotor"]["bytes"] == one["ring"]["bytes"] == 0
+    assert two["rotor"]["bytes"] <= two["heads"]["bytes"] < two["ulysses"]["bytes"]
     assert four["ring"]["bytes"] == 3 * 64 * result["kv_bytes_per_token"]["before"]
-    assert four["ring_compressed"]["bytes"] == 3 * 64 * result["kv_bytes_per_token"]["after"]
+    assert four["rotor"]["bytes"] == 3 * 64 * result["kv_bytes_per_token"]["after"]
     assert four["ring"]["predicted_s"]["ethernet"] == four["ring"]["busiest_bytes"] / 12.5e9
     code, said, _ = rotor(capsys, "traffic", folder, "--tokens", "64")
     assert code == 0
     assert "of uncompressed" in said
-    code, _, error = rotor(capsys, "traffic", folder, "--tokens", "3")
+    code, _, error = rotor(capsys, "traffic", folder, "--tokens", "15")
     assert code == 2
-    assert "3 tokens for 8 processes" in error
+    assert "15 tokens for 8 processes: expected at least 16" in error
 
 
 @pytest.mark.slow

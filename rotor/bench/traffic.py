@@ -19,17 +19,17 @@ from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..models.compressed import CompressedCheckpoint
 from ..models.loading import load_model
 from ..parallel import sequence_parallel
-from ..parallel.traffic import Traffic, by_heads, by_rows, decoding, uncompressed
+from ..parallel.traffic import Traffic, of_prompt, of_ring, of_token, uncompressed
 from ..prediction.devices import Device
 from .provenance import provenance
 
 VERSION = 1
 TIMEOUT = timedelta(minutes=5)
 ROWS = {
-    "compressed": "Ulysses, compressed (what --parallel sequence does)",
+    "rotor": "rotor: layer by layer whichever sends less",
+    "heads": "Ulysses, compressed (ZDC)",
     "ulysses": "Ulysses, uncompressed",
     "ring": "ring attention, uncompressed",
-    "ring_compressed": "ring attention over compressed rows (not implemented)",
 }
 
 
@@ -54,10 +54,11 @@ def measure_traffic(
         busiest process's bytes over the rate, with no latency and nothing overlapped.
     Raises:
         NumericsError: the calls sent other bytes than the layouts say.
-        UsageError: fewer tokens than processes; the device file has no rate of the device's links.
+        UsageError: fewer than two tokens a process; the device file has no rate of the device's links.
     """
-    if max([*processes, *measured]) > tokens:
-        raise UsageError(f"{tokens} tokens for {max([*processes, *measured])} processes.", "Give more --tokens.")
+    most = max([*processes, *measured])
+    if 2 * most > tokens:
+        raise UsageError(f"{tokens} tokens for {most} processes: expected at least {2 * most}.", "Give more --tokens.")
     if device.link_bytes_per_s is None:
         raise UsageError(
             f"device {device_name}: link_bytes_per_s is not known.", "Add it in a device file, or name another device."
@@ -68,24 +69,24 @@ def measure_traffic(
     entries = []
     for count in processes:
         found = {
-            "compressed": by_heads(layouts, shape, tokens, count, size),
-            "ulysses": by_heads(uncompressed(shape), shape, tokens, count, size),
-            "ring": by_rows(uncompressed_kv_bytes_per_token(shape, size), tokens, count),
-            "ring_compressed": by_rows(kv_bytes_per_token(layouts, size), tokens, count),
+            "rotor": of_prompt(layouts, shape, tokens, count, size),
+            "heads": of_prompt(layouts, shape, tokens, count, size, "heads"),
+            "ulysses": of_prompt(uncompressed(shape), shape, tokens, count, size, "heads"),
+            "ring": of_ring(uncompressed_kv_bytes_per_token(shape, size), tokens, count),
         }
         entries.append(
             {
                 "processes": count,
                 **{name: _entry(traffic, links) for name, traffic in found.items()},
-                "decode_bytes_per_token": decoding(layouts, shape, count, size),
+                "decode_bytes_per_token": of_token(layouts, shape, count, size),
             }
         )
     calls = [_measure(checkpoint, count, tokens) for count in measured]
     for entry in calls:
         count, sent = entry["processes"], entry["sent_bytes"]
-        expected = by_heads(layouts, shape, tokens, count, size)
+        expected = of_prompt(layouts, shape, tokens, count, size)
         got = [sent.get(name, 0) for name in ("queries", "rows", "outputs", "partial")]
-        wanted = [expected.queries, expected.rows, expected.outputs, decoding(layouts, shape, count, size)]
+        wanted = [expected.queries, expected.rows, expected.outputs, of_token(layouts, shape, count, size)]
         if got != wanted:
             raise NumericsError(
                 f"{count} processes sent {got} bytes of queries, rows, outputs and, decoding, partial results: "

@@ -1,13 +1,13 @@
-"""Attention over a sequence that lies on several processes, in its two forms.
+"""Attention over a sequence that lies on several processes, in its three forms.
 
-A prompt: its tokens are spread, and instead of them groups of KV heads for the time of a layer's attention (Ulysses).
-Later tokens: all processes have them, and each attends to the rows that it keeps; what they find is joined by its
-log-sum-exp.
+A prompt: its tokens are spread, and instead of them groups of KV heads for the time of a layer's attention (Ulysses);
+or every process gets all rows, where these weigh less. Later tokens: all processes have them, and each attends to the
+rows that it keeps; what they find is joined by its log-sum-exp.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,14 +52,14 @@ def attend_by_heads(
     key_rotation: Rotation,
     plan: LayerPlan,
     wire: Wire,
-    edges: list[int],
+    owned: list[Tensor],
     mask: Tensor | None,
 ) -> Tensor:
     """Attention of a whole prompt whose tokens are spread: queries and rows go to where their heads are, outputs back.
 
     Args:
         query, key, value: of this process's tokens; see `grouped_attention`.
-        key_rotation: in domain `pre`, of all tokens. edges: where each process's tokens begin, and their end.
+        key_rotation: in domain `pre`, of all tokens. owned: indices of each process's tokens.
         mask: over the whole prompt, as `visible` gives it; None is causal.
     Returns:
         [batch_size, own tokens, sum over query heads of v_rank], groups in the order of the layout.
@@ -77,7 +77,7 @@ def attend_by_heads(
             parcels += [Parcel("rows", key[:, 0, :, keys]), Parcel("rows", value[:, 0, :, values])]
         outgoing.append(parcels)
     mine = plan.parts[wire.rank]
-    lengths = [end - start for start, end in pairwise(edges)]
+    lengths, order = [len(indices) for indices in owned], torch.argsort(torch.cat(owned))
     expected = []
     for length in lengths:
         shapes = [Expected((batch_size, length, part.num_heads, plan.query_width(part.group)), dtype) for part in mine]
@@ -88,14 +88,14 @@ def attend_by_heads(
             ]
         expected.append(shapes)
     found = wire.exchange(f"queries and rows of {layer}", outgoing, expected)
-    whole = [torch.cat(pieces, dim=1) for pieces in zip(*found, strict=True)]
+    whole = [torch.cat(pieces, dim=1)[:, order] for pieces in zip(*found, strict=True)]
     queries_of = dict(zip(mine, whole, strict=False))
     rows = whole[len(mine) :]
     rows_of = {group: (rows[2 * i], rows[2 * i + 1]) for i, group in enumerate(plan.groups(wire.rank))}
     outputs: dict[Part, Tensor] = {}
     for call, heads_per_kv, parts in plan.calls(wire.rank):
         outputs |= _call(module, call, heads_per_kv, parts, queries_of, rows_of, key_rotation, mask)
-    back = [[Parcel("outputs", outputs[part][:, start:end]) for part in mine] for start, end in pairwise(edges)]
+    back = [[Parcel("outputs", outputs[part][:, indices]) for part in mine] for indices in owned]
     own = lengths[wire.rank]
     expected = [
         [Expected((batch_size, own, part.num_heads, layout.groups[part.group].v_rank), dtype) for part in of_process]
@@ -107,6 +107,56 @@ def attend_by_heads(
         for part, piece in zip(of_process, pieces, strict=True):
             result[part.group][:, :, part.heads(hpk)] = piece
     return torch.cat([output.flatten(2) for output in result], dim=-1)
+
+
+def attend_by_rows(
+    module: RotorAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_rotation: Rotation,
+    wire: Wire,
+    owned: list[Tensor],
+    runs: list[range],
+    mask_of: Callable[[range], Tensor],
+) -> Tensor:
+    """Attention of a whole prompt whose tokens are spread: rows go to all processes, queries stay where they are.
+
+    Args:
+        query, key, value, key_rotation, owned: as in `attend_by_heads`. runs: of this process's tokens, in order.
+        mask_of: of a run, over all tokens up to its last; as `visible` gives it.
+    Returns:
+        As `attend_by_heads`.
+    """
+    layout, order = module.layout, torch.argsort(torch.cat(owned))
+    parcels = [Parcel("rows", key), Parcel("rows", value)]
+    expected = [
+        [Expected((key.shape[0], 1, len(indices), rows.shape[-1]), rows.dtype) for rows in (key, value)]
+        for indices in owned
+    ]
+    found = wire.exchange(f"rows of layer {module.layer_idx}", [parcels] * wire.count, expected)
+    keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*found, strict=True))
+    dim = 1 if layout.domain == "none" else 2
+    outputs, begin = [], 0
+    for run in runs:
+        end = run.stop
+        rotation = None if key_rotation is None else (key_rotation[0][:end], key_rotation[1][:end])
+        outputs.append(
+            _attention(
+                module,
+                query.narrow(dim, begin, len(run)),
+                keys[:, :, :end],
+                values[:, :, :end],
+                layout,
+                module.heads_per_kv,
+                module.query_basis,
+                module.key_constant,
+                rotation,
+                mask_of(run),
+            )
+        )
+        begin += len(run)
+    return torch.cat(outputs, dim=1)
 
 
 def attend_to_spread_rows(
@@ -221,20 +271,7 @@ def _call(
     else:
         query = torch.cat([one.flatten(2) for one in own], dim=-1)
     key, value = (torch.cat([rows[part.group][side] for part in parts], dim=-1).unsqueeze(1) for side in (0, 1))
-    attention, codes = (coded_attention, {"constant_key": constant}) if layout.coded else (grouped_attention, {})
-    output = attention(
-        query,
-        key,
-        value,
-        layout,
-        heads_per_kv,
-        module.scaling,
-        query_basis=basis,
-        key_rotation=key_rotation,
-        attention_mask=mask,
-        softcap=module.softcap,
-        **codes,
-    )
+    output = _attention(module, query, key, value, layout, heads_per_kv, basis, constant, key_rotation, mask)
     widths = [part.num_heads * group.v_rank for part, group in zip(parts, layout.groups, strict=True)]
     pieces = output.split(widths, dim=-1)
     return {part: piece.unflatten(-1, (part.num_heads, -1)) for part, piece in zip(parts, pieces, strict=True)}
@@ -260,3 +297,32 @@ def _bases(module: RotorAttention, parts: list[Part]) -> tuple[Tensor, Tensor | 
         for start, part in zip(first, parts, strict=True)
     ]
     return torch.cat(columns, dim=-1), torch.cat(constants)
+
+
+def _attention(
+    module: RotorAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayerLayout,
+    heads_per_kv: int,
+    basis: Tensor | None,
+    constant: Tensor | None,
+    key_rotation: Rotation,
+    mask: Tensor | None,
+) -> Tensor:
+    """Attention over rows of codes or of numbers, as `layout` says; the others as in `coded_attention`."""
+    attention, codes = (coded_attention, {"constant_key": constant}) if layout.coded else (grouped_attention, {})
+    return attention(
+        query,
+        key,
+        value,
+        layout,
+        heads_per_kv,
+        module.scaling,
+        query_basis=basis,
+        key_rotation=key_rotation,
+        attention_mask=mask,
+        softcap=module.softcap,
+        **codes,
+    )

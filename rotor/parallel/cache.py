@@ -30,20 +30,18 @@ class Seen:
 
 @dataclass(frozen=True)
 class Share:
-    """The tokens of a pass that this process stores.
+    """Which tokens of a pass this process stores.
 
-    first: index in the whole sequence. offset, length: where they are among the tokens that it was given.
+    indices: in the whole sequence, of those that it was given. stored: whether it stores these, or none.
     """
 
-    first: int
-    offset: int
-    length: int
+    indices: Tensor
+    stored: bool
 
     def of(self, key: Tensor, value: Tensor) -> Rows:
         """The share of rows [batch_size, 1, seq_len, width] of all tokens that the process was given."""
-        own = slice(self.offset, self.offset + self.length)
-        indices = torch.arange(self.first, self.first + self.length, device=key.device)
-        return Rows(key[:, :, own], value[:, :, own], indices)
+        count = len(self.indices) if self.stored else 0
+        return Rows(key[:, :, :count], value[:, :, :count], self.indices[:count])
 
 
 @dataclass(frozen=True)

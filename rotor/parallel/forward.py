@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..errors import UsageError
 from .cache import Seen, Share, SpreadLayer, seen_of, spread_layers
-from .plan import bounds
+from .plan import pieces
 from .wire import Wire
 
 POSITIONS_FROM_MASK = frozenset({"opt"})
@@ -24,9 +23,9 @@ class Pass:
     """A forward pass.
 
     first, length: index of its first token in the whole sequence, and the tokens of that up to its last.
-    edges: where each process's tokens begin, and their end; None where every process has all tokens of the pass.
-    owner: then, the process that stores their rows.
-    own_first: index of this process's first token. share: what this process stores.
+    runs: the tokens of each process; None where every process has all tokens of the pass. owner: then, the process that
+        stores their rows.
+    owned: indices of each process's tokens, where there are runs. indices: of this process's. share: what it stores.
     attended: of every index whether it is no padding, [batch_size, length]; None: all are not.
     positions: of the tokens of the pass, [batch_size or 1, tokens]; own_positions: of this process's.
     seen: of the cache, None without one. tokens_to_keep: of which logits are wanted; 0 for all.
@@ -34,9 +33,10 @@ class Pass:
 
     first: int
     length: int
-    edges: list[int] | None
+    runs: list[list[range]] | None
     owner: int
-    own_first: int
+    owned: list[Tensor]
+    indices: Tensor
     share: Share
     attended: Tensor | None
     positions: Tensor
@@ -48,11 +48,11 @@ class Pass:
         """At the end of the pass: add its tokens to what the cache knows of its processes."""
         if self.seen is None:
             return
-        if self.edges is None:
+        if self.runs is None:
             self.seen.counts[self.owner] += self.length - self.first
             return
-        for process, (start, end) in enumerate(pairwise(self.edges)):
-            self.seen.counts[process] += end - start
+        for process, indices in enumerate(self.owned):
+            self.seen.counts[process] += len(indices)
 
 
 def begin_pass(
@@ -93,29 +93,32 @@ def begin_pass(
             positions = (attended.long().cumsum(1) * attended - 1)[:, first:]
     if before_rope:
         _check_shifts(positions, first, attended, seen)
-    if first == 0 and tokens >= wire.count:
-        edges = bounds(tokens, wire.count)
-        own = slice(edges[wire.rank], edges[wire.rank + 1])
-        owner, share = 0, Share(own.start, 0, own.stop - own.start)
+    runs, owned, owner = None, [], 0
+    if first == 0 and tokens >= 2 * wire.count:
+        runs = pieces(tokens, wire.count)
+        owned = [torch.tensor([*head, *tail], device=inputs.device) for head, tail in runs]
+        own = owned[wire.rank]
+        share = Share(own, stored=True)
     else:
-        edges, own = None, slice(0, tokens)
+        own = torch.arange(tokens, device=inputs.device)
         owner = 0 if seen is None else seen.counts.index(min(seen.counts))
-        share = Share(first, 0, tokens if owner == wire.rank else 0)
+        share = Share(first + own, stored=owner == wire.rank)
     now = Pass(
         first,
         first + tokens,
-        edges,
+        runs,
         owner,
-        first + own.start,
+        owned,
+        first + own,
         share,
         attended,
         positions,
-        positions[:, own],
+        positions.index_select(1, own),
         seen,
         keep,
     )
     changed = arguments | {
-        name: inputs[:, own],
+        name: inputs.index_select(1, own),
         "position_ids": now.own_positions,
         # One of four dimensions goes through every family's masking as it is; attention makes its own.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device),
@@ -123,7 +126,7 @@ def begin_pass(
     }
     for along in ("token_type_ids", "cache_position"):
         if changed.get(along) is not None:
-            changed[along] = changed[along][..., own]
+            changed[along] = changed[along].index_select(-1, own)
     return now, changed
 
 

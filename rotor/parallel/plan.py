@@ -1,8 +1,12 @@
-"""Who computes what of a layer's attention: groups of KV heads to processes, and the bytes that this sends.
+"""Who computes what: tokens to processes, and inside of attention groups of KV heads; and the bytes that this sends.
 
-Outside of attention a process has some tokens and all heads, inside all tokens and some heads. A *part* is what one
-process computes of a group: all of its query heads where there are groups for every process, else some of them. The
-rows of a group that is cut into parts go to each process that has one (one latent a layer goes to all).
+Outside of attention a process has some tokens and all heads, inside (Ulysses) all tokens and some heads. A *part* is
+what one process computes of a group: all of its query heads where there are groups for every process, else some of
+them. The rows of a group that is cut into parts go to each process that has one (one latent a layer goes to all).
+
+Where rows are so small that all of them, sent to all, weigh less than queries, rows and outputs on their way, queries
+stay where they are, and only rows travel. Tokens are cut into two pieces a process, one from either end, so that the
+causal mask leaves all processes as much to do.
 """
 
 from __future__ import annotations
@@ -47,12 +51,13 @@ class Sizes:
 class LayerPlan:
     """The parts of a layer by process.
 
-    parts: of each process, in the order of the layout's groups.
+    element_bytes: of the model's dtype. parts: of each process, in the order of the layout's groups.
     """
 
     layout: LayerLayout
     heads_per_kv: int
     head_dim: int
+    element_bytes: int
     parts: tuple[tuple[Part, ...], ...]
 
     def groups(self, process: int) -> list[int]:
@@ -63,9 +68,17 @@ class LayerPlan:
         """Numbers that a query head sends: its latent, or in domain `pre` the query itself, which is not compressed."""
         return self.head_dim if self.layout.domain == "pre" else self.layout.groups[group].qk_rank
 
-    def sizes(self, process: int, element_bytes: int) -> Sizes:
-        """What a process receives and sends back for each token."""
-        parts, groups = self.parts[process], self.layout.groups
+    @property
+    def rows_alone(self) -> bool:
+        """Whether fewer bytes travel if every process gets all rows, and queries and outputs stay where they are."""
+        count = len(self.parts)
+        sizes = [self.sizes(process) for process in range(count)]
+        by_heads = sum(size.queries + size.rows + size.outputs for size in sizes)
+        return count > 1 and count * sum(self.layout.row_bytes(self.element_bytes)) < by_heads
+
+    def sizes(self, process: int) -> Sizes:
+        """What a process receives and sends back for each token, where heads are spread."""
+        parts, groups, element_bytes = self.parts[process], self.layout.groups, self.element_bytes
         return Sizes(
             element_bytes * sum(part.num_heads * self.query_width(part.group) for part in parts),
             sum(sum(groups[i].row_bytes(element_bytes)) for i in self.groups(process)),
@@ -123,12 +136,23 @@ def plan_layer(layout: LayerLayout, heads_per_kv: int, head_dim: int, element_by
         loads[process] += weight
         owned[process].append(part)
     ordered = (tuple(sorted(mine, key=lambda p: (p.group, p.kv_heads.start, p.query_heads.start))) for mine in owned)
-    return LayerPlan(layout, heads_per_kv, head_dim, tuple(ordered))
+    return LayerPlan(layout, heads_per_kv, head_dim, element_bytes, tuple(ordered))
 
 
-def bounds(tokens: int, processes: int) -> list[int]:
-    """Where each process's tokens begin, and the end of the last one's: contiguous, and as even as can be."""
-    return [tokens * i // processes for i in range(processes + 1)]
+def bounds(tokens: int, count: int) -> list[int]:
+    """Where each of several pieces begins, and the end of the last one: as even as can be."""
+    return [tokens * i // count for i in range(count + 1)]
+
+
+def pieces(tokens: int, processes: int) -> list[list[range]]:
+    """The tokens of each process: one piece from the beginning and one from the end, as even as can be.
+
+    Args:
+        tokens: at least two a process.
+    """
+    edges = bounds(tokens, 2 * processes)
+    runs = [range(start, end) for start, end in pairwise(edges)]
+    return [[runs[process], runs[-1 - process]] for process in range(processes)]
 
 
 def _bytes_of(group: GroupLayout, layout: LayerLayout, heads_per_kv: int, head_dim: int, element_bytes: int) -> int:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..runtime.families import Family
 
@@ -25,14 +25,14 @@ def whole_positions(state: SequenceParallel, model: Any, family: Family) -> Iter
     if family.rotary is None or not any(table.depends_on_length for table in tables):
         yield
         return
-    turned: list[tuple[int, int]] = []
+    turned: list[Tensor] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         now = state.now
         given = args[1] if len(args) > 1 else kwargs.get("position_ids")
-        if now.edges is None or given is None or not torch.equal(given, now.own_positions):
+        if now.runs is None or given is None or not torch.equal(given, now.own_positions):
             return None  # the table of an attention layer, by index over the whole prompt
-        turned.append((now.own_first, given.shape[1]))
+        turned.append(now.indices)
         if len(args) > 1:
             return (args[0], now.positions, *args[2:]), kwargs
         return args, kwargs | {"position_ids": now.positions}
@@ -40,8 +40,8 @@ def whole_positions(state: SequenceParallel, model: Any, family: Family) -> Iter
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if not turned:
             return None
-        first, count = turned.pop()
-        return tuple(table[:, first : first + count] for table in output)
+        indices = turned.pop()
+        return tuple(table.index_select(1, indices) for table in output)
 
     rotary = model.get_submodule(family.rotary)
     with ExitStack() as stack:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
-from .plan import bounds, plan_layer
+from .plan import LayerPlan, pieces, plan_layer
 
 
 @dataclass(frozen=True)
@@ -39,44 +38,62 @@ class Traffic:
         )
 
 
-def by_heads(
-    layouts: Sequence[LayerLayout], shape: AttentionShape, tokens: int, processes: int, element_bytes: int
+def of_prompt(
+    layouts: Sequence[LayerLayout],
+    shape: AttentionShape,
+    tokens: int,
+    processes: int,
+    element_bytes: int,
+    exchange: str = "auto",
 ) -> Traffic:
-    """Ulysses over the layers of a model, as `sequence_parallel` runs it over a prompt (batch of one)."""
-    lengths = [end - start for start, end in pairwise(bounds(tokens, processes))]
+    """What `sequence_parallel` sends for a prompt (batch of one), over the layers of a model.
+
+    Args:
+        tokens: at least two a process. exchange: as in `sequence_parallel`.
+    """
+    lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
     whole = Traffic()
     for layout in layouts:
         plan = plan_layer(layout, shape.heads_per_kv, shape.head_dim, element_bytes, processes)
-        sizes = [plan.sizes(process, element_bytes) for process in range(processes)]
-        others = [tokens - length for length in lengths]
-        there = [left * (size.queries + size.rows) for left, size in zip(others, sizes, strict=True)]
-        back = [left * size.outputs for left, size in zip(others, sizes, strict=True)]
-        all_there, all_back = sum(s.queries + s.rows for s in sizes), sum(s.outputs for s in sizes)
-        loads = [
-            (
-                length * (all_there - size.queries - size.rows) + back[process],
-                there[process] + length * (all_back - size.outputs),
-            )
-            for process, (length, size) in enumerate(zip(lengths, sizes, strict=True))
-        ]
-        whole += Traffic(
-            sum(left * size.queries for left, size in zip(others, sizes, strict=True)),
-            sum(left * size.rows for left, size in zip(others, sizes, strict=True)),
-            sum(back),
-            max(max(load) for load in loads),
-        )
+        rows = exchange == "rows" or (exchange == "auto" and plan.rows_alone)
+        whole += _by_rows(sum(layout.row_bytes(element_bytes)), lengths) if rows else _by_heads(plan, lengths)
     return whole
 
 
-def by_rows(row_bytes: int, tokens: int, processes: int) -> Traffic:
-    """Ring attention: queries and outputs stay, every process's rows pass through all the others.
+def _by_heads(plan: LayerPlan, lengths: list[int]) -> Traffic:
+    """Queries and rows to where their heads are, outputs back."""
+    sizes = [plan.sizes(process) for process in range(len(lengths))]
+    others = [sum(lengths) - length for length in lengths]
+    there, back = sum(size.queries + size.rows for size in sizes), sum(size.outputs for size in sizes)
+    loads = []
+    for length, left, size in zip(lengths, others, sizes, strict=True):
+        mine = size.queries + size.rows
+        loads += [length * (there - mine) + left * size.outputs, left * mine + length * (back - size.outputs)]
+    pairs = list(zip(others, sizes, strict=True))
+    return Traffic(
+        sum(left * size.queries for left, size in pairs),
+        sum(left * size.rows for left, size in pairs),
+        sum(left * size.outputs for left, size in pairs),
+        max(loads),
+    )
+
+
+def _by_rows(row_bytes: int, lengths: list[int]) -> Traffic:
+    """Every process's rows to all the others."""
+    count, tokens = len(lengths), sum(lengths)
+    busiest = max(max((count - 1) * length, tokens - length) for length in lengths)
+    return Traffic(rows=(count - 1) * tokens * row_bytes, busiest=busiest * row_bytes)
+
+
+def of_ring(row_bytes: int, tokens: int, processes: int) -> Traffic:
+    """Ring attention: queries and outputs stay, rows go round, each past every process.
 
     Args:
         row_bytes: of the keys and values of one token over all layers.
     """
-    lengths = [end - start for start, end in pairwise(bounds(tokens, processes))]
-    most = max(tokens - min(lengths), 0) if processes > 1 else 0
-    return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest=most * row_bytes)
+    lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
+    busiest = tokens - min(lengths) if processes > 1 else 0
+    return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest=busiest * row_bytes)
 
 
 def uncompressed(shape: AttentionShape) -> list[LayerLayout]:
@@ -85,7 +102,7 @@ def uncompressed(shape: AttentionShape) -> list[LayerLayout]:
     return [LayerLayout("none", True, groups)] * shape.num_layers
 
 
-def decoding(layouts: Sequence[LayerLayout], shape: AttentionShape, processes: int, element_bytes: int) -> int:
+def of_token(layouts: Sequence[LayerLayout], shape: AttentionShape, processes: int, element_bytes: int) -> int:
     """What all processes send to decode one token: outputs and log-sum-exps, float32 or wider, from each to each."""
     heads = [layout.group_size * shape.heads_per_kv for layout in layouts]
     numbers = sum(n * sum(g.v_rank + 1 for g in layout.groups) for n, layout in zip(heads, layouts, strict=True))

@@ -78,8 +78,8 @@ class Spread(Protocol):
     """How queries meet rows where a sequence lies on several processes: what `rotor.parallel` puts into `spread`."""
 
     @property
-    def first(self) -> int:
-        """Index in the whole sequence of the first token that this process was given."""
+    def indices(self) -> Tensor:
+        """Indices in the whole sequence of the tokens that this process was given, [seq_len]."""
 
     @property
     def length(self) -> int:
@@ -209,7 +209,7 @@ class RotorAttention(nn.Module):
         # not, the table's check of positions refuses.
         query_offset, kv_len, kv_offset = 0, seq_len, 0
         if self.spread is not None:
-            query_offset, kv_len = self.spread.first, self.spread.length
+            kv_len = self.spread.length
         elif past_key_values is not None:
             query_offset = past_key_values.get_seq_length(self.layer_idx)
             kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
@@ -262,6 +262,8 @@ class RotorAttention(nn.Module):
             end = query_offset + seq_len if self.spread is None else kv_len
             key_rotation = self._rotary(kv_offset, kv_len, end, query.device, dtype)
             index = torch.arange(seq_len, device=query.device) + query_offset - kv_offset
+            if self.spread is not None:
+                index = self.spread.indices
             query = rotate(query.transpose(1, 2), *(table[index].to(query.dtype) for table in key_rotation))
         if layout.folded_keys or key.dim() == 3:
             key = key.unsqueeze(1)
