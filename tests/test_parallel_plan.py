@@ -144,14 +144,14 @@ def test_the_command_counts(tiny, tmp_path: Path, capsys) -> None:
     assert json.loads(out.read_text()) == result
     assert plot.is_file() is bool(more)
     one, two, four = result["counted"]
-    assert one["rotor"]["bytes"] == one["ring"]["bytes"] == 0
-    assert two["rotor"]["bytes"] <= two["heads"]["bytes"] < two["ulysses"]["bytes"]
+    assert one["auto"]["bytes"] == one["ring"]["bytes"] == 0
+    assert two["auto"]["bytes"] <= two["heads"]["bytes"] < two["ulysses"]["bytes"]
     assert four["ring"]["bytes"] == 3 * 64 * result["kv_bytes_per_token"]["before"]
-    assert four["rotor"]["bytes"] == 3 * 64 * result["kv_bytes_per_token"]["after"]
+    assert four["auto"]["bytes"] == 3 * 64 * result["kv_bytes_per_token"]["after"]
     assert four["ring"]["predicted_s"]["ethernet"] == four["ring"]["busiest_bytes"] / 12.5e9
     code, said, _ = rotor(capsys, "traffic", folder, "--tokens", "64")
     assert code == 0
-    assert "of uncompressed" in said
+    assert "of Ulysses" in said
     code, _, error = rotor(capsys, "traffic", folder, "--tokens", "15")
     assert code == 2
     assert "15 tokens for 8 processes: expected at least 16" in error
@@ -162,7 +162,9 @@ def test_the_command_measures(tiny, tmp_path: Path, capsys) -> None:
     folder = write_pair(tiny("llama"), tmp_path, "pre", 2).coded
     code, said, error = rotor(capsys, "traffic", folder, "--tokens", "33", "--measure", "3", "--json")
     assert code == 0, error
-    assert json.loads(said)["measured"][0]["sent_bytes"]["rows"] > 0
+    entries = json.loads(said)["measured"]
+    assert [entry["exchange"] for entry in entries] == ["auto", "heads"]
+    assert all(entry["sent_bytes"]["rows"] > 0 for entry in entries)
 
 
 def _has_matplotlib() -> bool:

@@ -13,23 +13,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from transformers.utils.logging import disable_progress_bar
 
 from ..errors import NumericsError, RotorError, UsageError
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..models.compressed import CompressedCheckpoint
 from ..models.loading import load_model
 from ..parallel import sequence_parallel
+from ..parallel.sequence import Exchange
 from ..parallel.traffic import Traffic, of_prompt, of_ring, of_token, uncompressed
 from ..prediction.devices import Device
 from .provenance import provenance
 
 VERSION = 1
 TIMEOUT = timedelta(minutes=5)
-ROWS = {
-    "rotor": "rotor: layer by layer whichever sends less",
-    "heads": "Ulysses, compressed (ZDC)",
-    "ulysses": "Ulysses, uncompressed",
-    "ring": "ring attention, uncompressed",
+EXCHANGES: tuple[Exchange, ...] = ("auto", "heads")
+LABELS = {
+    "auto": "rotor, the lesser",
+    "heads": "rotor, Ulysses (ZDC)",
+    "ulysses": "Ulysses",
+    "ring": "ring attention",
 }
 
 
@@ -69,7 +72,7 @@ def measure_traffic(
     entries = []
     for count in processes:
         found = {
-            "rotor": of_prompt(layouts, shape, tokens, count, size),
+            "auto": of_prompt(layouts, shape, tokens, count, size),
             "heads": of_prompt(layouts, shape, tokens, count, size, "heads"),
             "ulysses": of_prompt(uncompressed(shape), shape, tokens, count, size, "heads"),
             "ring": of_ring(uncompressed_kv_bytes_per_token(shape, size), tokens, count),
@@ -81,10 +84,10 @@ def measure_traffic(
                 "decode_bytes_per_token": of_token(layouts, shape, count, size),
             }
         )
-    calls = [_measure(checkpoint, count, tokens) for count in measured]
+    calls = [entry for count in measured for entry in _measure(checkpoint, count, tokens)]
     for entry in calls:
         count, sent = entry["processes"], entry["sent_bytes"]
-        expected = of_prompt(layouts, shape, tokens, count, size)
+        expected = of_prompt(layouts, shape, tokens, count, size, entry["exchange"])
         got = [sent.get(name, 0) for name in ("queries", "rows", "outputs", "partial")]
         wanted = [expected.queries, expected.rows, expected.outputs, of_token(layouts, shape, count, size)]
         if got != wanted:
@@ -105,7 +108,7 @@ def measure_traffic(
             "after": kv_bytes_per_token(layouts, size),
         },
         "rates": {"device": device_name, **{f"{name}_bytes_per_s": rate for name, rate in links.items()}},
-        "rows": ROWS,
+        "labels": LABELS,
         "counted": entries,
         "measured": calls,
     }
@@ -122,7 +125,7 @@ def _entry(traffic: Traffic, links: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _measure(checkpoint: CompressedCheckpoint, count: int, tokens: int) -> dict[str, Any]:
+def _measure(checkpoint: CompressedCheckpoint, count: int, tokens: int) -> list[dict[str, Any]]:
     """Run a prompt of random tokens and one step of decoding in so many processes here; what they sent, by kind."""
     with tempfile.TemporaryDirectory() as place:
         results = Path(place)
@@ -132,19 +135,28 @@ def _measure(checkpoint: CompressedCheckpoint, count: int, tokens: int) -> dict[
             last = str(error).strip().splitlines()[-1]
             raise RotorError(f"one of {count} processes failed: {last}", "Give fewer with --measure.") from error
         found = [torch.load(results / f"{rank}.pt", weights_only=True) for rank in range(count)]
-    kinds = sorted({kind for sent in found for kind in sent})
-    return {"processes": count, "sent_bytes": {kind: sum(sent.get(kind, 0) for sent in found) for kind in kinds}}
+    entries = []
+    for exchange in EXCHANGES:
+        of_each = [sent[exchange] for sent in found]
+        kinds = sorted({kind for sent in of_each for kind in sent})
+        sums = {kind: sum(sent.get(kind, 0) for sent in of_each) for kind in kinds}
+        entries.append({"processes": count, "exchange": exchange, "sent_bytes": sums})
+    return entries
 
 
 def _run(rank: int, count: int, folder: str, tokens: int, place: str) -> None:
     torch.set_num_threads(1)
+    disable_progress_bar()
     dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=count, timeout=TIMEOUT)
     checkpoint = CompressedCheckpoint(folder)
     model = load_model(folder, torch.device("cpu"), checkpoint.dtype)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=generator)
-    with sequence_parallel(model) as parallel:
-        cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-        model(ids[:, -1:], past_key_values=cache)
-    torch.save(dict(parallel.wire.sent), Path(place) / f"{rank}.pt")
+    sent = {}
+    for exchange in EXCHANGES:
+        with sequence_parallel(model, exchange=exchange) as parallel:
+            cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+            model(ids[:, -1:], past_key_values=cache)
+        sent[exchange] = dict(parallel.wire.sent)
+    torch.save(sent, Path(place) / f"{rank}.pt")
     dist.destroy_process_group()

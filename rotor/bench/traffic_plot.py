@@ -32,7 +32,7 @@ def write_traffic_plot(result: dict[str, Any], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 4), dpi=120)
         panels = figure.subplots(1, 3)
-        for index, (name, label) in enumerate(result["rows"].items()):
+        for index, (name, label) in enumerate(result["labels"].items()):
             line = {"marker": MARKERS[index], "color": f"C{index}", "label": label}
             bytes_a_token = [entry[name]["bytes"] / result["tokens"] for entry in entries]
             panels[0].plot(counts, bytes_a_token, **line)
@@ -44,7 +44,7 @@ def write_traffic_plot(result: dict[str, Any], path: Path) -> None:
             axes.set(title=title, xlabel="processes", ylabel=unit, yscale="log")
             axes.set_xscale("log", base=2)
             axes.set_xticks(counts, [str(count) for count in counts])
-        panels[0].legend(fontsize=7)
+        panels[0].legend(fontsize=8)
         try:
             figure.savefig(path)
         except (OSError, ValueError) as error:

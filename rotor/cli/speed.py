@@ -288,17 +288,18 @@ def traffic(
 
 
 def _print_traffic(result: dict[str, Any]) -> None:
-    """Bytes a token by what is sent, with their share of uncompressed Ulysses; predicted times; what was measured."""
+    """Bytes a token by what is sent, and their share of plain Ulysses; predicted times of the prompt; measurements."""
     tokens, rows = result["tokens"], []
     for entry in result["counted"]:
-        for name, label in result["rows"].items():
+        for name, label in result["labels"].items():
             found = entry[name]
             parts = (f"{found[part] / tokens:.0f}" for part in ("queries", "rows", "outputs", "bytes"))
             share = found["bytes"] / entry["ulysses"]["bytes"] if entry["ulysses"]["bytes"] else 0.0
-            times = (f"{1e3 * found['predicted_s'][link]:.3f}" for link in ("link", "ethernet"))
+            times = (f"{1e6 * found['predicted_s'][link]:.1f}" for link in ("link", "ethernet"))
             rows.append((entry["processes"], label, *parts, f"{share:.3f}", *times))
-    right = ("queries", "rows", "outputs", "bytes a token", "of uncompressed", "predicted ms, link", "ms, Ethernet")
+    right = ("queries", "rows", "outputs", "bytes a token", "of Ulysses", "predicted us, link", "us, Ethernet")
     print_table(f"Sent by all processes, {tokens} tokens, {result['dtype']}", ("processes", "what"), right, rows)
     for entry in result["measured"]:
         sent = ", ".join(f"{kind} {size}" for kind, size in entry["sent_bytes"].items())
-        say(f"measured, {entry['processes']} processes, a prompt and one token: bytes of {sent}")
+        what = f"{entry['processes']} processes, exchange {entry['exchange']}"
+        say(f"measured, {what}, a prompt and one token, bytes of {sent}")
