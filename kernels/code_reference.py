@@ -59,20 +59,58 @@ def coded_attention(
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, groups in the order of the layout.
     Source: DESIGN section 7.
     """
+    output, _ = partial_attention(
+        query,
+        key,
+        value,
+        layout,
+        heads_per_kv,
+        scaling,
+        query_basis,
+        key_rotation,
+        constant_key,
+        attention_mask,
+        softcap,
+    )
+    return output.to(query.dtype)
+
+
+def partial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayerLayout,
+    heads_per_kv: int,
+    scaling: float,
+    query_basis: Tensor | None = None,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    constant_key: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, and what it takes to join it with attention over the others.
+
+    Args:
+        key, value: rows of codes, or packed rows in query's dtype where the layout is not coded; not necessarily
+            neighbours: `key_rotation` has one row for each, and `attention_mask` one column.
+        The others as in `coded_attention`.
+    Returns:
+        [batch_size, seq_len, sum over query heads of v_rank] and the log-sum-exp of each query head's logits,
+        [batch_size, seq_len, num_heads], -inf where a query attends to none of the keys; float32 or wider, groups in
+        the order of the layout.
+    """
     domain, size = layout.domain, layout.group_size
     seq_len = query.shape[1] if domain == "none" else query.shape[2]
     causal = attention_mask is None and seq_len > 1
     # A prefill into an empty static cache: nothing attends behind the new keys.
     kv_len = seq_len if causal else key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
-    outputs = []
-    qk_byte = v_byte = column = 0
+    outputs, sums = [], []
+    qk_place = v_place = column = 0
     for cls in layout.classes():
-        assert cls.qk_columns is not None
-        assert cls.v_columns is not None
-        keys = _Rows(key[:, 0, :kv_len], qk_byte, cls.count, cls.qk_columns, query.dtype)
-        values = _Rows(value[:, 0, :kv_len], v_byte, cls.count, cls.v_columns, query.dtype)
-        qk_byte, v_byte = keys.end, values.end
+        keys = _Rows(key[:, 0, :kv_len], qk_place, cls.count, cls.qk_rank, cls.qk_columns, query.dtype)
+        values = _Rows(value[:, 0, :kv_len], v_place, cls.count, cls.v_rank, cls.v_columns, query.dtype)
+        qk_place, v_place = keys.end, values.end
         of_heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
         if domain == "none":
             width = cls.count * size * heads_per_kv * cls.qk_rank
@@ -92,29 +130,34 @@ def coded_attention(
                 rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), key_rotation)
         own = class_mask(attention_mask, layout, of_heads, heads_per_kv)
         mask = None if own is None else own.unflatten(1, (1, 1) if own.shape[1] == 1 else queries.shape[1:3])
-        attended = _running_softmax(queries.to(wide), keys, values, rebuilding, scaling, mask, causal, softcap, kv_len)
-        outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2).to(query.dtype))
-    return torch.cat(outputs, dim=-1)
+        attended, log_sums = _running_softmax(
+            queries.to(wide), keys, values, rebuilding, scaling, mask, causal, softcap, kv_len
+        )
+        outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2))
+        sums.append(log_sums.permute(0, 3, 1, 2, 4).flatten(2))
+    return torch.cat(outputs, dim=-1), torch.cat(sums, dim=-1)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The groups of a class in the rows [batch_size, kv_len, bytes] of a layer."""
+    """The groups of a class in the rows [batch_size, kv_len, width] of a layer: bytes, or numbers without `columns`."""
 
     rows: Tensor
     first: int
     count: int
-    columns: Columns
+    rank: int
+    columns: Columns | None
     dtype: torch.dtype
 
     @property
     def end(self) -> int:
-        return self.first + self.count * self.columns.row_bytes(self.dtype.itemsize)
+        return self.first + self.count * (self.columns.row_bytes(self.dtype.itemsize) if self.columns else self.rank)
 
     def block(self, start: int, end: int) -> Tensor:
         """The numbers of the keys start ... end - 1, [batch_size, count, end - start, rank]."""
         groups = self.rows[:, start:end, self.first : self.end].unflatten(-1, (self.count, -1))
-        return unpack(groups, self.columns, self.dtype).transpose(1, 2)
+        numbers = groups if self.columns is None else unpack(groups, self.columns, self.dtype)
+        return numbers.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -151,17 +194,18 @@ def _running_softmax(
     causal: bool,
     softcap: float | None,
     kv_len: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attention of queries [batch_size, count, heads of a group, seq_len, width], float32 or wider; `mask` is
     broadcastable to [batch_size, count, heads of a group, seq_len, kv_len].
 
-    Returns [batch_size, count, heads of a group, seq_len, v_rank], zeros for queries that attend to nothing.
+    Returns [batch_size, count, heads of a group, seq_len, v_rank], zeros for queries that attend to nothing, and the
+    log-sum-exp of the logits, [batch_size, count, heads of a group, seq_len, 1].
     """
     batch_size, count, heads, seq_len, _ = queries.shape
     largest = queries.new_full((batch_size, count, heads, seq_len, 1), -torch.inf)
     total = torch.zeros_like(largest)
-    weighted = queries.new_zeros(batch_size, count, heads, seq_len, values.columns.rank)
-    per_key = batch_size * count * max(heads * seq_len, keys.columns.rank, values.columns.rank)
+    weighted = queries.new_zeros(batch_size, count, heads, seq_len, values.rank)
+    per_key = batch_size * count * max(heads * seq_len, keys.rank, values.rank)
     if rebuilding is not None:
         per_key = max(per_key, batch_size * count * rebuilding.basis.shape[1] * rebuilding.basis.shape[2])
     budget = BLOCK_ELEMENTS_CPU if queries.device.type == "cpu" else BLOCK_ELEMENTS_GPU
@@ -196,4 +240,4 @@ def _running_softmax(
         numbers = values.block(start, end).to(weight.dtype)
         attended = (weight.flatten(2, 3) @ numbers).unflatten(2, weight.shape[2:4])
         weighted[..., rows, :] = weighted[..., rows, :] * shrink + attended
-    return weighted / total.masked_fill(total == 0.0, 1.0)
+    return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()

@@ -7,7 +7,7 @@ codes, and calls the `rotor` attention function. transformers' own cache classes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,36 @@ class RotaryTable:
         return self._table[0][:length], self._table[1][:length]
 
 
+class Spread(Protocol):
+    """How queries meet rows where a sequence lies on several processes: what `rotor.parallel` puts into `spread`."""
+
+    @property
+    def indices(self) -> Tensor:
+        """Indices in the whole sequence of the tokens that this process was given, [seq_len]."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence, those of this pass among them."""
+
+    def attend(
+        self,
+        module: RotorAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        past_key_values: Any,
+        key_rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Store the rows, and let all queries attend to all rows that they see, wherever these are.
+
+        Args:
+            query, key, value: as in `grouped_attention`, of this process's tokens.
+            key_rotation: in domain `pre`, of all indices of the whole sequence.
+        Returns:
+            [batch_size, seq_len, sum over query heads of v_rank] of this process's tokens.
+        """
+
+
 class RotorAttention(nn.Module):
     """Compressed attention: the same inputs and outputs as the family's own module.
 
@@ -88,7 +118,11 @@ class RotorAttention(nn.Module):
     key_shift: with codes, where the key basis is not folded: what is added to keys behind it, [qk_width].
     key_constant: with codes, in domain `pre`: what is added to rebuilt keys, [num_kv_heads, head_dim], in the layout's
         order. Both stay in float32 whatever the model's dtype.
+    spread: set while the sequence lies on several processes (`rotor.parallel`); the cache, the mask and the attention
+        are then its business.
     """
+
+    spread: Spread | None = None
 
     def __init__(
         self,
@@ -140,6 +174,11 @@ class RotorAttention(nn.Module):
         if layout.coded and layout.domain == "pre":
             self.key_constant = _in_float32(shape.num_kv_heads, shape.head_dim)
 
+    @property
+    def rotary(self) -> RotaryTable | None:
+        """The table that the layers of a type share; None for a model without RoPE."""
+        return self._rotary
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
         """What `.to()` and its kin go through: they move key_shift and key_constant, and leave them in float32."""
         kept = {name: p.detach() for name, p in self._parameters.items() if p is not None and name in FLOAT32}
@@ -170,12 +209,14 @@ class RotorAttention(nn.Module):
         # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE. Where they are
         # not, the table's check of positions refuses.
         query_offset, kv_len, kv_offset = 0, seq_len, 0
-        if past_key_values is not None:
+        if self.spread is not None:
+            kv_len = self.spread.length
+        elif past_key_values is not None:
             query_offset = past_key_values.get_seq_length(self.layer_idx)
             kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
 
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        use_kernels = kernels_serve(
+        use_kernels = self.spread is None and kernels_serve(
             hidden_states,
             layout,
             self.heads_per_kv,
@@ -213,13 +254,17 @@ class RotorAttention(nn.Module):
                 query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
         elif layout.domain == "pre":
             assert self._rotary is not None
-            self._rotary.check_positions(
-                kwargs.get("position_ids"), attention_mask, past_key_values, query_offset, kv_offset
-            )
+            if self.spread is None:
+                self._rotary.check_positions(
+                    kwargs.get("position_ids"), attention_mask, past_key_values, query_offset, kv_offset
+                )
             # The kernels compose rotations, and so want them exact.
             dtype = torch.float32 if use_kernels else query.dtype
-            key_rotation = self._rotary(kv_offset, kv_len, query_offset + seq_len, query.device, dtype)
+            end = query_offset + seq_len if self.spread is None else kv_len
+            key_rotation = self._rotary(kv_offset, kv_len, end, query.device, dtype)
             index = torch.arange(seq_len, device=query.device) + query_offset - kv_offset
+            if self.spread is not None:
+                index = self.spread.indices
             query = rotate(query.transpose(1, 2), *(table[index].to(query.dtype) for table in key_rotation))
         if layout.folded_keys or key.dim() == 3:
             key = key.unsqueeze(1)
@@ -231,6 +276,8 @@ class RotorAttention(nn.Module):
         check_cache(past_key_values, self.layer_idx, layout)
         if self._code_rows is not None:
             key, value = self._code_rows.pack(key, value, use_kernels)
+        if self.spread is not None:
+            return self.o_proj(self.spread.attend(self, query, key, value, past_key_values, key_rotation)), None
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output = rotor_attention_forward(
