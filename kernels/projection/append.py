@@ -148,7 +148,7 @@ def segment_table(columns: tuple[Columns, ...], element_bytes: int, device: torc
 
 
 def append_variant(columns: tuple[Columns, ...], dtype: torch.dtype, slots: bool = False, page: int = 0) -> Variant:
-    """What `pack_rows` compiles for a layer whose latents are contiguous; with slots, into pages or one after the other."""
+    """What `pack_rows` compiles for a layer whose latents are contiguous; with slots, rows are in pages or not."""
     pointers = {"latents": dtype, "rows": torch.int32, "segments": torch.int32}
     pointers["slots"] = torch.int64 if slots else torch.int32
     width = sum(of_group.rank for of_group in columns)

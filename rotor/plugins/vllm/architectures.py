@@ -1,4 +1,4 @@
-"""Architectures that vLLM serves compressed. Imports nothing of vLLM, so that its start is as quick as without rotor."""
+"""Architectures that vLLM serves compressed. Imports nothing of vLLM, so that it starts as quickly as without rotor."""
 
 from __future__ import annotations
 

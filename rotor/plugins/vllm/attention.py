@@ -30,7 +30,8 @@ from .shards import check_tensor, shard_of
 class LayerPlan:
     """What a layer is to become.
 
-    layout: of the whole layer, as loaded. biases: of q, k, v, o. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and full attention. kernels: None is by rule.
+    layout: of the whole layer, as loaded. biases: of q, k, v, o. row_bytes: of a token in the cache. mixed: the model
+    mixes sliding windows and full attention. kernels: None is by rule.
     """
 
     index: int

@@ -1,8 +1,9 @@
-"""What a step of vLLM's has for attention: decoding requests first, then prompts, in the kernels' terms. Once a step."""
+"""What a step of vLLM's has for attention, made once: decoding requests first, then prompts, in the kernels' terms."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Chunks:
     def of(cls, starts: list[int], first_request: int, device: torch.device) -> Chunks:
         """From where each request's tokens begin in the step, and where the last one's end."""
         rows = []
-        lengths = [end - start for start, end in zip(starts[:-1], starts[1:], strict=True)]
+        lengths = [end - start for start, end in pairwise(starts)]
         length = min(CHUNK, max(lengths))
         for index, (start, count) in enumerate(zip(starts[:-1], lengths, strict=True)):
             for begin in range(0, count, length):

@@ -12,7 +12,7 @@ _tables: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary
 
 
 def rotation_table(rotary: nn.Module, length: int) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin, each [length, rotary_dim], both halves alike. vLLM's own table is rounded to the model's dtype.
+    """Compute cos and sin, each [length, rotary_dim], both halves alike; vLLM's own are rounded to the model's dtype.
 
     Args:
         length: positions that there are, max_model_len. Where frequencies depend on it (longrope), vLLM has decided for

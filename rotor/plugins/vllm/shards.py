@@ -1,7 +1,7 @@
 """What each rank of tensor parallelism has of a compressed layer. Plain tensors, nothing of vLLM.
 
-Ranks share out the groups of a layer, and where there are more ranks than groups the KV heads of a group too; those that
-share a group all keep its latents (as with MLA).
+Ranks share out the groups of a layer, and where there are more ranks than groups the KV heads of a group too; those
+that share a group all keep its latents (as with MLA).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def check_size(layouts: Sequence[LayerLayout], shape: AttentionShape, size: int)
         if _parts(layout, size) is None:
             sizes = dividing_sizes(layouts, shape.num_kv_heads)
             raise UsageError(
-                f"tensor parallel size {size}: layer {index} has {len(layout.groups)} group(s) of {layout.group_size} KV "
-                "head(s), which so many ranks cannot share.",
+                f"tensor parallel size {size}: layer {index} has {len(layout.groups)} group(s) of {layout.group_size} "
+                "KV head(s), which so many ranks cannot share.",
                 f"Choose one of {', '.join(map(str, sizes))}.",
             )
 
