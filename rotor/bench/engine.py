@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from ..errors import RotorError, UsageError
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """folder: of the model. cache_bytes: memory of its cache. longest: tokens of the longest sequence. concurrency: most
-    requests at once.
+    """folder: of the model. cache_bytes: memory of its cache. longest: tokens of the longest sequence. concurrency: the
+    most requests at once.
     """
 
     folder: Path
@@ -95,12 +96,14 @@ def _run(pipe: Any, options: EngineOptions) -> None:
             disable_log_stats=False,
         )
         cache = llm.llm_engine.vllm_config.cache_config
+        commands: dict[str, Callable[..., Any]] = {
+            "generate": _generate,
+            "log_probabilities": _log_probabilities,
+        }
         pipe.send(("ready", (cache.num_gpu_blocks * cache.block_size, vllm.__version__)))
         while True:
             name, *arguments = pipe.recv()
-            pipe.send(
-                ("result", {"generate": _generate, "log_probabilities": _log_probabilities}[name](llm, *arguments))
-            )
+            pipe.send(("result", commands[name](llm, *arguments)))
     except EOFError:
         return
     except Exception as error:

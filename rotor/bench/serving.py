@@ -1,4 +1,4 @@
-"""A compressed checkpoint beside its source in vLLM: tokens of cache in equal memory, throughput and latency by requests.
+"""A compressed checkpoint beside its source in vLLM: tokens of cache in equal memory, throughput, latency.
 
 Both engines run at once, each with a cache of the same bytes, and are measured in turn; nothing is reported while one's
 log-probabilities are not those of its model in float64.
@@ -19,7 +19,6 @@ from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
-from ..progress import Progress
 from .clock import Seconds
 from .engine import Engine, EngineOptions, check_installed
 from .models import CHECKED_TOKENS, TOLERANCE
@@ -33,7 +32,7 @@ VERSION = 1
 class ServingSettings:
     """What is measured.
 
-    concurrency: requests that are sent at once. prompt_tokens, new_tokens: of each. cache_bytes: of each engine's cache.
+    concurrency: requests sent at once. prompt_tokens, new_tokens: of each. cache_bytes: of each engine's cache.
     """
 
     concurrency: tuple[int, ...] = (1, 4, 16)
@@ -51,7 +50,6 @@ def bench_serving(
     model: Path | None = None,
     dtype: str = "auto",
     command: str = "",
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Serve a compressed checkpoint and its source side by side, in one run, on the device that vLLM is built for.
 
@@ -67,7 +65,6 @@ def bench_serving(
         RotorError: vLLM does not run one of the models.
     """
     check_installed()
-    progress = progress or Progress()
     checkpoint = CompressedCheckpoint(folder)
     source = model if model is not None else checkpoint.source_folder
     if not source.is_dir():

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from ..progress import Progress
 from .app import (
     AsJson,
     Checkpoint,
@@ -59,8 +58,8 @@ def bench(
     is measured, and the Triton kernels are listed as not measured.
 
     With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
-    requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths, --layers,
-    --device and --device-file do not apply.
+    requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
+    --layers, --device and --device-file do not apply.
     """
     if engine != "transformers":
         if engine != "vllm":
@@ -69,9 +68,8 @@ def bench(
         in_vain = [option for option, value in given_in_vain.items() if value is not None]
         if in_vain or layers != 4:
             raise UsageError(f"{', '.join(in_vain or ['--layers'])}: not with --engine vllm.", "Leave it out.")
-        _bench_vllm(
-            folder, out, prefill, batch, repetitions, new_tokens, memory_gb, model, dtype, as_json, show_progress(quiet)
-        )
+        show_progress(quiet)
+        _bench_vllm(folder, out, prefill, batch, repetitions, new_tokens, memory_gb, model, dtype, as_json)
         return
     from ..bench.bench import bench as run_bench
     from ..bench.report import add_device, device_name, write_report
@@ -116,7 +114,6 @@ def _bench_vllm(
     model: Path | None,
     dtype: str,
     as_json: bool,
-    progress: Progress,
 ) -> None:
     from ..bench.report import write_report
     from ..bench.serving import ServingSettings, bench_serving
@@ -134,7 +131,7 @@ def _bench_vllm(
         default.cache_bytes if memory_gb is None else int(memory_gb * 1e9),
         max(1, repetitions // 4),
     )
-    result = bench_serving(folder, settings, model=model, dtype=dtype, command=command_line(), progress=progress)
+    result = bench_serving(folder, settings, model=model, dtype=dtype, command=command_line())
     if out is not None:
         write_report(out, result)
     if as_json:
@@ -157,7 +154,7 @@ def _print_serving(result: dict[str, Any]) -> None:
         ratio = f"{r['throughput_over_source']:.2f}"
         rows.append((r["row"], r["concurrency"], f"{r['tokens_per_s']:.1f}", ratio, *times, r["preemptions"]))
     print_table(
-        f"Prompts of {result['settings']['prompt_tokens']} tokens, {result['settings']['new_tokens']} new ones, medians",
+        "Prompts of {prompt_tokens} tokens, {new_tokens} new ones, medians".format(**result["settings"]),
         ("row",),
         ("requests", "tokens/s", "over source", "first token ms", "between tokens ms", "preemptions"),
         rows,
