@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from coded_models import Pair, write_pair
-from conftest import DEMO_MODEL, ROOT, calibrated
+from conftest import CONFIGS, DEMO_MODEL, MOE, ROOT, SIZES, build_tiny, calibrated
+from transformers import Qwen3MoeConfig
 from vllm_engine import CACHE_BYTES, PROMPTS, cache_tokens, engine, expected_tokens, make_prompts, metric, served_tokens
 
+from rotor.bench.serving import ServingSettings, bench_serving
 from rotor.calibration.calibrate import calibrate
 from rotor.errors import RotorError
 from rotor.export.export import export
@@ -47,6 +49,13 @@ EXPORTED = [("phi3", "pre"), ("mixtral", "post"), ("opt", "none"), ("falcon", "p
 """Fused projections, partial and long RoPE, one KV head; bases and ranks of rotor's own, ragged rows."""
 
 
+def build_wide(folder: Path) -> Path:
+    """qwen3_moe with a hidden size that vLLM's experts on a CPU take: a multiple of 32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIGS, "qwen3_moe", lambda: Qwen3MoeConfig(**SIZES | {"hidden_size": 64}, **MOE))
+        return build_tiny("qwen3_moe", folder)
+
+
 @pytest.fixture(scope="module")
 def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
     """pair(family, domain, group_size) -> a Pair of checkpoints, of numbers and of codes, made once."""
@@ -54,7 +63,9 @@ def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
 
     def get(*case) -> Pair:
         if case not in made:
-            made[case] = write_pair(tiny(case[0]), tmp_path_factory.mktemp("pair"), *case[1:])
+            folder = tmp_path_factory.mktemp("pair")
+            source = tiny(case[0]) if case[0] != "qwen3_moe" else build_wide(folder / "source")
+            made[case] = write_pair(source, folder, *case[1:])
         return made[case]
 
     return get
@@ -292,3 +303,17 @@ def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(pair, expect
         tokens, called = json.loads(line)
         assert tokens == [t[:3] for t in expected(folder)[1:5]]
         assert called == ["decode_attention", "pack_rows", "prefill_attention"]
+
+
+def test_a_benchmark_serves_source_and_compressed_side_by_side(demo: Path) -> None:
+    settings = ServingSettings((1, 3), prompt_tokens=40, new_tokens=4, cache_bytes=4 << 20, repetitions=1, seed=0)
+    report = bench_serving(demo, settings, model=DEMO_MODEL, command="rotor bench")
+    cache = report["cache"]
+    assert cache["ratio_of_tokens"] == pytest.approx(cache["ratio_of_bytes"], rel=0.05)  # pages of 128 tokens
+    assert [(r["row"], r["concurrency"]) for r in report["serving"]] == [
+        (f"vllm, {row}", n) for n in (1, 3) for row in ("source", "compressed")
+    ]
+    assert all(check["error"] <= check["limit"] for check in report["checks"])
+    assert all(r["tokens_per_s"] > 0 and r["time_to_first_token_s"]["median"] > 0 for r in report["serving"])
+    assert report["serving"][0]["throughput_over_source"] == 1.0
+    json.dumps(report, default=list)

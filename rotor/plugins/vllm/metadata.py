@@ -120,7 +120,7 @@ class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
         """Layers of other widths have builders of their own, but the same batch: made once a step and block table."""
         common: Any = common_attn_metadata
         known = getattr(common, "_rotor_metadata", None)
-        if known is None:
+        if known is None or known.block_table is not common.block_table_tensor:  # a copy, of another group of layers
             host = getattr(common, "seq_lens_cpu_upper_bound", None)
             lengths = common.seq_lens if host is None else host
             known = common._rotor_metadata = RotorMetadata(
