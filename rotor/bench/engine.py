@@ -16,7 +16,7 @@ from ..errors import RotorError, UsageError
 @dataclass(frozen=True)
 class EngineOptions:
     """folder: of the model. cache_bytes: memory of its cache. longest: tokens of the longest sequence. concurrency: the
-    most requests at once.
+    most requests at once. eager: without torch.compile, which takes minutes on a CPU.
     """
 
     folder: Path
@@ -24,6 +24,7 @@ class EngineOptions:
     cache_bytes: int
     longest: int
     concurrency: int
+    eager: bool
 
 
 def check_installed() -> None:
@@ -92,6 +93,7 @@ def _run(pipe: Any, options: EngineOptions) -> None:
             kv_cache_memory_bytes=options.cache_bytes,
             max_model_len=options.longest,
             max_num_seqs=options.concurrency,
+            enforce_eager=options.eager,
             enable_prefix_caching=False,  # each prompt is new
             disable_log_stats=False,
         )

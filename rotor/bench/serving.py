@@ -76,10 +76,12 @@ def bench_serving(
     folders = {"source": source, "compressed": checkpoint.folder}
     checks, rows = [], []
     with ExitStack() as stack:
-        engines = {}
-        for row, place in folders.items():
-            options = EngineOptions(place, name, settings.cache_bytes, longest, max(settings.concurrency))
-            engines[row] = stack.enter_context(Engine(options))
+        most, eager = max(settings.concurrency), device.type == "cpu"
+        starting = {
+            row: Engine(EngineOptions(place, name, settings.cache_bytes, longest, most, eager))
+            for row, place in folders.items()
+        }
+        engines = {row: stack.enter_context(engine) for row, engine in starting.items()}
         generator = torch.Generator().manual_seed(settings.seed)
         for row, engine in engines.items():
             checks.append(_checked(row, engine, folders[row], chosen, generator))
@@ -95,7 +97,7 @@ def bench_serving(
         "checkpoint": checkpoint.folder.name,
         "device": describe_device(device),
         "dtype": name,
-        "settings": vars(settings),
+        "settings": {**vars(settings), "enforce_eager": device.type == "cpu"},
         "cache": cache,
         "serving": rows,
         "checks": checks,
