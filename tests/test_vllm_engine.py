@@ -133,22 +133,21 @@ FEATURES = {
     "no prefix cache, pages of 64": {"enable_prefix_caching": False, "block_size": 64},
     "chunked prefill": {"max_num_batched_tokens": 32, "enable_chunked_prefill": True},
 }
-SOME = [("llama", "pre", 2), ("mistral", "pre", 1)]
+SOME = ("llama", "pre", 2)
 
 
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("kind", BOTH)
 def test_features_change_no_token(kind: str, options, pair, expected) -> None:
-    folder = folder_of(pair, kind, *SOME[0])
+    folder = folder_of(pair, kind, *SOME)
     with engine(folder, **options) as llm:
         assert served_tokens(llm) == expected(folder)
 
 
-@pytest.mark.parametrize("case", SOME, ids=str)
-def test_preempted_requests_begin_anew_and_end_alike(case, pair, expected) -> None:
+def test_preempted_requests_begin_anew_and_end_alike(pair) -> None:
     """Room for one request and a half: the others wait, and lose their pages while they decode."""
-    folder = folder_of(pair, "coded", *case)
-    size = kv_bytes_per_token(pair(*case).layouts, 4)
+    folder = folder_of(pair, "coded", *SOME)
+    size = kv_bytes_per_token(pair(*SOME).layouts, 4)
     with engine(folder, kv_cache_memory_bytes=size * 352, disable_log_stats=False) as llm:
         long = make_prompts((90, 90, 95, 95))
         assert served_tokens(llm, long, 60) == expected_tokens(folder, long, 60)
@@ -277,7 +276,7 @@ engine in a process (it looks through all modules that are imported).
 
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
 def test_engines_in_processes_of_their_own_give_the_same_tokens(options, pair, expected) -> None:
-    folder = folder_of(pair, "coded", *SOME[0])
+    folder = folder_of(pair, "coded", *SOME)
     program = (
         "import json, sys, vllm_engine as v\n"
         "if __name__ == '__main__':\n"
@@ -289,7 +288,7 @@ def test_engines_in_processes_of_their_own_give_the_same_tokens(options, pair, e
 
 def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(pair, expected) -> None:
     """TRITON_INTERPRET must be set from the start: a process of its own."""
-    folders = [folder_of(pair, kind, *SOME[0]) for kind in ("plain", "coded")]
+    folders = [folder_of(pair, kind, *SOME) for kind in ("plain", "coded")]
     folders += [folder_of(pair, "coded", "llama", "post", 1)]
     program = (
         "import json, sys, vllm_engine as v\n"
