@@ -57,6 +57,24 @@ def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Ten
     return latents if shift is None else (latents + shift).to(dtype)
 
 
+def project_queries(query: Tensor, query_basis: Tensor, layout: LayerLayout, heads_per_kv: int) -> Tensor:
+    """Queries of domain `post` into the latents of their groups, side by side, as those of domain `none` come.
+
+    Args:
+        query: [tokens, num_heads, head_dim], rotated, KV heads in the order of the layout.
+        query_basis: [group_size * head_dim, qk_width].
+    Returns:
+        [tokens, sum over query heads of qk_rank], dtype of `query`.
+    """
+    size, rows = layout.group_size, []
+    heads = query.unflatten(1, (len(layout.groups), size, heads_per_kv))
+    for cls in layout.classes():
+        basis = class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
+        own = heads[:, cls.start : cls.start + cls.count]
+        rows.append(torch.einsum("tngpd,ngdr->tngpr", own, basis).flatten(1))
+    return torch.cat(rows, dim=-1)
+
+
 def grouped_attention(
     query: Tensor,
     key: Tensor,

@@ -6,7 +6,7 @@ import torch
 from ragged import RaggedCase, paged
 from torch import Tensor
 
-from rotor.kernels.decode.kernel import decode_attention
+from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.kernel import prefill_attention

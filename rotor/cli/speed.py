@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import UsageError
 from .app import (
     MAX_NUMBER,
     AsJson,
@@ -45,6 +46,9 @@ def bench(
     device_file: Annotated[
         Path | None, typer.Option(help="Device file to write the measured rates to, for --device-file of others.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="transformers, or vllm: the checkpoint and its source served side by side.")
+    ] = "transformers",
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
@@ -54,7 +58,21 @@ def bench(
 
     Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
     is measured, and the Triton kernels are listed as not measured.
+
+    With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
+    requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
+    --layers, --device and --device-file do not apply.
     """
+    if engine != "transformers":
+        if engine != "vllm":
+            raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
+        given_in_vain = {"--lengths": lengths, "--device-file": device_file, "--device": device != "auto" or None}
+        in_vain = [option for option, value in given_in_vain.items() if value is not None]
+        if in_vain or layers != 4:
+            raise UsageError(f"{', '.join(in_vain or ['--layers'])}: not with --engine vllm.", "Leave it out.")
+        show_progress(quiet)
+        _bench_vllm(folder, out, prefill, batch, repetitions, new_tokens, memory_gb, model, dtype, as_json)
+        return
     from ..recipe.settings import Compute
 
     given = [
@@ -90,6 +108,64 @@ def bench(
     _print_bench(result)
     if device_file is not None:
         say(f"Rates written: --target-device {device_name(result)} --device-file {device_file}")
+
+
+def _bench_vllm(
+    folder: Path,
+    out: Path | None,
+    prefill: str | None,
+    batch: str | None,
+    repetitions: int,
+    new_tokens: int,
+    memory_gb: float | None,
+    model: Path | None,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    from ..bench.report import write_report
+    from ..bench.serving import ServingSettings, bench_serving
+
+    default = ServingSettings()
+    prompts = (default.prompt_tokens,) if prefill is None else numbers("--prefill", prefill)
+    if len(prompts) != 1 or new_tokens < 2:
+        raise UsageError(
+            "--engine vllm measures prompts of one length, and at least 2 new tokens.", "Give --prefill 512."
+        )
+    settings = ServingSettings(
+        default.concurrency if batch is None else tuple(numbers("--batch", batch)),
+        prompts[0],
+        new_tokens,
+        default.cache_bytes if memory_gb is None else int(memory_gb * 1e9),
+        max(1, repetitions // 4),
+    )
+    result = bench_serving(folder, settings, model=model, dtype=dtype, command=command_line())
+    if out is not None:
+        write_report(out, result)
+    if as_json:
+        print_json(result)
+        return
+    _print_serving(result)
+
+
+def _print_serving(result: dict[str, Any]) -> None:
+    cache, device = result["cache"], result["device"]
+    say(
+        f"Device: {device['name']} ({device['type']}), {result['dtype']}, vLLM {result['versions']['vllm']}; tokens in "
+        f"{in_bytes(result['settings']['cache_bytes'])} of cache: source {cache['tokens']['source']}, compressed "
+        f"{cache['tokens']['compressed']}, {cache['ratio_of_tokens']:.2f} times as many (bytes "
+        f"{cache['ratio_of_bytes']:.2f})"
+    )
+    rows = []
+    for r in result["serving"]:
+        times = (f"{1e3 * r[key]['median']:.1f}" for key in ("time_to_first_token_s", "time_between_tokens_s"))
+        ratio = f"{r['throughput_over_source']:.2f}"
+        rows.append((r["row"], r["concurrency"], f"{r['tokens_per_s']:.1f}", ratio, *times, r["preemptions"]))
+    print_table(
+        "Prompts of {prompt_tokens} tokens, {new_tokens} new ones, medians".format(**result["settings"]),
+        ("row",),
+        ("requests", "tokens/s", "over source", "first token ms", "between tokens ms", "preemptions"),
+        rows,
+    )
 
 
 def _print_bench(result: dict[str, Any]) -> None:
