@@ -301,9 +301,11 @@ def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(pair, expect
         "        called.add(name)\n"
         "        return inner(*a, **k)\n"
         "    setattr(module, name, spy)\n"
-        "for folder in sys.argv[1:]:\n"
+        "def serve(folder):\n"
         "    with v.engine(folder) as llm:\n"
         "        print('TOKENS' + json.dumps([v.served_tokens(llm, v.PROMPTS[1:5], 3), sorted(called)]))\n"
+        "for folder in sys.argv[1:]:\n"
+        "    serve(folder)\n"
     )
     interpreter = {"TRITON_INTERPRET": "1", "ROTOR_ATTENTION": "triton"}
     found = served_elsewhere(folders[0], program, *map(str, folders[1:]), **interpreter)
