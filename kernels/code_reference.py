@@ -13,7 +13,7 @@ from torch import Tensor
 from rotor.format.columns import Columns
 from rotor.format.layout import GroupClass, LayerLayout
 
-from .reference import class_mask
+from .reference import class_mask, class_rotation
 from .rows import unpack
 from .running_softmax import attend_in_blocks
 
@@ -43,7 +43,8 @@ def coded_attention(
         key, value: rows of bytes, [batch_size, 1, kv_len, bytes], uint8; their columns of 16 bits in query's dtype.
         heads_per_kv, scaling: as in the uncompressed model.
         query_basis: [group_size * head_dim, qk_width], except in domain `none`.
-        key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`.
+        key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`; or of places that differ, [batch_size, 1 or
+            groups, kv_len, rotary_dim].
         constant_key: [num_kv_heads, head_dim], in domain `pre`: added to the rebuilt keys of each KV head, before they
             are rotated.
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the model's order; bool
@@ -108,8 +109,12 @@ def partial_attention(
 
     rotation = None
     if key_rotation is not None:
-        cos, sin = key_rotation
-        rotation = lambda start, end: (cos[start:end], sin[start:end])  # noqa: E731
+        tables = key_rotation
+
+        def rotation(cls: GroupClass, start: int, end: int) -> tuple[Tensor, Tensor]:
+            cos, sin = class_rotation(tables, cls)
+            return cos[..., start:end, :], sin[..., start:end, :]
+
     return attend_in_blocks(
         query, rows, layout, heads_per_kv, scaling, kv_len, mask, layout.domain == "none", query_basis, rotation,
         constant_key, softcap, causal,

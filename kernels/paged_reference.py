@@ -78,7 +78,7 @@ def paged_attention(
         assert key_rotation is not None
         cos, sin = key_rotation
 
-        def rotation(start: int, end: int) -> tuple[Tensor, Tensor]:
+        def rotation(cls: GroupClass, start: int, end: int) -> tuple[Tensor, Tensor]:
             keys = pages.positions(start, end).clamp(max=len(cos) - 1)[:, None, None]
             return cos[keys], sin[keys]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -35,8 +36,9 @@ class Rows(Protocol):
         """The latents of the keys start ... end - 1, [batch_size, count, end - start, rank]."""
 
 
-Rotation = Callable[[int, int], tuple[Tensor, Tensor]]
-"""(start, end) -> cos and sin of these keys, broadcastable to [batch_size, count, size, end - start, rotary_dim]."""
+Rotation = Callable[[GroupClass, int, int], tuple[Tensor, Tensor]]
+"""(class, start, end) -> cos and sin of these keys, broadcastable to [batch_size, count, size, end - start,
+rotary_dim]."""
 
 Mask = Callable[[slice, int, int], "Tensor | None"]
 """(query heads of a class, start, end) -> what is seen of these keys, broadcastable to [batch_size, heads, seq_len,
@@ -96,7 +98,7 @@ def attend_in_blocks(
                 queries = torch.einsum("bngpsd,ngdr->bngpsr", split, basis).flatten(2, 3)
             else:
                 assert rotation is not None
-                rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), rotation)
+                rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), partial(rotation, cls))
         attended, log_sums = _running_softmax(
             queries.to(wide), keys, values, rebuilding, scaling, of_heads, mask, causal, softcap, kv_len, step
         )
@@ -113,7 +115,7 @@ class _Rebuilding:
 
     basis: Tensor
     constant: Tensor | None
-    rotation: Rotation
+    rotation: Callable[[int, int], tuple[Tensor, Tensor]]
 
     def __call__(self, latents: Tensor, start: int) -> Tensor:
         """[batch_size, count, block, rank] -> rotated keys [batch_size, count, size, block, head_dim]."""

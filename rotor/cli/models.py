@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from enum import Enum
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,19 @@ import typer
 from ..errors import UsageError
 from ..logs import printable
 from . import completion, is_first_process
-from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
+from .app import (
+    AsJson,
+    BatchTokens,
+    CachePolicy,
+    Device,
+    Dtype,
+    Model,
+    Quiet,
+    RecipeOverrides,
+    Revision,
+    app,
+    print_json,
+)
 from .console import show_progress
 from .plans import print_inspection
 
@@ -43,6 +56,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, samples at this temperature.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    cache: CachePolicy = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     parallel: Annotated[
@@ -81,6 +95,7 @@ def generate(
         device,
         dtype,
         profile,
+        cache,
         raw=raw,
         progress=progress,
         on_text=_show if first and not as_json else None,
@@ -170,10 +185,11 @@ def recipes(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the bundled recipes, and the bases and rank methods that a recipe may name; or show one; or the fields."""
+    """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one."""
     from ..recipe import bundled_recipes, load_recipe
     from ..recipe.checks import NAMES
     from ..recipe.reference import recipe_fields, reference_page
+    from ..typed import read_yaml
 
     if show is not None and fields:
         raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")
@@ -195,3 +211,8 @@ def recipes(
         print(f"\n{setting}")
         for name, method in methods.items():
             print(f"  {name:13} {method.summary}")
+    print("\ncache policies (--cache NAME)")
+    for file in sorted((resources.files("rotor.recipes") / "cache").iterdir(), key=lambda file: file.name):
+        fields_of = read_yaml(file.read_text("utf-8"), file.name)
+        described = ", ".join(f"{key} {value}" for key, value in fields_of.items())
+        print(f"  {file.name.removesuffix('.yaml'):20} {described}")

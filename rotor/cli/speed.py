@@ -12,6 +12,7 @@ from ..errors import UsageError
 from .app import (
     MAX_NUMBER,
     AsJson,
+    CachePolicy,
     Checkpoint,
     Device,
     DeviceFile,
@@ -43,6 +44,7 @@ def bench(
         float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
     ] = None,
     model: SourceModel = None,
+    cache: CachePolicy = None,
     device_file: Annotated[
         Path | None, typer.Option(help="Device file to write the measured rates to, for --device-file of others.")
     ] = None,
@@ -94,6 +96,7 @@ def bench(
         repetitions=repetitions,
         new_tokens=new_tokens,
         memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+        cache=cache,
     )
     result = run_bench(
         folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=show_progress(quiet)

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, DataError, UsageError
 from ..parallel import SequenceParallel, sequence_parallel
 from ..parallel.launch import Launched, launched
 from ..progress import Progress
-from ..runtime.cache_size import cache_bytes
+from ..runtime.cache import stored_bytes, use_cache_policy
 from .compressed import CompressedCheckpoint, open_model
 from .hardware import pick_device, pick_dtype
 from .hub import find_model
@@ -31,6 +31,7 @@ def continue_prompt(
     device: str = "auto",
     dtype: str = "auto",
     profile: str | None = None,
+    cache: str | None = None,
     *,
     raw: bool = False,
     on_text: Callable[[str], None] | None = None,
@@ -43,6 +44,7 @@ def continue_prompt(
 
     Args:
         profile: of an elastic checkpoint, the rank profile to load; None is its default.
+        cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
         raw: continue the prompt as it is, whatever the tokenizer has.
         on_text: is told every piece of the text as soon as it is there.
         parallel_timeout_s: with it the prompt and its cache are spread over the processes that torchrun started, of
@@ -75,6 +77,8 @@ def continue_prompt(
         raise DataError("the prompt is empty.", "Give some text to continue.")
     with progress.task("load model", None, ""):
         model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
+    if cache is not None:
+        use_cache_policy(model, cache)
     torch.manual_seed(seed)  # transformers samples from the global generator
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
@@ -89,7 +93,7 @@ def continue_prompt(
             streamer=streamer,
             **sampling,
         )
-        size_bytes = cache_bytes(output.past_key_values)
+        size_bytes = stored_bytes(output.past_key_values)
         sizes = [size_bytes] if parallel is None else parallel.of_each(size_bytes)
     tokens, prompt_tokens = output.sequences[0], inputs["input_ids"].shape[1]
     result = {

@@ -201,8 +201,8 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
         exchange: what travels in a prompt's attention: `heads` (queries, rows and outputs, as in ZDC), `rows` (rows to
             all), or `auto`, layer by layer whichever sends fewer bytes.
     Raises:
-        UsageError: torch.distributed is not initialised, the model is not compressed, is spread already or lies on
-            several devices. In passes: the processes were given different inputs, a cache of a kind that cannot be
+        UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its cache by
+            a policy or lies on several devices. In passes: the processes were given different inputs, a cache of a kind that cannot be
             spread or that was filled elsewhere, a mask that is not two-dimensional, labels.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
@@ -221,6 +221,11 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
         )
     if any(layer.spread is not None for layer in layers):
         raise UsageError("the model is inside of another sequence_parallel().", "Leave that one first.")
+    if any(layer.cache_policy is not None for layer in layers):
+        raise UsageError(
+            "the model keeps its cache by a policy, which looks at tokens that other processes have.",
+            "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
+        )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise UsageError(

@@ -19,6 +19,10 @@ from ..kernels.code_reference import coded_attention
 from ..kernels.defaults import SCHEDULE, default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.reference import grouped_attention, project_keys, rotate
+from ..kernels.weights import attention_weights
+from .cache.adoption import policy_layer
+from .cache.evicting_layer import EvictingLayer, spans_of
+from .cache.policy import Policy
 from .code_rows import CodeRows, check_cache
 from .families import Family
 from .positions import PositionCheck
@@ -115,6 +119,7 @@ class RotorAttention(nn.Module):
         rotary: table shared by the layers, or None for a model without RoPE.
 
     schedule, kernels: how the Triton kernels run it: by rule, or as a loaded checkpoint's kernel_config.json says.
+    cache_policy: how the cache is kept, where not as transformers keeps it; see rotor.runtime.cache.
     key_shift: with codes, where the key basis is not folded: what is added to keys behind it, [qk_width].
     key_constant: with codes, in domain `pre`: what is added to rebuilt keys, [num_kv_heads, head_dim], in the layout's
         order. Both stay in float32 whatever the model's dtype.
@@ -145,6 +150,7 @@ class RotorAttention(nn.Module):
         self.layout = layout
         self.schedule: Schedule = SCHEDULE
         self.kernels: LayerKernels = default_layer(layout, shape.head_dim)
+        self.cache_policy: Policy | None = None
         self._rotary = rotary
         self._planes: tuple[Tensor, Tensor] | None = None
         q_width = shape.num_heads * shape.head_dim
@@ -208,23 +214,29 @@ class RotorAttention(nn.Module):
         layout, seq_len = self.layout, hidden_states.shape[1]
         # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE. Where they are
         # not, the table's check of positions refuses.
-        query_offset, kv_len, kv_offset = 0, seq_len, 0
+        query_offset, kv_len, kv_offset, cache_layer = 0, seq_len, 0, None
         if self.spread is not None:
             kv_len = self.spread.length
         elif past_key_values is not None:
+            cache_layer = policy_layer(past_key_values, self.layer_idx, self.cache_policy, self.config)
             query_offset = past_key_values.get_seq_length(self.layer_idx)
             kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
 
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        use_kernels = self.spread is None and kernels_serve(
-            hidden_states,
-            layout,
-            self.heads_per_kv,
-            self.head_dim,
-            attention_mask,
-            kwargs.get("dropout", 0.0),
-            self._rotation_fits_kernels(position_embeddings),
-            self.kernels,
+        held = cache_layer if isinstance(cache_layer, EvictingLayer) else None
+        use_kernels = (
+            self.spread is None
+            and held is None
+            and kernels_serve(
+                hidden_states,
+                layout,
+                self.heads_per_kv,
+                self.head_dim,
+                attention_mask,
+                kwargs.get("dropout", 0.0),
+                self._rotation_fits_kernels(position_embeddings),
+                self.kernels,
+            )
         )
         key_rotation = None
         if layout.domain != "none":
@@ -278,6 +290,12 @@ class RotorAttention(nn.Module):
             key, value = self._code_rows.pack(key, value, use_kernels)
         if self.spread is not None:
             return self.o_proj(self.spread.attend(self, query, key, value, past_key_values, key_rotation)), None
+        if cache_layer is not None:
+            cache_layer.begin(attention_mask, hidden_states.shape[0], seq_len, hidden_states.device)
+        if held is not None:
+            attention_mask, key_rotation = self._as_held(
+                held, attention_mask, key_rotation, hidden_states.element_size()
+            )
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output = rotor_attention_forward(
@@ -291,7 +309,45 @@ class RotorAttention(nn.Module):
             use_kernels=use_kernels,
             **kwargs,
         )[0]
+        if held is not None:
+            held.finish(self._weights(query, key, attention_mask, key_rotation) if held.policy.needs_weights else None)
         return self.o_proj(output), None
+
+    def _as_held(
+        self,
+        layer: EvictingLayer,
+        mask: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        element_bytes: int,
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """The mask of the tokens that a cache holds, and the rotations of their keys."""
+        groups = self.layout.groups
+        if layer.spans is None:
+            layer.spans = spans_of(self.layout, element_bytes)
+        of_kv_head = {head: index for index, group in enumerate(groups) for head in group.kv_heads}
+        order = torch.tensor([of_kv_head[head] for head in range(len(of_kv_head))])
+        mask = layer.visible(mask, order.repeat_interleave(self.heads_per_kv), None)
+        if rotation is not None:
+            assert layer.positions is not None
+            places = layer.positions.clamp(min=0).long()
+            rotation = rotation[0][places], rotation[1][places]
+        return mask, rotation
+
+    def _weights(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        return attention_weights(
+            query,
+            key,
+            self.layout,
+            self.heads_per_kv,
+            self.scaling,
+            query_basis=self.query_basis,
+            key_rotation=rotation,
+            constant_key=self.key_constant,
+            attention_mask=mask,
+            softcap=self.softcap,
+        )
 
     def _turn_planes(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on latents that are whole rotary planes: two neighbouring columns of each, of its own frequency.
