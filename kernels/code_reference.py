@@ -13,6 +13,7 @@ from torch import Tensor
 from rotor.format.columns import Columns
 from rotor.format.layout import GroupClass, LayerLayout
 
+from .decode_reference import decode_class, serves
 from .reference import class_basis, class_mask, rotate
 from .rows import unpack
 
@@ -80,18 +81,35 @@ def coded_attention(
             queries, column = packed.permute(0, 2, 3, 1, 4), column + width
         else:
             queries = query[:, of_heads].unflatten(1, (cls.count, size * heads_per_kv))
-        rebuilding = None
+        own = class_mask(attention_mask, layout, of_heads, heads_per_kv)
+        mask = None if own is None else own.unflatten(1, (1, 1) if own.shape[1] == 1 else queries.shape[1:3])
+        rebuilding = basis = constant = None
         if domain != "none":
             assert query_basis is not None
             basis = class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
             if domain == "post":
                 split = queries.unflatten(2, (size, heads_per_kv))
                 queries = torch.einsum("bngpsd,ngdr->bngpsr", split, basis).flatten(2, 3)
+                basis = None
             else:
                 assert key_rotation is not None
-                rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), key_rotation)
-        own = class_mask(attention_mask, layout, of_heads, heads_per_kv)
-        mask = None if own is None else own.unflatten(1, (1, 1) if own.shape[1] == 1 else queries.shape[1:3])
+                constant = _of_class(constant_key, cls, size)
+                rebuilding = _Rebuilding(basis, constant, key_rotation)
+        if seq_len == 1 and serves(query):
+            attended = decode_class(
+                queries[..., 0, :],
+                keys.groups,
+                values.groups,
+                (cls.qk_columns, cls.v_columns),
+                scaling,
+                None if mask is None else mask[..., 0, :],
+                softcap,
+                basis,
+                key_rotation,
+                constant,
+            )
+            outputs.append(attended)
+            continue
         attended = _running_softmax(queries.to(wide), keys, values, rebuilding, scaling, mask, causal, softcap, kv_len)
         outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2).to(query.dtype))
     return torch.cat(outputs, dim=-1)
@@ -111,15 +129,19 @@ class _Rows:
     def end(self) -> int:
         return self.first + self.count * self.columns.row_bytes(self.dtype.itemsize)
 
+    @property
+    def groups(self) -> Tensor:
+        """[batch_size, kv_len, count, bytes of a group]; a view."""
+        return self.rows[..., self.first : self.end].unflatten(-1, (self.count, -1))
+
     def block(self, start: int, end: int) -> Tensor:
         """The numbers of the keys start ... end - 1, [batch_size, count, end - start, rank]."""
-        groups = self.rows[:, start:end, self.first : self.end].unflatten(-1, (self.count, -1))
-        return unpack(groups, self.columns, self.dtype).transpose(1, 2)
+        return unpack(self.groups[:, start:end], self.columns, self.dtype).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class _Rebuilding:
-    """Keys of domain `pre` from their latents: basis [count, size, head_dim, rank], constant [count, size, 1, head_dim]
+    """Keys of domain `pre` from their latents: basis [count, size, head_dim, rank], constant [count, size, head_dim]
     or None, cos and sin by index in the cache.
     """
 
@@ -131,14 +153,14 @@ class _Rebuilding:
         """[batch_size, count, block, rank] -> rotated keys [batch_size, count, size, block, head_dim]."""
         keys = latents[:, :, None] @ self.basis.mT
         if self.constant is not None:
-            keys = keys + self.constant
+            keys = keys + self.constant.unsqueeze(2)
         return rotate(keys, *(table[start : start + keys.shape[3]] for table in self.rotation))
 
 
 def _of_class(constant_key: Tensor | None, cls: GroupClass, size: int) -> Tensor | None:
     if constant_key is None:
         return None
-    return constant_key[cls.start * size : (cls.start + cls.count) * size].unflatten(0, (cls.count, size)).unsqueeze(2)
+    return constant_key[cls.start * size : (cls.start + cls.count) * size].unflatten(0, (cls.count, size))
 
 
 def _running_softmax(

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from rotor.format.layout import GroupClass, LayerLayout
 
+from .decode_reference import decode_class, serves
+
 REBUILT_ELEMENTS_CPU = 1 << 18
 REBUILT_ELEMENTS_GPU = 1 << 26
 """Elements of rebuilt keys at a time while decoding: what a core's cache holds, and few launches on a GPU."""
@@ -117,6 +119,18 @@ def grouped_attention(
             else:
                 assert key_rotation is not None
                 if queries.shape[2] == 1 and dropout == 0.0:
+                    if serves(query, key, value):
+                        rows = latents.transpose(1, 2), values.transpose(1, 2)
+                        folded = queries.view(batch_size, cls.count, -1, queries.shape[-1])
+                        own = (
+                            None
+                            if mask is None
+                            else mask.unflatten(1, (cls.count, -1) if mask.shape[1] > 1 else (1, 1))[:, :, :, 0]
+                        )
+                        outputs.append(
+                            decode_class(folded, *rows, (None, None), scaling, own, softcap, basis, key_rotation)
+                        )
+                        continue
                     logits = _rebuilt_logits(queries, latents, basis, key_rotation)
                     outputs.append(_softmax_attention(logits, values, scaling, mask, softcap))
                     continue

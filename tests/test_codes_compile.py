@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from rotor.format.columns import Columns
 from rotor.kernels.ahead import Resources, Variant, compile_variant
-from rotor.kernels.decode.kernel import decode_variants
+from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.kernel import prefill_kernel, prefill_variants
 from rotor.kernels.projection.append import append_variant

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from rotor.format.layout import AttentionShape
 from rotor.kernels.ahead import Resources, Variant, compile_variant
-from rotor.kernels.decode.kernel import decode_variants
 from rotor.kernels.decode.longest_first import assign_variant
+from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.defaults import default_config
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.kernel import prefill_kernel, prefill_variants
