@@ -4,8 +4,8 @@
 Floor: bytes of the compressed keys and values that are attended / memory bandwidth. All query rows of a group are one
 tile, so its latents are read once. In domain `pre` the keys of each KV head are rebuilt from them by a matrix product
 and rotated in registers, from latents that stay there or, with COLUMNS, from so many columns at a time, which come out
-of the L1 or L2 cache again for every head: queries are rotated back to the start of the tile, so that keys only turn by their place in
-it, by a table of `TILE` rows that stays in the L1 cache.
+of the L1 or L2 cache again for every head. Queries are rotated back to the start of the tile, so that keys only turn by
+their place in it, by a table of `TILE` rows that stays in the L1 cache.
 
 A program works through tiles of keys of one unit (a part of a layer, see `layer_table`, and a sequence) after another;
 which ones is the schedule's matter:
