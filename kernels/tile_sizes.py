@@ -85,6 +85,11 @@ def decode_config(
 
     head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory.
     """
+    return dict(_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu))
+
+
+@lru_cache(maxsize=4096)
+def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu) -> dict[str, Any]:
     widest = parts.widest
     tile_rows = padded(parts.rows)
     # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
@@ -98,7 +103,7 @@ def decode_config(
     columns = REBUILT_COLUMNS if in_pieces(parts, gpu) else 0
     tile, warps, stages = decode_shape(parts.tile, widest, tile_rows, element_bytes, head_dim, gpu)
     if columns:
-        tile_rows, stages = padded(parts.rows), 1 if parts.coded and gpu.registers_hold_operands else 2
+        tile_rows, stages = padded(parts.rows), 2
         tile, frequencies = _wide_tile(parts, head_dim, gpu)
     elif parts.coded and head_dim and gpu.registers_hold_operands:
         tile, stages = min(tile, 16), 1  # words and numbers both take registers
@@ -149,10 +154,8 @@ def in_pieces(parts: LayerParts, gpu: Gpu) -> bool:
 
 def _wide_tile(parts: LayerParts, head_dim: int, gpu: Gpu) -> tuple[int, int]:
     """Keys of a tile and frequencies at a time that the compiler does not spill at, of latents `in_pieces`."""
-    if parts.coded:
-        tile, frequencies = 16, 32  # words and numbers both take registers
-    else:
-        tile = frequencies = 32 if gpu.registers_hold_operands else 64
+    # Words take registers beside the numbers, and so do operands that are not read from shared memory.
+    tile, frequencies = (16, 32) if parts.coded or gpu.registers_hold_operands else (64, 64)
     return min(parts.tile, tile), min(frequencies, padded(head_dim // 2))
 
 

@@ -348,6 +348,7 @@ def rotor_attention_forward(
             softcap=module.softcap,
             schedule=module.schedule,
             kernels=module.kernels,
+            layer_idx=module.layer_idx,
         )
         return output, None
     if module.layout.coded:
