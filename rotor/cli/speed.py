@@ -17,6 +17,7 @@ from .app import (
     Quiet,
     SourceModel,
     app,
+    check_folder,
     command_line,
     numbers,
     print_json,
@@ -53,15 +54,20 @@ def bench(
     Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
     is measured, and the Triton kernels are listed as not measured.
     """
+    from ..recipe.settings import Compute
+
+    given = [
+        None if text is None else numbers(option, text)
+        for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
+    ]
+    Compute(device, dtype).check()
+    check_folder(folder)
+
     from ..bench.bench import bench as run_bench
     from ..bench.report import add_device, device_name, write_report
     from ..bench.settings import BenchSettings
     from ..models.hardware import pick_device
 
-    given = (
-        None if text is None else numbers(option, text)
-        for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
-    )
     settings = BenchSettings.of(
         pick_device(device),
         *given,
@@ -143,10 +149,16 @@ def compile_kernels(
     They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Exit code 1 if one cannot be
     compiled.
     """
+    from ..recipe.settings import Compute
+
+    batch_sizes = numbers("--batch", batch)
+    Compute(dtype=dtype).check()
+    check_folder(folder)
+
     from ..bench.precompile import cache_folder, parse_archs, precompile
     from ..bench.provenance import provenance
 
-    archs, batch_sizes = parse_archs(arch), numbers("--batch", batch)
+    archs = parse_archs(arch)
     kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=show_progress(quiet))
     failed = [kernel for kernel in kernels if kernel.error is not None]
     if as_json:
@@ -202,6 +214,8 @@ def schedule(
     With --chunk also a prefill's, with and without its last round redistributed. Arithmetic on predicted costs; nothing
     is run, and no GPU is needed.
     """
+    check_folder(folder)
+
     from ..bench.provenance import provenance
     from ..models.compressed import CompressedCheckpoint
     from ..prediction.devices import find_device
