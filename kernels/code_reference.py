@@ -13,7 +13,8 @@ from torch import Tensor
 from rotor.format.columns import Columns
 from rotor.format.layout import GroupClass, LayerLayout
 
-from .reference import class_mask, class_rotation
+from .decode_reference import decode_class, serves
+from .reference import class_basis, class_mask, class_rotation
 from .rows import unpack
 from .running_softmax import attend_in_blocks
 
@@ -53,11 +54,64 @@ def coded_attention(
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, groups in the order of the layout.
     """
+    alone = query.shape[1] == 1 if layout.domain == "none" else query.shape[2] == 1
+    if alone and serves(query) and (key_rotation is None or key_rotation[0].dim() == 2):
+        return _decode(
+            query, key, value, layout, heads_per_kv, scaling, query_basis, key_rotation, constant_key, attention_mask,
+            softcap,
+        )  # fmt: skip
     output, _ = partial_attention(
         query, key, value, layout, heads_per_kv, scaling, query_basis, key_rotation, constant_key, attention_mask,
         softcap,
     )  # fmt: skip
     return output.to(query.dtype)
+
+
+def _decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayerLayout,
+    heads_per_kv: int,
+    scaling: float,
+    query_basis: Tensor | None,
+    key_rotation: tuple[Tensor, Tensor] | None,
+    constant_key: Tensor | None,
+    attention_mask: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """`coded_attention` for one query position of each sequence, on a CPU."""
+    domain, size = layout.domain, layout.group_size
+    of_group = size * heads_per_kv
+    outputs = []
+    for cls in layout.classes():
+        keys, values = _class_rows(key, value, layout, cls, query.dtype)
+        heads = slice(cls.start * of_group, (cls.start + cls.count) * of_group)
+        basis = constant = None
+        if domain == "none":
+            first = cls.qk_offset * of_group
+            queries = query[:, 0, first : first + cls.count * of_group * cls.qk_rank].unflatten(
+                -1, (cls.count, -1, cls.qk_rank)
+            )
+        else:
+            assert query_basis is not None
+            queries = query[:, heads, 0].unflatten(1, (cls.count, of_group))
+            basis = class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
+        if domain == "post":
+            split = queries.unflatten(2, (size, heads_per_kv))
+            queries, basis = torch.einsum("bngpd,ngdr->bngpr", split, basis).flatten(2, 3), None
+        elif domain == "pre" and constant_key is not None:
+            constant = constant_key[cls.start * size : (cls.start + cls.count) * size].unflatten(0, (cls.count, size))
+        mask = class_mask(attention_mask, layout, heads, heads_per_kv)
+        if mask is not None:
+            mask = mask[..., 0, :].unflatten(1, (1, 1) if mask.shape[1] == 1 else (cls.count, of_group))
+        outputs.append(
+            decode_class(
+                queries, keys.groups, values.groups, (cls.qk_columns, cls.v_columns), scaling, mask, softcap, basis,
+                key_rotation, constant,
+            )
+        )  # fmt: skip
+    return torch.cat(outputs, dim=-1)
 
 
 def partial_attention(
@@ -90,11 +144,7 @@ def partial_attention(
     kv_len = seq_len if causal else key.shape[2]
 
     def rows(cls: GroupClass) -> tuple[_Rows, _Rows]:
-        qk_byte, v_byte = layout.byte_offsets(query.element_size())[cls.start]
-        return (
-            _Rows(key[:, 0, :kv_len], qk_byte, cls.count, cls.qk_rank, cls.qk_columns, query.dtype),
-            _Rows(value[:, 0, :kv_len], v_byte, cls.count, cls.v_rank, cls.v_columns, query.dtype),
-        )
+        return _class_rows(key[:, :, :kv_len], value[:, :, :kv_len], layout, cls, query.dtype)
 
     index = torch.arange(seq_len, device=query.device)
     masks: dict[int, Tensor | None] = {}
@@ -144,3 +194,14 @@ class _Rows:
         groups = self.groups[:, start:end]
         numbers = groups if self.columns is None else unpack(groups, self.columns, self.dtype)
         return numbers.transpose(1, 2)
+
+
+def _class_rows(
+    key: Tensor, value: Tensor, layout: LayerLayout, cls: GroupClass, dtype: torch.dtype
+) -> tuple[_Rows, _Rows]:
+    """Keys and values of a class in the rows of a layer, [batch_size, 1, kv_len, .]."""
+    qk_byte, v_byte = layout.byte_offsets(dtype.itemsize)[cls.start]
+    return (
+        _Rows(key[:, 0], qk_byte, cls.count, cls.qk_rank, cls.qk_columns, dtype),
+        _Rows(value[:, 0], v_byte, cls.count, cls.v_rank, cls.v_columns, dtype),
+    )

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from rotor.format.layout import GroupClass, LayerLayout
 
+from .decode_reference import decode_class, serves
+
 REBUILT_ELEMENTS_CPU = 1 << 18
 REBUILT_ELEMENTS_GPU = 1 << 26
 """Elements of rebuilt keys at a time while decoding: what a core's cache holds, and few launches on a GPU."""
@@ -137,6 +139,18 @@ def grouped_attention(
                 assert key_rotation is not None
                 rotation = class_rotation(key_rotation, cls)
                 if queries.shape[2] == 1 and dropout == 0.0:
+                    if serves(query, key, value) and key_rotation[0].dim() == 2:
+                        rows = latents.transpose(1, 2), values.transpose(1, 2)
+                        folded = queries.view(batch_size, cls.count, -1, queries.shape[-1])
+                        own = (
+                            None
+                            if mask is None
+                            else mask.unflatten(1, (cls.count, -1) if mask.shape[1] > 1 else (1, 1))[:, :, :, 0]
+                        )
+                        outputs.append(
+                            decode_class(folded, *rows, (None, None), scaling, own, softcap, basis, key_rotation)
+                        )
+                        continue
                     logits = _rebuilt_logits(queries, latents, basis, rotation)
                     outputs.append(_softmax_attention(logits, values, scaling, mask, softcap))
                     continue

@@ -201,9 +201,9 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
         exchange: what travels in a prompt's attention: `heads` (queries, rows and outputs, as in ZDC), `rows` (rows to
             all), or `auto`, layer by layer whichever sends fewer bytes.
     Raises:
-        UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its cache by
-            a policy or lies on several devices. In passes: the processes were given different inputs, a cache of a kind that cannot be
-            spread or that was filled elsewhere, a mask that is not two-dimensional, labels.
+        UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its
+            cache by a policy or lies on several devices. In passes: the processes were given different inputs, a cache
+            of a kind that cannot be spread or that was filled elsewhere, a mask that is not two-dimensional, labels.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
     """

@@ -56,6 +56,7 @@ class RotaryTable:
         self.check_positions = PositionCheck()
         self._key: tuple[Any, ...] | None = None
         self._table: tuple[Tensor, Tensor] | None = None
+        self._rows: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __call__(
         self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype
@@ -75,8 +76,13 @@ class RotaryTable:
                 positions = (positions + offset).clamp(max=int(end) - 1)
             like = torch.empty(0, device=device, dtype=dtype)
             cos, sin = self._rotary(like, positions[None], *self._arguments)
-            self._key, self._table = key, (cos[0].to(device), sin[0].to(device))
-        return self._table[0][:length], self._table[1][:length]
+            self._key, self._table, self._rows = key, (cos[0].to(device), sin[0].to(device)), None
+        if torch.compiler.is_compiling():
+            return self._table[0][:length], self._table[1][:length]
+        if self._rows is None or self._rows[0] != length:
+            # The same tensors for all layers of a step: what follows from them is made once.
+            self._rows = length, (self._table[0][:length], self._table[1][:length])
+        return self._rows[1]
 
 
 class Spread(Protocol):
@@ -446,6 +452,7 @@ def rotor_attention_forward(
             softcap=module.softcap,
             schedule=module.schedule,
             kernels=module.kernels,
+            layer_idx=module.layer_idx,
         )
         return output, None
     if module.layout.coded:
