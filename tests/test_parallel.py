@@ -37,6 +37,7 @@ from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
 from rotor.parallel.traffic import of_prompt, of_token, uncompressed
+from rotor.runtime.cache import cache_policy
 from rotor.runtime.cache_size import cache_bytes
 
 MQA = [(Columns(n16=4, n8=4, n4=8), Columns(n8=8, n4=8))]
@@ -189,6 +190,9 @@ def test_what_cannot_be_spread_is_refused(pair: Any, alone: None) -> None:
         ({"past_key_values": filled}, "was filled outside of sequence_parallel"),
         ({"past_key_values": StaticCache(model.config, max_cache_len=16)}, "a StaticCache cannot be spread"),
     ]
+    with cache_policy(model, "gear-4"):
+        with pytest.raises(UsageError, match="keeps its cache by a policy"), sequence_parallel(model):
+            pass
     with sequence_parallel(model) as parallel:
         for more, message in cases:
             with pytest.raises(UsageError, match=message):
