@@ -189,9 +189,9 @@ def test_what_cannot_be_spread_is_refused(pair: Any, alone: None) -> None:
         ({"past_key_values": filled}, "was filled outside of sequence_parallel"),
         ({"past_key_values": StaticCache(model.config, max_cache_len=16)}, "a StaticCache cannot be spread"),
     ]
-    with cache_policy(model, "gear-4"):
-        with pytest.raises(UsageError, match="keeps its cache by a policy"), sequence_parallel(model):
-            pass
+    refused = pytest.raises(UsageError, match="keeps its cache by a policy")
+    with cache_policy(model, "gear-4"), refused, sequence_parallel(model):
+        pass
     with sequence_parallel(model) as parallel:
         for more, message in cases:
             with pytest.raises(UsageError, match=message):
