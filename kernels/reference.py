@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from rotor.format.layout import GroupClass, LayerLayout
 
+from .decode_reference import decode_class, serves
+
 REBUILT_ELEMENTS_CPU = 1 << 18
 REBUILT_ELEMENTS_GPU = 1 << 26
 """Elements of rebuilt keys at a time while decoding: what a core's cache holds, and few launches on a GPU."""
@@ -55,6 +57,24 @@ def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Ten
         rows.append(torch.einsum("bsnd,ndr->bsnr", keys, basis).flatten(2))
     latents = torch.cat(rows, dim=-1).unsqueeze(1)
     return latents if shift is None else (latents + shift).to(dtype)
+
+
+def project_queries(query: Tensor, query_basis: Tensor, layout: LayerLayout, heads_per_kv: int) -> Tensor:
+    """Queries of domain `post` into the latents of their groups, side by side, as those of domain `none` come.
+
+    Args:
+        query: [tokens, num_heads, head_dim], rotated, KV heads in the order of the layout.
+        query_basis: [group_size * head_dim, qk_width].
+    Returns:
+        [tokens, sum over query heads of qk_rank], dtype of `query`.
+    """
+    size, rows = layout.group_size, []
+    heads = query.unflatten(1, (len(layout.groups), size, heads_per_kv))
+    for cls in layout.classes():
+        basis = class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
+        own = heads[:, cls.start : cls.start + cls.count]
+        rows.append(torch.einsum("tngpd,ngdr->tngpr", own, basis).flatten(1))
+    return torch.cat(rows, dim=-1)
 
 
 def grouped_attention(
@@ -119,6 +139,18 @@ def grouped_attention(
                 assert key_rotation is not None
                 rotation = class_rotation(key_rotation, cls)
                 if queries.shape[2] == 1 and dropout == 0.0:
+                    if serves(query, key, value) and key_rotation[0].dim() == 2:
+                        rows = latents.transpose(1, 2), values.transpose(1, 2)
+                        folded = queries.view(batch_size, cls.count, -1, queries.shape[-1])
+                        own = (
+                            None
+                            if mask is None
+                            else mask.unflatten(1, (cls.count, -1) if mask.shape[1] > 1 else (1, 1))[:, :, :, 0]
+                        )
+                        outputs.append(
+                            decode_class(folded, *rows, (None, None), scaling, own, softcap, basis, key_rotation)
+                        )
+                        continue
                     logits = _rebuilt_logits(queries, latents, basis, rotation)
                     outputs.append(_softmax_attention(logits, values, scaling, mask, softcap))
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from enum import Enum
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ import typer
 
 from ..errors import UsageError
 from ..logs import printable
-from . import completion
+from . import completion, is_first_process
 from .app import (
     AsJson,
     BatchTokens,
@@ -30,9 +31,16 @@ from .console import show_progress
 from .plans import print_inspection
 
 
+class Parallel(str, Enum):
+    """What is spread over processes."""
+
+    sequence = "sequence"
+
+
 @app.command(
     epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40. A long prompt: rotor generate out/demo '
-    "--prompt-file prompt.txt"
+    "--prompt-file prompt.txt. Over several processes: torchrun --nproc-per-node 4 -m rotor generate ... "
+    "--parallel sequence"
 )
 def generate(
     folder: Annotated[str, typer.Argument(help="A compressed checkpoint (or any model's folder or hub id).")],
@@ -51,6 +59,13 @@ def generate(
     cache: CachePolicy = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    parallel: Annotated[
+        Parallel | None,
+        typer.Option(help="sequence: spread the prompt and its cache over the processes that torchrun started."),
+    ] = None,
+    parallel_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a process waits for another before all end.")
+    ] = 300.0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -61,6 +76,8 @@ def generate(
     from ..models.hub import check_name
     from ..recipe.settings import Compute
 
+    if parallel is not None and prompt_file == "-":
+        raise UsageError("--prompt-file -: several processes cannot all read stdin.", "Give a file.")
     text = _read_prompt(prompt, prompt_file)
     Compute(device, dtype).check()
     check_name(folder)
@@ -68,12 +85,26 @@ def generate(
     from ..models.generation import continue_prompt
 
     progress = show_progress(quiet)
-    arguments = folder, text, max_new_tokens, temperature, seed, device, dtype, profile, cache
-    if as_json:
-        print_json(continue_prompt(*arguments, raw=raw, progress=progress))
-        return
-    continue_prompt(*arguments, raw=raw, progress=progress, on_text=_show)
-    print()
+    first, timeout_s = is_first_process(), None if parallel is None else parallel_timeout
+    result = continue_prompt(
+        folder,
+        text,
+        max_new_tokens,
+        temperature,
+        seed,
+        device,
+        dtype,
+        profile,
+        cache,
+        raw=raw,
+        progress=progress,
+        on_text=_show if first and not as_json else None,
+        parallel_timeout_s=timeout_s,
+    )
+    if first and as_json:
+        print_json(result)
+    elif first:
+        print()
 
 
 def _show(text: str) -> None:

@@ -84,7 +84,7 @@ def export(
     Args:
         run: folder that calibrate wrote; its tables gain the points that are measured.
         out: the checkpoint folder; it appears whole or not at all.
-        accuracy: least accuracy on the search split (see Evaluation), in (0, 1]; the report split is then measured
+        accuracy: least accuracy on the search split (see Evaluation), in (0, 1); the report split is then measured
             once.
         confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
             the value does.

@@ -22,7 +22,7 @@ PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "f
 """What a study can measure, in the order in which it does."""
 
 DEFAULT_PARTS = ("curves", "ablation")
-"""Without a request: what ends within minutes on the bundled model."""
+"""Without a request: one calibration a recipe. Each of the others calibrates many times, or searches many targets."""
 
 ALL = "all"
 """Stands for all parts that can run, but ON_REQUEST."""

@@ -244,7 +244,11 @@ def _pruning(records: dict[str, dict[str, Any]]) -> list[str]:
             rows.append([*start, "", "", f"not measured: {record['skipped']}"])
         else:
             rows.append([*start, *_point_cells(record), f"{sum(record['seconds'].values()):.2f}"])
-    return table(["recipe", "share dropped", "centroids", "compression", "accuracy", "KL", "seconds"], rows)
+    return [
+        "",
+        "Report split.",
+        *table(["recipe", "share dropped", "centroids", "compression", "accuracy", "KL", "seconds"], rows),
+    ]
 
 
 def _front(records: dict[str, dict[str, Any]]) -> list[str]:

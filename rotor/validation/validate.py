@@ -329,6 +329,7 @@ def _check_accuracy(
         "logits against source", finite, f"relative error per position: mean {error.mean():.4f}, max {error.max():.4f}"
     )
     met, text = judge_target(meter.metric, found, target)
+    text = f"on the report split {text}"
     if base.get("at_chance"):
         result.summary["accuracy"]["at_chance"] = True
         text += "; the source is at chance on this text, where ratios to it mean nothing"
