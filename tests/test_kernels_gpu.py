@@ -14,7 +14,7 @@ from kernel_checks import check_decode, check_prefill, relative_error
 from ragged import layer, random_case
 
 from rotor.format.columns import Columns
-from rotor.kernels.decode.kernel import decode_attention
+from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.projection.append import pack_rows

@@ -10,7 +10,7 @@ from conftest import build_tiny, calibrated
 from transformers import AutoModelForCausalLM
 
 from rotor.export.export import export
-from rotor.kernels.decode.kernel import decode_attention
+from rotor.kernels.decode.launch import decode_attention
 
 CASES = [
     ("llama", "post", 1, None),
