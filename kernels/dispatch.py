@@ -26,6 +26,7 @@ from torch import Tensor
 from rotor.errors import UsageError
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
+from rotor.installing import pip_install
 from rotor.logs import log
 
 from .layer_table import layer_parts
@@ -67,7 +68,7 @@ def kernels_wanted(device: torch.device) -> bool:
     if choice not in CHOICES:
         raise UsageError(f"{VARIABLE}={choice}: expected one of {', '.join(CHOICES)}.", f"Unset {VARIABLE}.")
     if choice == "triton" and not triton_installed():
-        raise UsageError(f"{VARIABLE}=triton, but Triton is not installed.", "pip install 'rotor-kv[kernels]'")
+        raise UsageError(f"{VARIABLE}=triton, but Triton is not installed.", pip_install("kernels"))
     if device.type == "cuda" and choice != "reference" and triton_installed() and for_amd():
         _warn_of_amd()
         return False

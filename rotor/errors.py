@@ -97,6 +97,12 @@ class CheckpointError(RotorError):
     """A checkpoint or run folder is missing, incomplete, damaged or of a kind that rotor refuses."""
 
 
+class MissingError(CheckpointError, UsageError):
+    """A folder that the request names is not there."""
+
+    exit_code = UsageError.exit_code
+
+
 class NumericsError(RotorError):
     """A tensor is not finite, or a factorisation cannot be computed from what was measured."""
 

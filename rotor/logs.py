@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shlex
 import sys
@@ -46,9 +47,16 @@ FORMAT = Lines("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 def log_file(folder: Path, command: str) -> Iterator[None]:
     """Append everything that the logger `rotor` is told to the folder's log.txt, and how the work ended.
 
-    The folder may be renamed in the meantime; the file goes with it.
+    The folder may be renamed in the meantime; the file goes with it. In a folder that is only read no log is kept.
     """
-    handler = LogFile(folder / LOG, encoding="utf-8")
+    try:
+        handler = LogFile(folder / LOG, encoding="utf-8")
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        log.info("no log is kept: %s: %s", folder / LOG, error.strerror)
+        yield
+        return
     handler.setFormatter(FORMAT)
     level = log.level
     log.addHandler(handler)

@@ -31,6 +31,14 @@ class Progress:
         log.info("%s", text)
 
 
+def in_time(seconds: float) -> str:
+    """In the unit that people would use."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 class StageTimes:
     """Seconds of each stage of a command, and the process's peak resident bytes at its end."""
 

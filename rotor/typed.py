@@ -50,7 +50,7 @@ class Reader:
             fits, result = self._try(option, value, name)
             if fits:
                 return result
-        expected = " or ".join(_describe(option) for option in options)
+        expected = describe(hint)
         choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
         place = f"{name}: " if name else ""
         raise self.error(
@@ -130,9 +130,10 @@ class _PlainLoader(yaml.SafeLoader):
 
 def nearest_name(word: object, known: Iterable[str]) -> str:
     """The end of an error's sentence: the known word that `word` resembles, if any, and the full stop."""
-    text = word[:60] if isinstance(word, str) else ""
-    match = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else "."
+    text = word[:60].casefold() if isinstance(word, str) else ""
+    names = {name.casefold(): name for name in known}
+    match = difflib.get_close_matches(text, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {names[match[0]]!r}?" if match else "."
 
 
 def shorten(value: object) -> str:
@@ -170,6 +171,12 @@ def _hints(kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
             if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         )
     return hints, tuple(name for name in hints if name in kind.__required_keys__)
+
+
+def describe(hint: Any) -> str:
+    """A type in words, as errors and references have it."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return " or ".join(map(_describe, options))
 
 
 def _describe(option: Any) -> str:

@@ -19,10 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotor.bases import BasisPair, LayerBases
+from rotor.bases.layer import LayerBases
+from rotor.bases.pair import BasisPair
 from rotor.format.columns import Columns
 from rotor.format.layout import Domain, GroupLayout, LayerLayout, folds_keys
-from rotor.format.section import ATTENTION
+from rotor.format.section import MARK
 from rotor.kernels.reference import project_keys
 from rotor.kernels.rows import key_columns, value_columns
 from rotor.models.checkpoint import Checkpoint
@@ -231,9 +232,9 @@ def _write(
     mine = {p + name: t for p, tensors in zip(prefixes, rewritten, strict=True) for name, t in tensors.items()}
     save_file(others | mine, out / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    config["attn_implementation"] = ATTENTION
+    config["attn_implementation"] = MARK
     config["quantization_config"] = {
-        "quant_method": "rotor",
+        "quant_method": MARK,
         "format_version": 1,
         "biases": sorted({name[0] for name in rewritten[0] if name.endswith("_proj.bias")}),
         "layers": {str(i): layout.to_dict() for i, layout in enumerate(layouts)},

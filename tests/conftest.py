@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from transformers import (
 import rotor
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.cli import console
 from rotor.format.manifest import NO_DIGEST, Manifest, write_manifest
 from rotor.models.checkpoint import Checkpoint
 from rotor.rewriting.compressible import CompressibleModel
@@ -37,6 +39,7 @@ settings.register_profile("bounded", max_examples=60, derandomize=True)
 settings.register_profile("fuzz", max_examples=2000, print_blob=True)
 settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherwise
 
+console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
 ROOT = Path(rotor.__file__).parent.parent
 DEMO_MODEL = ROOT / "artifacts" / "demo-model"
 

@@ -5,7 +5,8 @@ import pytest
 import scipy.linalg
 import torch
 
-from rotor.bases import LayerBases, identity, kq, palu, rope_pairs, svd
+from rotor.bases import identity, kq, palu, rope_pairs, svd
+from rotor.bases.layer import LayerBases
 from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_average
 from rotor.bases.moments import LayerStatistics
 from rotor.format.layout import AttentionShape

@@ -13,8 +13,8 @@ from conftest import SHORT_TEXT, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rotor.allocation import BitsPath
-from rotor.bases import BasisPair
+from rotor.allocation.bits import BitsPath
+from rotor.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, codes_path
 from rotor.codes.layer import CodedBases
@@ -25,7 +25,7 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.projections import keys_before_rope
 from rotor.planning.dry_run import plan_export
-from rotor.recipe import load_recipe
+from rotor.recipe import load_recipe, override
 from rotor.recipe.settings import Compute, ExportSettings, Goal
 from rotor.report.data import collect
 from rotor.rewriting.compressible import CompressibleModel
@@ -199,7 +199,7 @@ def test_dry_run_report_and_card_say_columns_by_bits(coded_run, tmp_path: Path):
     card = (result.folder / "README.md").read_text()
     assert "at 8 bits" in card
     for page in (collect(result.folder), collect(run.folder)):
-        assert all("bits" in cell.qk_bits and "bits" in cell.v_bits for layer in page.ranks for cell in layer)
+        assert all(cell.keys.widths and cell.values.widths for layer in page.ranks for cell in layer)
 
 
 def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
@@ -248,6 +248,27 @@ def test_allocation_chooses_domain_and_group_size_of_each_layer(coded_run):
         assert path._path.loss[words] <= alone._path.loss[min(words, len(alone._path.loss) - 1)] * (1 + 1e-9)
 
 
+def test_latency_is_an_objective_of_codes(coded_run, tmp_path: Path):
+    """From the command's setting to a checkpoint: the domain that the device can bear, the share of bytes as asked."""
+    run = coded_run("llama", "rotor", "groups.size=any", "groups.domain=any")
+    dear = tmp_path / "rates.yaml"
+    dear.write_text(
+        "abacus: {bandwidth_bytes_per_s: 1e12, matmul_flops_per_s: 1e9, memory_bytes: 1e11, source: measured}\n"
+    )
+    device = [f"objective.device_file={dear}", "objective.device=abacus"]
+    goal = {"compression": COMPRESSION, "measure": False}
+    memory = export(run.folder, tmp_path / "memory", **goal)
+    latency = export(run.folder, tmp_path / "latency", **goal, objective="latency", overrides=device)
+    assert latency.report["compression"]["stored"] >= COMPRESSION
+    AutoModelForCausalLM.from_pretrained(latency.folder)(PROMPT)
+    domains = [{layout["domain"] for layout in result.report["layouts"]} for result in (memory, latency)]
+    assert "pre" in domains[0]
+    assert domains[1] == {"post"}
+    recipe = override(run.recipe, ["objective.kind=0.5", *device])
+    steps = rank_path(run.bases(), run, recipe).steps()
+    assert [plan.saving for plan in steps] == sorted({plan.saving for plan in steps})
+
+
 def test_plans_of_a_path(coded_run):
     """By rising share of bytes removed, each counted from its rows; a target is met by the most bytes that meet it."""
     run = coded_run("llama", "rotor")
@@ -268,12 +289,10 @@ def test_plans_of_a_path(coded_run):
 def test_requests_that_codes_cannot_serve_are_refused(coded_run, tmp_path: Path):
     run = coded_run("llama", "rotor")
     out = tmp_path / "out"
-    with pytest.raises(UsageError, match="whose bits it cannot lower"):
+    with pytest.raises(UsageError, match="for one width: a profile cannot lower bits"):
         export(run.folder, out, accuracy=0.9, elastic=True)
     with pytest.raises(UsageError, match="does not choose ranks by a removal rate"):
         export(run.folder, out, removal_rate=0.1)
-    with pytest.raises(RecipeError, match=r"objective\.kind.*memory, as codes\.bits"):
-        export(run.folder, out, accuracy=0.9, objective="latency")
     with pytest.raises(UsageError, match="at least one word of 4 bytes"):
         export(run.folder, out, compression=0.999)
     for bits in ("[2,4]", "[0]", "[0,3]", "[0,4,4]"):

@@ -49,7 +49,8 @@ def expect_error(capsys, code: int, text: str, *arguments: str | Path) -> None:
     assert got == code, err
     assert text in err, err
     assert out == ""
-    said = [line for line in err.splitlines() if not line.startswith("memory: ")]  # told before the work begins
+    told = ("memory: ", "text: ")  # before the work begins
+    said = [line for line in err.splitlines() if not line.startswith(told)]
     assert len(said) == 2, err
     assert said[0].startswith("error: ")
 

@@ -235,7 +235,9 @@ class Quantised(QuantizedLayer):
 def test_what_cannot_be_run_is_refused(pair) -> None:
     model, rows = pair(*CASES[1]).load(), prompts(1, 8)
     cache = Cache(layers=[Quantised() for _ in range(2)])
-    with pytest.raises(UsageError, match=r"layer 0: a quantised cache \(Quantised\) was given rows of codes"):
+    with pytest.raises(
+        UsageError, match=r"layer 0: a quantised cache \(Quantised\) was given rows of codes: this checkpoint"
+    ):
         model(rows, past_key_values=cache)
     with pytest.raises(UsageError, match=r"rows of torch.uint8, which are codes already"):
         model(rows, past_key_values=make_cache(PerToken(bits=4, group=8), model.config))

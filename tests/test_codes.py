@@ -11,11 +11,18 @@ from conftest import relative_error
 from torch import Tensor
 
 from rotor.bases.kq import closed_form
-from rotor.calibration.gradients import fisher_information
+from rotor.bases.layer import LayerBases
+from rotor.bases.moments import LayerStatistics
+from rotor.bases.pair import BasisPair
+from rotor.calibration.gradients import LayerFisher, fisher_information
+from rotor.calibration.samples import SampleKeeper
 from rotor.codes.allocation import bit_curve, bit_path
 from rotor.codes.fold import fold_code
+from rotor.codes.layer import layer_codes
 from rotor.codes.quantiser import ColumnCode, measure_columns
 from rotor.errors import NumericsError
+from rotor.format.columns import Columns
+from rotor.format.layout import AttentionShape
 from rotor.kernels.reference import rotate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
@@ -31,15 +38,15 @@ def normal(*size: int, seed: int = 0) -> Tensor:
 
 def test_distortion_of_a_gaussian_is_that_of_the_best_uniform_quantiser():
     """Max, "Quantizing for minimum distortion" (1960), table II: equally spaced levels."""
-    statistics = measure_columns(normal(200_000, 1), (0, 2, 4))
+    statistics = measure_columns(normal(200_000, 1), None, (0, 2, 4))
     assert statistics.distortion[:, 0].tolist() == pytest.approx([1.0, 0.1188, 0.01154], rel=0.02)
     assert statistics.scale[1:, 0].tolist() == pytest.approx([0.9957, 0.3352], rel=0.03)
 
 
 def test_the_fit_follows_shift_and_unit_of_a_column():
     latents = normal(2000, 3)
-    plain = measure_columns(latents, (2, 4, 8))
-    moved = measure_columns(7 * latents - 100, (2, 4, 8))
+    plain = measure_columns(latents, None, (2, 4, 8))
+    moved = measure_columns(7 * latents - 100, None, (2, 4, 8))
     assert relative_error(moved.distortion, plain.distortion) < 1e-6
     assert relative_error(moved.mean, 7 * plain.mean - 100) < 1e-6
     assert relative_error(moved.scale, 7 * plain.scale) < 1e-6
@@ -47,7 +54,7 @@ def test_the_fit_follows_shift_and_unit_of_a_column():
 
 def test_distortion_is_what_encode_and_decode_leave():
     latents = normal(1000, len(WIDTHS)) * torch.tensor([1.0, 5.0, 0.1, 30.0, 2.0]) + 4
-    statistics = measure_columns(latents, WIDTHS)
+    statistics = measure_columns(latents, None, WIDTHS)
     code = statistics.code(torch.tensor(WIDTHS))
     codes = code.encode(latents)
     expected = statistics.errors()[torch.arange(5), torch.arange(5)]
@@ -59,14 +66,78 @@ def test_distortion_is_what_encode_and_decode_leave():
 
 
 def test_a_constant_column_costs_nothing_at_any_width():
-    statistics = measure_columns(torch.full((64, 1), 3.0, dtype=torch.float64), WIDTHS)
+    statistics = measure_columns(torch.full((64, 1), 3.0, dtype=torch.float64), None, WIDTHS)
     assert statistics.errors().max() < 1e-12
     assert float(statistics.code(torch.tensor([0])).decode(torch.zeros(1, 1))) == 3.0
 
 
+def test_a_sample_of_weight_two_is_two_samples():
+    latents = normal(300, 2)
+    twice = torch.randint(1, 4, latents.shape[:1], generator=torch.Generator().manual_seed(1))
+    weighted = measure_columns(latents, twice.double().unsqueeze(1).expand_as(latents) / 7, WIDTHS)
+    repeated = measure_columns(latents.repeat_interleave(twice, 0), None, WIDTHS)
+    for name in ("variance", "mean", "scale", "distortion"):
+        assert relative_error(getattr(weighted, name), getattr(repeated, name)) < 1e-6, name
+
+
+def test_samples_without_any_weight_count_alike():
+    latents = normal(300, 2)
+    weighted = measure_columns(latents, torch.zeros_like(latents), WIDTHS)
+    assert relative_error(weighted.distortion, measure_columns(latents, None, WIDTHS).distortion) < 1e-9
+
+
+def test_kept_tokens_are_the_heaviest_and_some_of_the_others():
+    vectors, gradients = normal(100, 2, 3), normal(100, 2, 3, seed=1)
+    vectors[17] *= 50
+    gradients[80] *= 50
+    found = []
+    for batch in (100, 32, 7):
+        keeper = SampleKeeper(100, 20, seed=3)
+        for x, g in zip(vectors.split(batch), gradients.split(batch), strict=True):
+            keeper.add(x, g)
+        found.append(keeper.samples())
+    first = found[0]
+    for other in found[1:]:
+        assert all(
+            torch.equal(getattr(other, name), getattr(first, name)) for name in ("vectors", "gradients", "share")
+        )
+    assert torch.equal(first.vectors[:2], vectors[[80, 17]].float()) or torch.equal(
+        first.vectors[:2], vectors[[17, 80]].float()
+    )
+    scores = vectors.flatten(1).square().sum(1) * gradients.flatten(1).square().sum(1)
+    assert torch.equal(first.vectors[:10], vectors[scores.topk(10).indices].float())
+    assert torch.equal(first.gradients[:10], gradients[scores.topk(10).indices].float())
+    assert 10 < len(first.share) <= 20
+    assert float(first.share.sum()) == pytest.approx(1)
+    assert first.share[:10].tolist() == pytest.approx([0.01] * 10)
+    assert first.share[10:].tolist() == pytest.approx([0.9 / (len(first.share) - 10)] * (len(first.share) - 10))
+
+
+def test_loss_of_a_column_counts_each_tokens_own_gradient():
+    """Large latents with large gradients: half of the loss is the mean of g^2 e^2, not a product of means."""
+    x, g = normal(512, 1, 4), normal(512, 1, 4, seed=1)
+    x[:5], g[:5] = 20 * x[:5], 30 * g[:5]
+    shape = AttentionShape(1, 1, 1, 4, 4)
+    information = LayerStatistics(shape, 1)
+    information.add({"value": g, "key_post": g})
+    keeper = SampleKeeper(512, 1024, seed=0)
+    keeper.add(x, g)
+    fisher = LayerFisher(information, dict.fromkeys(("value", "key_post"), keeper.samples()))
+    pair = BasisPair(*(torch.eye(4, dtype=torch.float64)[None],) * 2, torch.ones(1, 4, dtype=torch.float64))
+    codes = layer_codes(LayerBases("post", 1, pair, pair), fisher, False)
+    for bits in (2, 4, 8):
+        order, code = codes.vo.code(0, Columns(**{f"n{bits}": 16}))
+        latents = x[:, 0, order]
+        errors = code.decode(code.encode(latents)) - latents
+        squares = g[:, 0, order].square()
+        expected = ((squares + squares.mean(0)) / 2 * errors.square()).mean(0) / 2
+        assert relative_error(codes.vo.losses(0, (bits,))[0, order], expected) < 1e-4
+    assert codes.vo.losses(0, (0,)).sum() > 3 * float((g.square().mean(0) * x.square().mean(0)).sum() / 2)
+
+
 def test_samples_that_are_not_finite_are_refused():
     with pytest.raises(NumericsError, match="NaN or Inf"):
-        measure_columns(torch.tensor([[1.0], [torch.nan]], dtype=torch.float64), (2,))
+        measure_columns(torch.tensor([[1.0], [torch.nan]], dtype=torch.float64), None, (2,))
 
 
 def all_losses(losses: np.ndarray, widths: tuple[int, ...], word_bits: int) -> dict[int, float]:
@@ -120,7 +191,7 @@ def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor
     pair = closed_form((read.T @ read)[None], (x.T @ x)[None])
     encode, decode = pair.encode[0], pair.decode[0]
     bits = torch.tensor([16, 8, 8, 4, 4, 4, 2, 2, 2, 2, 0, 0, 4, 0, 2, 0])
-    return x, encode, decode, measure_columns(x @ encode, WIDTHS).code(bits)
+    return x, encode, decode, measure_columns(x @ encode, None, WIDTHS).code(bits)
 
 
 def test_folded_projection_puts_out_the_codes_and_reads_them_back():
@@ -219,7 +290,9 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     for (layer, name), expected in totals.items():
         got = found[layer].information.moment(name, shape.num_kv_heads)[0]
         assert relative_error(got, expected) < 1e-3, (layer, name)
-        assert found[layer].samples[name].shape == (7, shape.num_kv_heads, shape.head_dim)
+        kept = found[layer].samples[name]
+        assert 4 <= len(kept.vectors) <= 7
+        assert kept.vectors.shape == kept.gradients.shape == (len(kept.share), shape.num_kv_heads, shape.head_dim)
 
 
 def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
@@ -234,7 +307,10 @@ def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
         for name in ("key_pre", "key_post", "value"):
             got = results[1][layer].per_token(name, 1)
             assert relative_error(got, whole.per_token(name, 1)) < 1e-5
-            assert relative_error(results[1][layer].samples[name], whole.samples[name]) < 1e-5
+            got, expected = results[1][layer].samples[name], whole.samples[name]
+            assert relative_error(got.vectors, expected.vectors) < 1e-5
+            assert relative_error(got.gradients, expected.gradients) < 1e-4
+            assert torch.equal(got.share, expected.share)
 
 
 def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):

@@ -35,7 +35,7 @@ def test_verbose_tells_stages_quiet_nothing_and_the_log_keeps_all(tiny, tmp_path
         assert "INFO memory: about" in log
         assert log.splitlines()[-1].endswith("calibrate has finished")
     assert said["-q"] == ""
-    assert [line[:8] for line in said[None].splitlines()] == ["memory: "]
+    assert [line[:8] for line in said[None].splitlines()] == ["memory: ", "text: ca"]
     assert "capture: " in said["-v"]
     assert "memory: " in said["-v"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer.main
 from conftest import DEMO_MODEL, ROOT, SHORT_TEXT
+from printed import parse
 from test_cli import rotor
 
 from rotor.cli.commands import app
@@ -52,15 +53,6 @@ def commands(page: Path) -> list[list[str]]:
     return [
         [PLACES.get(word, word.replace("path=FILE", f"path={PLACES['FILE']}")) for word in words] for words in found
     ]
-
-
-def parse(words: list[str]) -> None:
-    """Check names, options and values, and that nothing is missing, without running anything."""
-    command = typer.main.get_command(app)
-    context = command.make_context("rotor", list(words), resilient_parsing=True)
-    name, found, rest = command.resolve_command(context, list(words))  # type: ignore[attr-defined]
-    assert name is not None
-    found.make_context(name, rest, parent=context)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

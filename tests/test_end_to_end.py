@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from rotor.calibration.run import Run, read_statistics
 from rotor.data.splits import digests
 from rotor.errors import AccuracyError, CheckpointError
 from rotor.export.export import export
+from rotor.format.section import MARK
 from rotor.recipe import override
 from rotor.search.point import as_lists
 from rotor.search.search import rank_path
@@ -275,9 +277,14 @@ for folder in sys.argv[1:]:
     except ValueError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program, *map(str, folders)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, folders)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "ROTOR_AUTOLOAD": "0"},
+    )
     assert done.returncode == 0, done.stderr
-    said = '`attn_implementation="rotor (pip install rotor-kv, then import rotor)"` is not supported'
+    said = f'`attn_implementation="{MARK}"` is not supported'
     assert [said in line for line in done.stdout.splitlines()] == [True] * len(folders), done.stdout
 
 

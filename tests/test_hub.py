@@ -69,7 +69,7 @@ for arguments in (("team/other",), ("team/demo", "v2")):
         print(error.message)
 """
     done = in_cache(cache, code)
-    assert "team/other: no such folder, and not to be had from the hub" in done.stdout, done.stderr
+    assert "team/other: no such folder, and not in the hub's cache; HF_HUB_OFFLINE forbids" in done.stdout, done.stderr
     assert "team/demo at revision v2: no such folder" in done.stdout
 
 

@@ -9,7 +9,7 @@ from conftest import build_tiny, in_memory, relative_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rotor.allocation import RemovalRatePath
+from rotor.allocation.removal_rate import RemovalRatePath
 from rotor.calibration.calibrate import calibrate
 from rotor.export.export import export
 from rotor.search.search import rank_path

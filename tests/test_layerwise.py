@@ -10,7 +10,7 @@ import torch
 from conftest import CONFIGS, DEMO_MODEL, FAST_EVALUATION, build_tiny, close, relative_error
 from safetensors.torch import load_file
 
-from rotor.bases import layer_bases
+from rotor.bases.layer import layer_bases
 from rotor.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.collect import layer_statistics

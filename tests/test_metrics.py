@@ -391,13 +391,13 @@ def test_lm_eval_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UsageError, match=r"evaluation\.metric lm-eval:hellaswag: the lm-eval package") as error:
         make_metric("lm-eval:hellaswag", context(Evaluation(metric="lm-eval:hellaswag"), checkpoint))
-    assert error.value.hint == "pip install rotor-kv[eval]"
+    assert error.value.hint == "pip install 'PATH/TO/rotor[eval]'"
 
 
 @pytest.fixture
 def lookup_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A multiple-choice task of look-ups, defined and filled by local files; needs no network."""
-    pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed (pip install rotor-kv[eval])")
+    pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed (the extra eval)")
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

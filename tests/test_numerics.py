@@ -137,7 +137,7 @@ def test_in_bases_on_disk(side: str, part: str, value: float, run_copy: Path, tm
 
 def test_in_a_factorisation() -> None:
     """Finite moments whose product overflows."""
-    from rotor.bases import layer_bases
+    from rotor.bases.layer import layer_bases
 
     shape = AttentionShape(1, 2, 2, 4, 8)
     huge = torch.full((2, 4, 4), 1e308, dtype=torch.float64)

@@ -199,7 +199,7 @@ def test_without_triton_the_error_says_what_to_install(folder: Path, monkeypatch
     monkeypatch.setattr(module, "triton_installed", lambda: False)
     with pytest.raises(UsageError, match="not installed") as caught:
         precompile(folder, [90])
-    assert "rotor-kv[kernels]" in caught.value.hint
+    assert "PATH/TO/rotor[kernels]" in caught.value.hint
 
 
 @needs_triton

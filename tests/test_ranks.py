@@ -5,17 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rotor.allocation import (
-    FisherPath,
-    RemovalRatePath,
-    Spectra,
-    UniformPath,
-    WaterFillingPath,
-    removal_rate_ranks,
-    round_rank,
-    tail_shares,
-)
-from rotor.allocation.water_filling import interpolated
+from rotor.allocation.fisher import FisherPath
+from rotor.allocation.plan import Spectra, round_rank
+from rotor.allocation.removal_rate import RemovalRatePath, removal_rate_ranks, tail_shares
+from rotor.allocation.uniform import UniformPath
+from rotor.allocation.water_filling import WaterFillingPath, interpolated
 from rotor.format.layout import AttentionShape, compression
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from conftest import ROOT
 
-from rotor.bases import QK_METHODS, BasisMethod
+from rotor.bases.registry import QK_METHODS, BasisMethod
 from rotor.errors import RecipeError
 from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
 from rotor.recipe.checks import NAMES

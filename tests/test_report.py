@@ -126,10 +126,10 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     ranks = [int(cell) for layer in facts["ranks"]["stored"] for group in layer for cell in group]
     cells = [attributes for tag, attributes in page.tags if tag == "td" and "style" in attributes]
     assert len(cells) == len(ranks)
-    assert (
-        f"KV heads 0{', 1' if recipe == 'rotor-16' else ''}: {ranks[0]} of {128 if recipe == 'rotor-16' else 64}"
-        in [" ".join((cell["title"] or "").split()) for cell in cells]
-    )
+    heads, width = ("0, 1", 128) if recipe == "rotor-16" else ("0", 64)
+    assert f"KV heads {heads}: {ranks[0]} of {width} columns" in [
+        " ".join((cell["title"] or "").split()) for cell in cells
+    ]
     in_run = read(run / "report.html")
     seconds = json.loads((run / "run.json").read_text())["stages"]["capture"]["seconds"]
     assert f"{seconds:.2f}" in in_run.text
@@ -162,7 +162,7 @@ def test_a_run_that_measured_nothing_says_so(demo_run, tmp_path: Path) -> None:
     shutil.rmtree(folder / "probes", ignore_errors=True)
     result = report(folder, tmp_path / "page.html")
     page = read(tmp_path / "page.html")
-    assert result.figures == ["spectra-qk", "spectra-vo"]
+    assert result.figures == ["spectra-qk-0", "spectra-vo-0"]
     assert "No point was measured yet" in page.text
     assert "Not measured yet: the first export probes every layer" in page.text
 
@@ -185,7 +185,7 @@ def test_without_matplotlib_the_tables_stand_open(exported, tmp_path: Path, monk
     assert report(out, tmp_path / "page.html").figures == []
     page = read(tmp_path / "page.html")
     assert not any(tag == "svg" for tag, _ in page.tags)
-    assert "pip install rotor-kv[plots]" in page.text
+    assert "pip install 'PATH/TO/rotor[plots]'" in page.text
     details = [attributes for tag, attributes in page.tags if tag == "details"]
     assert sum("open" in attributes for attributes in details) == len(details) - 1  # the recipe stays closed
 
@@ -240,7 +240,7 @@ def test_command(exported, tmp_path: Path, capsys) -> None:
     run, out = exported("fdc")
     code, printed, _ = rotor(capsys, "report", out, "-o", tmp_path / "page.html", "--json")
     assert code == 0
-    assert json.loads(printed)["figures"] == ["points", "spectra-qk", "spectra-vo"]
+    assert json.loads(printed)["figures"] == ["points", "spectra-qk-0", "spectra-vo-0"]
     expect_error(capsys, 2, "a report is an .html file", "report", out, "-o", out / "model.safetensors")
     expect_error(capsys, 1, "neither run.json nor rotor.json", "report", DEMO_MODEL)
     expect_error(capsys, 2, "cannot be written", "report", run, "-o", tmp_path / "nowhere" / "page.html")

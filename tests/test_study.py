@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
 import sys
@@ -13,17 +14,22 @@ import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION
 from test_cli import rotor
 
-from rotor.bases import BasisPair, LayerBases
+from rotor.bases.layer import LayerBases
+from rotor.bases.pair import BasisPair
 from rotor.calibration.run import Run
 from rotor.errors import DataError, RecipeError, UsageError
 from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
 from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.prediction.devices import bundled_devices
+from rotor.progress import Progress
 from rotor.recipe import Tokens, load_recipe
-from rotor.search.search import rank_path
+from rotor.recipe.settings import Compute
+from rotor.report.axes import shown_loss
+from rotor.search.search import most_points, rank_path
+from rotor.study import curves_plot, plots
 from rotor.study import front as study_front
 from rotor.study import parts as study_parts
-from rotor.study import plots
+from rotor.study import tables as study_tables
 from rotor.study.comparison import (
     align_signs,
     basis_difference,
@@ -33,8 +39,12 @@ from rotor.study.comparison import (
     relative_difference,
 )
 from rotor.study.measure import COLUMNS, StudySubject, uniform_ranks
+from rotor.study.quantities import quantity
+from rotor.study.request import StudyPlan, parse_ablations, parse_counts, same_conditions
 from rotor.study.store import StudyStore
-from rotor.study.study import parse_ablations, parse_counts, same_conditions, study
+from rotor.study.study import plan_study, study
+
+study_module = importlib.import_module("rotor.study.study")
 
 SMALL = [
     "tokens.count=1024",
@@ -195,6 +205,7 @@ def small(tmp_path_factory: pytest.TempPathFactory):
         "recipes": ["fdc", "rotor"],
         "overrides": SMALL,
         "counts": (256, 1024),
+        "parts": ["all"],
         "ablations": {"per-head": ["groups.size=1"]},
         "plots": False,
     }
@@ -316,6 +327,129 @@ def test_other_settings_are_refused(small) -> None:
         study(DEMO_MODEL, result.folder, **{**arguments, "ablations": {"x": ["evaluation.seq_len=32"]}})
     with pytest.raises(UsageError, match="--parts speed: expected some of curves"):
         study(DEMO_MODEL, result.folder, **{**arguments, "parts": ["speed"]})
+
+
+def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Counts by hand: calibrations that are kept are made once, whatever parts use them; nothing is written."""
+    monkeypatch.setattr(study_parts, "COMPRESSIONS", (0.3, 0.6))
+    arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc,rotor", "--counts", "256,1024"]
+    arguments += [item for setting in SMALL for item in ("--set", setting)]
+    code, out, err = rotor(capsys, *arguments, "--dry-run", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    (curves,) = found["parts"]  # the others are not run by default
+    searched = most_points(0.2)  # a bisection for each of three targets, then the report split of what it chose
+    assert (curves["part"], curves["calibrations"], curves["points"]) == ("curves", 2, 2 * (2 + 3 * searched))
+    assert curves["seconds"] >= 0
+    assert found["not_run"] == ["sources", "tokens", "degradation", "pruning", "ablation", "front", "peers"]
+    assert found["known_records"] == 0
+
+    code, out, _ = rotor(capsys, *arguments, "--parts", "all", "--ablation", "a:groups.size=1", "--dry-run", "--json")
+    parts = {part["part"]: (part["calibrations"], part["points"]) for part in json.loads(out)["parts"]}
+    assert parts["sources"] == (5, 0)
+    assert parts["tokens"] == (3 * 2, 3 * 2)  # `other-text` is there from the sources
+    assert parts["degradation"] == (0, 2 * 2)
+    assert parts["ablation"] == (1, 2 + 3 * searched)
+    assert parts["pruning"] == (len(study_parts.PRUNE_SHARES) + len(study_parts.CENTROIDS),) * 2
+    code, out, _ = rotor(capsys, *arguments, "--dry-run")
+    assert code == 0
+    assert "nothing is written in a dry run" in " ".join(out.split())
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_dry_run_counts_what_is_there(small, capsys) -> None:
+    result, arguments = small
+    request = StudyPlan.of(
+        arguments["recipes"], SMALL, ["all"], None, arguments["ablations"], "rotor", arguments["counts"], None
+    )
+    before = (result.folder / "results.json").read_bytes()
+    found = plan_study(DEMO_MODEL, result.folder, request, 0.5, Compute())
+    assert [(part.calibrations, part.points) for part in found.parts] == [(0, 0)] * len(found.parts)
+    assert found.known_records == len(result.records)
+    assert (result.folder / "results.json").read_bytes() == before
+
+
+def test_tables_and_plots_appear_as_parts_complete(tmp_path: Path, monkeypatch) -> None:
+    """They are there, with what was measured, when the next part begins."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(study_parts, "COMPRESSIONS", (0.5,))
+    out = tmp_path / "study"
+    seen: list[list[str]] = []
+
+    def sources(self, name, recipe) -> None:
+        seen.append(sorted(path.name for path in [*out.glob("*.md"), *(out / "plots").glob("*.png")]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(study_module._PARTS, "sources", study_module._each(sources))
+    with pytest.raises(KeyboardInterrupt):
+        study(DEMO_MODEL, out, ["fdc"], SMALL, parts=["curves", "sources"])
+    assert seen == [["recipes.png", "spectra.png", "summary.md"]]
+
+
+def test_rows_that_no_tokens_change_are_left_out(small, tmp_path: Path) -> None:
+    """The values of fdc are of the weights alone; of a recipe of which all is, nothing is measured."""
+    result, _ = small
+    summary = (result.folder / "summary.md").read_text()
+    sources = summary[summary.index("## Bases by source") : summary.index("## Error by number")]
+    pairs = [line for line in sources.splitlines() if line.startswith("| `fdc` | random, random-1 |")]
+    assert [line.split(" | ")[2] for line in pairs] == ["QK"]
+    (variation,) = [line for line in sources.splitlines() if line.startswith("| `fdc` | random |")]
+    assert variation.split(" | ")[-1] == "- |"
+    assert study_parts.reads_tokens(load_recipe("fdc"))
+    assert study_parts.reads_tokens(load_recipe("rotor-plain"))
+    weights_alone = load_recipe("fdc-prerope")
+    assert not study_parts.reads_tokens(weights_alone)
+    store = StudyStore.open(tmp_path / "study", {})
+    driver = study_parts.StudyParts(None, store, Progress(), {}, 0.5)  # type: ignore[arg-type]
+    driver.sources("fdc-prerope", weights_alone)
+    driver.tokens("fdc-prerope", weights_alone, (256,))
+    assert store.records == {}
+
+
+def test_spectra_of_different_quantities_are_in_axes_of_their_own(small) -> None:
+    """Keys by SVD after RoPE and by Fisher information before it; one axis for recipes that agree."""
+    figure_module = pytest.importorskip("matplotlib.figure")
+    result, _ = small
+    store = StudyStore.read(result.folder, json.loads((result.folder / "results.json").read_text())["settings"])
+    figure = figure_module.Figure()
+    spectra = {name: records["spectra"] for name, records in study_tables.curves(store, "curves").items()}
+    spectra["fdc-again"] = spectra["fdc"]
+    assert curves_plot.draw_spectra(
+        figure, spectra, lambda name, side: quantity(store, name.removesuffix("-again"), side)
+    )
+    shown = {axes.get_title(): [line.get_label() for line in axes.lines] for axes in figure.axes if axes.lines}
+    assert {title: len(lines) for title, lines in shown.items()} == {
+        "QK by svd, after RoPE": 2,
+        "QK by fisher, before RoPE": 1,
+        "V by palu": 2,
+        "V by fisher": 1,
+    }
+
+
+def test_curves_start_at_the_uncompressed_model_and_show_crossings(small) -> None:
+    """With intervals on KL too; accuracy logarithmic in what is lost."""
+    figure_module = pytest.importorskip("matplotlib.figure")
+    result, _ = small
+    settings = json.loads((result.folder / "results.json").read_text())["settings"]
+    found = study_tables.curves(StudyStore.read(result.folder, settings), "curves")
+    figure = figure_module.Figure()
+    assert curves_plot.draw_curves(figure, found)
+    accuracy, divergence = figure.axes
+    assert accuracy.get_yscale() == divergence.get_yscale() == "log"
+    for axes, start in ((accuracy, shown_loss(1)), (divergence, curves_plot.LEAST_KL)):
+        lines = [line for line in axes.lines if line.get_label() in found]
+        assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines] == [(0, start)] * 2
+        assert len(axes.collections) == 2  # a shaded interval each
+    crossings = {
+        (point["stored"], shown_loss(point["report"]))
+        for records in found.values()
+        for point in records["targets"].values()
+        if "stored" in point
+    }
+    hollow = {(line.get_xdata()[0], line.get_ydata()[0]) for line in accuracy.lines if line.get_markersize() == 9}
+    assert hollow == crossings
+    point = found["fdc"]["p0.60"]
+    assert point["kl_interval"][0] <= point["report"]["kl_div"] <= point["kl_interval"][1]
 
 
 def test_csv_and_summary(small) -> None:
@@ -443,13 +577,13 @@ def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch
 
 def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install rotor-kv\[plots\]"):
+    with pytest.raises(UsageError, match=r"pip install 'PATH/TO/rotor\[plots\]'"):
         study(DEMO_MODEL, tmp_path / "study", ["fdc"])
     code, out, err = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc")
     assert code == 2
     assert out == ""
     assert "matplotlib" in err.splitlines()[0]
-    assert "rotor-kv[plots]" in err.splitlines()[1]
+    assert "PATH/TO/rotor[plots]" in err.splitlines()[1]
     assert not (tmp_path / "study").exists()
 
 

@@ -246,7 +246,7 @@ def test_the_picture_of_a_study(measured) -> None:
 
 
 def test_requests_that_cannot_be_are_refused(tmp_path) -> None:
-    from rotor.study.study import parse_counts
+    from rotor.study.request import parse_counts
 
     with pytest.raises(UsageError, match="--bytes 320,few: expected positive numbers of bytes"):
         parse_counts(["320", "few"], "--bytes", "bytes")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import DEMO_MODEL
 
+from rotor.data.repeats import SPAN, TIMES, with_repeats
 from rotor.data.tokens import (
     Document,
     calibration_tokens,
@@ -185,7 +186,7 @@ def test_text_without_a_tokenizer(demo) -> None:
 
 def test_a_dataset_without_the_package_names_what_to_install(demo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"tokens.dataset x: the package `datasets`(.|\n)*pip install rotor-kv\[eval\]"):
+    with pytest.raises(DataError, match=r"x: the package `datasets`(.|\n)*pip install 'PATH/TO/rotor\[eval\]'"):
         calibration_tokens(Tokens("dataset", dataset="x"), demo.config, demo.tokenizer)
 
 
@@ -250,3 +251,26 @@ def test_a_damaged_dataset_is_one_error(data_folder: Path, demo) -> None:
     (data_folder / "train.jsonl").write_text('{"text": ')
     with pytest.raises(DataError, match=r"split train: cannot be read(.|\n)*folder with one"):
         calibration_tokens(Tokens("dataset", dataset=str(data_folder)), demo.config, demo.tokenizer)
+
+
+def test_repeats_state_a_span_of_the_text_again_further_on():
+    rows = torch.arange(8 * 128).reshape(8, 128)  # every token once
+    found = with_repeats(rows, 0.5, seed=3)
+    assert torch.equal(found[:4], rows[:4])
+    assert torch.equal(found[:, 0], rows[:, 0])
+    for row in found[4:]:
+        values, counts = row.unique(return_counts=True)
+        again = values[counts == 1 + TIMES]
+        span = len(again)
+        assert torch.equal(again, torch.arange(int(again[0]), int(again[0]) + span))  # from one place of one row
+        assert 16 <= span <= SPAN
+        places = (row == again[0]).nonzero().flatten()
+        for place in places.tolist():
+            assert torch.equal(row[place : place + span], again)
+        assert int(places[0]) + span <= 32
+        assert int(places[1]) >= 32
+    assert torch.equal(with_repeats(rows, 0.5, seed=3), found)
+    assert not torch.equal(with_repeats(rows, 0.5, seed=4), found)
+    assert torch.equal(with_repeats(rows, 0, seed=3), rows)
+    short = rows[:, :8].clone()
+    assert torch.equal(with_repeats(short, 1, seed=3), short)

@@ -18,6 +18,9 @@ from .plan import SLACK, RankPath, RankPlan
 STEPS = 1024
 """Plans of a path lie at least one part in so many of the uncompressed bytes apart; others are made on demand."""
 
+GRAIN = f"at least one word of {WORD_BYTES} bytes a side of each group", "calibrate with larger groups.size"
+"""What plans of codes are made of, and what makes that finer."""
+
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -78,14 +81,11 @@ class BitsPath(RankPath):
         self._path = bit_path([loss for loss, _ in self._best])
         self._least_words = int(np.isfinite(self._path.loss).argmax())
         if not np.isfinite(self._path.loss[self._least_words]):
-            raise RecipeError(
-                f"codes.bits {list(widths)}: a group of {shape.head_dim} columns a head fills no whole word.",
-                "Give wider ones too, or larger groups.",
-            )
+            raise no_word(widths, shape)
 
     @property
     def grain(self) -> tuple[str, str]:
-        return f"at least one word of {WORD_BYTES} bytes a side of each group", "calibrate with larger groups.size"
+        return GRAIN
 
     def full(self) -> RankPlan:
         """The plan of most bytes."""
@@ -109,10 +109,30 @@ class BitsPath(RankPath):
         for layer, (_, best), own in zip(self._layers, self._best, self._path.split(words), strict=True):
             choice.append(list(layer)[int(best[own])])
             columns.append(layer[choice[-1]].columns(own))
-        ranks = [[(qk.rank, v.rank) for qk, v in layer] for layer in columns]
-        stored_bytes = sum(side.row_bytes(self.element_bytes) for layer in columns for pair in layer for side in pair)
-        stored = 1.0 - stored_bytes / self._uncompressed_bytes
-        return RankPlan(float(words), tuple(choice), ranks, ranks, stored, stored, stored, columns)
+        return coded_plan(float(words), tuple(choice), columns, self.shape, self.element_bytes)
+
+
+def coded_plan(
+    parameter: float,
+    choice: tuple[str, ...],
+    columns: list[GroupColumns],
+    shape: AttentionShape,
+    element_bytes: int,
+    saving: float | None = None,
+) -> RankPlan:
+    """The plan of these columns of every layer's groups; `saving` is None where what is saved are bytes."""
+    ranks = [[(qk.rank, v.rank) for qk, v in layer] for layer in columns]
+    stored_bytes = sum(side.row_bytes(element_bytes) for layer in columns for pair in layer for side in pair)
+    stored = 1.0 - stored_bytes / uncompressed_kv_bytes_per_token(shape, element_bytes)
+    return RankPlan(parameter, choice, ranks, ranks, stored, stored, stored if saving is None else saving, columns)
+
+
+def no_word(widths: tuple[int, ...], shape: AttentionShape) -> RecipeError:
+    """That the groups of no candidate fill a word of the narrowest width."""
+    return RecipeError(
+        f"codes.bits {list(widths)}: a group of {shape.head_dim} columns a head fills no whole word.",
+        "Give wider ones too, or larger groups.",
+    )
 
 
 def _least(losses: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..format.layout import AttentionShape
-from .plan import RankMethod, RankPath, RankPlan, Spectra
+from .plan import RankInputs, RankPath, RankPlan, Spectra
 
 
 class FisherPath(RankPath):
@@ -58,9 +58,5 @@ def _clip(rank: float, columns: int) -> int:
     return max(1, min(columns, int(rank + 1e-9)))
 
 
-METHOD = RankMethod(
-    "fisher",
-    "in proportion to squared gradients of W_k and W_v (Palu section 3.2)",
-    lambda i: FisherPath(i.spectra, i.shape, i.multiple_of, i.gradients()),
-    frozenset({"gradients"}),
-)
+def path(inputs: RankInputs) -> FisherPath:
+    return FisherPath(inputs.spectra, inputs.shape, inputs.multiple_of, inputs.gradients())

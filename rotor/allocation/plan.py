@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,17 @@ Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
 
 GroupCost = Callable[[str, int, int], float]
 """(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
+
+
+class Costs(Protocol):
+    """What groups cost, by sides and whole."""
+
+    def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
+        """A Cost."""
+
+    def group(self, key: str, qk: int, v: int) -> float:
+        """A GroupCost."""
+
 
 T = TypeVar("T", covariant=True)
 
@@ -72,10 +83,6 @@ class RankPlan:
         return them.select(self.choice, self.columns)
 
 
-Need = Literal["gradients", "sensitivities"]
-"""gradients: squared, of W_k and W_v, summed in calibration. sensitivities: from probes of each layer and side."""
-
-
 @dataclass(frozen=True)
 class RankInputs:
     """Inputs of a method: spectra and sizes of all layers, and what else is measured, where it is asked for.
@@ -84,7 +91,7 @@ class RankInputs:
     multiple_of: stored ranks are multiples of this (or all columns).
     squares: a removal rate is a share of squared singular values.
     gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
-    sensitivities: per layer, by candidate. cost, group_cost: see WaterFillingPath.
+    sensitivities: per layer, by candidate. costs: `cost` and `group_cost` of WaterFillingPath.
     """
 
     spectra: Sequence[dict[str, Spectra]]
@@ -93,24 +100,7 @@ class RankInputs:
     squares: bool
     gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
     sensitivities: Sequence[Sensitivity] | None
-    costs: Callable[[], tuple[Cost, GroupCost]]
-
-
-@dataclass(frozen=True)
-class RankMethod:
-    """A way from singular values to ranks, under the name that `ranks.method` gives it.
-
-    summary: one line, for help and tables; papers by their short names (see rotor).
-    needs: what has to be measured beside the spectra.
-    chooses: takes domain and group size of each layer too, where the recipe leaves them open, and weighs costs other
-        than bytes.
-    """
-
-    name: str
-    summary: str
-    path: Callable[[RankInputs], RankPath]
-    needs: frozenset[Need] = frozenset()
-    chooses: bool = False
+    costs: Callable[[], Costs]
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:

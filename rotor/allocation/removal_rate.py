@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape
-from .plan import RankMethod, RankPath, RankPlan, Spectra
+from .plan import RankInputs, RankPath, RankPlan, Spectra
 
 TIE = 1e-12
 """Slack in comparing a tail with the removal rate, so that rounding errors do not decide ties."""
@@ -68,8 +68,5 @@ class RemovalRatePath(RankPath):
         return [self.plan(rate) for rate in sorted(rates)]
 
 
-METHOD = RankMethod(
-    "removal-rate",
-    "one rate for all groups, both sides: the largest tail of at most that share of the spectrum goes (FDC equation 1)",
-    lambda i: RemovalRatePath(i.spectra, i.shape, i.multiple_of, i.squares),
-)
+def path(inputs: RankInputs) -> RemovalRatePath:
+    return RemovalRatePath(inputs.spectra, inputs.shape, inputs.multiple_of, inputs.squares)

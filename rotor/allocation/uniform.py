@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .plan import RankMethod, RankPath, RankPlan
+from .plan import RankInputs, RankPath, RankPlan
 
 
 class UniformPath(RankPath):
@@ -21,8 +21,5 @@ class UniformPath(RankPath):
         return plans
 
 
-METHOD = RankMethod(
-    "uniform",
-    "the same share of columns everywhere (FDC section 6.6, /AC)",
-    lambda i: UniformPath(i.spectra, i.shape, i.multiple_of),
-)
+def path(inputs: RankInputs) -> UniformPath:
+    return UniformPath(inputs.spectra, inputs.shape, inputs.multiple_of)

@@ -10,21 +10,14 @@ optimisation: only multiples are considered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape, LayerRanks
-from .plan import Cost, GroupCost, RankInputs, RankMethod, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
-
-PRICES = 2000
-"""Prices in the sweep, equally spaced in logarithm."""
-
-GAP, HALVINGS = 0.005, 10
-"""Where neighbouring plans are further apart in saving than GAP and several ranks changed at once, the interval of
-prices between them is halved, at most this often: a small model has few plans, and each may be the one."""
+from .plan import Cost, GroupCost, RankInputs, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
+from .sweep import sweep
 
 Curve = tuple[Tensor, Tensor, Tensor]
 """Of one side of a candidate: possible ranks [R], loss of each group at them [num_groups, R], cost at them [R]."""
@@ -69,16 +62,7 @@ class WaterFillingPath(RankPath):
             for _, loss, cost in sides
             if loss.max() > 0
         ]
-        top = max(gains, default=1.0) * 10
-        prices = torch.logspace(-12, 0, PRICES, dtype=torch.float64) * top
-        plans = self._sweep(curves, prices)
-        for _ in range(HALVINGS):
-            crowded = [a.parameter * b.parameter for a, b in pairwise(plans) if _crowded(a, b)]
-            if not crowded:
-                break
-            plans += self._sweep(curves, torch.tensor(crowded, dtype=torch.float64).sqrt())
-            plans.sort(key=lambda plan: plan.parameter)
-        return plans
+        return sweep(lambda prices: self._sweep(curves, prices), max(gains, default=1.0) * 10)
 
     def _sweep(self, curves: list[Curves], prices: Tensor) -> list[RankPlan]:
         """The best plan at every price."""
@@ -140,30 +124,9 @@ def interpolated(sensitivity: SideSensitivity, ranks: Tensor) -> Tensor:
     return torch.from_numpy(np.exp(np.interp(np.log(ranks.numpy()), known, values)))
 
 
-def _crowded(first: RankPlan, second: RankPlan) -> bool:
-    """Whether a plan between these two is wanted, and there may be one."""
-    if abs(second.saving - first.saving) <= GAP:
-        return False
-    changes = 0
-    for keys, layers in zip(
-        zip(first.choice, second.choice, strict=True), zip(first.rounded, second.rounded, strict=True), strict=True
-    ):
-        if keys[0] != keys[1]:
-            changes += 1
-        else:
-            changes += sum(a != b for pairs in zip(*layers, strict=True) for a, b in zip(*pairs, strict=True))
-    return changes > 1
-
-
-def _path(inputs: RankInputs) -> WaterFillingPath:
+def path(inputs: RankInputs) -> WaterFillingPath:
+    """The path over probed sensitivities."""
     assert inputs.sensitivities is not None  # who makes the inputs has probed
-    return WaterFillingPath(inputs.spectra, inputs.shape, inputs.multiple_of, inputs.sensitivities, *inputs.costs())
-
-
-METHOD = RankMethod(
-    "global",
-    "water-filling over all layers by probed sensitivities; also weighs decode time, domain and group size",
-    _path,
-    frozenset({"sensitivities"}),
-    chooses=True,
-)
+    costs = inputs.costs()
+    sizes = inputs.spectra, inputs.shape, inputs.multiple_of
+    return WaterFillingPath(*sizes, inputs.sensitivities, costs.sides, costs.group)

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from .kq import closed_form
-from .method import BasisMethod
+from .method import Inputs
+from .pair import BasisPair
 
-METHODS = (
-    # With all heads of a group as one reader, the loss and the latents are both diagonal in these bases; what codes
-    # leave of each column adds up.
-    BasisMethod(
-        "qk",
-        "fisher",
-        "least loss of the model to second order: E[g g^T] of its gradients by the keys, against the centred keys",
-        lambda i: closed_form(i.information(i.key_name), i.centred(i.key_name)),
-        frozenset({"key"}),
-        gradients=True,
-    ),
-    BasisMethod(
-        "vo",
-        "fisher",
-        "the same of the values",
-        lambda i: closed_form(i.information("value"), i.centred("value")),
-        frozenset({"value"}),
-        gradients=True,
-    ),
-)
+
+def of_keys(inputs: Inputs) -> BasisPair:
+    return closed_form(inputs.information(inputs.key_name), inputs.centred(inputs.key_name))
+
+
+def of_values(inputs: Inputs) -> BasisPair:
+    return closed_form(inputs.information("value"), inputs.centred("value"))

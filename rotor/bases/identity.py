@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .method import BasisMethod
+from .method import Inputs
 from .pair import BasisPair
 
 
@@ -27,19 +27,9 @@ def from_moments(readers: Tensor, stored: Tensor) -> BasisPair:
     return BasisPair(basis, basis, values)
 
 
-METHODS = (
-    BasisMethod(
-        "qk",
-        "identity",
-        "keys as they are, channels in the order of their share of the logits; to compare with",
-        lambda i: from_moments(i.queries(), i.keys()),
-        frozenset({"query", "key"}),
-    ),
-    BasisMethod(
-        "vo",
-        "identity",
-        "values as they are, channels in the order of their share of the output; to compare with",
-        lambda i: from_moments(i.readers(), i.values()),
-        frozenset({"value"}),
-    ),
-)
+def of_keys(inputs: Inputs) -> BasisPair:
+    return from_moments(inputs.queries(), inputs.keys())
+
+
+def of_values(inputs: Inputs) -> BasisPair:
+    return from_moments(inputs.readers(), inputs.values())

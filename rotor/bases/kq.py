@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .method import BasisMethod
+from .method import Inputs
 from .pair import BasisPair, descending_eigh, positive_signs
 
 DAMPING = 1e-10
@@ -56,36 +56,17 @@ def _mean_one(moments: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(mean > 0, moments / mean, 0.0), mean.clamp(min=0)
 
 
-_READS_BOTH = frozenset({"query", "key"})
+def of_keys(inputs: Inputs) -> BasisPair:
+    return closed_form(inputs.queries(), inputs.keys(), inputs.group_size)
 
-METHODS = (
-    BasisMethod(
-        "qk",
-        "kq",
-        "least error of the logits, in closed form (KQ-SVD); before RoPE weighted by the query per rotary frequency",
-        lambda i: closed_form(i.queries(), i.keys(), i.group_size),
-        _READS_BOTH,
-    ),
-    # Before RoPE a constant key is no constant in the logits: there nothing is centred.
-    BasisMethod(
-        "qk",
-        "kq-centred",
-        "the same of keys less their mean, which softmax does not see; before RoPE exactly kq",
-        lambda i: closed_form(i.queries(), i.centred_keys(), i.group_size),
-        _READS_BOTH,
-    ),
-    BasisMethod(
-        "vo",
-        "kq",
-        "least error of what W_o makes of the values, in closed form (KQ-SVD)",
-        lambda i: closed_form(i.readers(), i.values(), i.group_size),
-        frozenset({"value"}),
-    ),
-    BasisMethod(
-        "vo",
-        "kq-output",
-        "the same of the values as attention weighs them, which is what o_proj receives",
-        lambda i: closed_form(i.readers(), i.outputs(), i.group_size),
-        frozenset({"output"}),
-    ),
-)
+
+def of_centred_keys(inputs: Inputs) -> BasisPair:
+    return closed_form(inputs.queries(), inputs.centred_keys(), inputs.group_size)
+
+
+def of_values(inputs: Inputs) -> BasisPair:
+    return closed_form(inputs.readers(), inputs.values(), inputs.group_size)
+
+
+def of_outputs(inputs: Inputs) -> BasisPair:
+    return closed_form(inputs.readers(), inputs.outputs(), inputs.group_size)

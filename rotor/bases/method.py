@@ -1,42 +1,15 @@
-"""Declare a method of a basis, and the view of a layer that it computes from."""
+"""The view of a layer that the methods of bases compute from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape, Domain
 from ..runtime.families import AttentionWeights
-from .pair import BasisPair
-
-Side = Literal["qk", "vo"]
-"""Of queries and keys, or of values and what reads them."""
-
-
-@dataclass(frozen=True)
-class BasisMethod:
-    """A way to compute the basis of one side, under the name that recipes give it.
-
-    summary: one line, for help and tables; papers by their short names (see rotor).
-    domains: where keys may be compressed with it.
-    gradients: it reads the gradients of the model's loss by keys or values, too.
-    moments: names of the second moments that it reads: `query`, `key` (before or after RoPE, as the domain says),
-        `value`, `output`.
-    whole_planes: its columns are unit vectors that take whole rotary planes, two columns each.
-    """
-
-    side: Side
-    name: str
-    summary: str
-    compute: Callable[[Inputs], BasisPair]
-    moments: frozenset[str] = frozenset()
-    domains: tuple[Domain, ...] = ("post", "pre", "none")
-    whole_planes: bool = False
-    gradients: bool = False
 
 
 class Moments(Protocol):
@@ -60,8 +33,10 @@ class Gradients(Protocol):
         """E[g g^T], [num_groups, n, n], float64."""
         ...
 
-    def stacked(self, name: str, group_size: int) -> Tensor:
-        """Samples of keys or values, [num_groups, samples, n], float64."""
+    def sampled(self, name: str, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples of keys or values and the gradients by them, [num_groups, samples, n], and the share of all tokens
+        that each stands for, [samples]; float64.
+        """
         ...
 
 

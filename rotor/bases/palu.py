@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .method import BasisMethod
+from .method import Inputs
 from .pair import BasisPair, positive_signs
 
 
@@ -27,18 +27,9 @@ def from_weight(weight: Tensor, rows: int) -> BasisPair:
     return BasisPair(vectors, vectors, torch.where(values > noise, values, 0.0))
 
 
-METHODS = (
-    BasisMethod(
-        "qk",
-        "palu",
-        "SVD of W_k, without data (Palu)",
-        lambda i: from_weight(i.weights.k_weight, i.width),
-        domains=("pre", "none"),
-    ),
-    BasisMethod(
-        "vo",
-        "palu",
-        "SVD of W_v, without data (Palu)",
-        lambda i: from_weight(i.weights.v_weight, i.width),
-    ),
-)
+def of_key_projection(inputs: Inputs) -> BasisPair:
+    return from_weight(inputs.weights.k_weight, inputs.width)
+
+
+def of_value_projection(inputs: Inputs) -> BasisPair:
+    return from_weight(inputs.weights.v_weight, inputs.width)

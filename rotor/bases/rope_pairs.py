@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .method import BasisMethod
+from .method import Inputs
 from .pair import BasisPair
 
 
@@ -47,14 +47,5 @@ def planes(basis: Tensor, head_dim: int) -> Tensor:
     return basis[..., ::2].argmax(-2) % head_dim % (head_dim // 2)
 
 
-METHODS = (
-    BasisMethod(
-        "qk",
-        "rope-pairs",
-        "whole rotary planes by their share of the logits; RoPE commutes with them, so they fold into W_q and W_k",
-        lambda i: from_moments(i.queries(), i.keys(), i.shape.head_dim, i.shape.turned),
-        frozenset({"query", "key"}),
-        ("post",),
-        whole_planes=True,
-    ),
-)
+def of_keys(inputs: Inputs) -> BasisPair:
+    return from_moments(inputs.queries(), inputs.keys(), inputs.shape.head_dim, inputs.shape.turned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .method import BasisMethod
+from .method import Inputs
 from .pair import BasisPair, descending_eigh
 
 
@@ -33,37 +33,17 @@ def of_moment(moment: Tensor) -> BasisPair:
     return BasisPair(vectors, vectors, values.sqrt())
 
 
-_READS_BOTH, _READS_KEYS, _READS_VALUES = frozenset({"query", "key"}), frozenset({"key"}), frozenset({"value"})
+def of_queries_and_keys(inputs: Inputs) -> BasisPair:
+    return from_moments(inputs.queries(), inputs.keys())
 
-METHODS = (
-    BasisMethod(
-        "qk",
-        "svd",
-        "SVD of the stacked queries and keys, one rotation for both (FDC section 5.1)",
-        lambda i: from_moments(i.queries(), i.keys()),
-        _READS_BOTH,
-        ("post", "none"),
-    ),
-    BasisMethod(
-        "qk",
-        "whitened",
-        "SVD of the keys, which is that of W_k whitened by its input (Palu section 3.3)",
-        lambda i: of_moment(i.keys()),
-        _READS_KEYS,
-        ("pre", "none"),
-    ),
-    BasisMethod(
-        "vo",
-        "svd",
-        "SVD of the values stacked with the rows of W_o that read them (ZACK section 5.1)",
-        lambda i: from_moments(i.readers(), i.values()),
-        _READS_VALUES,
-    ),
-    BasisMethod(
-        "vo",
-        "whitened",
-        "SVD of the values, which is that of W_v whitened by its input (Palu section 3.3)",
-        lambda i: of_moment(i.values()),
-        _READS_VALUES,
-    ),
-)
+
+def of_keys(inputs: Inputs) -> BasisPair:
+    return of_moment(inputs.keys())
+
+
+def of_readers_and_values(inputs: Inputs) -> BasisPair:
+    return from_moments(inputs.readers(), inputs.values())
+
+
+def of_values(inputs: Inputs) -> BasisPair:
+    return of_moment(inputs.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..installing import pip_install
 from ..kernels.dispatch import DTYPES, triton_installed
 from ..models.compressed import CompressedCheckpoint
 from ..progress import Progress
@@ -97,7 +98,7 @@ def precompile(
 def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: int) -> list[Any]:
     """The distinct variants for a folder on an architecture, of `specialise.model_variants`; see `precompile`."""
     if not triton_installed():
-        raise UsageError("Triton, which compiles the kernels, is not installed.", "pip install 'rotor-kv[kernels]'")
+        raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
     from ..kernels.specialise import model_variants
     from ..kernels.tile_sizes import Gpu
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..installing import pip_install
 from ..kernels.code_reference import coded_attention
 from ..kernels.dispatch import DTYPES, triton_installed, widths_fit
 from ..kernels.reference import attend, grouped_attention, rotate
@@ -82,7 +83,7 @@ def no_kernel(problem: Problem) -> str | None:
     if device.type != "cuda":
         return f"the Triton kernels need a CUDA device; this one is {device.type}"
     if not triton_installed():
-        return "Triton is not installed (pip install 'rotor-kv[kernels]')"
+        return f"Triton is not installed ({pip_install('kernels')})"
     if problem.dtype not in DTYPES:
         return f"the kernels have no {problem.dtype}"
     pre = layout.domain == "pre"

@@ -15,9 +15,11 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..bases import LayerBases, layer_bases
+from ..bases.layer import LayerBases, layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
+from ..data.readiness import told
+from ..data.repeats import with_repeats
 from ..data.splits import calibration_share, digests
 from ..data.tokens import CalibrationTokens, Document, calibration_tokens
 from ..errors import DataError, NumericsError, system_errors
@@ -33,7 +35,7 @@ from ..models.loading import weights_of
 from ..models.projections import read_attention
 from ..models.weights import Weights
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe
+from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
 from ..runtime.families import Family
 from .collect import layer_statistics
@@ -54,6 +56,7 @@ def calibrate(
     recipe: str | Recipe = "rotor",
     overrides: Iterable[str] = (),
     *,
+    text: str | Path | None = None,
     revision: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -74,6 +77,8 @@ def calibrate(
         out: the run folder to write; it appears when everything is done.
         recipe: name of a bundled recipe, path of one, or a Recipe.
         overrides: `section.field=value` for the recipe.
+        text: a UTF-8 file, or a folder of them, to calibrate on and to measure accuracy on: its documents are dealt to
+            three splits that share none, of which one is calibrated on, one searches and one reports.
         revision: branch, tag or commit of a hub repository; the commit that it is now is kept in run.json.
         device, dtype: where and in what the forward passes run; `auto` is the GPU if there is one, and float32 on a
             CPU. Statistics are float64 in any case.
@@ -86,7 +91,7 @@ def calibrate(
     """
     compute = Compute(device, dtype, offload, device_map)
     settings = CalibrationSettings(
-        model, out, recipe, tuple(overrides), revision, compute, batch_tokens, overwrite, resume
+        model, out, recipe, (*text_overrides(text), *overrides), revision, compute, batch_tokens, overwrite, resume
     )
     return run_calibration(settings, progress)
 
@@ -112,6 +117,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                 partial.open(settings.resume)
                 held.enter_context(log_file(partial.folder, "calibrate"))
                 progress.message(line)
+                progress.message(told(job.recipe, job.checkpoint.tokenizer))
         try:
             Calibration(job, partial, streamed, times, progress).run()
         except (NumericsError, DataError):
@@ -258,7 +264,8 @@ class Calibration:
         with self.times.stage("gradients"), self.processes.together():
             if self.processes.is_first:
                 network = LayerwiseModel(self.weights(), job.settings.batch_tokens, partial.work)
-                rows = rows[: max(1, self.recipe.codes.tokens // rows.shape[1])]
+                spec, seed = self.recipe.codes, self.recipe.tokens.seed
+                rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed)
                 with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
                     for layer, found in fisher_information(network, rows, job.group_size, advance=done):
                         partial.keep(_gradients_of(layer), found.to_tensors())

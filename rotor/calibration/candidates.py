@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..bases import QK_METHODS, needed_statistics
+from ..bases.layer import needed_statistics
+from ..bases.registry import QK_METHODS
 from ..errors import RecipeError
 from ..format.layout import AttentionShape, Domain
 from ..recipe import Recipe

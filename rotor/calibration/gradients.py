@@ -32,6 +32,7 @@ from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import keys_before_rope
 from ..progress import Advance
 from .capture import forward_through_interface
+from .samples import SampleKeeper, TokenSamples
 
 FISHER = "rotor_fisher"
 
@@ -42,12 +43,11 @@ class LayerFisher:
 
     information: second moments of the gradients by `key_post` and `value`, and by `key_pre` in a model with RoPE; the
         gradient of the summed loss, so that information / tokens is per token.
-    samples: keys and values themselves by the same names, [samples, num_kv_heads, head_dim], from tokens
-        drawn without a pattern: at equal distances, first tokens of rows would be drawn too often.
+    samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
     """
 
     information: LayerStatistics
-    samples: dict[str, Tensor]
+    samples: dict[str, TokenSamples]
 
     def per_token(self, name: str, group_size: int) -> Tensor:
         """The Fisher information of one token's keys or values, [num_groups, n, n], float64."""
@@ -56,24 +56,34 @@ class LayerFisher:
     def to_tensors(self) -> dict[str, Tensor]:
         """What `from_tensors` reads: one triangle of each moment in float32, and the samples."""
         moments = {f"information.{name}": pack_symmetric(total) for name, total in self.information.sums.items()}
-        samples = {f"samples.{name}": tensor for name, tensor in self.samples.items()}
+        samples = {
+            f"{part}.{name}": tensor for name, found in self.samples.items() for part, tensor in vars(found).items()
+        }
         return moments | samples | {"tokens": torch.tensor(self.information.tokens)}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], shape: AttentionShape, group_size: int) -> LayerFisher:
         """Read what `to_tensors` gave, for groups of `group_size` KV heads."""
-        parts: dict[str, dict[str, Tensor]] = {"information": {}, "samples": {}}
+        parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name != "tokens":
                 kind, _, of = name.partition(".")
-                parts[kind][of] = unpack_symmetric(tensor) if kind == "information" else tensor
-        statistics = LayerStatistics(shape, group_size, parts["information"], int(tensors["tokens"]))
-        return cls(statistics, parts["samples"])
+                parts.setdefault(kind, {})[of] = unpack_symmetric(tensor) if kind == "information" else tensor
+        statistics = LayerStatistics(shape, group_size, parts.pop("information"), int(tensors["tokens"]))
+        names = next(iter(parts.values()))
+        return cls(statistics, {name: TokenSamples(**{kind: parts[kind][name] for kind in parts}) for name in names})
 
-    def stacked(self, name: str, group_size: int) -> Tensor:
-        """The samples of each group side by side, [num_groups, samples, n], float64."""
-        samples = self.samples[name].to(torch.float64).flatten(1)
-        return samples.unflatten(1, (-1, group_size * self.information.shape.head_dim)).transpose(0, 1)
+    def sampled(self, name: str, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The samples of each group side by side and the gradients by them, [num_groups, samples, n], and their shares,
+        [samples]; float64.
+        """
+        found = self.samples[name]
+
+        def stacked(tensor: Tensor) -> Tensor:
+            wide = tensor.to(torch.float64).flatten(1)
+            return wide.unflatten(1, (-1, group_size * self.information.shape.head_dim)).transpose(0, 1)
+
+        return stacked(found.vectors), stacked(found.gradients), found.share
 
 
 def fisher_information(
@@ -88,7 +98,7 @@ def fisher_information(
     Args:
         rows: [n, seq_len] tokens, written by the model itself.
         group_size: KV heads whose products are summed; the largest group that is wanted.
-        samples: tokens of which keys and values are kept, at most.
+        samples: tokens of which keys and values are kept, at most; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
     Yields:
         (layer, its information). What enters each layer is kept, on disk where it is large, until all are done.
@@ -134,9 +144,8 @@ def _layer_backward(
         states: what enters the layer, [n, seq_len, hidden_size].
     """
     information = LayerStatistics(network.shape, group_size)
-    kept: dict[str, list[Tensor]] = {}
+    kept: dict[str, SampleKeeper] = {}
     tokens = states.shape[0] * states.shape[1]
-    chosen = torch.randperm(tokens, generator=torch.Generator().manual_seed(index))[:samples].sort().values
     with network.layer(index), _keys_and_values(network, index) as seen, torch.enable_grad():
         for part in network.batches(states):
             hidden = states[part].to(network.device).clone().requires_grad_()
@@ -149,15 +158,14 @@ def _layer_backward(
                     f"layer {index}: a gradient of the loss by its keys or values is not finite.",
                     "Calibrate with --dtype float32.",
                 )
-            information.add({name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)})
-            first, count = part.start * states.shape[1], hidden.shape[0] * hidden.shape[1]
-            here = chosen[(chosen >= first) & (chosen < first + count)] - first
+            by_token = {name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)}
+            information.add(by_token)
             for name, tensor in seen.items():
-                found = _by_token(network, name, tensor.detach())[here.to(tensor.device)]
-                kept.setdefault(name, []).append(found.float().cpu())
-            advance(2 * count)
+                keeper = kept.setdefault(name, SampleKeeper(tokens, samples, index))
+                keeper.add(_by_token(network, name, tensor.detach()), by_token[name])
+            advance(2 * hidden.shape[0] * hidden.shape[1])
     information.sums = {name: total.cpu() for name, total in information.sums.items() if not name.endswith("_mean")}
-    return LayerFisher(information, {name: torch.cat(parts) for name, parts in kept.items()})
+    return LayerFisher(information, {name: keeper.samples() for name, keeper in kept.items()})
 
 
 def _by_token(network: LayerwiseModel, name: str, tensor: Tensor) -> Tensor:

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from ..data.readiness import check_text
 from ..errors import UsageError
 from ..format.layout import AttentionShape
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import ModelSource, find_model
-from ..models.memory import check_offload, stream_weights
-from ..recipe import Recipe, load_recipe
-from ..recipe.settings import CalibrationSettings
+from ..models.memory import stream_weights
+from ..recipe import Recipe
+from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
 from .candidates import Candidates, candidates_of, wanted_moments
 from .outline import Estimates, ModelOutline
@@ -49,7 +50,7 @@ class CalibrationJob:
         Args:
             fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
         """
-        recipe, out = load_recipe(settings.recipe, settings.overrides), OutputFolder.at(settings.out, "run")
+        recipe, out = settings.check(), OutputFolder.at(settings.out, "run")
         source = find_model(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(
@@ -58,8 +59,8 @@ class CalibrationJob:
             )
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
-        if processes.is_first:
-            _ = checkpoint.tokenizer  # one that cannot be loaded is refused before any work
+        if processes.is_first:  # a tokenizer that cannot be loaded, or too little text, is refused before any work
+            check_text(recipe, checkpoint.config, checkpoint.tokenizer)
         candidates = candidates_of(recipe, outline.family, outline.shape)
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(

@@ -24,6 +24,7 @@ from ..format.json_files import read_json
 from ..format.manifest import entries_below, write_manifest
 from ..format.places import OutputFolder, check_removable, is_ours, mark_unfinished, remove
 from ..format.publishing import publish_folder, write_shard
+from ..logs import log
 from ..models.layerwise import new_states
 
 FINGERPRINT, PROGRESS, WORK = "fingerprint.json", "progress.json", "work"
@@ -48,6 +49,8 @@ class PartialRun:
     def check(self, resume: bool, overwrite: bool) -> None:
         """Raises UsageError if there is an unfinished run and it was not said what to do with it, or something else."""
         if not self.exists:
+            if resume:
+                log.info("--resume: no unfinished run is at %s; this one begins at the start.", self.folder)
             return
         if not resume and not overwrite:
             raise UsageError(

@@ -9,6 +9,7 @@ Files of a layer are written when it is done and read when it is needed, so that
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,10 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..bases import BasisPair, LayerBases, check_stored, takes_whole_planes
+from ..bases.layer import LayerBases, check_stored, takes_whole_planes
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
+from ..bases.pair import BasisPair
 from ..codes.layer import MEASURED, GroupColumns, LayerCodes, SideCodes, coded_bases
-from ..errors import CheckpointError, NumericsError, UsageError
+from ..errors import CheckpointError, MissingError, NumericsError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
 from ..format.layout import AttentionShape, Domain
@@ -157,7 +159,7 @@ class Run:
         """Raises CheckpointError if the folder is not a finished run, or not as calibrate wrote it."""
         path = Path(folder)
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
+            raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))
@@ -177,6 +179,11 @@ class Run:
         if problem:
             raise CheckpointError(f"{path}: {problem}.", CALIBRATE_AGAIN)
         self._verified.add(name)
+
+    @property
+    def writable(self) -> bool:
+        """Whether what is measured can be kept in it; of a colleague's it cannot."""
+        return os.access(self.folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
     @property
     def has_codes(self) -> bool:

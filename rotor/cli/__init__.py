@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..errors import Interrupted, RotorError, from_system
+from ..errors import Interrupted, RotorError, UsageError, from_system
 from ..logs import printable
 
 
@@ -63,7 +63,7 @@ def is_first_process() -> bool:
 def _fail(error: RotorError) -> None:
     exec("")  # else Python, interrupted in an exec of some library, would end by SIGINT instead of with the exit code
     if is_first_process() or not isinstance(error, Interrupted):
-        lines = f"error: {error.message}\n  {error.hint or 'Set ROTOR_DEBUG=1 for a traceback.'}\n"
+        lines = f"error: {error.message}\n  {error.hint or _what_to_do(error)}\n"
         with suppress(OSError):  # the terminal is gone, or the disk behind a redirection full
             sys.stderr.write(lines)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -72,6 +72,13 @@ def _fail(error: RotorError) -> None:
         except OSError:  # else Python tries again at its end, and ends with a message and an exit code of its own
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     sys.exit(error.exit_code)
+
+
+def _what_to_do(error: RotorError) -> str:
+    """Where an error does not say it: a traceback tells nothing of a request or a file that is wrong."""
+    if error.__cause__ is not None and not isinstance(error, UsageError):
+        return "Set ROTOR_DEBUG=1 for a traceback."
+    return "`rotor --help` lists the commands; each has --help with an example."
 
 
 def _defect(error: Exception) -> RotorError:

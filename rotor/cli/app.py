@@ -14,10 +14,14 @@ import typer
 import typer.core
 
 from .. import __version__
-from ..errors import Interrupted, UsageError
+from ..errors import Interrupted, MissingError, UsageError
 from ..format.json_files import json_text
+from ..installing import documentation
+from . import completion
+from .console import stdout
 
 MAX_NUMBER = 1 << 30
+LONGEST_SUMMARY = 1000
 UNTOUCHED = "Nothing was written half; give the same command again."
 
 
@@ -37,6 +41,13 @@ class Commands(typer.core.TyperGroup):
         with resumable(lambda: UNTOUCHED):
             return super().make_context(*arguments, **keywords)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """As Typer does, but with whole summaries: the formatter breaks lines."""
+        named = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, command.get_short_help_str(LONGEST_SUMMARY)) for name, command in named if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def invoke(self, ctx: Any) -> Any:
         with resumable(lambda: UNTOUCHED):
             return super().invoke(ctx)
@@ -46,10 +57,11 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_NUMBER},  # the terminal's
     help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
     epilog="Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 the accuracy cannot be "
-    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM).",
+    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM). Each command has --help with an example. "
+    f"Documentation: {documentation()}",
     rich_markup_mode=None,
 )
 
@@ -57,10 +69,25 @@ Model = Annotated[str, typer.Argument(help="Folder of the model (config.json and
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 RecipeOverrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe field; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.",
+        autocompletion=completion.settings,
+    ),
 ]
-Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+Device = Annotated[
+    str,
+    typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.", autocompletion=completion.devices),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (float32 on a CPU), float32, bfloat16 or float16.",
+        autocompletion=completion.one_of(("auto", "float32", "bfloat16", "float16")),
+    ),
+]
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one forward pass of a calibration.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty output folder.")]
 Offload = Annotated[
@@ -68,6 +95,7 @@ Offload = Annotated[
     typer.Option(
         metavar="WHEN",
         help="Whether to read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
+        autocompletion=completion.one_of(("auto", "always", "never")),
     ),
 ]
 DeviceMap = Annotated[
@@ -75,12 +103,16 @@ DeviceMap = Annotated[
     typer.Option(metavar="MAP", help="auto spreads the model over several GPUs; needs the package accelerate."),
 ]
 TargetDevice = Annotated[
-    str | None, typer.Option(help="Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).")
+    str | None,
+    typer.Option(
+        help="Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).",
+        autocompletion=completion.target_devices,
+    ),
 ]
 DeviceFile = Annotated[Path | None, typer.Option(help="YAML with further devices.")]
 SourceModel = Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no messages.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and what --json prints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
 
@@ -98,6 +130,13 @@ def root(
     ] = False,
 ) -> None:
     """Options of all commands."""
+    stdout.quiet = False
+
+
+def check_folder(folder: Path) -> None:
+    """Raises MissingError where there is none."""
+    if not folder.is_dir():
+        raise MissingError(f"{folder}: no such folder.", "Give a folder that `rotor export` wrote.")
 
 
 def command_line() -> str:

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
-from . import is_first_process
+from . import completion, is_first_process
 from .app import (
     AsJson,
     BatchTokens,
@@ -29,6 +29,7 @@ from .app import (
     TargetDevice,
     Verbose,
     app,
+    check_folder,
     print_json,
     resumable,
     shares,
@@ -46,8 +47,21 @@ def calibrate(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
     recipe: Annotated[
-        str, typer.Option(help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.")
+        str,
+        typer.Option(
+            help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.",
+            autocompletion=completion.recipe_names,
+        ),
     ] = "rotor",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text of your own (a UTF-8 file or a folder of them) to calibrate on and to judge accuracy on; its "
+            "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's "
+            "tokens calibrate, and source of Python's standard library judges (evaluation.source=stdlib).",
+        ),
+    ] = None,
     revision: Revision = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
@@ -66,22 +80,28 @@ def calibrate(
     verbose: Verbose = False,
 ) -> None:
     """Find the bases of the model's KV heads and write them to a run folder."""
-    from ..calibration.calibrate import run_calibration
-    from ..planning.dry_run import plan_calibration
+    from ..models.hub import check_name
+    from ..recipe import text_overrides
     from ..recipe.settings import CalibrationSettings, Compute
 
-    progress = show_progress(quiet or dry_run, verbose)
     settings = CalibrationSettings(
         model,
         out,
         recipe,
-        tuple(overrides or ()),
+        (*text_overrides(text), *(overrides or ())),
         revision=revision,
         compute=Compute(device, dtype, offload, device_map),
         batch_tokens=batch_tokens,
         overwrite=overwrite,
         resume=resume,
     )
+    settings.check()
+    check_name(model, revision)
+
+    from ..calibration.calibrate import run_calibration
+    from ..planning.dry_run import plan_calibration
+
+    progress = show_progress(quiet, verbose, dry_run=dry_run)
     if dry_run:
         plan = plan_calibration(settings)
         print_json(plan.to_dict()) if as_json else print_calibration_plan(plan)
@@ -135,7 +155,10 @@ def export(
     ] = False,
     objective: Annotated[
         str | None,
-        typer.Option(help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between."),
+        typer.Option(
+            help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.",
+            autocompletion=completion.objectives,
+        ),
     ] = None,
     target_device: TargetDevice = None,
     device_file: DeviceFile = None,
@@ -159,12 +182,8 @@ def export(
     once, for the point that is written. Only the recipe's sections ranks, evaluation, search and objective can still
     be changed with --set.
     """
-    from ..export.export import run_export
-    from ..export.model_card import below_target
-    from ..planning.dry_run import plan_export
     from ..recipe.settings import Compute, ExportSettings, Goal
 
-    progress = show_progress(quiet or dry_run, verbose)
     settings = ExportSettings(
         run,
         out,
@@ -177,6 +196,13 @@ def export(
         overwrite=overwrite,
         measure=measure,
     )
+    settings.check()
+
+    from ..export.export import run_export
+    from ..export.model_card import below_target
+    from ..planning.dry_run import plan_export
+
+    progress = show_progress(quiet, verbose, dry_run=dry_run)
     if dry_run:
         plan = plan_export(settings)
         print_json(plan.to_dict()) if as_json else print_export_plan(plan)
@@ -201,7 +227,7 @@ def export(
     else:
         say(
             f"{written} {value['report']:.4f}{in_interval(value)} on the report split ({value['search']:.4f} on the "
-            f"search split), {result.measured_points} measurement(s)"
+            f"search split) of {value['data']}, {result.measured_points} measurement(s)"
         )
         if below := below_target(value):
             say(f"On the report split {below} ({value['target']:g}).")
@@ -221,7 +247,15 @@ def validate(
     model: SourceModel = None,
     run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Recipe whose section evaluation says how accuracy is measured.")
+        str | None,
+        typer.Option(
+            help="Recipe whose section evaluation says how accuracy is measured.",
+            autocompletion=completion.recipe_names,
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to judge accuracy on, as of `rotor calibrate`: a file or a folder."),
     ] = None,
     overrides: RecipeOverrides = None,
     digest: Annotated[
@@ -236,13 +270,19 @@ def validate(
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
-    A text or an lm-eval task that only the checkpoint names is not opened: name it with --set or --recipe.
+    A text or an lm-eval task that only the checkpoint names is not opened: name it with --text, --set or --recipe.
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
     """
-    from ..validation.validate import validate as run_validate
+    from ..recipe.settings import Compute
 
     if digest is not None and len(folders) > 1:
         raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
+    Compute(device, dtype, offload).check()
+    for folder in folders:
+        check_folder(folder)
+
+    from ..validation.validate import validate as run_validate
+
     progress = show_progress(quiet, verbose)
     results = [
         run_validate(
@@ -251,6 +291,7 @@ def validate(
             run=run,
             recipe=recipe,
             overrides=overrides or (),
+            text=text,
             digest=digest,
             device=device,
             dtype=dtype,
@@ -297,5 +338,7 @@ def _print_summary(results: list[Any]) -> None:
                 f"{size.get('before')} -> {summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
             )
         )
-    left = "folder", "recipe", "target", "accuracy [95 % interval]", "KL"
-    print_table("KV cache compression", left, ("planned", "stored", "measured", "bytes/token"), rows)
+    left = "folder", "recipe", "target", "report accuracy [95 % interval]", "KL"
+    texts = dict.fromkeys(r.summary["accuracy"]["data"] for r in results if r.summary.get("accuracy"))
+    title = "KV cache compression" + (f"; accuracy on the report split of {' and of '.join(texts)}" if texts else "")
+    print_table(title, left, ("planned", "stored", "measured", "bytes/token"), rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import checkpoints, models, speed, studies
+from . import checkpoints, models, running, speed, studies
 from .app import app
 
-__all__ = ["app", "checkpoints", "models", "speed", "studies"]
+__all__ = ["app", "checkpoints", "models", "running", "speed", "studies"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,9 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..logs import log, printable
-from ..progress import Advance, Progress
+from ..progress import Advance, Progress, in_time
 from . import is_first_process
 
+SECONDS_BETWEEN_LINES = 30.0
+"""Of a task that has no bar."""
+
+clock = time.monotonic
 stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
 
 
@@ -30,13 +35,10 @@ class RateColumn(ProgressColumn):
 
 
 class ConsoleProgress(Progress):
-    """Bars on stderr, if that is a terminal."""
+    """Bars on stderr, which is a terminal."""
 
     @contextmanager
     def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
-        if not stderr.is_terminal:
-            yield lambda done: None
-            return
         columns = (
             TextColumn("{task.description:18}"),
             BarColumn(),
@@ -48,6 +50,26 @@ class ConsoleProgress(Progress):
             yield lambda done: bars.advance(task, done)
 
 
+class LineProgress(Progress):
+    """A line now and then for a long task, where stderr is no terminal: what is done, and when the rest will be."""
+
+    @contextmanager
+    def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
+        done, start = 0.0, clock()
+        said = start
+
+        def advance(more: float) -> None:
+            nonlocal done, said
+            done, now = done + more, clock()
+            if total is None or not 0 < done < total or now - said < SECONDS_BETWEEN_LINES:
+                return
+            said = now
+            left = (now - start) * (total - done) / done
+            self.message(f"{name}: {done / total:.0%} of {_with_prefix(total)} {unit}, about {in_time(left)} left")
+
+        yield advance
+
+
 class ConsoleHandler(logging.Handler):
     """What the logger is told, on stderr; above the bars, if there are any."""
 
@@ -56,20 +78,27 @@ class ConsoleHandler(logging.Handler):
             stderr.print(printable(record.getMessage()), highlight=False, markup=False, soft_wrap=True)
 
 
-def show_progress(quiet: bool, verbose: bool = False) -> Progress:
-    """What shows progress, having sent messages to stderr."""
+def show_progress(quiet: bool, verbose: bool = False, *, dry_run: bool = False) -> Progress:
+    """What shows progress, having sent messages to stderr.
+
+    Args:
+        quiet: nothing is shown, results neither. dry_run: only results are.
+    """
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    silent = quiet or not is_first_process()
+    stdout.quiet = quiet and not dry_run
+    silent = quiet or dry_run or not is_first_process()
     if silent or not stderr.is_terminal:
         disable_progress_bars()  # those of downloads
     for old in [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]:
         log.removeHandler(old)
     log.addHandler(ConsoleHandler(logging.CRITICAL if silent else logging.DEBUG if verbose else logging.INFO))
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
-    return Progress() if silent else ConsoleProgress()
+    if silent:
+        return Progress()
+    return ConsoleProgress() if stderr.is_terminal else LineProgress()
 
 
 def say(text: str) -> None:

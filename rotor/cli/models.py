@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import UsageError
 from ..logs import printable
+from . import completion
 from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
 from .console import show_progress
 from .plans import print_inspection
 
 
-@app.command(epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40')
+@app.command(
+    epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40. A long prompt: rotor generate out/demo '
+    "--prompt-file prompt.txt"
+)
 def generate(
     folder: Annotated[str, typer.Argument(help="A compressed checkpoint (or any model's folder or hub id).")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue, or to answer.")] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The prompt as a file in UTF-8, - for stdin; the end of its last line goes."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, also where the model has a chat template.")
+    ] = False,
     profile: Annotated[str | None, typer.Option(help="Rank profile of an elastic checkpoint, e.g. 0.95.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, samples at this temperature.")] = 0.0,
@@ -25,21 +40,60 @@ def generate(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a prompt with transformers' generate()."""
+    """Continue a prompt with transformers' generate(); a model with a chat template answers it.
+
+    Text is printed as it is generated; with --json one object at the end.
+    """
+    from ..models.hub import check_name
+    from ..recipe.settings import Compute
+
+    text = _read_prompt(prompt, prompt_file)
+    Compute(device, dtype).check()
+    check_name(folder)
+
     from ..models.generation import continue_prompt
 
-    with show_progress(quiet).task("generate", None, ""):
-        result = continue_prompt(folder, prompt, max_new_tokens, temperature, seed, device, dtype, profile)
+    progress = show_progress(quiet)
+    arguments = folder, text, max_new_tokens, temperature, seed, device, dtype, profile
     if as_json:
-        print_json(result)
-    else:
-        print(printable(result["text"]))
+        print_json(continue_prompt(*arguments, raw=raw, progress=progress))
+        return
+    continue_prompt(*arguments, raw=raw, progress=progress, on_text=_show)
+    print()
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def _read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt, given in one of two ways."""
+    if (prompt is None) == (file is None):
+        got = "both" if file is not None else "neither"
+        raise UsageError(f"got {got} of PROMPT and --prompt-file.", 'Example: rotor generate OUT "Once upon a time"')
+    if file is None:
+        assert prompt is not None
+        return prompt
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8") if file == "-" else Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "is not UTF-8"
+        raise UsageError(
+            f"--prompt-file {file}: cannot be read ({why}).", "Give a text file, or - for stdin."
+        ) from error
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 @app.command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
 def inspect(
     model: Model,
-    recipe: Annotated[str, typer.Option(help="Recipe whose needs are shown: a bundled one or a YAML file.")] = "rotor",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="Recipe whose needs are shown: a bundled one or a YAML file.", autocompletion=completion.recipe_names
+        ),
+    ] = "rotor",
     revision: Revision = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
@@ -51,6 +105,14 @@ def inspect(
 
     Reads the configuration and the headers of the shards, no weights; of a hub id nothing else is fetched.
     """
+    from ..models.hub import check_name
+    from ..recipe import load_recipe
+    from ..recipe.settings import Compute
+
+    load_recipe(recipe, overrides or [])
+    Compute(device, dtype).check()
+    check_name(model, revision)
+
     from ..planning.inspection import inspect as run_inspect
 
     found = run_inspect(
@@ -62,17 +124,42 @@ def inspect(
         print_inspection(found)
 
 
-@app.command(epilog="Example: rotor recipes --json")
-def recipes(as_json: AsJson = False) -> None:
-    """List the bundled recipes, and the bases and rank methods that a recipe may name."""
-    from ..recipe import bundled_recipes
+@app.command(epilog="Example: rotor recipes --show rotor")
+def recipes(
+    show: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Print this recipe whole, every default filled in: YAML that --recipe takes.",
+            autocompletion=completion.recipe_names,
+        ),
+    ] = None,
+    fields: Annotated[
+        bool,
+        typer.Option("--fields", help="Print what each field of a recipe may be, its default and what it decides."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the bundled recipes, and the bases and rank methods that a recipe may name; or show one; or the fields."""
+    from ..recipe import bundled_recipes, load_recipe
     from ..recipe.checks import NAMES
+    from ..recipe.reference import recipe_fields, reference_page
 
-    found = bundled_recipes()
-    if as_json:
-        print_json({name: recipe.to_dict() for name, recipe in found.items()})
+    if show is not None and fields:
+        raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")
+    if fields:
+        found = [asdict(field) for section in recipe_fields().values() for field in section]
+        print_json(found) if as_json else print(reference_page())
         return
-    for name, recipe in found.items():
+    if show is not None:
+        recipe = load_recipe(show)
+        print_json(recipe.to_dict()) if as_json else print(recipe.to_yaml(), end="")
+        return
+    bundled = bundled_recipes()
+    if as_json:
+        print_json({name: recipe.to_dict() for name, recipe in bundled.items()})
+        return
+    for name, recipe in bundled.items():
         print(f"{name:15} {recipe.summary}")
     for setting, methods in NAMES.items():
         print(f"\n{setting}")

@@ -18,6 +18,7 @@ from .app import (
     Quiet,
     SourceModel,
     app,
+    check_folder,
     command_line,
     numbers,
     print_json,
@@ -61,6 +62,8 @@ def bench(
     requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
     --layers, --device and --device-file do not apply.
     """
+    from ..recipe.settings import Compute
+
     if engine != "transformers":
         if engine != "vllm":
             raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
@@ -68,18 +71,23 @@ def bench(
         in_vain = [option for option, value in given_in_vain.items() if value is not None]
         if in_vain or layers != 4:
             raise UsageError(f"{', '.join(in_vain or ['--layers'])}: not with --engine vllm.", "Leave it out.")
+        Compute("auto", dtype).check()
+        check_folder(folder)
         show_progress(quiet)
         _bench_vllm(folder, out, prefill, batch, repetitions, new_tokens, memory_gb, model, dtype, as_json)
         return
+    given = [
+        None if text is None else numbers(option, text)
+        for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
+    ]
+    Compute(device, dtype).check()
+    check_folder(folder)
+
     from ..bench.bench import bench as run_bench
     from ..bench.report import add_device, device_name, write_report
     from ..bench.settings import BenchSettings
     from ..models.hardware import pick_device
 
-    given = (
-        None if text is None else numbers(option, text)
-        for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
-    )
     settings = BenchSettings.of(
         pick_device(device),
         *given,
@@ -219,10 +227,16 @@ def compile_kernels(
     They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Exit code 1 if one cannot be
     compiled.
     """
+    from ..recipe.settings import Compute
+
+    batch_sizes = numbers("--batch", batch)
+    Compute(dtype=dtype).check()
+    check_folder(folder)
+
     from ..bench.precompile import cache_folder, parse_archs, precompile
     from ..bench.provenance import provenance
 
-    archs, batch_sizes = parse_archs(arch), numbers("--batch", batch)
+    archs = parse_archs(arch)
     kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=show_progress(quiet))
     failed = [kernel for kernel in kernels if kernel.error is not None]
     if as_json:
@@ -278,6 +292,8 @@ def schedule(
     With --chunk also a prefill's, with and without its last round redistributed. Arithmetic on predicted costs; nothing
     is run, and no GPU is needed.
     """
+    check_folder(folder)
+
     from ..bench.provenance import provenance
     from ..models.compressed import CompressedCheckpoint
     from ..prediction.devices import find_device

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from . import completion
 from .app import (
     AsJson,
     BatchTokens,
     Device,
     DeviceMap,
+    DryRun,
     Dtype,
     Model,
     Offload,
@@ -30,13 +32,21 @@ from .console import print_table, say, show_progress
 def study(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="Study folder; one with the same settings is continued.")],
-    recipes: Annotated[str, typer.Option(help="Names of bundled recipes or YAML files, with commas.")] = "fdc,rotor",
+    recipes: Annotated[
+        str,
+        typer.Option(
+            help="Names of bundled recipes or YAML files, with commas.", autocompletion=completion.recipe_names
+        ),
+    ] = "fdc,rotor",
     parts: Annotated[
         str | None,
         typer.Option(
             help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, with commas; default: "
-            "all that can run (ablation needs ablations, front a recipe in focus with ranks.method=global) but peers: "
-            "quantised caches, and the recipes at equal bytes."
+            "curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus with "
+            "ranks.method=global) but peers, which are quantised caches, and the recipes at equal bytes.",
+            autocompletion=completion.one_of(
+                ("all", "curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", "peers")
+            ),
         ),
     ] = None,
     focus: Annotated[
@@ -70,19 +80,45 @@ def study(
     offload: Offload = "auto",
     device_map: DeviceMap = None,
     plots: Annotated[bool, typer.Option(help="Draw the results, which needs matplotlib.")] = True,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Compare recipes on the same model, tokens and held-out data; writes JSON, CSV, Markdown and plots.
 
-    Every measured point is kept at once, so that an interrupted study continues where it was with the same command.
+    Every measured point is kept at once, so that an interrupted study continues where it was with the same command;
+    tables and plots are written after each part. --dry-run tells what each part takes.
     --set applies to all recipes; the number of tokens is the largest that any of them asks for, and their seed, row
     length, evaluation and search are those of the first.
     """
-    from ..study.study import parse_ablations, parse_counts
+    from ..models.hub import check_name
+    from ..recipe import load_recipe
+    from ..recipe.settings import Compute
+
+    for recipe in split(recipes):
+        load_recipe(recipe, overrides or [])
+    Compute(device, dtype, offload, device_map).check()
+    check_name(model)
+
+    from ..study.request import StudyPlan, parse_ablations, parse_counts
+    from ..study.study import plan_study
     from ..study.study import study as run_study
 
+    if dry_run:
+        show_progress(True)
+        request = StudyPlan.of(
+            split(recipes),
+            list(overrides or []),
+            None if parts is None else split(parts),
+            focus=None if focus is None else split(focus),
+            ablations=parse_ablations(ablation or [], ablations),
+            ablation_base=ablation_base,
+            counts=parse_counts(split(counts)),
+            sizes=None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
+        )
+        _print_outlook(plan_study(model, out, request, at, Compute(device, dtype, offload, device_map)), as_json)
+        return
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
         result = run_study(
             model,
@@ -116,6 +152,24 @@ def study(
     )
 
 
+def _print_outlook(plan: Any, as_json: bool) -> None:
+    """What a dry run found."""
+    if as_json:
+        print_json(plan.to_dict())
+        return
+    rows = [(part.part, part.calibrations, part.points, f"{part.seconds:.0f}") for part in plan.parts]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), f"{plan.seconds:.0f}"))
+    title = (
+        f"{plan.model} -> {plan.folder}: {', '.join(plan.recipes)} on {plan.device} in {plan.dtype}; nothing is "
+        "written in a dry run"
+    )
+    print_table(title, ("part",), ("calibrations", "at most points", "seconds of matrix products"), rows)
+    say(
+        f"{plan.known_records} record(s) are there already; everything beside the products, at the rate measured here, "
+        f"comes on top. Parts that were not asked for: {', '.join(plan.not_run) or 'none'}."
+    )
+
+
 def _print_targets(records: dict[str, dict[str, Any]]) -> None:
     """What every recipe and ablation of a study removes at the target accuracies."""
     found = {key.split("/")[1]: record for key, record in records.items() if key.endswith("/targets")}
@@ -124,9 +178,15 @@ def _print_targets(records: dict[str, dict[str, Any]]) -> None:
     targets = sorted({target for record in found.values() for target in record}, reverse=True)
     rows = []
     for name, record in found.items():
-        stored = (record.get(target, {}).get("stored") for target in targets)
-        rows.append((name, *("-" if value is None else f"{value:.3f}" for value in stored)))
-    print_table("Compression at a target accuracy", ("recipe",), targets, rows)
+        rows.append((name, *(_reached(record.get(target, {})) for target in targets)))
+    title = "Compression at a target accuracy, chosen by the search split; in brackets the accuracy on the report split"
+    print_table(title, ("recipe",), targets, rows)
+
+
+def _reached(point: dict[str, Any]) -> str:
+    if "stored" not in point:
+        return "out of reach" if point else "-"
+    return f"{point['stored']:.3f} ({point['report']:.4f})"
 
 
 @app.command(epilog="Example: rotor report runs/demo -o report.html")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from .quantiser import EXACT_BITS
+from ..format.columns import EXACT_BITS
 
 WORD_BITS = 32
 """Bits of a word, in whole numbers of which each segment is stored."""
@@ -97,6 +97,64 @@ def _add_segment(best: np.ndarray, gain: np.ndarray, unit_columns: int, unit_wor
         extended[words, unit_columns:] = longer > best[words, unit_columns:]
         np.maximum(best[words, unit_columns:], longer, out=best[words, unit_columns:])
     return extended
+
+
+def priced_counts(
+    losses: Tensor, widths: Sequence[int], costs: Sequence[float], prices: np.ndarray, word_bits: int = WORD_BITS
+) -> np.ndarray:
+    """The columns of one side of a group of least loss plus price times cost, at every price: at least one word.
+
+    Args:
+        losses: as of `bit_curve`.
+        costs: of a column at each of `widths`, none negative; that of 0 bits is not looked at.
+        prices: [n], of a unit of cost.
+    Returns:
+        [n, widths], columns at each of the widths that are used, widest first, as in `BitCurve.counts`; all 0 where
+        the columns fill no word.
+    """
+    table, given = losses.numpy(), list(widths)
+    whole = table[given.index(0)]
+    order = np.argsort(-whole, kind="stable")
+    used = sorted((w for w in given if w), reverse=True)
+    columns = len(order)
+    least = np.full(
+        (columns + 1, len(prices)), np.inf
+    )  # of the first columns: price of those stored less what they save
+    least[0] = 0.0
+    starts = []
+    for width in used:
+        index = given.index(width)
+        saved = np.concatenate([[0.0], np.cumsum((whole - table[index])[order])])
+        value = costs[index] * np.arange(columns + 1)[:, None] * prices - saved[:, None]
+        least, start = _best_starts(least, value, word_bits // width)
+        starts.append(start)
+    each = np.arange(len(prices))
+    end = least[1:].argmin(0) + 1
+    end[~np.isfinite(least[end, each])] = 0
+    counts = np.zeros((len(prices), len(used)), dtype=np.int64)
+    for i in reversed(range(len(used))):
+        start = starts[i][end, each]
+        counts[:, i] = end - start
+        end = start
+    return counts
+
+
+def _best_starts(before: np.ndarray, value: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Let whole units of columns of one width follow what ends at each column, none of them where that is best.
+
+    Args:
+        before: [columns + 1, n], the least of what ends there. value: likewise, of the first columns at this width.
+    Returns:
+        The least of what ends at each column, and where its columns of this width start.
+    """
+    rows = -(-len(before) // unit)
+    padding = ((0, rows * unit - len(before)), (0, 0))
+    rest = np.pad(before - value, padding, constant_values=np.inf).reshape(rows, unit, -1)
+    best = np.minimum.accumulate(rest, axis=0)
+    places = np.arange(rows * unit).reshape(rows, unit, 1)
+    start = np.maximum.accumulate(np.where(rest <= best, places, 0), axis=0)
+    size = len(before)
+    return best.reshape(rows * unit, -1)[:size] + value, start.reshape(rows * unit, -1)[:size]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
-from .quantiser import EXACT_BITS, ColumnCode
+from ..format.columns import EXACT_BITS
+from .quantiser import ColumnCode
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bases import BasisPair, LayerBases
+from ..bases.layer import LayerBases
 from ..bases.method import Gradients
+from ..bases.pair import BasisPair
 from ..format.columns import WIDTHS, Columns
 from .quantiser import ColumnCode, ColumnStatistics, measure_columns
 
 MEASURED = (0, *reversed(WIDTHS))
 """Bits at which every column is measured, so that any of them can be allocated later."""
+
+OWN = 0.5
+"""Part of a token's own squared gradient, against their mean, in what an error of it costs; see artifacts/NOTES.md."""
 
 GroupColumns = list[tuple[Columns, Columns]]
 """Columns by bits of the key and of the value latent of each group of a layer, in the order of the bases."""
@@ -23,8 +27,9 @@ GroupColumns = list[tuple[Columns, Columns]]
 class SideCodes:
     """Of one side (keys or values) of a candidate of a layer, batched over its groups; float64.
 
-    weight: [num_groups, columns], what a squared error of 1 in each column costs in nats per token. variance: likewise.
-    mean, scale, distortion: [widths, num_groups, columns], at the bits of MEASURED; see ColumnStatistics.
+    weight: [num_groups, columns], what a squared error of 1 in each column costs in nats per token. variance: likewise,
+    each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, columns], at the bits of
+    MEASURED; see ColumnStatistics.
     """
 
     weight: Tensor
@@ -83,6 +88,10 @@ class CodedBases(LayerBases):
 def layer_codes(bases: LayerBases, gradients: Gradients, softcapped: bool) -> LayerCodes:
     """Fit the codes of every column of a candidate at every width, and weigh their errors.
 
+    An error e of token t costs g_t^2 e^2 / 2. Tokens of large latents often have large gradients, so that the mean of
+    the product is not the product of means: codes are fitted, and their distortions measured, with each token's own
+    g_t^2, by OWN, and for the rest with the mean, as one gradient is but a draw of what the token costs.
+
     Args:
         softcapped: the model presses its logits below a bound.
     Source: DESIGN section 7; the weight is half the Fisher information, B^T E[g g^T] B on the diagonal.
@@ -98,8 +107,12 @@ def layer_codes(bases: LayerBases, gradients: Gradients, softcapped: bool) -> La
 def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients, no_constant: bool) -> SideCodes:
     information = gradients.per_token(name, group_size)
     weight = torch.einsum("gir,gij,gjr->gr", pair.decode, information, pair.decode) / 2
-    latents = gradients.stacked(name, group_size) @ pair.encode
-    fits = [measure_columns(group, MEASURED, no_constant) for group in latents]
+    vectors, by_them, share = gradients.sampled(name, group_size)
+    squares = (by_them @ pair.decode).square()
+    mean = (share[:, None] * squares).sum(1, keepdim=True)
+    costs = share[:, None] * (OWN * squares + (1 - OWN) * mean)
+    latents = vectors @ pair.encode
+    fits = [measure_columns(*of_group, MEASURED, no_constant) for of_group in zip(latents, costs, strict=True)]
     return SideCodes(
         weight.clamp(min=0),
         torch.stack([fit.variance for fit in fits]),

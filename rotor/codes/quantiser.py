@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
+from ..format.columns import EXACT_BITS
 from ..numerics import one_thread
 
-EXACT_BITS = 16
-"""Columns of this width are numbers of 16 bits, no codes."""
-
-SAMPLES = 2048
+SAMPLES = 4096
 """Tokens of which keys and values are kept: enough to fit the code of a column."""
 
 CLIPS = 12
@@ -77,7 +75,8 @@ class ColumnCode:
 class ColumnStatistics(NamedTuple):
     """Of every column of a latent, measured on samples, at every width.
 
-    variance: [columns], about the mean, or about zero where the constant is lost. mean, scale: [widths, columns].
+    Means over samples are weighted. variance: [columns], about the mean, or about zero where the constant is lost.
+    mean, scale: [widths, columns].
     distortion: [widths, columns], the mean squared error as a share of the variance; 1 at 0 bits; 0 where the variance
         is.
     """
@@ -99,14 +98,17 @@ class ColumnStatistics(NamedTuple):
         return self.distortion * self.variance
 
 
-def measure_columns(latents: Tensor, widths: tuple[int, ...], no_constant: bool = False) -> ColumnStatistics:
-    """Fit mean and scale of every column at every width by the squared error on samples.
+def measure_columns(
+    latents: Tensor, weights: Tensor | None, widths: tuple[int, ...], no_constant: bool = False
+) -> ColumnStatistics:
+    """Fit mean and scale of every column at every width by the weighted squared error on samples.
 
     Scales come from a grid of clips, halved around the best; mean and scale then by Lloyd's method with its levels kept
     equally spaced: assign codes, and fit both to them by least squares. The error never rises.
 
     Args:
         latents: [samples, columns], float64.
+        weights: likewise, what a squared error of each sample costs in each column, in any unit; None: all the same.
         widths: bits, 0 and 16 among them where wanted.
         no_constant: read codes without the constant mean + scale / 2: the mean is -scale / 2, and 0 at 0 bits. Keys
             after RoPE under a soft cap of the logits, which sees a constant, need that.
@@ -115,28 +117,31 @@ def measure_columns(latents: Tensor, widths: tuple[int, ...], no_constant: bool 
     """
     if not torch.isfinite(latents).all():
         raise NumericsError("a latent that a code is fitted to has elements that are NaN or Inf.", "Calibrate again.")
-    mean = torch.zeros_like(latents[0]) if no_constant else latents.mean(0)
-    variance = (latents - mean).square().mean(0)
+    weights = torch.ones_like(latents) if weights is None else weights
+    total = weights.sum(0)
+    weights = torch.where(total > 0, weights / total.clamp(min=torch.finfo(torch.float64).tiny), 1 / len(latents))
+    mean = torch.zeros_like(latents[0]) if no_constant else (weights * latents).sum(0)
+    variance = (weights * (latents - mean).square()).sum(0)
     fits = []
     with one_thread():
         for bits in widths:
             if bits == 0:
                 fits.append((mean, torch.ones_like(mean), variance))
             elif bits == EXACT_BITS:
-                error = (latents.to(torch.bfloat16).to(torch.float64) - latents).square().mean(0)
+                error = (weights * (latents.to(torch.bfloat16).to(torch.float64) - latents).square()).sum(0)
                 fits.append((mean, torch.ones_like(mean), error))
             else:
-                fits.append(_fit(latents, bits, no_constant))
+                fits.append(_fit(latents, weights, bits, no_constant))
     means, scales, errors = (torch.stack(parts) for parts in zip(*fits, strict=True))
     distortion = torch.where(variance > 0, errors / variance.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     return ColumnStatistics(widths, variance, means, scales, distortion)
 
 
-def _fit(latents: Tensor, bits: int, no_constant: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, scale, mean squared error) of each column, [columns]."""
+def _fit(latents: Tensor, weights: Tensor, bits: int, no_constant: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, scale, mean squared error) of each column, [columns]; weights of a column sum to one."""
     half = 2.0 ** (bits - 1)
     tiny = torch.finfo(torch.float64).tiny
-    mean = latents.mean(0)
+    mean = (weights * latents).sum(0)
     reach = (latents if no_constant else latents - mean).abs().amax(0)
     reach = torch.where(reach > 0, reach, 1.0)  # nothing to code: any scale will do that can be divided by
     best_mean, best_scale, best = mean, reach / half, torch.full_like(mean, torch.inf)
@@ -147,7 +152,7 @@ def _fit(latents: Tensor, bits: int, no_constant: bool) -> tuple[Tensor, Tensor,
     def keep(mean: Tensor, scale: Tensor) -> None:
         nonlocal best_mean, best_scale, best
         mean = -scale / 2 if no_constant else mean
-        error = (mean + scale * levels(mean, scale) - latents).square().mean(0)
+        error = (weights * (mean + scale * levels(mean, scale) - latents).square()).sum(0)
         better = error < best
         best_mean, best_scale = torch.where(better, mean, best_mean), torch.where(better, scale, best_scale)
         best = torch.where(better, error, best)
@@ -162,9 +167,9 @@ def _fit(latents: Tensor, bits: int, no_constant: bool) -> tuple[Tensor, Tensor,
         at = levels(best_mean, best_scale)
         if no_constant:
             at = at - 0.5
-        spread = at if no_constant else at - at.mean(0)
-        power = spread.square().mean(0)
-        slope = (spread * latents).mean(0) / power.clamp(min=tiny)
+        spread = at if no_constant else at - (weights * at).sum(0)
+        power = (weights * spread.square()).sum(0)
+        slope = (weights * spread * latents).sum(0) / power.clamp(min=tiny)
         slope = torch.where((power > 0) & (slope > 0), slope, best_scale)
-        keep((latents - slope * at).mean(0), slope)
+        keep((weights * (latents - slope * at)).sum(0), slope)
     return best_mean, best_scale, best

@@ -104,6 +104,11 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
         known |= {digest(p) for d in documents if digest(d) in known for p in divided([d])}
     kept = [[unit for unit in part if digest(unit) not in known] for part in parts[1:]]
     excluded = tuple(sorted({digest(unit) for part in parts[1:] for unit in part} & known))
+    if not all(kept) and not excluded:
+        raise DataError(
+            f"evaluation, {description}: too little text for three splits, {sum(map(len, documents))} characters.",
+            "Give a longer text.",
+        )
     if not all(kept):
         empty = "report" if kept[0] else "search"
         raise DataError(
@@ -154,8 +159,15 @@ def digest(document: str) -> str:
     return hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def description_of(spec: Evaluation) -> str:
+    """The held-out text that a recipe names, in words."""
+    if spec.source == "stdlib":
+        return "source of the Python standard library (modules held out)"
+    return f"text {Path(spec.path or '').name}"
+
+
 def _read(spec: Evaluation) -> tuple[list[str], str]:
     if spec.source == "stdlib":
-        return stdlib_documents(), "source of the Python standard library (modules held out)"
+        return stdlib_documents(), description_of(spec)
     assert spec.path is not None
-    return read_documents(Path(spec.path)), f"text {Path(spec.path).name}"
+    return read_documents(Path(spec.path)), description_of(spec)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from ..errors import DataError, NumericsError
+from ..installing import pip_install
 from ..models.projections import longest_row
 from ..models.tokenizer import encode
 from ..numerics import first_not_finite
@@ -247,7 +248,7 @@ def dataset_documents(
         import datasets
     except ImportError as error:
         raise DataError(
-            f"{what}: the package `datasets` is not installed.", "Install it with: pip install rotor-kv[eval]"
+            f"{what}: the package `datasets` is not installed.", f"Install it with: {pip_install('eval')}"
         ) from error
     try:
         examples = _open_dataset(datasets, spec, what)
@@ -390,6 +391,16 @@ def topic_rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Calib
     owner = torch.tensor(owners, dtype=torch.int64).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     most = owner[: count * seq_len].reshape(count, seq_len).mode(dim=1).values if count else owner[:0]
     return CalibrationTokens(rows, tuple(names[i] for i in most.tolist()))
+
+
+def rows_in(documents: list[str], tokenizer: Any, seq_len: int, enough: int) -> int:
+    """How many rows `text_rows` would cut documents into; no more is read than what makes `enough` of them."""
+    count, own = 0, separator_token(tokenizer) is not None
+    for text in documents:
+        count += own + len(encode(tokenizer, text))
+        if count >= enough * seq_len:
+            return enough
+    return count // seq_len
 
 
 def spread_rows(rows: Tensor, count: int, what: str) -> Tensor:

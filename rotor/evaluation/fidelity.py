@@ -20,6 +20,8 @@ from .metrics import EvaluationContext, Measurement, Metric, Seen, make_metric, 
 from .scoring import Scores, score
 
 TEXT = METRICS["text"].parts
+AT_CHANCE = 0.9
+"""A model whose perplexity is at least this share of the vocabulary's size guesses."""
 
 
 class FidelityInfo(TypedDict):
@@ -128,6 +130,10 @@ class FidelityMeter:
                 self._leave_out(name, split, error)
         if any(self._made(name).needs_reference for name in self.measured(split)):
             self._references[split] = view.states
+        vocab_size = int(self.context.config.vocab_size)
+        if found["perplexity"] >= AT_CHANCE * vocab_size:
+            found["at_chance"] = True
+            self._tell_of_chance(found["perplexity"], vocab_size)
         self.base[split] = found
 
     def measured(self, split: str) -> list[str]:
@@ -177,6 +183,14 @@ class FidelityMeter:
         if name not in self._told and name in primitive_metrics(self.metric):
             self._told.add(name)
             self.progress.message(f"accuracy leaves out `{name}`: {error.message}")
+
+    def _tell_of_chance(self, perplexity: float, vocab_size: int) -> None:
+        if "chance" not in self._told:
+            self._told.add("chance")
+            self.progress.message(
+                f"the uncompressed model is at chance on this text: perplexity {perplexity:.0f}, where guessing among "
+                f"the {vocab_size} tokens has {vocab_size}; ratios to it mean nothing. Is it trained for such text?"
+            )
 
     def _run(
         self, network: LayerwiseModel, split: str, rows: dict[str, Tensor | None], reference: Tensor | None

@@ -10,11 +10,11 @@ import torch
 from ..calibration.outline import ModelOutline
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import pick_device, pick_dtype
-from ..models.memory import check_offload, stream_weights
+from ..models.memory import stream_weights
 from ..progress import Progress
 from ..recipe import Recipe
 from ..recipe.metric_registry import LM_EVAL
-from ..recipe.settings import Compute
+from ..recipe.settings import Compute, check_offload
 from ..rewriting.compressible import CompressibleModel
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bases import LayerBases
+from ..bases.layer import LayerBases
 from ..calibration.run import Run
 from ..data.splits import SPLITS
 from ..errors import system_errors
@@ -22,7 +22,7 @@ from ..format.layout import LayerLayout, kv_bytes_per_token, profile_name, uncom
 from ..format.locks import exclusive
 from ..format.manifest import write_manifest
 from ..format.publishing import staged_folder, write_shard
-from ..format.section import ATTENTION, FORMAT_VERSION, METHOD
+from ..format.section import FORMAT_VERSION, MARK
 from ..kernels.defaults import default_config
 from ..logs import log_file
 from ..models.checkpoint import INDEX_FILE, Checkpoint
@@ -163,9 +163,9 @@ def _write(
 
     config = dict(checkpoint.config_dict)
     first = read_attention(family, 0, checkpoint.names, checkpoint.tensor, run.shape)
-    config["attn_implementation"] = ATTENTION
+    config["attn_implementation"] = MARK
     config["quantization_config"] = {
-        "quant_method": METHOD,
+        "quant_method": MARK,
         "format_version": FORMAT_VERSION,
         "biases": sorted(bias_names(first)),
         "layers": {str(i): layout.to_dict() for i, layout in enumerate(stored)},

@@ -12,8 +12,9 @@ from ..format.columns import in_words
 from ..format.file_names import ROTOR_JSON
 from ..format.layout import GroupLayout
 from ..format.manifest import NO_DIGEST
+from ..installing import pip_install
 from ..recipe import Recipe
-from ..recipe.metric_registry import METRICS, MetricInfo, base_note, describe
+from ..recipe.metric_registry import METRICS, MetricInfo, base_note, chance_note, describe
 
 
 def model_card(report: dict[str, Any], recipe: Recipe) -> str:
@@ -54,13 +55,14 @@ Not measured: other tasks, other languages, contexts longer than {recipe.evaluat
 ## Load it
 
 ```python
-import rotor  # pip install rotor-kv
+import rotor  # {pip_install()}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
 ```
 
-Without `import rotor` transformers cannot run this checkpoint. `rotor validate` checks its integrity and its numbers;
+Without rotor transformers refuses this checkpoint. Programs that never import rotor load it where rotor is installed,
+or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its numbers;
 `rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
 
 `manifest.json` has the SHA-256 of every file. That of `manifest.json` itself, as it was written, is the digest
@@ -92,7 +94,7 @@ def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
         f"| accuracy ({metric}) | {accuracy['report']:.4f}{interval}{said and '; '}{said} |",
         f"| target of the search | {target}; the search split, which chose, measured {accuracy['search']:.4f} |",
         *_ratio_rows(measured, base, left_out),
-        f"| measured on | {accuracy['data']}, {tokens} |",
+        f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
     ]
     note = (
         f"Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; "

@@ -35,6 +35,9 @@ from ..errors import CheckpointError
 WIDTHS = (16, 8, 4, 2)
 """Bits of a column, in the order of the segments."""
 
+EXACT_BITS = 16
+"""Columns of this width are numbers of 16 bits, no codes."""
+
 WORD_BYTES = 4
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def file_sha256(path: Path) -> str:
@@ -19,4 +20,6 @@ def file_sha256(path: Path) -> str:
 
 def tensor_sha256(tensor: Tensor) -> str:
     """Hash of the elements in row-major order, as the safetensors file stores them."""
+    import torch  # heavy, and not needed for files
+
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()

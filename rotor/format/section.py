@@ -10,23 +10,30 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from ..errors import CheckpointError, UsageError
+from ..installing import PACKAGE
 from ..typed import Reader, shorten
 from .layout import AttentionShape, LayerLayout, LayerRanks, check_layouts, profile_name
 from .truncation import truncate_layer
 
 METHOD = "rotor"
-ATTENTION = "rotor (pip install rotor-kv, then import rotor)"
-"""What config.json asks for as attention implementation: a transformers without rotor ends with an error that repeats
-it, even where all shapes are those of the uncompressed model (only queries and keys compressed, after RoPE)."""
+MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or repository; then import rotor)"
+"""What config.json gives as attention implementation and as quantisation method: a transformers without rotor ends with
+an error that repeats it, even where all shapes are those of the uncompressed model (only queries and keys compressed,
+after RoPE). Without a slash: what has one is code that transformers would fetch from the hub."""
 
 FORMAT_VERSION = 1
 EDITED = "The folder was edited or is from another version of rotor; export it again."
 
 
+def is_ours(name: Any) -> bool:
+    """Whether an attention implementation or a quantisation method is rotor's: METHOD, or a MARK of any version."""
+    return isinstance(name, str) and (name == METHOD or name.startswith(f"{METHOD} ("))
+
+
 def is_compressed(config: Mapping[str, Any]) -> bool:
     """Whether a model's config.json is one that rotor wrote."""
     stored = config.get("quantization_config")
-    return isinstance(stored, dict) and stored.get("quant_method") == METHOD
+    return isinstance(stored, dict) and is_ours(stored.get("quant_method"))
 
 
 class CompressedSection:
@@ -55,6 +62,11 @@ class CompressedSection:
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if profiles:
             self.profiles = reader.read(dict[str, list[list[tuple[int, int]]]], profiles, "profiles")
+
+    @property
+    def coded(self) -> bool:
+        """Whether a layer keeps rows of codes."""
+        return any(LayerLayout.from_dict(layer, f"config.json, layer {i}").coded for i, layer in self.layers.items())
 
     def profile_ranks(self, name: Any) -> list[LayerRanks] | None:
         """The ranks of a profile of an elastic checkpoint; None if the checkpoint is not elastic.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..errors import CheckpointError, NumericsError, RotorError, UnsupportedModelError
+from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
 from ..format.hashes import file_sha256
 from ..format.json_files import read_json
 from ..typed import shorten
@@ -25,6 +26,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 NUMBERED = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d+)\.safetensors")
 """Names of the shards of one model."""
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LARGEST_POINTER = 1024
+"""How the text begins that a clone without Git LFS has in place of a large file, and the most bytes that it has."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -39,7 +44,8 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
+            raise MissingError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
+        _refuse_pointers(self.folder)
         _refuse_other_formats(self.folder)
         self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
         check_config(self.folder / "config.json", self.config_dict)
@@ -266,10 +272,29 @@ def _refuse_other_formats(folder: Path) -> None:
         )
 
 
+def _refuse_pointers(folder: Path) -> None:
+    """Raises CheckpointError for a file that a clone without Git LFS has left a pointer."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.stat().st_size <= LARGEST_POINTER and os.access(path, os.R_OK):
+            with path.open("rb") as file:
+                if file.read(len(LFS_POINTER)) != LFS_POINTER:
+                    continue
+            raise CheckpointError(
+                f"{path}: a pointer of Git LFS, in place of the file that it stands for.",
+                "Fetch it with `git lfs pull` in that folder, or download the model again.",
+            )
+
+
 def _safetensors(path: Path) -> Any:
     try:
+        path.open("rb").close()  # what the system says of it is clearer than what safetensors makes of that
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror or _one_line(error)}).",
+            "Check its permissions and the disk that it lies on.",
+        ) from error
+    except SafetensorError as error:
         raise CheckpointError(
             f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {_one_line(error)}",
             "Download it again.",

@@ -215,7 +215,7 @@ def gradients_bytes(shape: AttentionShape, group_size: int, tokens: int) -> int:
     """Bytes of what one layer's gradients and samples take until its codes are there; see LayerFisher.to_tensors."""
     width = group_size * shape.head_dim
     moments = 4 * shape.num_kv_heads // group_size * width * (width + 1) // 2
-    return 3 * (moments + 4 * min(tokens, SAMPLES) * shape.num_kv_heads * shape.head_dim)
+    return 3 * (moments + 2 * 4 * min(tokens, SAMPLES) * shape.num_kv_heads * shape.head_dim)
 
 
 def codes_bytes(shape: AttentionShape) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TextStreamer
 
 from ..errors import CheckpointError, DataError, UsageError
+from ..progress import Progress
 from ..runtime.cache_size import cache_bytes
 from .compressed import CompressedCheckpoint, open_model
 from .hardware import pick_device, pick_dtype
@@ -24,17 +27,28 @@ def continue_prompt(
     device: str = "auto",
     dtype: str = "auto",
     profile: str | None = None,
+    *,
+    raw: bool = False,
+    on_text: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Generate with transformers' generate() and its dynamic cache; greedy at temperature 0.
 
+    A tokenizer with a chat template gets the prompt as what a user says, and the text is the answer to it.
+
     Args:
         profile: of an elastic checkpoint, the rank profile to load; None is its default.
+        raw: continue the prompt as it is, whatever the tokenizer has.
+        on_text: is told every piece of the text as soon as it is there.
 
     Returns:
-        `text` (prompt and continuation), `new_tokens`, and `kv_cache_bytes` of the cache at the end.
+        `text` (the prompt with its continuation, or the answer), `chat_template` (whether one was applied),
+        `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` of the cache at the end.
     Raises:
-        CheckpointError: the folder has no tokenizer. DataError: the prompt has no tokens.
+        CheckpointError: the folder has no tokenizer, or a chat template that fails. DataError: the prompt has no
+            tokens.
     """
+    progress = progress or Progress()
     folder = find_model(folder).folder
     checkpoint = open_model(folder)
     tokenizer = checkpoint.tokenizer
@@ -45,22 +59,53 @@ def continue_prompt(
     elastic = isinstance(checkpoint, CompressedCheckpoint) and checkpoint.elastic
     if profile is not None and not elastic:
         raise UsageError(f"--profile {profile}: {folder} is not elastic.", "Export it with --elastic.")
-    model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
-    inputs = tokenizer(prompt, return_tensors="pt").to(target)
+    chat = bool(tokenizer.chat_template) and not raw
+    inputs = (_as_chat(tokenizer, prompt, folder) if chat else tokenizer(prompt, return_tensors="pt")).to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
+    with progress.task("load model", None, ""):
+        model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
     torch.manual_seed(seed)  # transformers samples from the global generator
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
     output = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         return_dict_in_generate=True,
+        streamer=streamer,
         **sampling,
     )
+    tokens, prompt_tokens = output.sequences[0], inputs["input_ids"].shape[1]
     return {
-        "text": tokenizer.decode(output.sequences[0], skip_special_tokens=True),
-        "new_tokens": output.sequences.shape[1] - inputs["input_ids"].shape[1],
+        "text": tokenizer.decode(tokens[prompt_tokens:] if chat else tokens, skip_special_tokens=True),
+        "chat_template": chat,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(tokens) - prompt_tokens,
         "kv_cache_bytes": cache_bytes(output.past_key_values),
     }
+
+
+class _Streamer(TextStreamer):
+    """Decodes tokens as they come, whole words at a time, and passes the text on."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], *, skip_prompt: bool) -> None:
+        super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._on_text(text)
+
+
+def _as_chat(tokenizer: Any, prompt: str, folder: Path) -> Any:
+    """The tokens of what a user says, with the template's beginning of an answer."""
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    except Exception as error:  # a template is a program of the folder's, in a sandbox: it can fail in any way
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise CheckpointError(
+            f"{folder}: its chat template cannot be applied: {reason}", "Give --raw to continue the prompt as it is."
+        ) from error

@@ -1,20 +1,24 @@
-"""Choose the device and dtype of a forward pass by what the user named."""
+"""Choose the device and dtype of a forward pass by what the user named; and time a matrix product there."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
 from ..errors import UsageError
+from ..recipe.settings import Compute
+
+RATE_SIZE, RATE_SECONDS = 512, 0.2
+"""Size of the matrices whose product is timed, and for how long."""
 
 
 def pick_device(name: str) -> torch.device:
     """Choose a device: `auto` is the GPU if there is one; raises UsageError for a device that is not there."""
+    Compute(device=name).check()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device {name}: no such device type.", "Give auto, cpu or cuda.") from error
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: no CUDA device is available.", "Give --device cpu.")
     return device
@@ -24,7 +28,25 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
     """Choose a dtype: `auto` is float32 on a CPU and the checkpoint's dtype elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint_dtype
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise UsageError(f"--dtype {name}: expected auto, {', '.join(known)}.")
-    return known[name]
+    Compute(dtype=name).check()
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
+    right = left.clone()
+
+    def product() -> None:
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    product()  # the first one loads libraries
+    start, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < RATE_SECONDS:
+        product()
+        count += 1
+    return 2 * RATE_SIZE**3 * count / elapsed

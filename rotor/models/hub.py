@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, MissingError, UsageError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 """What can be the id of a hub repository: `name` or `owner/name`."""
@@ -33,6 +33,21 @@ class ModelSource:
         return self.folder.resolve().name if self.hub_id is None else self.hub_id.rpartition("/")[2]
 
 
+def check_name(model: str | Path, revision: str | None = None) -> bool:
+    """Whether it is a local folder; False: it can be a hub id. Asks nobody.
+
+    Raises:
+        MissingError: neither. UsageError: a revision for a folder.
+    """
+    if Path(model).exists():
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {model} is a local folder, which has none.", "Leave it out.")
+        return True
+    if not HUB_ID.fullmatch(str(model)):
+        raise MissingError(f"{model}: no such folder.", "Give the folder of a downloaded model, or a hub id.")
+    return False
+
+
 def find_model(model: str | Path, revision: str | None = None, *, weights: bool = True) -> ModelSource:
     """The folder of a model, fetched from the hub if `model` is no folder but can be a hub id.
 
@@ -42,15 +57,11 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
         revision: branch, tag or commit of a hub repository.
         weights: False fetches only configuration, tokenizer and index.
     Raises:
-        CheckpointError: neither a folder nor a repository that can be had. UsageError: a revision for a folder.
+        MissingError: neither a folder nor a repository that there is. CheckpointError: a repository that cannot be
+            fetched. UsageError: a revision for a folder.
     """
-    folder = Path(model)
-    if folder.exists():
-        if revision is not None:
-            raise UsageError(f"--revision {revision}: {model} is a local folder, which has none.", "Leave it out.")
-        return ModelSource(folder)
-    if not HUB_ID.fullmatch(str(model)):
-        raise CheckpointError(f"{model}: no such folder.", "Give the folder of a downloaded model, or a hub id.")
+    if check_name(model, revision):
+        return ModelSource(Path(model))
     path = _fetch(str(model), revision, [*SIDECARS, *([WEIGHTS] if weights else [])])
     return ModelSource(path, str(model), path.name)
 
@@ -80,7 +91,14 @@ def tensor_headers(source: ModelSource) -> tuple[dict[str, list[int]], int]:
 def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     """The snapshot folder, whose name is the commit."""
     from huggingface_hub import is_offline_mode, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         path = snapshot_download(
@@ -95,9 +113,21 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
         )
         return Path(path)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        where = hub_id if revision is None else f"{hub_id} at revision {revision}"
+        where = f"{hub_id if revision is None else f'{hub_id} at revision {revision}'}: no such folder, and"
+        if isinstance(error, GatedRepoError):
+            raise CheckpointError(
+                f"{where} a gated model on the hub.", "Ask for access on its page, and set HF_TOKEN."
+            ) from error
+        if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)):
+            hint = "Check the name; a private model needs HF_TOKEN."
+            raise MissingError(f"{where} not on the hub, or private.", hint) from error
+        if is_offline_mode():
+            hint = "Unset HF_HUB_OFFLINE to fetch it, or give the folder of a downloaded model."
+            raise MissingError(f"{where} not in the hub's cache; HF_HUB_OFFLINE forbids to fetch it.", hint) from error
+        if isinstance(error, LocalEntryNotFoundError):
+            hint = "Check the path or the connection; without one, give a folder or a model in the hub's cache."
+            raise MissingError(f"{where} not in the hub's cache; the hub cannot be reached.", hint) from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise CheckpointError(
-            f"{where}: no such folder, and not to be had from the hub: {reason}",
-            "Check the name; a gated model needs HF_TOKEN; offline, give a folder or a model in the hub's cache.",
+            f"{where} not to be had from the hub: {reason}", "Check the name; download it first, and give its folder."
         ) from error

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 
 from ..errors import UsageError
+from ..recipe.settings import Offload
 from .estimate import Estimate
-
-Offload = Literal["auto", "never", "always"]
-"""When weights are read layer by layer instead of all being in memory; `auto`: when they do not fit."""
 
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.9
 """Shares of the free memory that `auto` fills: estimates are not exact, and other programs need some."""
@@ -24,13 +21,6 @@ CGROUPS = (
 )
 """Controller in /proc/self/cgroup, mount point, file of the limit, and line of memory.stat with what cannot be dropped;
 for versions 2 and 1."""
-
-
-def check_offload(name: str) -> Offload:
-    """Raises UsageError if it is none of the choices."""
-    if name not in get_args(Offload):
-        raise UsageError(f"--offload {name}: expected one of {', '.join(get_args(Offload))}.")
-    return name  # type: ignore[return-value]
 
 
 def available_host_bytes() -> int:

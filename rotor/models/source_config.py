@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..format.section import is_ours
 from ..typed import shorten
 
 DAMAGED = "The file is damaged; download it again."
@@ -147,8 +148,8 @@ def _check_implementations(path: Path, config: dict[str, Any]) -> None:
 
 
 def _is_known(name: Any, known: tuple[str, ...]) -> bool:
-    """rotor's own checkpoints name its attention with a hint beside it (see rotor.integration)."""
-    return isinstance(name, str) and (name in known or (name.startswith("rotor (") and "/" not in name))
+    """rotor's own checkpoints name its attention with a hint beside it (see rotor.format.section)."""
+    return isinstance(name, str) and (name in known or (is_ours(name) and "/" not in name))
 
 
 def _in_range(value: Any, least: float, most: float) -> bool:

@@ -7,7 +7,6 @@ that are known beforehand, at a rate that is measured for a fraction of a second
 from __future__ import annotations
 
 import shutil
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..allocation import RankPlan
-from ..bases import BasisPair, LayerBases
+from ..allocation.plan import RankPlan
+from ..bases.layer import LayerBases
+from ..bases.pair import BasisPair
 from ..calibration.candidates import Candidates
 from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline
@@ -27,6 +27,7 @@ from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
 from ..models.estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
+from ..models.hardware import matmul_rate
 from ..models.memory import available_host_bytes
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
@@ -35,9 +36,6 @@ from ..search.export_job import ExportJob
 from ..search.point import columns_json
 from ..search.rank_search import RankSearch, stored_ranks
 from ..search.search import most_points
-
-RATE_SIZE, RATE_SECONDS = 512, 0.2
-"""Size of the matrices whose product is timed, and for how long."""
 
 
 @dataclass(frozen=True)
@@ -271,22 +269,3 @@ def _needs(estimate: Estimate, streamed: bool, out: Path, disk: int, kept: int, 
         place = place.parent
     free = shutil.disk_usage(place).free
     return Needs(streamed, estimate.host, estimate.device, available_host_bytes(), disk, kept, free, seconds)
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
-    generator = torch.Generator().manual_seed(0)
-    left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
-    right = left.clone()
-
-    def product() -> None:
-        left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    product()  # the first one loads libraries
-    start, count = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < RATE_SECONDS:
-        product()
-        count += 1
-    return 2 * RATE_SIZE**3 * count / elapsed

@@ -314,8 +314,8 @@ class Objective:
         cls, settings: ObjectiveSettings, device: Device, shape: AttentionShape, element_bytes: int
     ) -> Objective:
         """The objective that a recipe asks for; `device` is what `find_device` gives for its names."""
-        weight = {"memory": 0.0, "latency": 1.0}[settings.kind] if isinstance(settings.kind, str) else settings.kind
-        return cls(weight, device, shape, DecodeStep(settings.context_tokens, settings.batch_size, element_bytes))
+        step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
+        return cls(settings.weight, device, shape, step)
 
     def group_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, v: Latent) -> float:
         """The cost of one group; for comparing domains and group sizes."""
@@ -329,20 +329,42 @@ class Objective:
         its limits one after the other instead, and values of as many columns as keys for the tiles: key_cost +
         value_cost then lies between group_cost and a few times as much, nearest where one limit dominates.
         """
-        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, qk)
-        work = key_work(domain, folded_keys, group_size, qk, self.shape, self.step, tiling)
+        work = self._key_work(domain, folded_keys, group_size, qk)
         return self._mixed(latent_bytes(qk, self.step.element_bytes), work.serial_seconds(self.device))
 
     def value_cost(self, group_size: int, v: Latent) -> float:
         """The value side of a group's cost, rising with its columns; see `key_cost`."""
-        tiling = Tiling.of("post", group_size, self.shape.heads_per_kv, v, v)
-        work = value_work(group_size, v, self.shape, self.step, tiling)
+        work = self._value_work(group_size, v)
         return self._mixed(latent_bytes(v, self.step.element_bytes), work.serial_seconds(self.device))
 
+    def key_parts(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> tuple[float, float]:
+        """Predicted time of the key side of a group, whatever the weight: reading the cache, and all else after it."""
+        return self._parts(self._key_work(domain, folded_keys, group_size, qk))
+
+    def value_parts(self, group_size: int, v: Latent) -> tuple[float, float]:
+        """The same of the value side."""
+        return self._parts(self._value_work(group_size, v))
+
+    def _key_work(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> Work:
+        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, qk)
+        return key_work(domain, folded_keys, group_size, qk, self.shape, self.step, tiling)
+
+    def _value_work(self, group_size: int, v: Latent) -> Work:
+        tiling = Tiling.of("post", group_size, self.shape.heads_per_kv, v, v)
+        return value_work(group_size, v, self.shape, self.step, tiling)
+
+    def _parts(self, work: Work) -> tuple[float, float]:
+        reading, all_of_it = work.cache_bytes / self.device.bandwidth_bytes_per_s, work.serial_seconds(self.device)
+        return reading / self._uncompressed_seconds, (all_of_it - reading) / self._uncompressed_seconds
+
+    @property
+    def _uncompressed_seconds(self) -> float:
+        """Of a layer."""
+        return self.shape.num_kv_heads * uncompressed_group_work(self.shape, self.step).seconds(self.device)
+
     def _mixed(self, size: float, seconds: float) -> float:
-        heads = self.shape.num_kv_heads
-        memory = size / (heads * 2 * self.shape.head_dim * self.step.element_bytes)
-        latency = seconds / (heads * uncompressed_group_work(self.shape, self.step).seconds(self.device))
+        memory = size / (self.shape.num_kv_heads * 2 * self.shape.head_dim * self.step.element_bytes)
+        latency = seconds / self._uncompressed_seconds
         return (1 - self.latency_weight) * memory + self.latency_weight * latency
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, Literal
 
-from ..allocation import CHOOSING, RANK_METHODS, RankMethod
-from ..bases import QK_METHODS, VO_METHODS, BasisMethod
+from ..allocation.registry import CHOOSING, RANK_METHODS, RankMethod
+from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 from ..errors import RecipeError
 from ..format.columns import WIDTHS
 from ..typed import Reader, nearest_name
@@ -84,6 +84,7 @@ RANGES: dict[str, tuple[Test, str]] = {
         "0 and at least one of 2, 4, 8, 16, each once",
     ),
     "codes.tokens": (_positive, "a positive number of tokens"),
+    "codes.repeats": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
     "evaluation.seq_len": (_at_least_two, "at least 2 tokens"),
     "evaluation.search_tokens": (_positive, "a positive number"),
     "evaluation.report_tokens": (_positive, "a positive number"),
@@ -94,7 +95,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "evaluation.filler_tokens": (_positive, "a positive number of tokens"),
     "evaluation.lm_eval_limit": (_unless_null(_positive), "null or a positive number of documents"),
     "search.resolution": (_share, "a share between 0 and 1"),
-    "search.targets": (lambda targets: all(0 < t <= 1 for t in targets), "accuracies above 0, at most 1"),
+    "search.targets": (lambda targets: all(map(_share, targets)), "accuracies between 0 and 1"),
     "objective.kind": (
         _unless_word(lambda weight: 0 <= weight <= 1),
         "memory, latency or a number from 0 (memory) to 1 (latency)",
@@ -140,11 +141,6 @@ CONDITIONS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]],
         "ranks.method",
         lambda r: r.coded or r.ranks.rule.chooses or "any" not in (r.groups.size, r.groups.domain),
         lambda r: f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any",
-    ),
-    (
-        "objective.kind",
-        lambda r: not r.coded or r.objective.kind == "memory",
-        lambda r: f"memory, as codes.bits {list(r.codes.bits)} are allocated by bytes alone",
     ),
     (
         "bases.qk",

@@ -123,6 +123,11 @@ def base_note(name: str, base: dict[str, Any]) -> str:
     return f", base {probability:.3f}, over {filler_tokens} tokens of other text"
 
 
+def chance_note(base: dict[str, Any]) -> str:
+    """What is to be said of an uncompressed model that guesses, to whom ratios mean nothing; nothing of any other."""
+    return "; it is at chance on this text, where ratios to it mean nothing" if base.get("at_chance") else ""
+
+
 def describe(name: str) -> str:
     """What the accuracy of a metric is, in words."""
     return metric_info(name).description

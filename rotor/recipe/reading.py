@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -30,6 +31,17 @@ def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
         RecipeError: no such recipe, not valid YAML, an unknown key or a value of the wrong type.
     """
     return override(recipe if isinstance(recipe, Recipe) else _find_recipe(recipe), overrides)
+
+
+def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens", "evaluation")) -> tuple[str, ...]:
+    """Overrides that read the text of a file or folder in these sections, wherever they are used later; none for None.
+
+    With both sections its documents are dealt to the three splits, of which one is calibrated on.
+    """
+    if path is None:
+        return ()
+    place = json.dumps(str(Path(path).expanduser().absolute()))
+    return tuple(item for section in sections for item in (f"{section}.source=text", f"{section}.path={place}"))
 
 
 def _find_recipe(name_or_path: str) -> Recipe:

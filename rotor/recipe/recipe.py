@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from ..allocation.plan import Need
-from ..codes.quantiser import EXACT_BITS
+from ..allocation.registry import Need
+from ..format.columns import EXACT_BITS
 from .sections import Bases, Codes, Evaluation, Groups, ObjectiveSettings, Prune, Ranks, Search, Tokens
 
 EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective")
@@ -18,7 +18,11 @@ EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective")
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the result of a run, apart from the model."""
+    """All that decides the result of a run, apart from the model.
+
+    name: what the recipe is called.
+    summary: what it is, in a sentence.
+    """
 
     name: str
     summary: str

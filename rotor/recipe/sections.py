@@ -1,12 +1,15 @@
-"""Sections of a recipe: what each decides, with its fields and their defaults."""
+"""Sections of a recipe: what each decides, with its fields and their defaults.
+
+The docstrings are the reference of a recipe's fields (`rotor recipes --fields`): one entry a field, under its name.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ..allocation import RANK_METHODS, RankMethod
-from ..bases import QK_METHODS, VO_METHODS, BasisMethod
+from ..allocation.registry import RANK_METHODS, RankMethod
+from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 
 
 @dataclass(frozen=True)
@@ -16,9 +19,15 @@ class Tokens:
     source: `random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
         `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K);
         `text` reads the file or folder `path`; in a folder, each sub-folder is a topic, and each file beside them;
-        `dataset` reads `column` of a `split` of `dataset`, which is the name of a data set on the hub (NAME or
-        NAME:CONFIG) or a local folder; `topic_column`, if any, gives the topics.
-    count: tokens in all, before any are pruned. seq_len: tokens in a row.
+        `dataset` reads `column` of a `split` of `dataset`.
+    path: of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`.
+    dataset: of `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder.
+    split: of the data set.
+    column: of the data set, with the text.
+    topic_column: of the data set, with the topics that `prune` goes by; null for none.
+    count: tokens in all, before any are pruned.
+    seq_len: tokens in a row, or the model's longest sequence if that is shorter.
+    seed: of what is drawn: random tokens, the text that the model writes, the order of a data set.
     """
 
     source: Literal["random", "synthetic", "text", "dataset"] = "random"
@@ -40,6 +49,7 @@ class Prune:
     kmeans: centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
         which are both better and cheaper.
     weighted: each centroid counts as often as there are vectors in its cluster, instead of each alike.
+    seed: of which sequences are dropped, and of the first centroids.
     """
 
     share: float = 0.0
@@ -50,9 +60,12 @@ class Prune:
 
 @dataclass(frozen=True)
 class Groups:
-    """Number of KV heads of a layer that share a latent (or `all`), and the domain in which keys are compressed.
+    """Groups of KV heads, and the domain in which keys are compressed.
 
-    `any` leaves it to the ranks' method `global` to choose, for each layer, among all divisors, or both domains.
+    size: KV heads of a layer that share a latent, or `all` of them; `any` leaves it to the ranks' method `global`, or
+        to bits of codes, to choose for each layer among all divisors.
+    domain: where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
+        `any` leaves it to the ranks likewise. A model without RoPE has neither.
     """
 
     size: int | Literal["all", "any"] = 1
@@ -61,8 +74,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class Bases:
-    """Methods of the query/key basis and of the value/output basis: names in rotor.bases (`rotor recipes` lists them).
+    """Methods of the bases.
 
+    qk: of queries and keys: a name in rotor.bases (`rotor recipes` lists them).
+    vo: of values and what reads them, likewise.
     refit: least-squares refit of each query head's slice of W_o at the rank that it gets.
     """
 
@@ -80,7 +95,7 @@ class Bases:
 class Ranks:
     """Ranks from singular values.
 
-    method: a name in rotor.ranks (`rotor recipes` lists them).
+    method: a name in rotor.allocation (`rotor recipes` lists them).
     spectrum: whether the removal rate is a share of the sum of singular values (the papers) or of their squares.
     multiple_of: stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide.
     probe_shares: shares of columns kept in the probes of `global`; each layer and side is probed at each.
@@ -106,24 +121,37 @@ class Codes:
     """Bits of the columns of a latent, and what they are allocated by.
 
     bits: widths that a column may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
-        many. With 8, 4 or 2 among them, columns are codes: bits are allocated in bytes over all layers, sides and
-        candidates by what an error in each column costs the model's own loss, and `ranks` is not used.
+        many. With 8, 4 or 2 among them, columns are codes: bits are allocated over all layers, sides and candidates by
+        what an error in each column costs the model's own loss, and `ranks` is not used.
     tokens: calibration tokens, the first ones, whose gradients say that.
+    repeats: share of their rows in which a span of the text is stated again further on: gradients of text alone say
+        little of what a model looks far back by.
     """
 
     bits: tuple[int, ...] = (0, 16)
     tokens: int = 16384
+    repeats: float = 0.5
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out text and the metric that accuracy means.
 
-    source: `stdlib` reads modules of the running Python's standard library; `text` reads the file or folder `path`.
-    metric: one of METRICS (see metric_registry), or `lm-eval:TASK`. `default` is the smallest of the next-token
-        accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be copied).
-    lookup_prompts, lookup_keys: look-up rows in each split, and the most keys in each.
-    copy_prompts, copy_tokens: copying rows in each split, and the most random tokens in each.
+    source: `stdlib`, the default, reads modules of the running Python's standard library: source code, whatever the
+        model is for; `text` reads the file or folder `path`. Its documents are dealt to three splits that share none:
+        one for calibrations on the same text, one to search, one to report.
+    path: of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `tokens`.
+    seq_len: tokens in a row.
+    search_tokens: of the split that chooses ranks.
+    report_tokens: of the split that is measured once, for what was chosen.
+    metric: what accuracy means, `lm-eval:TASK` for a task of the lm-eval package. `default` is the smallest of the
+        next-token accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to
+        be copied).
+    seed: of the deal to the splits, and of the prompts that metrics draw.
+    lookup_prompts: look-up rows in each split.
+    lookup_keys: the most keys in a look-up row.
+    copy_prompts: copying rows in each split.
+    copy_tokens: the most random tokens in a copying row.
     filler_tokens: held-out text between what is stated and what asks for it, in both, as far as seq_len has room.
     lm_eval_limit: documents of the task in each split; null takes half of them all.
     """
@@ -147,8 +175,8 @@ class Evaluation:
 class Search:
     """How the point of an accuracy is searched.
 
-    resolution: bisection ends when what reaches the target and what does not are this much of compression apart.
     targets: accuracies whose points become the profiles of an elastic checkpoint.
+    resolution: bisection ends when what reaches the target and what does not are this much of compression apart.
     """
 
     targets: tuple[float, ...] = (0.995, 0.99, 0.98, 0.95, 0.9)
@@ -161,9 +189,10 @@ class ObjectiveSettings:
 
     kind: `memory` (bytes of cache), `latency` (predicted attention time of a decode step), or a number between 0
         (memory) and 1 (latency) that weighs the two.
-    device: a device that comes with rotor, or one of `device_file`, a YAML file of devices
-        (rotor/prediction/devices.yaml is one).
-    context_tokens: tokens in the cache of each sequence. batch_size: sequences decoded together.
+    device: a device that comes with rotor (rotor/prediction/devices.yaml), or one of `device_file`.
+    device_file: a YAML file of further devices.
+    context_tokens: tokens in the cache of each sequence.
+    batch_size: sequences decoded together.
     """
 
     kind: Literal["memory", "latency"] | float = "memory"
@@ -171,3 +200,8 @@ class ObjectiveSettings:
     device_file: str | None = None
     context_tokens: int = 32768
     batch_size: int = 8
+
+    @property
+    def weight(self) -> float:
+        """`kind` as a number."""
+        return {"memory": 0.0, "latency": 1.0}[self.kind] if isinstance(self.kind, str) else self.kind

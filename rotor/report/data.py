@@ -5,49 +5,35 @@ Where something was not measured, the field is empty and `absent` says why: a re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..allocation import RANK_METHODS
+from ..allocation.registry import RANK_METHODS
 from ..allocation.water_filling import interpolated
+from ..bases.registry import sides_that_read_tokens
 from ..calibration.run import Run
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
-from ..format.columns import in_words
 from ..format.file_names import RECIPE, RESULTS, ROTOR_JSON
 from ..format.json_files import read_json
-from ..format.layout import GroupLayout, LayoutDict, uncompressed_kv_bytes_per_token
+from ..format.layout import uncompressed_kv_bytes_per_token
 from ..format.schemas import AccuracyInfo, CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
 from ..recipe import Recipe, load_recipe
-from ..recipe.metric_registry import METRICS, base_note, describe
-from ..recipe.settings import CONFIDENCE
+from ..recipe.metric_registry import METRICS, base_note, chance_note, describe
+from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.table import TABLES, RankTable, Request, any_probes
 from ..typed import Reader
+from .advice import steps_of_checkpoint, steps_of_run
+from .cells import Cell, cells_of_layouts, cells_of_point
 
 SIDES = ("qk", "vo")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One group in the map of ranks: its KV heads, the ranks, and the columns that there were.
-
-    qk_bits, v_bits: in words, the columns by bits, where they are codes.
-    """
-
-    kv_heads: tuple[int, ...]
-    qk_rank: int
-    v_rank: int
-    columns: int
-    qk_bits: str = ""
-    v_bits: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,8 +77,9 @@ class ReportData:
 
     kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
     headline: (label, value, note). spectra: per layer and side the singular values over the largest, averaged over the
-    groups. ratios: (name, value or why there is none) of the point that is shown. reached: what each target that was
-    asked for led to. ranks: per layer its groups by KV heads. absent: section -> why there is nothing to show.
+    groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of the point
+    that is shown; ratios_of: the split that they are on. reached: what each target that was asked for led to. ranks:
+    per layer its groups by KV heads. absent: section -> why there is nothing to show.
     """
 
     kind: str
@@ -102,10 +89,12 @@ class ReportData:
     facts: list[tuple[str, str]] = field(default_factory=list)
     headline: list[tuple[str, str, str]] = field(default_factory=list)
     spectra: list[dict[str, list[float]]] = field(default_factory=list)
+    spectra_of: list[dict[str, str]] = field(default_factory=list)
     ranks: list[list[Cell]] = field(default_factory=list)
     ranks_of: str = ""
     points: list[ShownPoint] = field(default_factory=list)
     ratios: list[tuple[str, str]] = field(default_factory=list)
+    ratios_of: str = "report"
     target: float | None = None
     metric: str = ""
     reached: list[tuple[str, ShownPoint | None]] = field(default_factory=list)
@@ -156,23 +145,16 @@ def _of_run(run: Run, name: str) -> ReportData:
         at = f"accuracy {data.target:g}" if data.target is not None else "the best measured accuracy"
         data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
         split = "report" if point.report else "search"
+        data.ratios_of = split
         data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
         _headline(data, next(p for p in data.points if p.chosen), _run_bytes(run, point))
     else:
-        why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` does."
+        why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
         data.absent.update({"points": why, "ranks": why})
     _add_run(data, run, table, point)
     data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
-    goal = "0.99" if data.target is None else f"{data.target:g}"
-    steps = [(f"rotor export {name} -o OUT --accuracy {goal}", "writes the checkpoint; a measured table is read again")]
-    if data.reached and data.reached[0][1] is None:
-        steps.append(
-            (
-                "rotor calibrate MODEL -o RUN --set tokens.count=65536",
-                f"{data.reached[0][0]} is out of reach: more tokens, or another recipe, may bring it nearer",
-            )
-        )
-    data.next_steps = [*steps, ("rotor validate OUT", "proves what the checkpoint claims")]
+    missed = [target for target, found in data.reached if found is None]
+    data.next_steps = steps_of_run(data.recipe, name, data.target, missed, None if point is None else point.stored)
     return data
 
 
@@ -202,10 +184,7 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
         data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
     else:
         data.points = [chosen]
-    data.ranks = [
-        sorted((_cell(group, 0) for group in _groups(layout)), key=lambda cell: cell.kv_heads)
-        for layout in report["layouts"]
-    ]
+    data.ranks = cells_of_layouts(report["layouts"], attention_shape(Checkpoint(folder).config).head_dim)
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))
     if run is None:
@@ -222,13 +201,7 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     except RotorError as error:
         data.absent["sizes"] = error.message
     short = interval is not None and data.target is not None and interval[0] < data.target
-    data.next_steps = [
-        (f"rotor validate {name}", "checks every tensor, the numbers against the source, and the accuracy again"),
-        (f'rotor generate {name} "PROMPT"', "a first look at what it writes"),
-    ]
-    if short:
-        step = "the interval on the report split reaches below the target: this asks for more on the search split"
-        data.next_steps.append((f"rotor export RUN -o OUT --accuracy {data.target:g} --confidence {CONFIDENCE}", step))
+    data.next_steps = steps_of_checkpoint(data.recipe, name, data.target if short else None)
     return data
 
 
@@ -249,8 +222,6 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
         if point is not None:
             data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
             data.reached = _reached(table)
-    columns = run.shape.head_dim
-    data.ranks = [[replace(cell, columns=len(cell.kv_heads) * columns) for cell in layer] for layer in data.ranks]
     _add_run(data, run, table, point)
     if not data.absent.get("spectra"):
         data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
@@ -277,7 +248,10 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         data.facts += [
             ("measured on", f"{context.data}, {base['tokens']} predicted tokens to {split}"),
             ("measured in", f"{context.dtype} on {context.device_type}"),
-            ("uncompressed model", f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}"),
+            (
+                "uncompressed model",
+                f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}{chance_note(base)}",
+            ),
         ]
     try:
         source = format_bytes(Checkpoint(run.model_folder).total_bytes())
@@ -292,11 +266,12 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         return
     choice = point.choice if point else [next(iter(layer)) for layer in spectra]
     chosen = [layer[key] for layer, key in zip(spectra, choice, strict=True)]
+    data.spectra_of = [_spectrum_names(run, key) for key in choice]
     data.spectra = [
         {side: _mean_spectrum(values) for side, values in zip(SIDES, layer, strict=True)} for layer in chosen
     ]
     if point and not data.ranks:
-        data.ranks = _ranks_of_point(run, chosen, point)
+        data.ranks = cells_of_point(run, point)
     sensitivities = any_probes(run)
     if sensitivities is not None:
         data.losses = [_loss(chosen[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
@@ -332,32 +307,19 @@ def _loss(
     return LayerLoss((probed[0], probed[1]), (predicted[0], predicted[1]) if predicted else None)
 
 
-def _ranks_of_point(run: Run, spectra: Sequence[tuple[Tensor, Tensor]], point: Point) -> list[list[Cell]]:
-    cells = []
-    for index, (layer, key) in enumerate(zip(spectra, point.choice, strict=True)):
-        size, width = int(run.info["candidates"][key]["group_size"]), layer[0].shape[-1]
-        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(point.ranks[index]))]
-        if point.columns is None:
-            groups = [GroupLayout(h, qk, v) for h, (qk, v) in zip(heads, point.ranks[index], strict=True)]
-        else:
-            groups = [GroupLayout.coded(h, *pair) for h, pair in zip(heads, point.columns[index], strict=True)]
-        cells.append([_cell(group, width) for group in groups])
-    return cells
+def _spectrum_names(run: Run, key: str) -> dict[str, str]:
+    """By side, what a candidate's singular values are of; those of different names belong into different axes."""
+    candidate = run.info["candidates"][key]
+    where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[candidate["domain"]]
+    heads = int(candidate["group_size"])
+    size = f"{heads} head{'s' if heads > 1 else ''} a group"
+    return {"qk": where + size, "vo": size}
 
 
 def _mean_spectrum(values: Any) -> list[float]:
     """Singular values [num_groups, columns] over each group's largest, averaged over the groups."""
     largest = values[:, :1].clamp(min=1e-300)
     return [float(value) for value in (values / largest).mean(0)]
-
-
-def _groups(layout: LayoutDict) -> list[GroupLayout]:
-    return [GroupLayout.from_dict(group, ROTOR_JSON) for group in layout["groups"]]
-
-
-def _cell(group: GroupLayout, columns: int) -> Cell:
-    bits = ["" if side is None else in_words([side]) for side in (group.qk_columns, group.v_columns)]
-    return Cell(group.kv_heads, group.qk_rank, group.v_rank, columns, *bits)
 
 
 def _by_target(table: RankTable) -> list[Request]:
@@ -432,20 +394,30 @@ def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> Non
 def _add_study(data: ReportData, study: Path | None) -> None:
     """The comparison of token sources from a study's records."""
     if study is None:
-        data.absent["tokens"] = "No study was given; `rotor study MODEL --parts sources,tokens` compares token sources."
+        how = "`rotor study MODEL --parts sources,tokens -o STUDY` compares token sources"
+        data.absent["tokens"] = f"No study was given: {how}, `rotor report RUN --study STUDY` shows it."
         return
-    records = read_json(study / RESULTS, "Give a folder that `rotor study` wrote.").get("records", {})
+    found = read_json(study / RESULTS, "Give a folder that `rotor study` wrote.")
+    records = found.get("records", {})
+    settings = found.get("settings", {}).get("recipes", {})
     for key, record in records.items():
         part, _, recipe = key.partition("/")
         if part == "sources":
+            reading = _token_sides(settings.get(recipe, {}))
             for pair in record["pairs"]:
-                ratios = (f"{100 * pair[side]['ratio']:.2f} %" for side in SIDES)
+                ratios = (f"{100 * pair[side]['ratio']:.2f} %" if side in reading else "-" for side in SIDES)
                 data.token_pairs.append((recipe, pair["a"], pair["b"], *ratios))
         elif part == "tokens" and "report" in record:
             row = (record["recipe"], record["source"], str(record["count"]), f"{record['stored']:.3f}")
             data.token_counts.append((*row, f"{record['report']['kl_div']:.5f}", f"{record['report']['accuracy']:.4f}"))
     if not data.token_pairs and not data.token_counts:
         data.absent["tokens"] = f"The study {study.resolve().name} has no part `sources` or `tokens`."
+
+
+def _token_sides(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The sides that a recipe's tokens decide; all where its settings are not known."""
+    bases = settings.get("bases", {})
+    return sides_that_read_tokens(str(bases.get("qk")), str(bases.get("vo")))
 
 
 def format_bytes(count: float) -> str:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
+from .axes import accuracy_axis, layer_colours, layer_legend, shown_loss
 from .data import SIDES, ReportData
 from .style import STYLE
 
@@ -39,12 +42,17 @@ FLOOR = 1e-6
 SMALLEST_LOSS = 1e-9
 """Losses below it, in nats per token, are drawn at it."""
 
-LOWEST_ACCURACY = 0.6
-"""The axis of accuracy ends here; what lies lower is in the table."""
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure to draw: how, into a matplotlib figure, and the text for those who do not see it."""
+
+    draw: Callable[[Any], None]
+    text: str
 
 
 def figures(data: ReportData) -> dict[str, str]:
-    """Section name -> SVG, for each section that has something to draw.
+    """Name -> SVG, for each that has something to draw; those of singular values are `spectra-SIDE-N`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -54,77 +62,91 @@ def figures(data: ReportData) -> dict[str, str]:
 
     drawn: dict[str, str] = {}
     with matplotlib.rc_context(SVG_STYLE):
-        for name, (present, draw, text) in _figures(data).items():
-            if present:
-                figure = Figure(figsize=(4.4, 3.2))
-                draw(figure.subplots())
-                drawn[name] = _svg(figure, name, text)
+        for name, drawing in _drawings(data).items():
+            figure = Figure(figsize=(4.4, 3.2))
+            drawing.draw(figure)
+            drawn[name] = _svg(figure, name, drawing.text)
     return drawn
 
 
-def _figures(data: ReportData) -> dict[str, tuple[bool, Callable[[Any], None], str]]:
-    """Name -> (whether there is anything to draw, how, the text for those who do not see it)."""
-    found: dict[str, tuple[bool, Callable[[Any], None], str]] = {
-        "points": (
-            bool(data.points),
-            lambda axes: _draw_points(axes, data),
-            f"Accuracy against compression: {len(data.points)} measured points; the numbers are in the table below.",
-        ),
-        "losses": (
-            bool(data.losses),
-            lambda axes: _draw_losses(axes, data),
-            f"KL divergence with one of {len(data.losses)} layers compressed alone; numbers below.",
-        ),
-    }
+def _drawings(data: ReportData) -> dict[str, Drawing]:
+    found: dict[str, Drawing] = {}
+    if data.points:
+        text = f"Accuracy against compression: {len(data.points)} measured points; the numbers are in the table below."
+        found["points"] = Drawing(lambda figure: _draw_points(figure.subplots(), data), text)
+    if data.losses:
+        text = f"KL divergence with one of {len(data.losses)} layers compressed alone; numbers below."
+        found["losses"] = Drawing(lambda figure: _draw_losses(figure.subplots(), data), text)
     for side in SIDES:
-        text = (
-            f"Singular values of the {SIDE_NAMES[side]} of {len(data.spectra)} layers, falling from 1; dots mark ranks."
-        )
-        found[f"spectra-{side}"] = (bool(data.spectra), lambda axes, s=side: _draw_spectra(axes, data, s), text)  # type: ignore[misc]
+        names = [of[side] for of in data.spectra_of]
+        for number, name in enumerate(dict.fromkeys(names)):
+            layers = [index for index, of in enumerate(names) if of == name]
+            text = f"Singular values of the {SIDE_NAMES[side]} ({name}) of {len(layers)} layers, falling from 1"
+            draw = partial(_draw_spectra, data=data, side=side, layers=layers, name=name)
+            found[f"spectra-{side}-{number}"] = Drawing(draw, f"{text}{'; dots mark ranks' if data.ranks else ''}.")
     return found
 
 
 def _draw_points(axes: Any, data: ReportData) -> None:
+    """The uncompressed model, what was measured, what each target led to, and the targets as lines."""
     points = sorted(data.points, key=lambda p: p.stored)
     series = [
         ("search split", MUTED, [(p.stored, p.search, p.search_interval) for p in points if p.search is not None]),
         ("report split", KEYS, [(p.stored, p.report, p.interval) for p in points if p.report is not None]),
     ]
+    losses: list[float] = []
     for label, colour, found in series:
-        bounded = [(x, *interval) for x, _, interval in found if interval]
-        if bounded:
-            axes.vlines(*zip(*bounded, strict=True), color=colour, linewidth=1.2, alpha=0.6)
+        for stored, _, interval in found:
+            if interval:
+                high, low = map(shown_loss, interval)
+                axes.vlines(stored, low, high, color=colour, linewidth=1.2, alpha=0.6)
+                losses += [low, high]
         if found:
-            x, y, _ = zip(*found, strict=True)
-            line = "--" if colour == MUTED else ""
-            axes.plot(x, y, color=colour, marker="o", markersize=4, linestyle=line, label=f"{label}, 95 % interval")
-    shown = next((p.search if p.report is None else p.report, p.stored) for p in points if p.chosen)
-    axes.plot([shown[1]], [shown[0]], "o", markersize=11, mfc="none", mew=2, color=ACCENT, label="shown")
+            x, y = [stored for stored, _, _ in found], [shown_loss(accuracy) for _, accuracy, _ in found]
+            if colour == MUTED:  # a line from the uncompressed model
+                axes.plot([0, *x], [shown_loss(1), *y], color=colour, linewidth=1, linestyle="--")
+            axes.plot(x, y, "o", color=colour, markersize=4, label=f"{label}, 95 % interval")
+            losses += y
+    axes.plot([0], [shown_loss(1)], "s", color=INK, markersize=5, label="uncompressed")
+    shown = next(p for p in points if p.chosen)
+    value = shown.search if shown.report is None else shown.report
+    assert value is not None
+    axes.plot([shown.stored], [shown_loss(value)], "o", markersize=11, mfc="none", mew=2, color=ACCENT, label="shown")
+    asked = {target.partition(" ")[0]: point for target, point in data.reached}
     if data.target is not None:
-        axes.axhline(data.target, color=ACCENT, linewidth=1, linestyle=":", label=f"target {data.target:g}")
-    axes.set(xlabel="compression (share of the KV cache removed)", ylabel="accuracy (ratio)")
-    axes.set_ylim(bottom=max(axes.get_ylim()[0], min(LOWEST_ACCURACY, (shown[0] or 0) - 0.1)))
-    axes.legend(fontsize=9, loc="lower left")
+        asked.setdefault(f"{data.target:g}", None)
+    for target, point in asked.items():
+        colour = ACCENT if data.target is not None and target == f"{data.target:g}" else MUTED
+        axes.axhline(shown_loss(float(target)), color=colour, linewidth=1, linestyle=":")
+        losses.append(shown_loss(float(target)))
+        if point is not None and point.search is not None:
+            place = point.stored, shown_loss(point.search)
+            axes.plot(*place, "D", color=MUTED, markersize=6, mfc="none", mew=1.4)
+            axes.annotate(target, place, xytext=(4, 5), textcoords="offset points", fontsize=9, color=colour)
+    if any(point is not None for point in asked.values()):
+        axes.plot([], [], "D", color=MUTED, markersize=6, mfc="none", mew=1.4, label="what a target led to")
+    accuracy_axis(axes, losses, "accuracy (ratio)")
+    axes.set_xlim(-0.03, min(1.0, max(p.stored for p in points) + 0.08))
+    axes.set_xlabel("compression (share of the KV cache removed)")
+    axes.figure.legend(fontsize=8, loc="outside upper center", ncols=2)
 
 
-def _draw_spectra(axes: Any, data: ReportData, side: str) -> None:
-    """One line a layer, from faint (first) to strong (last), with a dot at the layer's mean rank."""
-    colour = KEYS if side == "qk" else VALUES
-    layers = len(data.spectra)
-    for index, layer in enumerate(data.spectra):
-        values = [max(value, FLOOR) for value in layer[side]]
+def _draw_spectra(figure: Any, *, data: ReportData, side: str, layers: list[int], name: str) -> None:
+    """One line a layer in the colour of its place in the model, with a dot at the layer's mean rank."""
+    axes, colours = figure.subplots(), layer_colours(len(data.spectra))
+    for index in layers:
+        values = [max(value, FLOOR) for value in data.spectra[index][side]]
         share = [(i + 1) / len(values) for i in range(len(values))]
-        alpha = 0.25 + 0.75 * index / max(layers - 1, 1)
-        axes.plot(share, values, color=colour, alpha=alpha, linewidth=1.3)
+        axes.plot(share, values, color=colours[index], linewidth=1.2)
         if data.ranks:
-            ranks = [cell.qk_rank if side == "qk" else cell.v_rank for cell in data.ranks[index]]
+            ranks = [cell.side(SIDE_NAMES[side]).rank for cell in data.ranks[index]]
             kept = min(max(round(sum(ranks) / len(ranks)), 1), len(values))
-            axes.plot([share[kept - 1]], [values[kept - 1]], "o", color=colour, markersize=4, alpha=alpha)
+            axes.plot([share[kept - 1]], [values[kept - 1]], "o", color=colours[index], markersize=4)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(
-        title=f"{SIDE_NAMES[side]}", xlabel="column (share of all columns)", ylabel="singular value over the largest"
-    )
+    axes.set_title(f"{SIDE_NAMES[side]}, {name}", fontsize=10)
+    axes.set(xlabel="column (share of all columns)", ylabel="singular value over the largest")
+    layer_legend(figure, axes, len(data.spectra))
 
 
 def _draw_losses(axes: Any, data: ReportData) -> None:

@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from ..calibration.run import Run
 from ..errors import UsageError
 from ..format.atomic import write_text
+from ..installing import pip_install
 from .data import ROTOR_JSON, ReportData, collect, format_bytes
 from .figures import figures
 
@@ -82,7 +83,8 @@ def write_with_checkpoint(folder: Path, run: Run, name: str) -> None:
         data = collect(folder, run=run, name=name)
         data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
         write(data, folder / NAME)
-        write(collect(run.folder), run.folder / NAME)
+        if run.writable:
+            write(collect(run.folder), run.folder / NAME)
     except Exception as error:
         log.warning("no report was written: %s: %s", type(error).__name__, error)
 
@@ -93,13 +95,12 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
     Args:
         drawn: SVG by section; None where figures cannot be drawn, and tables stand open in their place.
     """
-    widest = max((max(cell.qk_rank, cell.v_rank) for layer in data.ranks for cell in layer), default=1)
     energies = [tuple(_columns_for(layer[side], 0.99) for side in ("qk", "vo")) for layer in data.spectra]
     return _template().render(
         data=data,
         figures=drawn or {},
+        spectra_figures=[name for name in drawn or {} if name.startswith("spectra-")],
         with_figures=drawn is not None,
-        widest=widest,
         energies=energies,
         recipe_yaml=data.recipe.to_yaml(),
     )
@@ -127,5 +128,6 @@ def _code(text: str) -> Markup:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"bytes": format_bytes, "code": _code}
+    environment.globals["pip_install"] = pip_install
     environment.globals["FEW"] = 20  # rows that a table may have to stand open beside its figure
     return environment.from_string((resources.files("rotor.report") / TEMPLATE).read_text("utf-8"))

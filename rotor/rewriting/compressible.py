@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bases import LayerBases
+from ..bases.layer import LayerBases
 from ..format.layout import LayerRanks
 from ..models.checkpoint import Checkpoint
 from ..models.layerwise import LayerwiseModel

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..bases import LayerBases
+from ..bases.layer import LayerBases
 from ..codes.fold import FoldedCode, fold_code
 from ..codes.layer import CodedBases
 from ..errors import NumericsError

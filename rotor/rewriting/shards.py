@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..bases import LayerBases
+from ..bases.layer import LayerBases
 from ..format.layout import AttentionShape, LayerLayout, LayerRanks
 from ..models.checkpoint import Checkpoint
 from ..models.projections import read_attention

@@ -23,6 +23,7 @@ from .code_rows import CodeRows, check_cache
 from .families import Family
 from .positions import PositionCheck
 
+NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 FLOAT32 = ("key_shift", "key_constant")
 """Parameters that keep their dtype: they are added before anything is rounded."""
 
@@ -227,8 +228,8 @@ class RotorAttention(nn.Module):
             key = project_keys(heads, self.key_basis, layout, self.key_shift)
 
         value = value.unsqueeze(1)
+        check_cache(past_key_values, self.layer_idx, layout)
         if self._code_rows is not None:
-            check_cache(past_key_values, self.layer_idx)
             key, value = self._code_rows.pack(key, value, use_kernels)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -320,7 +321,7 @@ def rotor_attention_forward(
     if module.layout.coded and dropout:
         raise UsageError(
             f"layer {module.layer_idx}: dropout of {dropout} in attention over rows of codes, which has none.",
-            "Call model.eval(); a compressed checkpoint is for inference.",
+            "Call model.eval(); a checkpoint with codes is for inference.",
         )
     if scaling is None:
         scaling = module.scaling
@@ -358,6 +359,8 @@ def rotor_attention_forward(
             attention_mask=attention_mask,
             softcap=module.softcap,
         )
+        if output.requires_grad and not torch.compiler.is_compiling():
+            output.register_hook(_refuse_gradients)
         return output, None
     output = grouped_attention(
         query,
@@ -373,6 +376,11 @@ def rotor_attention_forward(
         softcap=module.softcap,
     )
     return output, None
+
+
+def _refuse_gradients(gradient: Tensor) -> None:
+    """Keys and values get no gradient through their codes: what is left of it would train something else."""
+    raise UsageError(NO_GRADIENTS, "Export the model with --set codes.bits=[0,16], and train that.")
 
 
 def _check_mask(mask: Tensor, module: RotorAttention, batch_size: int, seq_len: int, kv_len: int) -> None:

@@ -5,6 +5,7 @@ transformers' own caches store them unchanged; those that quantise what they are
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -39,12 +40,26 @@ class CodeRows:
         return pack_layer(key, self.columns[0]), pack_layer(value, self.columns[1])
 
 
-def check_cache(cache: Any, layer_idx: int) -> None:
-    """Raises UsageError where a cache would take a layer's bytes for numbers to quantise."""
+def check_cache(cache: Any, layer_idx: int, layout: LayerLayout) -> None:
+    """Raises UsageError where a cache that quantises cannot keep a layer's rows.
+
+    Rows of codes are bytes, no numbers. Rows of numbers are quantised in groups that go on from token to token, into
+    which every number of them has to divide.
+    """
     layers = getattr(cache, "layers", None) or []
-    if layer_idx < len(layers) and isinstance(layers[layer_idx], QUANTISING):
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    if not isinstance(layer, QUANTISING):
+        return
+    what = f"layer {layer_idx}: a quantised cache ({type(layer).__name__})"
+    if layout.coded:
         raise UsageError(
-            f"layer {layer_idx}: a quantised cache ({type(layers[layer_idx]).__name__}) was given rows of codes, which "
-            "are quantised already.",
+            f"{what} was given rows of codes: this checkpoint's cache is coded already.",
             "Leave cache_implementation out, or use 'static' or 'offloaded'.",
+        )
+    size, common = getattr(layer, "q_group_size", None), math.gcd(layout.qk_width, layout.v_width)
+    if size and common % size:
+        raise UsageError(
+            f"{what} in groups of {size} was given rows of {layout.qk_width} and {layout.v_width} numbers, which do "
+            "not divide into them.",
+            f"Give generate() cache_config={{'q_group_size': {common & -common}, ...}}.",
         )

@@ -21,9 +21,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout, LayerRanks
-from ..format.section import ATTENTION, METHOD, CompressedSection
+from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from ..format.truncation import truncate_layer
-from .attention import RotaryTable, RotorAttention, rotor_attention_forward
+from .attention import NO_GRADIENTS, RotaryTable, RotorAttention, rotor_attention_forward
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
 
@@ -32,6 +32,9 @@ log = logging.getLogger("rotor")
 
 class RotorConfig(CompressedSection, QuantizationConfigMixin):
     """The section as transformers wants it: an object made by `from_dict`, and written by `to_dict`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "quant_method": MARK}
 
 
 class RotorQuantizer(HfQuantizer):
@@ -43,12 +46,12 @@ class RotorQuantizer(HfQuantizer):
         """Let Falcon be built: it looks its attention class up by the name of the implementation."""
         from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention
 
-        for name in (METHOD, ATTENTION):
+        for name in (METHOD, MARK):
             FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
 
     def update_attn_implementation(self, config: Any) -> Any:
         asked = config._attn_implementation
-        if asked not in (None, METHOD, ATTENTION):
+        if asked is not None and not is_ours(asked):
             log.warning("attn_implementation=%r is ignored: compressed layers always run rotor's own attention.", asked)
         config._attn_implementation = METHOD
         return config
@@ -68,9 +71,7 @@ class RotorQuantizer(HfQuantizer):
         """Cut an elastic checkpoint down to the profile that config.rank_profile names; mark the config."""
         config: Any = self.quantization_config
         network = with_head(model)
-        model.config.attn_implementation = (
-            ATTENTION  # transformers forgets it, and save_pretrained is to write it again
-        )
+        model.config.attn_implementation = MARK  # transformers forgets it, and save_pretrained is to write it again
         ranks = config.profile_ranks(getattr(model.config, "rank_profile", None))
         if ranks is not None:
             shape, family = attention_shape(model.config), FAMILIES[model.config.model_type]
@@ -99,7 +100,18 @@ class RotorQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether gradients of the loss are right: those of columns of 16 bits are, codes have none."""
+        config: Any = self.quantization_config
+        coded = config.coded
+        if coded:
+            log.warning("%s", NO_GRADIENTS)
+        return not coded
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether the weights themselves can be trained, besides adapters; bases stay as they are."""
+        config: Any = self.quantization_config
+        return not config.coded
 
     @property
     def is_compileable(self) -> bool:
@@ -180,9 +192,9 @@ def register() -> None:
     """Make transformers know rotor's checkpoints and attention; harmless when called again."""
     if METHOD in AUTO_QUANTIZATION_CONFIG_MAPPING:
         return
-    register_quantization_config(METHOD)(RotorConfig)
-    register_quantizer(METHOD)(RotorQuantizer)
-    for name in (METHOD, ATTENTION):
+    for name in (METHOD, MARK):
+        register_quantization_config(name)(RotorConfig)
+        register_quantizer(name)(RotorQuantizer)
         AttentionInterface.register(name, rotor_attention_forward)
         AttentionMaskInterface.register(name, sdpa_mask)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -18,9 +19,18 @@ config.json says before loading, has imported one of them."""
 def register_with_transformers() -> None:
     """Register now, if transformers can load models already; else as soon as it can."""
     if any(name in sys.modules for name in LOADING):
-        importlib.import_module("rotor.runtime.integration")
+        _register()
     elif not any(isinstance(finder, _AfterLoading) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterLoading())
+
+
+def _register() -> None:
+    """If this transformers is none that rotor goes with, that is a warning: other models are to load all the same."""
+    try:
+        importlib.import_module("rotor.runtime.integration")
+    except Exception as error:
+        message = f"transformers loads no checkpoint of rotor's, which could not be registered with it: {error!r}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 class _AfterLoading(MetaPathFinder):
@@ -46,9 +56,7 @@ class _AfterLoading(MetaPathFinder):
                 return
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            importlib.import_module(
-                "rotor.runtime.integration"
-            )  # harmless if that is what imports transformers just now
+            _register()  # harmless if that is what imports transformers just now
 
         loader.exec_module = execute_and_register
         return spec

@@ -6,14 +6,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..allocation import CHOOSING
+from ..allocation.registry import CHOOSING
 from ..calibration.run import Run
 from ..errors import CheckpointError, UsageError
 from ..format.hashes import file_sha256
 from ..format.places import OutputFolder
 from ..format.publishing import check_space
 from ..models.checkpoint import Checkpoint
-from ..recipe import EXPORT_SECTIONS, Recipe, override
+from ..recipe import Recipe
 from ..recipe.settings import ExportSettings, Goal
 from ..runtime.families import Family, find_family
 
@@ -31,17 +31,9 @@ class ExportJob:
     @classmethod
     def check(cls, settings: ExportSettings) -> ExportJob:
         """Raises RotorError where the request cannot be carried out; see export."""
-        settings.goal.check()
-        for target in settings.targets:
-            if not 0 < target <= 1:
-                raise UsageError(
-                    f"--targets {target:g}: expected accuracies above 0 and at most 1.", "Example: 0.99,0.95"
-                )
-        if settings.targets and settings.goal.accuracy is None:
-            raise UsageError("--targets are searched beside an accuracy.", "Give --accuracy, too.")
+        settings.check()
         opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
-        kind = [] if settings.objective is None else [f"objective.kind={settings.objective}"]
-        recipe = override(opened.recipe, [*settings.overrides, *kind], EXPORT_SECTIONS)
+        recipe = settings.override(opened.recipe)
         if recipe.coded and not opened.has_codes:
             raise UsageError(
                 f"codes.bits {list(recipe.codes.bits)}: {opened.folder} was calibrated without codes.",
@@ -49,19 +41,15 @@ class ExportJob:
             )
         if recipe.coded and settings.elastic:
             raise UsageError(
-                "--elastic: a profile can drop columns of numbers, and this recipe's are codes, whose bits it cannot "
-                "lower.",
-                "Export once for each accuracy, or give --set codes.bits=[0,16].",
+                f"--elastic: codes.bits {list(recipe.codes.bits)} folds the step of each column's code into the "
+                "weights, for one width: a profile cannot lower bits, only drop columns of 16.",
+                "Export once for each accuracy from this run, or give --set codes.bits=[0,16].",
             )
-        if recipe.objective.kind != "memory" and not recipe.ranks.rule.chooses:
+        if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
             raise UsageError(
                 f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
                 f"run's is {recipe.ranks.method}.",
                 f"Give --set ranks.method={CHOOSING}, or leave the objective at memory.",
-            )
-        if settings.elastic and settings.goal.accuracy is None:
-            raise UsageError(
-                "--elastic stores ranks by accuracy.", "Give --accuracy, the profile that is used by default."
             )
         if settings.elastic and recipe.bases.refit:
             raise UsageError(
@@ -74,8 +62,6 @@ class ExportJob:
                 f"--removal-rate: {what} does not choose ranks by a removal rate.",
                 "Give --accuracy or --compression.",
             )
-        if not settings.measure and settings.goal.accuracy is not None:
-            raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
         if not settings.measure and "sensitivities" in recipe.rank_needs:
             raise UsageError(
                 f"--no-measure: ranks.method {recipe.ranks.method} chooses ranks by what is measured of every layer.",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from ..allocation import RankPlan
+from ..allocation.plan import RankPlan
 from ..codes.layer import GroupColumns
 from ..errors import UsageError
 from ..evaluation.fidelity import Fidelity

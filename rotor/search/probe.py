@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..allocation import Sensitivity, round_rank
-from ..bases import LayerBases
+from ..allocation.plan import Sensitivity, round_rank
+from ..bases.layer import LayerBases
 from ..evaluation.scoring import score
 from ..format.layout import LayerRanks
 from ..progress import Advance

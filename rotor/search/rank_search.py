@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 
-from ..allocation import RankPath, RankPlan
-from ..bases import LayerBases
+from ..allocation.plan import RankPath, RankPlan
+from ..bases.layer import LayerBases
+from ..data.readiness import judged_on
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
-from ..errors import AccuracyError
+from ..errors import AccuracyError, UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
 from ..format.layout import LayerRanks, profile_name
 from ..models.hardware import pick_device, pick_dtype
-from ..progress import Progress, StageTimes
+from ..progress import Progress, StageTimes, in_time
 from .export_job import ExportJob
 from .point import Point
 from .probe import full_ranks
-from .search import Measurer, find_plan, plan_for, probe_rows, rank_path, search_target
+from .search import Measurer, find_plan, most_points, plan_for, probe_rows, rank_path, search_target
 from .table import Context, ProbeTable, RankTable
 
 
@@ -161,10 +163,16 @@ class RankSearch:
             known = self.table.find(plan)
             if known is not None and known.search is not None:
                 return known.search
-            measurer = self._measuring()
+            measurer, start = self._measuring(), time.perf_counter()
             with self.times.stage("measure"):
-                return measurer.measure(plan, ["search"]).fidelity("search")
+                found = measurer.measure(plan, ["search"]).fidelity("search")
+            seconds.append(time.perf_counter() - start)
+            if len(seconds) == 1 and most > 1:
+                left = in_time((most - 1) * seconds[0])
+                self.progress.message(f"accuracy {target:g}: at most {most - 1} more point(s) to measure, about {left}")
+            return found
 
+        most, seconds = most_points(recipe.search.resolution), list[float]()
         return search_target(self.table, path, recipe, target, fidelity, self.job.goal.confidence)
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
@@ -177,6 +185,12 @@ class RankSearch:
         """Loads the model the first time that something has to be measured."""
         if self._measurer is None:
             job, checkpoint = self.job, self.job.checkpoint
+            if not job.run.writable:
+                raise UsageError(
+                    f"{job.run.folder}: cannot be written, and what this export has to measure first is kept there.",
+                    f"Copy the run (cp -r {job.run.folder} COPY), and export from the copy.",
+                )
+            self.progress.message(f"text: {judged_on(job.recipe.evaluation, checkpoint.tokenizer)}")
             with self.times.stage("load model"):
                 with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
                     for file in checkpoint.files:

@@ -15,28 +15,18 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..allocation import (
-    BitsPath,
-    Cost,
-    GroupCost,
-    RankInputs,
-    RankPath,
-    RankPlan,
-    RemovalRatePath,
-    Sensitivity,
-    Spectra,
-)
-from ..allocation.plan import SLACK
+from ..allocation.bits import BitsPath
+from ..allocation.plan import SLACK, RankInputs, RankPath, RankPlan, Sensitivity, Spectra
+from ..allocation.priced_bits import PricedBitsPath
+from ..allocation.removal_rate import RemovalRatePath
 from ..calibration.run import Run, RunBases, read_fisher
 from ..data.splits import SPLITS
 from ..errors import AccuracyError, UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
-from ..format.layout import Domain
-from ..prediction.cost import Objective
-from ..prediction.devices import find_device
 from ..progress import Progress
 from ..recipe import Ranks, Recipe
 from ..rewriting.compressible import CompressibleModel
+from .costs import RunCosts
 from .point import Point
 from .probe import Prober
 from .table import ProbeTable, RankTable, Request
@@ -50,7 +40,11 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
     """
     if recipe.coded:
         codes = [run.layer_codes(layer) for layer in range(len(bases))]
-        return BitsPath(codes, run.shape, recipe.codes.bits, int(run.info["element_bytes"]))
+        sizes = run.shape, recipe.codes.bits, int(run.info["element_bytes"])
+        if recipe.objective.weight == 0:
+            return BitsPath(codes, *sizes)
+        costs = RunCosts.of(run, recipe)
+        return PricedBitsPath(codes, *sizes, costs.parts, costs.group)
     layers = [bases.spectra(layer) for layer in range(len(bases))]
     spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
     inputs = RankInputs(
@@ -60,7 +54,7 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
         squares=ranks.spectrum == "squares",
         gradients=lambda: _gradients(run),
         sensitivities=sensitivities,
-        costs=lambda: costs(run, recipe),
+        costs=lambda: RunCosts.of(run, recipe),
     )
     return ranks.rule.path(inputs)
 
@@ -70,31 +64,6 @@ def _gradients(run: Run) -> list[tuple[Tensor, Tensor]]:
     size = next(iter(run.info["candidates"].values()))["group_size"]
     both = (read_fisher(run.folder, layer) for layer in range(run.shape.num_layers))
     return [(keys.reshape(-1, size).sum(-1), values.reshape(-1, size).sum(-1)) for keys, values in both]
-
-
-def costs(run: Run, recipe: Recipe) -> tuple[Cost, GroupCost]:
-    """What a group of a candidate costs, by sides for allocating and whole for counting what a plan saves.
-
-    Both as shares of the uncompressed model's attention under the recipe's objective.
-    """
-    settings, layers = recipe.objective, run.shape.num_layers
-    device = find_device(settings.device, settings.device_file)
-    objective = Objective.from_settings(settings, device, run.shape, int(run.info["element_bytes"]))
-    kinds: dict[str, tuple[Domain, bool, int]] = {
-        key: (c["domain"], bool(run.info["folded_keys"][key]), int(c["group_size"]))
-        for key, c in run.info["candidates"].items()
-    }
-
-    def sides(key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
-        domain, folded, size = kinds[key]
-        keys = [objective.key_cost(domain, folded, size, rank) / layers for rank in ranks]
-        return keys, [objective.value_cost(size, rank) / layers for rank in ranks]
-
-    def group(key: str, qk_rank: int, v_rank: int) -> float:
-        domain, folded, size = kinds[key]
-        return objective.group_cost(domain, folded, size, qk_rank, v_rank) / layers
-
-    return sides, group
 
 
 class Measurer:

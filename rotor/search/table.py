@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from ..allocation import RankPlan, Sensitivity
+from ..allocation.plan import RankPlan, Sensitivity
 from ..calibration.run import Run
 from ..data.splits import EvaluationData
 from ..errors import CheckpointError
@@ -205,8 +205,8 @@ class RankTable:
         self.save()
 
     def note(self, request: Request) -> None:
-        """Keep what a request led to, and save."""
-        if request in self.requests and self.is_latest:
+        """Keep what a request led to, and save; a run that cannot be written stays as it is."""
+        if (request in self.requests and self.is_latest) or not self.run.writable:
             return
         same = request.target, request.confidence, request.method
         self.requests = [r for r in self.requests if (r.target, r.confidence, r.method) != same] + [request]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bases import LayerBases
+from ..bases.layer import LayerBases
 from ..errors import UsageError
 
 SIDES = ("qk", "vo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..allocation import RankPath
+from ..allocation.plan import RankPath
 from ..calibration.run import Run
 from ..errors import AccuracyError
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..allocation import RankPlan
-from ..bases import LayerBases
+from ..allocation.plan import RankPlan
+from ..bases.layer import LayerBases
 from ..calibration.run import Run
 from ..data.splits import SPLITS, EvaluationData, evaluation_data, held_out_documents
 from ..data.tokens import spread_rows, text_rows
-from ..evaluation.fidelity import FidelityMeter
+from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
 from ..format.layout import LayerRanks
@@ -117,21 +117,30 @@ class StudySubject:
 
 
 def point_record(point: Point) -> dict[str, Any]:
-    """Compression, accuracy and every ratio of a point on both splits, and the report split's interval."""
+    """Compression, accuracy and every ratio of a point on both splits, and the report split's intervals."""
     record: dict[str, Any] = point.compression_json
     for split in SPLITS:
         found = point.fidelity(split)
         values = {name: found.values[name] for name in COLUMNS if name in found.values}
         record[split] = {"accuracy": found.accuracy, **values}
-    interval = point.fidelity("report").interval
-    return {**record, "interval": None if interval is None else list(interval)}
+    return record | _intervals(point.fidelity("report"))
 
 
 def target_record(point: Point) -> dict[str, Any]:
-    """Compression and accuracy of the point that a target led to, on both splits, and the report split's interval."""
-    interval = point.fidelity("report").interval
+    """The point that a target led to: compression, accuracy on both splits, KL and intervals on the report split."""
+    report = point.fidelity("report")
     values = {split: point.fidelity(split).accuracy for split in SPLITS}
-    return {**point.compression_json, **values, "interval": None if interval is None else list(interval)}
+    return {**point.compression_json, **values, "kl_div": report.values.get("kl_div"), **_intervals(report)}
+
+
+def _intervals(report: Fidelity) -> dict[str, list[float] | None]:
+    """95 % intervals of a measurement: of the accuracy, and of the KL in nats."""
+    bounds = [report.values.get(f"kl_div_{end}") for end in ("low", "high")]
+    known = [bound for bound in bounds if bound is not None]
+    return {
+        "interval": None if report.interval is None else list(report.interval),
+        "kl_interval": known if len(known) == 2 else None,
+    }
 
 
 def uniform_ranks(bases: Sequence[LayerBases], compression: float, side: str) -> list[LayerRanks]:

@@ -10,8 +10,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ..allocation import RankPath
-from ..bases import LayerBases
+from ..allocation.plan import RankPath
+from ..bases.layer import LayerBases
+from ..bases.registry import sides_that_read_tokens
 from ..calibration.calibrate import calibrate
 from ..calibration.run import Run
 from ..data.splits import held_out_documents
@@ -88,6 +89,8 @@ class StudyParts:
 
     def sources(self, name: str, recipe: Recipe) -> None:
         """Bases of one recipe from different calibration tokens, against each other."""
+        if not self._reads_tokens(name, recipe, "sources"):
+            return
         variants = self._token_variants(recipe)
         key = f"sources/{name}"
         found = self.store.get(key)
@@ -109,6 +112,8 @@ class StudyParts:
 
     def tokens(self, name: str, recipe: Recipe, counts: tuple[int, ...]) -> None:
         """Error at one compression, and distance of the bases to those from other text, by number of tokens."""
+        if not self._reads_tokens(name, recipe, "tokens"):
+            return
         variants = self._token_variants(recipe)
         reference: list[LayerBases] | None = None
         for source in (s for s in variants if s not in ("random-1", "other-text")):
@@ -175,6 +180,13 @@ class StudyParts:
                 self._measure_variant(key, override(recipe, changes), {"recipe": name, **fields}, None)
             except DataError as error:
                 self.store.put(key, {"recipe": name, **fields, "skipped": error.message})
+
+    def _reads_tokens(self, name: str, recipe: Recipe, part: str) -> bool:
+        """Whether calibration tokens decide anything of a recipe; if not, it says so: there is nothing to measure."""
+        if reads_tokens(recipe):
+            return True
+        self.progress.message(f"{part}: {name} takes bases and ranks from the weights alone; no tokens change it")
+        return False
 
     def _measure_variant(
         self, key: str, recipe: Recipe, facts: dict[str, Any], reference: list[LayerBases] | None
@@ -249,6 +261,12 @@ class StudyParts:
                 "Delete it, and the study calibrates again.",
             )
         return run
+
+
+def reads_tokens(recipe: Recipe) -> bool:
+    """Whether calibration tokens decide anything of a recipe: of its bases, bits or ranks."""
+    sides = sides_that_read_tokens(recipe.bases.qk, recipe.bases.vo)
+    return bool(sides) or recipe.coded or recipe.bases.refit or "gradients" in recipe.rank_needs
 
 
 def _first_candidates(run: Run) -> list[LayerBases]:

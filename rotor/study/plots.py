@@ -1,17 +1,21 @@
-"""Plots of a study, as PNG and SVG. Here and in report_plots matplotlib is imported, and only when it is needed."""
+"""Plots of a study, as PNG and SVG. matplotlib is imported when it is needed."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..installing import pip_install
 from ..prediction.simulation import Balance
 from ..report.style import MARKERS, STYLE
+from .curves_plot import Quantity, draw_curves, draw_spectra
 from .peers_part import peer_records
 from .peers_plot import draw_peers
+from .quantities import quantity
 from .store import StudyStore
-from .tables import SIDE_LABELS, Curves, ablation_curves, curves, points
+from .tables import SIDE_LABELS, Curves, ablation_curves, curves
 
 FOLDER = "plots"
 SIZES = {"peers": (15.0, 8.5)}
@@ -25,7 +29,7 @@ def require_matplotlib() -> None:
     except ImportError as error:
         raise UsageError(
             "plots need matplotlib, which is not installed.",
-            "Run `pip install rotor-kv[plots]`, or give --no-plots.",
+            f"Run `{pip_install('plots')}`, or give --no-plots.",
         ) from error
 
 
@@ -40,17 +44,18 @@ def write_plots(store: StudyStore) -> list[Path]:
     from matplotlib.figure import Figure
 
     files: list[Path] = []
+    of = partial(quantity, store)
     with matplotlib.rc_context(STYLE):
         for name, draw in (
-            ("recipes", lambda figure: _draw_curves(figure, curves(store, "curves"))),
-            ("ablation", lambda figure: _draw_curves(figure, ablation_curves(store))),
-            ("spectra", lambda figure: _draw_spectra(figure, curves(store, "curves"))),
+            ("recipes", lambda figure: draw_curves(figure, curves(store, "curves"))),
+            ("ablation", lambda figure: draw_curves(figure, ablation_curves(store))),
+            ("spectra", lambda figure: _draw_spectra(figure, curves(store, "curves"), of)),
             ("tokens", lambda figure: _draw_tokens(figure, store.part("tokens"))),
             ("degradation", lambda figure: _draw_degradation(figure, store.part("degradation"))),
             ("pruning", lambda figure: _draw_pruning(figure, store.part("pruning"))),
             ("front", lambda figure: _draw_front(figure, store.part("front"))),
             ("peers", lambda figure: draw_peers(figure, peer_records(store))),
-            ("pruning-spectra", lambda figure: _draw_pruning_spectra(figure, store.part("pruning"))),
+            ("pruning-spectra", lambda figure: _draw_pruning_spectra(figure, store.part("pruning"), of)),
         ):
             figure = Figure(figsize=SIZES.get(name, (11, 4.5)), dpi=120)
             if draw(figure):
@@ -101,54 +106,9 @@ def _legend(axes: Any, **options: Any) -> None:
     axes.legend(fontsize=8, **options).set_in_layout(False)
 
 
-def _draw_curves(figure: Any, found: Curves) -> bool:
-    """Accuracy, and KL on a logarithmic axis, against stored compression, report split."""
-    measured = {recipe: points(records) for recipe, records in found.items() if points(records)}
-    if not measured:
-        return False
-    figure.suptitle("accuracy and KL against compression")
-    accuracy, divergence = figure.subplots(1, 2)
-    for index, (recipe, found_points) in enumerate(measured.items()):
-        x = [p["stored"] for p in found_points]
-        _line(accuracy, index, x, [p["report"]["accuracy"] for p in found_points], recipe)
-        bounds = [p["interval"] or (p["report"]["accuracy"],) * 2 for p in found_points]
-        low, high = zip(*bounds, strict=True)
-        accuracy.fill_between(x, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
-        _line(divergence, index, x, [max(p["report"]["kl_div"], 1e-7) for p in found_points], recipe)
-    lowest = min(p["report"]["accuracy"] for found_points in measured.values() for p in found_points)
-    accuracy.set_ylim(bottom=max(0.6, lowest - 0.02) if lowest < 1 else None)
-    for target in (0.99, 0.95, 0.9):
-        if target > accuracy.get_ylim()[0]:
-            accuracy.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
-            accuracy.annotate(f"{target:g}", (1, target), xycoords=("axes fraction", "data"), fontsize=8, color="0.4")
-    accuracy.set(xlabel="compression (share of the KV cache removed)", ylabel="accuracy (ratio to the model)")
-    divergence.set(xlabel="compression (share of the KV cache removed)", ylabel="KL divergence (nats per token)")
-    divergence.set_yscale("log")
-    _legend(accuracy, loc="lower left", title="95 % interval shaded", title_fontsize=8)
-    return True
-
-
-def _draw_spectra(figure: Any, found: Curves) -> bool:
-    spectra = {recipe: records["spectra"] for recipe, records in found.items() if "spectra" in records}
-    if not spectra:
-        return False
+def _draw_spectra(figure: Any, found: Curves, of: Quantity) -> bool:
     figure.suptitle("mean singular values of the groups")
-    _spectrum_axes(figure, spectra)
-    return True
-
-
-def _spectrum_axes(figure: Any, spectra: dict[str, dict[str, Any]]) -> None:
-    for axes, (side, label) in zip(figure.subplots(1, 2, sharey=True), SIDE_LABELS.items(), strict=True):
-        for index, (name, spectrum) in enumerate(spectra.items()):
-            values = spectrum[side]
-            x = [(i + 1) / len(values) for i in range(len(values))]
-            axes.plot(
-                x, [max(v, 1e-6) for v in values], color=f"C{index % 10}", label=f"{name} ({len(values)} columns)"
-            )
-        axes.set_yscale("log")
-        axes.set(title=label, xlabel="column (share of all columns)")
-    figure.axes[0].set_ylabel("singular value over the largest")
-    _legend(figure.axes[0], loc="lower left")
+    return draw_spectra(figure, {name: r["spectra"] for name, r in found.items() if "spectra" in r}, of)
 
 
 def _draw_tokens(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
@@ -261,17 +221,15 @@ def _draw_front(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
     return True
 
 
-def _draw_pruning_spectra(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
+def _draw_pruning_spectra(figure: Any, records: dict[str, dict[str, Any]], quantity: Quantity) -> bool:
     """ZDC figure 15: mean singular values without pruning, with half dropped, and with K-means after that."""
     labels = {"share-0": "all sequences", "share-0.5": "half dropped"}
-    spectra = {}
+    spectra, recipes = {}, {}
     for key, record in records.items():
         recipe, what = key.split("/")[:2]
         if "bases" in record and (what in labels or what.startswith("kmeans-")):
             label = labels.get(what, f"half dropped, {record['kmeans']} centroids")
-            spectra[f"{recipe}, {label}"] = record["bases"]
-    if not spectra:
-        return False
+            name = f"{recipe}, {label}"
+            spectra[name], recipes[name] = record["bases"], recipe
     figure.suptitle("mean singular values with and without pruning and K-means (ZDC figure 15)")
-    _spectrum_axes(figure, spectra)
-    return True
+    return draw_spectra(figure, spectra, lambda name, side: quantity(recipes[name], side))

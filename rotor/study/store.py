@@ -29,7 +29,15 @@ class StudyStore:
 
     @classmethod
     def open(cls, folder: Path, settings: dict[str, Any]) -> StudyStore:
-        """The store in `folder`, or a new one, written there at once.
+        """The store in `folder`, or a new one, written there at once; arguments and errors are those of `read`."""
+        store = cls.read(folder, settings)
+        if not (folder / RESULTS).is_file():
+            store.save()
+        return store
+
+    @classmethod
+    def read(cls, folder: Path, settings: dict[str, Any]) -> StudyStore:
+        """The store in `folder`, or a new one; nothing is written.
 
         Args:
             settings: what decides the numbers. Names under `recipes` and `ablations` may be added by a later start;
@@ -42,9 +50,7 @@ class StudyStore:
         if not path.is_file():
             if folder.is_dir() and any(folder.iterdir()):
                 raise UsageError(f"{folder}: is not empty and holds no study.", "Give another folder with -o.")
-            store = cls(folder, settings, {})
-            store.save()
-            return store
+            return cls(folder, settings, {})
         data = read_json(path, "Delete it to start the study again.")
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
             raise UsageError(f"{path}: not a study of this version of rotor.", "Give another folder with -o.")

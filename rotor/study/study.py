@@ -6,16 +6,16 @@ STUDY/  results.json  results.csv  summary.md  plots/*.png, *.svg  runs/NAME/ ..
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..allocation import CHOOSING
-from ..errors import RecipeError, UsageError
+from ..data.readiness import judged_on
+from ..errors import UsageError
 from ..evaluation.placement import Placement
 from ..format.hashes import file_sha256
 from ..format.locks import exclusive
@@ -24,15 +24,16 @@ from ..logs import log_file
 from ..models.checkpoint import Checkpoint
 from ..models.hub import find_model
 from ..progress import Progress
-from ..recipe import Recipe, load_recipe, override
+from ..recipe import Recipe
 from ..recipe.settings import Compute
-from ..typed import read_yaml
 from .measure import StudySubject
+from .outlook import Outlook, StudyOutlook, Tally, Timer, part_outlook
 from .parts import StudyParts
 from .peers_part import write_peers_csv
 from .plots import require_matplotlib, write_plots
+from .request import PARTS, StudyPlan
 from .store import StudyStore
-from .tables import write_csv, write_summary
+from .tables import SUMMARY, write_csv, write_summary
 
 TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -80,7 +81,8 @@ def study(
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
-        parts: which of PARTS to run; by default all that can run, without `peers`, which takes longest.
+        parts: which of PARTS to run; by default `curves`, and `ablation` where there are ablations. `all` stands for
+            all that can run but `peers`, which takes longest.
             `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by method `global`.
         focus: names of the recipes for all parts but `curves`, `ablation` and `peers`; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
@@ -97,8 +99,7 @@ def study(
     start = time.perf_counter()
     if plots:
         require_matplotlib()
-    if not 0 < at < 1:
-        raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
+    check_compression(at)
     request = StudyPlan.of(
         list(recipes),
         list(overrides),
@@ -117,79 +118,58 @@ def study(
         checkpoint = Checkpoint(source.folder)
         compute = Compute(device, dtype, offload, device_map)
         placement = Placement.choose(checkpoint, request.first, compute, progress)
+        progress.message(f"text: {judged_on(request.first.evaluation, checkpoint.tokenizer)}")
         subject = StudySubject(checkpoint, request.first.evaluation, placement, Path(out), progress)
         store = StudyStore.open(Path(out), _settings(request, source.name, checkpoint, placement))
         held.enter_context(log_file(Path(out), "study"))
         options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
         driver = StudyParts(subject, store, progress, options, at)
+        files: list[Path] = []
         for part in request.parts:
             progress.message(f"study: {part}")
             _PARTS[part](driver, request)
-        store.save()
-        peers_csv = write_peers_csv(store)
-        files = [write_csv(store), *([peers_csv] if peers_csv else []), write_summary(store)]
-        if plots:
-            files += write_plots(store)
+            files = _write(store, plots)
+            progress.message(f"study: {part} is done, in {out}/{SUMMARY}{' and plots/' if plots else ''}")
     seconds = round(time.perf_counter() - start, 3)
     return Study(Path(out), store.settings, store.records, store.added, tuple(files), seconds)
 
 
-@dataclass(frozen=True)
-class StudyPlan:
-    """A study request, checked before anything is measured.
+def check_compression(at: float) -> None:
+    """Raises UsageError if it is none."""
+    if not 0 < at < 1:
+        raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
 
-    parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
-    all parts but `curves`, `ablation` and `peers` are about; allocating: of these, the ones whose ranks choose domain
-    and group size. base: what the ablations change, or None without them; variants: its ablations by name.
-    counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
+
+def plan_study(model: str | Path, out: str | Path, request: StudyPlan, at: float, compute: Compute) -> StudyOutlook:
+    """What `study` would do with the same arguments, without writing anything.
+
+    Raises: as study would before it measures anything.
     """
+    check_compression(at)
+    source = find_model(model)
+    check_apart(Path(out), [source.folder])
+    checkpoint = Checkpoint(source.folder)
+    placement = Placement.choose(checkpoint, request.first, compute, Progress())
+    store = StudyStore.read(Path(out), _settings(request, source.name, checkpoint, placement))
+    outlook, timer = Outlook(store.records, Path(out), at), Timer(checkpoint, placement, request.first)
+    return StudyOutlook(
+        source.name,
+        str(out),
+        list(request.recipes),
+        [part_outlook(part, timer, partial(_OUTLOOKS[part], outlook, request)) for part in request.parts],
+        [part for part in PARTS if part not in request.parts],
+        len(store.records),
+        str(placement.device),
+        str(placement.dtype).removeprefix("torch."),
+    )
 
-    parts: tuple[str, ...]
-    recipes: dict[str, Recipe]
-    focus: tuple[str, ...]
-    allocating: tuple[str, ...]
-    base: Recipe | None
-    variants: dict[str, Recipe]
-    counts: tuple[int, ...]
-    sizes: tuple[int, ...] | None
 
-    @classmethod
-    def of(
-        cls,
-        recipes: list[str],
-        overrides: list[str],
-        parts: Iterable[str] | None,
-        focus: Iterable[str] | None,
-        ablations: Mapping[str, list[str]],
-        ablation_base: str,
-        counts: tuple[int, ...],
-        sizes: tuple[int, ...] | None,
-    ) -> StudyPlan:
-        """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
-        chosen = _chosen_parts(None if parts is None else list(parts), ablations)
-        found = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
-        names = tuple(focus) if focus is not None else tuple(found)[:1]
-        for name in names:
-            if name not in found:
-                raise UsageError(
-                    f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(found)}."
-                )
-        allocating = tuple(name for name in names if found[name].ranks.rule.chooses)
-        if "front" in chosen and not allocating and parts is not None:
-            raise UsageError(
-                f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",
-                f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor has.",
-            )
-        base: Recipe | None = None
-        variants: dict[str, Recipe] = {}
-        if "ablation" in chosen:
-            base, variants = _ablated(ablation_base, ablations, found, overrides)
-        return cls(chosen, found, names, allocating, base, variants, counts, sizes)
-
-    @property
-    def first(self) -> Recipe:
-        """The recipe whose conditions are those of all."""
-        return next(iter(self.recipes.values()))
+def _write(store: StudyStore, plots: bool) -> list[Path]:
+    """Tables, and pictures, of what there is so far."""
+    store.save()
+    peers_csv = write_peers_csv(store)
+    files = [write_csv(store), *([peers_csv] if peers_csv else []), write_summary(store)]
+    return files + (write_plots(store) if plots else [])
 
 
 def _curves(driver: StudyParts, plan: StudyPlan) -> None:
@@ -238,10 +218,52 @@ _PARTS: dict[str, Callable[[StudyParts, StudyPlan], None]] = {
     "front": _front,
     "peers": _peers,
 }
-PARTS = tuple(_PARTS)
-"""What a study can measure, in the order in which it does."""
 
-ON_REQUEST = ("peers",)
+
+def _outlook_curves(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
+    for name, recipe in plan.recipes.items():
+        outlook.curve(tally, "curves", name, recipe, name)
+
+
+def _outlook_ablation(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
+    assert plan.base is not None
+    if not ("curves" in plan.parts and plan.base.name in plan.recipes):
+        outlook.curve(tally, "curves", plan.base.name, plan.base, plan.base.name)
+    for name, recipe in plan.variants.items():
+        outlook.curve(tally, "ablation", name, recipe, f"ablations/{name}")
+
+
+def _outlook_tokens(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
+    for name in plan.focus:
+        outlook.tokens(tally, name, plan.recipes[name], plan.counts)
+
+
+def _outlook_front(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
+    for name in plan.allocating:
+        outlook.front(tally, name, plan.recipes[name])
+
+
+def _outlook_each(
+    count: Callable[[Outlook, Tally, str, Recipe], None],
+) -> Callable[[Outlook, StudyPlan, Tally], None]:
+    def run(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
+        for name in plan.focus:
+            count(outlook, tally, name, plan.recipes[name])
+
+    return run
+
+
+_OUTLOOKS: dict[str, Callable[[Outlook, StudyPlan, Tally], None]] = {
+    "curves": _outlook_curves,
+    "sources": _outlook_each(Outlook.sources),
+    "tokens": _outlook_tokens,
+    "degradation": _outlook_each(Outlook.degradation),
+    "pruning": _outlook_each(Outlook.pruning),
+    "ablation": _outlook_ablation,
+    "front": _outlook_front,
+    "peers": lambda outlook, plan, tally: outlook.peers(tally, plan.recipes, plan.sizes),
+}
+"""How each of _PARTS is counted."""
 
 
 def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:
@@ -259,114 +281,6 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
     }
 
 
-def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[str]]:
-    """Parse overrides by name, of `NAME:KEY=VALUE ...` items and of a YAML file that maps names to lists of KEY=VALUE.
-
-    Raises:
-        RecipeError: not of that form, or a name given twice.
-    """
-    found: list[tuple[str, list[str]]] = []
-    for item in items:
-        name, colon, changes = item.partition(":")
-        if not colon or not name.strip() or not changes.split():
-            raise RecipeError(
-                f"--ablation {item}: expected NAME:KEY=VALUE ...", 'Example: --ablation "per-head:groups.size=1"'
-            )
-        found.append((name.strip(), changes.split()))
-    if path is not None:
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"--ablations {path}: cannot be read ({' '.join(str(error).split())}).") from error
-        data = read_yaml(text, f"--ablations {path}")
-        if not isinstance(data, dict):
-            raise RecipeError(f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.")
-        for name, changes in data.items():
-            if not isinstance(changes, list) or not changes or not all(isinstance(c, str) for c in changes):
-                raise RecipeError(f"--ablations {path}: {name}: expected a list of KEY=VALUE.")
-            found.append((str(name), changes))
-    names = [_file_name(name) for name, _ in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise RecipeError(f"ablation {name!r} is given twice.", "Give every ablation a name of its own.")
-    return dict(found)
-
-
-def parse_counts(items: Iterable[str], option: str = "--counts", unit: str = "tokens") -> tuple[int, ...]:
-    """Parse positive numbers of tokens, or of what `unit` says.
-
-    Raises:
-        UsageError: not such numbers; names the option.
-    """
-    items = list(items)
-    if not items or not all(item.isdecimal() and int(item) > 0 for item in items):
-        raise UsageError(f"{option} {','.join(items)}: expected positive numbers of {unit}.", "Example: 512,4096")
-    return tuple(int(item) for item in items)
-
-
-def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Recipe]:
-    """Put the recipes, by name, under one number of tokens, seed, row length, evaluation and search for all.
-
-    Raises:
-        UsageError: no recipes, or two of one name.
-    """
-    if not recipes:
-        raise UsageError("--recipes: no recipes to compare.", "Give names or YAML files: --recipes fdc,rotor")
-    first, count = recipes[0], max(recipe.tokens.count for recipe in recipes)
-    specs: dict[str, Recipe] = {}
-    for recipe in map(_named, recipes):
-        if recipe.name in specs:
-            raise UsageError(f"--recipes: two recipes are named {recipe.name!r}.", "Change `name` in one of the files.")
-        specs[recipe.name] = _under_conditions(recipe, first, count, overrides)
-    return specs
-
-
-def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list[str]) -> Recipe:
-    tokens = replace(recipe.tokens, count=count, seq_len=first.tokens.seq_len, seed=first.tokens.seed)
-    same = replace(recipe, tokens=tokens, evaluation=first.evaluation, search=first.search)
-    return override(same, overrides)
-
-
-def _ablated(
-    base: str, ablations: Mapping[str, list[str]], specs: dict[str, Recipe], overrides: list[str]
-) -> tuple[Recipe, dict[str, Recipe]]:
-    """The recipe `base` under the study's conditions, and with the overrides of each ablation."""
-    first = next(iter(specs.values()))
-    for change in (change for changes in ablations.values() for change in changes):
-        if change.split(".")[0] in ("evaluation", "search"):
-            raise UsageError(
-                f"ablation {change}: all are measured the same way.", "Give it with --set, for all of them."
-            )
-    recipe = specs.get(base)
-    if recipe is None:
-        loaded = _named(load_recipe(base, overrides))
-        recipe = specs.get(loaded.name) or _under_conditions(loaded, first, first.tokens.count, overrides)
-    changed = {_file_name(f"{recipe.name}-{name}"): override(recipe, changes) for name, changes in ablations.items()}
-    return recipe, changed
-
-
-def _chosen_parts(parts: list[str] | None, ablations: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """The parts to run, in the order of PARTS; by default those that can run, without ON_REQUEST."""
-    wanted = [part for part in PARTS if part not in ON_REQUEST] if parts is None else parts
-    unknown = [part for part in wanted if part not in PARTS]
-    if unknown or not wanted:
-        raise UsageError(f"--parts {','.join(unknown) or 'is empty'}: expected some of {', '.join(PARTS)}.")
-    if not ablations:
-        if parts is not None and "ablation" in parts:
-            raise UsageError("--parts ablation: there are no ablations; give --ablation or --ablations.")
-        wanted = [part for part in wanted if part != "ablation"]
-    return tuple(part for part in PARTS if part in wanted)
-
-
 def _own_settings(recipe: Recipe) -> dict[str, Any]:
     """What a recipe does not share with the others of the study."""
     return {key: value for key, value in recipe.to_dict().items() if key not in ("summary", "evaluation", "search")}
-
-
-def _named(recipe: Recipe) -> Recipe:
-    """With a name that can be a folder's."""
-    return replace(recipe, name=_file_name(recipe.name))
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "recipe"

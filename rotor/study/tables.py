@@ -13,6 +13,7 @@ from ..format.atomic import write_text
 from ..recipe.metric_registry import describe
 from .measure import COLUMNS
 from .peers_part import peer_records, peer_rows
+from .quantities import token_sides
 from .store import StudyStore
 
 CSV, SUMMARY = "results.csv", "summary.md"
@@ -55,8 +56,8 @@ def write_summary(store: StudyStore) -> Path:
         if found:
             lines += ["", f"## {title}", *_target_table(found), *_metric_tables(found)]
     for name, title, make in (
-        ("sources", "Bases by source of the calibration tokens", _sources),
-        ("tokens", "Error by number of calibration tokens", _tokens),
+        ("sources", "Bases by source of the calibration tokens", lambda records: _sources(store, records)),
+        ("tokens", "Error by number of calibration tokens", lambda records: _tokens(store, records)),
         ("degradation", "Degradation of the attention outputs (ZDC figure 14)", _degradation),
         ("pruning", "Pruning and K-means (ZDC figure 26)", _pruning),
         ("front", "Bytes of cache against predicted decode time", _front),
@@ -154,13 +155,14 @@ def _number(value: float | None, metric: str) -> str:
     return f"{value:.5f}" if metric == "kl_div" else f"{value:.4f}"
 
 
-def _sources(records: dict[str, dict[str, Any]]) -> list[str]:
+def _sources(store: StudyStore, records: dict[str, dict[str, Any]]) -> list[str]:
+    """Without rows of bases that are of the weights alone, which no tokens change."""
     pairs, variation = [], []
     shares: list[str] = []
     for recipe, record in records.items():
         for pair in record["pairs"]:
-            for side, label in SIDE_LABELS.items():
-                found = pair[side]
+            for side in token_sides(store, recipe):
+                found, label = pair[side], SIDE_LABELS[side]
                 shares = list(found["angles_degrees"])
                 angles = (found["angles_degrees"][share] for share in shares)
                 pairs.append(
@@ -174,7 +176,7 @@ def _sources(records: dict[str, dict[str, Any]]) -> list[str]:
                     ]
                 )
         for source, variant in record["variants"].items():
-            cv = (f"{100 * variant['cv'][side]:.2f} %" for side in SIDE_LABELS)
+            cv = (_percent(store, recipe, side, variant["cv"][side]) for side in SIDE_LABELS)
             variation.append([f"`{recipe}`", source, str(variant["tokens"]), *cv])
     header = ["recipe", "tokens", "side", "delta / epsilon", "ratio"]
     header += [f"angles at {100 * float(share):g} % of the columns, mean / largest" for share in shares]
@@ -182,7 +184,7 @@ def _sources(records: dict[str, dict[str, Any]]) -> list[str]:
         "",
         "Mean absolute difference of corresponding entries (signs aligned, vectors of norm 1) over the mean absolute "
         "entry, as in FDC table 2 and ZACK tables 4 and 5; and the principal angles in degrees between the subspaces "
-        "that are kept.",
+        "that are kept. Bases that are of the weights alone are left out, or `-`: no tokens change them.",
         *table(header, pairs),
         "",
         "Coefficient of variation of the largest singular value over all groups, as in FDC tables 3 and 4 and ZACK "
@@ -191,14 +193,19 @@ def _sources(records: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def _tokens(records: dict[str, dict[str, Any]]) -> list[str]:
+def _percent(store: StudyStore, recipe: str, side: str, value: float) -> str:
+    """A share that tokens can change; nothing where they cannot."""
+    return f"{100 * value:.2f} %" if side in token_sides(store, recipe) else "-"
+
+
+def _tokens(store: StudyStore, records: dict[str, dict[str, Any]]) -> list[str]:
     rows = []
     for key, record in sorted(records.items(), key=lambda i: (i[1]["recipe"], i[1]["source"], i[1]["count"])):
         start = [f"`{record['recipe']}`", record["source"], str(record["count"]), f"p = {key.rpartition('/p')[2]}"]
         if "skipped" in record:
             rows.append([*start, "", "", "", "", f"not measured: {record['skipped']}"])
             continue
-        ratios = [f"{100 * record['bases'][side]['ratio']:.2f} %" for side in SIDE_LABELS]
+        ratios = [_percent(store, record["recipe"], side, record["bases"][side]["ratio"]) for side in SIDE_LABELS]
         rows.append([*start, *_point_cells(record), *ratios, ""])
     header = ["recipe", "source", "tokens", "compression", "accuracy", "KL", "delta/epsilon QK", "delta/epsilon V", ""]
     return [

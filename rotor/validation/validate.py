@@ -28,7 +28,7 @@ from ..models.layerwise import LayerwiseModel
 from ..models.loading import compressed_weights, weights_of
 from ..models.projections import longest_row
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe, load_recipe
+from ..recipe import Recipe, load_recipe, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
@@ -56,6 +56,7 @@ def validate(
     run: str | Path | None = None,
     recipe: str | Recipe | None = None,
     overrides: Iterable[str] = (),
+    text: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
@@ -69,6 +70,7 @@ def validate(
         model: the source model; by default where rotor.json says. run: likewise the run folder.
         recipe, overrides: how to measure accuracy, as for calibrate, where only `evaluation` counts; by default as
             the checkpoint's recipe.yaml says, but no text or task is opened that only the checkpoint names.
+        text: the file or folder to measure it on.
         digest: what export printed; the manifest must have it. Without, the files are only compared with the manifest.
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
     Raises:
@@ -85,7 +87,7 @@ def validate(
         opened = _find(run, checkpoint.run_folder, Run.open)
         with times.stage("numerics and accuracy"):
             stored = load_recipe(str(checkpoint.folder / RECIPE))
-            trusted = trusted_evaluation(stored, recipe, overrides)
+            trusted = trusted_evaluation(stored, recipe, [*text_overrides(text, ("evaluation",)), *overrides])
             compute = Compute(device, dtype, offload)
             _against_source(result, checkpoint, report, source, opened, stored, trusted, compute, progress)
     result.summary = {
@@ -155,6 +157,7 @@ def _against_source(
     compressed = LayerwiseModel(weights)
     if meter is not None and data is not None:
         _check_accuracy(result, meter, compressed, report)
+        result.summary["accuracy"]["data"] = data.description
         result.summary["same_data_as_export"] = data.sha256 == report["accuracy"]["data_sha256"]
     _measure_cache(result, compressed, checkpoint, report, rows[:1])
 
@@ -305,6 +308,9 @@ def _check_accuracy(
         "logits against source", finite, f"relative error per position: mean {error.mean():.4f}, max {error.max():.4f}"
     )
     met, text = judge_target(meter.metric, found, target)
+    if base.get("at_chance"):
+        result.summary["accuracy"]["at_chance"] = True
+        text += "; the source is at chance on this text, where ratios to it mean nothing"
     if met is None:
         result.skip("accuracy target", text)
     else:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError, RotorError, UsageError
+from ...installing import pip_install
 from ...models.layerwise import LayerwiseModel
 from ...recipe.metric_registry import LM_EVAL
 from .base import EvaluationContext, Measurement, Metric, Seen
@@ -43,7 +44,7 @@ class LMEval(Metric):
         except ImportError as error:
             raise UsageError(
                 f"evaluation.metric {name}: the lm-eval package cannot be imported ({error}).",
-                "pip install rotor-kv[eval]",
+                pip_install("eval"),
             ) from error
         if context.tokenizer is None:
             raise DataError(f"{name}: needs a tokenizer, and the model's folder has none.", "Add tokenizer.json to it.")

@@ -43,7 +43,7 @@ class CodedLayer(DynamicLayer):
         if not key_states.is_floating_point() or key_states.element_size() == 1:
             raise UsageError(
                 f"a cache policy was given rows of {key_states.dtype}, which are codes already.",
-                "Use --cache none with this checkpoint, or a policy with a checkpoint of 16-bit columns.",
+                "Use no cache policy with this checkpoint, or a policy with a checkpoint of 16-bit columns.",
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         batch_size, rows = key_states.shape[0], 1

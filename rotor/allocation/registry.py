@@ -1,0 +1,71 @@
+"""The methods that turn spectra into ranks, as data: what recipes, help and tables say of them.
+
+A new method is a function in a file of this package and one entry here; neither needs torch to be named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from .plan import RankInputs, RankPath
+
+Need = Literal["gradients", "sensitivities"]
+"""gradients: squared, of W_k and W_v, summed in calibration. sensitivities: from probes of each layer and side."""
+
+
+@dataclass(frozen=True)
+class RankMethod:
+    """A way from singular values to ranks, under the name that `ranks.method` gives it.
+
+    summary: one line, for help and tables; papers by their short names (see rotor).
+    module: the file in this package whose function `path` makes the RankPath of RankInputs.
+    needs: what has to be measured beside the spectra.
+    chooses: takes domain and group size of each layer too, where the recipe leaves them open, and weighs costs other
+        than bytes.
+    """
+
+    name: str
+    summary: str
+    module: str
+    needs: frozenset[Need] = frozenset()
+    chooses: bool = False
+
+    @property
+    def path(self) -> Callable[[RankInputs], RankPath]:
+        """The function, imported when it is asked for."""
+        found: Callable[[RankInputs], RankPath] = importlib.import_module(f".{self.module}", __package__).path
+        return found
+
+
+_METHODS = (
+    RankMethod(
+        "removal-rate",
+        "one rate for all groups, both sides: the largest tail of at most that share of the spectrum goes (FDC "
+        "equation 1)",
+        "removal_rate",
+    ),
+    RankMethod("uniform", "the same share of columns everywhere (FDC section 6.6, /AC)", "uniform"),
+    RankMethod(
+        "fisher",
+        "in proportion to squared gradients of W_k and W_v (Palu section 3.2)",
+        "fisher",
+        frozenset({"gradients"}),
+    ),
+    RankMethod(
+        "global",
+        "water-filling over all layers by probed sensitivities; also weighs decode time, domain and group size",
+        "water_filling",
+        frozenset({"sensitivities"}),
+        chooses=True,
+    ),
+)
+
+RANK_METHODS = {method.name: method for method in _METHODS}
+"""By the names that `ranks.method` may have."""
+
+CHOOSING = ", ".join(name for name, method in RANK_METHODS.items() if method.chooses)
+"""Names of those that choose domain and group size too, for messages."""

@@ -1,0 +1,120 @@
+"""Both bases of one layer, computed by the methods that a recipe names, or read from a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, NumericsError
+from ..format.layout import AttentionShape, Domain
+from ..numerics import one_thread
+from ..runtime.families import AttentionWeights
+from . import rope_pairs
+from .method import Gradients, Inputs, Moments
+from .pair import BasisPair
+from .registry import QK_METHODS, VO_METHODS
+
+
+@dataclass(frozen=True)
+class LayerBases:
+    """Bases of one layer, batched over its groups [num_groups, ...].
+
+    qk: encode is applied to keys, decode to queries (post) or to key latents to rebuild keys (pre).
+    vo: encode is folded into W_v, decode into W_o.
+    outputs: [num_heads, n, n], second moments of each query head's attention output over its group's stacked values
+        (n = group_size * head_dim), to refit each head's slice of W_o at the rank it gets; None keeps decode as it is.
+    whole_planes: the columns of qk are unit vectors that take whole rotary planes, by method `rope-pairs`.
+    """
+
+    domain: Domain
+    group_size: int
+    qk: BasisPair
+    vo: BasisPair
+    outputs: Tensor | None = None
+    whole_planes: bool = False
+
+    @property
+    def planes(self) -> Tensor | None:
+        """The rotary planes that the key latents consist of, [num_groups, columns / 2], or None if they do not."""
+        if not self.whole_planes:
+            return None
+        return rope_pairs.planes(self.qk.encode, self.qk.encode.shape[-2] // self.group_size)
+
+    def check(self, shape: AttentionShape, where: str) -> None:
+        """Check bases that were computed, or read from a file.
+
+        Args:
+            where: names the file, layer and candidate in errors.
+        Raises:
+            CheckpointError: shapes that are not of such a layer. NumericsError: a NaN or Inf; names the tensor.
+        """
+        groups, width = shape.num_kv_heads // self.group_size, self.group_size * shape.head_dim
+        for side, pair in (("qk", self.qk), ("vo", self.vo)):
+            for name in ("encode", "decode"):
+                check_stored(getattr(pair, name), (groups, width, width), f"{where}: {side}.{name}")
+            check_stored(pair.singular_values, (groups, width), f"{where}: {side}.singular_values")
+
+
+def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
+    """Check a tensor of a run folder.
+
+    Raises:
+        CheckpointError: not float64 of the expected shape. NumericsError: a NaN or Inf. Both name `where`.
+    """
+    if tuple(tensor.shape) != expected or tensor.dtype != torch.float64:
+        raise CheckpointError(
+            f"{where} is {tensor.dtype} of shape {list(tensor.shape)}, expected float64 of {list(expected)}.",
+            "Run `rotor calibrate` again.",
+        )
+    if not torch.isfinite(tensor).all():
+        raise NumericsError(f"{where} has elements that are NaN or Inf.", "Run `rotor calibrate` again.")
+
+
+def needed_statistics(qk_method: str, vo_method: str, domain: Domain, refit: bool = False) -> frozenset[str]:
+    """Names of the moments that the methods read, as capture reports them; never empty."""
+    needed = QK_METHODS[qk_method].moments | VO_METHODS[vo_method].moments
+    key = "key_pre" if domain == "pre" else "key_post"
+    named = {key if name == "key" else name for name in needed}
+    return frozenset(named | ({"output"} if refit else set()) or {"value"})
+
+
+def layer_bases(
+    statistics: Moments,
+    weights: AttentionWeights,
+    shape: AttentionShape,
+    domain: Domain,
+    group_size: int,
+    qk_method: str,
+    vo_method: str,
+    gradients: Gradients | None = None,
+    where: str = "a layer",
+) -> LayerBases:
+    """Compute both bases of one layer by the methods that a recipe names.
+
+    Args:
+        gradients: for methods that read them.
+        where: names the layer in errors.
+    Raises:
+        NumericsError: a factorisation fails or its result is not finite.
+    Source: that of each method, beside it.
+    """
+    inputs = Inputs(statistics, weights, shape, domain, group_size, gradients)
+    try:
+        with one_thread():
+            qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
+    except torch.linalg.LinAlgError as error:
+        raise NumericsError(
+            f"{where}: the bases {qk_method} and {vo_method} cannot be computed from what was measured: "
+            f"{' '.join(str(error).split())}",
+            "Calibrate with --dtype float32, or with other bases.",
+        ) from error
+    bases = LayerBases(domain, group_size, qk, vo, whole_planes=takes_whole_planes(qk_method, shape))
+    bases.check(shape, where)
+    return bases
+
+
+def takes_whole_planes(qk_method: str, shape: AttentionShape) -> bool:
+    """Whether a method's key latents are whole rotary planes; with partial rotary some dimensions are in none."""
+    return QK_METHODS[qk_method].whole_planes and shape.rotary_dim is None

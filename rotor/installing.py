@@ -1,0 +1,26 @@
+"""How rotor is installed: the words of every error, card and page that says so.
+
+No package index has rotor yet. A name there that nobody owns must not be recommended, since anybody could take it; so
+the source is a folder, or git+URL of the repository.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = "rotor-kv"
+"""The name of the distribution, once it is installed."""
+
+SOURCE = "PATH/TO/rotor"
+"""What pip is to install from."""
+
+
+def documentation() -> str:
+    """Where it is read: in the checkout that this is, or wherever the sources are."""
+    checkout = Path(__file__).parent.parent
+    return f"{checkout if (checkout / 'docs' / 'commands.md').is_file() else SOURCE}/docs/commands.md"
+
+
+def pip_install(extra: str = "") -> str:
+    """The command; `extra` (plots, kernels, eval, peers) names what is wanted beside."""
+    return f"pip install '{SOURCE}[{extra}]'" if extra else f"pip install {SOURCE}"

@@ -1,0 +1,53 @@
+"""What the groups of a run's candidates cost under a recipe's objective, as shares of the uncompressed attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..allocation.priced_bits import Parts
+from ..calibration.run import Run
+from ..format.columns import Columns
+from ..format.layout import Domain
+from ..prediction.cost import Latent, Objective
+from ..prediction.devices import find_device
+from ..recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """Costs of one group of a candidate, by sides for allocating and whole for counting what a plan saves.
+
+    kinds: of each candidate its domain, whether its key basis is folded, and its group size. layers: all alike.
+    """
+
+    objective: Objective
+    kinds: dict[str, tuple[Domain, bool, int]]
+    layers: int
+
+    @classmethod
+    def of(cls, run: Run, recipe: Recipe) -> RunCosts:
+        """Raises RecipeError if the objective's device is not known."""
+        settings = recipe.objective
+        device = find_device(settings.device, settings.device_file)
+        objective = Objective.from_settings(settings, device, run.shape, int(run.info["element_bytes"]))
+        kinds: dict[str, tuple[Domain, bool, int]] = {
+            key: (c["domain"], bool(run.info["folded_keys"][key]), int(c["group_size"]))
+            for key, c in run.info["candidates"].items()
+        }
+        return cls(objective, kinds, run.shape.num_layers)
+
+    def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
+        """Of the key side and of the value side at each rank."""
+        domain, folded, size = self.kinds[key]
+        keys = [self.objective.key_cost(domain, folded, size, rank) / self.layers for rank in ranks]
+        return keys, [self.objective.value_cost(size, rank) / self.layers for rank in ranks]
+
+    def group(self, key: str, qk: Latent, v: Latent) -> float:
+        """Of a whole group."""
+        domain, folded, size = self.kinds[key]
+        return self.objective.group_cost(domain, folded, size, qk, v) / self.layers
+
+    def parts(self, key: str, columns: Columns) -> tuple[Parts, Parts]:
+        """Reading the cache and all else, of the key side and of the value side with these columns."""
+        domain, folded, size = self.kinds[key]
+        return self.objective.key_parts(domain, folded, size, columns), self.objective.value_parts(size, columns)

@@ -1,0 +1,125 @@
+"""Recipes in full, the reference of their fields, and what the shell completes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import typer.main
+from conftest import ROOT
+from test_cli import expect_error, rotor
+
+from rotor.cli import completion
+from rotor.cli.app import app
+from rotor.errors import RecipeError
+from rotor.prediction.devices import bundled_devices
+from rotor.recipe import Recipe, bundled_recipes, load_recipe, parse_recipe
+from rotor.recipe.reference import field_texts, recipe_fields, reference_page
+
+SETTINGS = {
+    f"{section}.{field}"
+    for section, values in load_recipe("rotor").to_dict().items()
+    if isinstance(values, dict)
+    for field in values
+}
+
+
+@pytest.mark.parametrize("name", list(bundled_recipes()))
+def test_a_shown_recipe_is_one_to_start_from(name: str, capsys) -> None:
+    """Every default is there, and what is printed is read as the same recipe."""
+    code, printed, _ = rotor(capsys, "recipes", "--show", name)
+    assert code == 0
+    assert parse_recipe(printed, "x") == load_recipe(name)
+    assert all(f"  {setting.partition('.')[2]}:" in printed for setting in SETTINGS)
+    assert json.loads(rotor(capsys, "recipes", "--show", name, "--json")[1])["tokens"]["source"] in printed
+
+
+def test_a_shown_recipe_may_be_a_file(tmp_path, capsys) -> None:
+    (tmp_path / "own.yaml").write_text("name: own\nsummary: mine\ntokens: {count: 77}\n")
+    assert "count: 77" in rotor(capsys, "recipes", "--show", tmp_path / "own.yaml")[1]
+    expect_error(capsys, 2, "did you mean 'fdc'?", "recipes", "--show", "FDC")
+    expect_error(capsys, 2, "expected one of them", "recipes", "--show", "fdc", "--fields")
+
+
+@pytest.mark.parametrize(("given", "meant"), [("FDC", "fdc"), ("Rotor-Post", "rotor-post"), ("zac", "zack")])
+def test_a_near_miss_of_a_recipe_is_named(given: str, meant: str) -> None:
+    with pytest.raises(RecipeError, match=f"did you mean '{meant}'"):
+        load_recipe(given)
+
+
+def test_every_field_has_a_text_a_default_and_its_values() -> None:
+    found = {field.name: field for section in recipe_fields().values() for field in section}
+    assert set(found) == SETTINGS | {"name", "summary"}
+    assert [name for name, field in found.items() if len(field.text) < 10] == []
+    assert found["tokens.count"].default == "8192"
+    assert found["tokens.path"].default == "null"
+    assert found["codes.bits"].default == "[0, 16]"
+    assert found["name"].default is None
+    assert found["tokens.source"].values == "one of random, synthetic, text, dataset"
+    assert "a positive number of tokens" in found["tokens.count"].values
+    assert found["ranks.method"].values == "one of removal-rate, uniform, fisher, global"
+    assert "lm-eval:TASK" in found["evaluation.metric"].values
+    assert "stdlib" in found["evaluation.source"].text
+
+
+def test_no_docstring_describes_a_field_that_is_not_there() -> None:
+    """An entry is a name and a colon at the beginning of a line."""
+    import re
+    import typing
+
+    for section in typing.get_type_hints(Recipe).values():
+        if is_dataclass(section):
+            kind: Any = section
+            entries = re.findall(r"^    (\w+): ", kind.__doc__, flags=re.MULTILINE)
+            assert entries == [field.name for field in fields(kind)]
+            assert list(field_texts(kind)) == entries
+
+
+def test_the_page_is_up_to_date(capsys) -> None:
+    code, printed, _ = rotor(capsys, "recipes", "--fields")
+    assert code == 0
+    assert printed == reference_page() + "\n"
+    assert (ROOT / "docs" / "recipes.md").read_text("utf-8") == printed, "rotor recipes --fields > docs/recipes.md"
+    found = json.loads(rotor(capsys, "recipes", "--fields", "--json")[1])
+    assert {field["name"] for field in found} == SETTINGS | {"name", "summary"}
+
+
+def completed(command: str, option: str, incomplete: str) -> list[str]:
+    """What the shell would be given after an option."""
+    group: Any = typer.main.get_command(app)
+    found = group.commands[command]
+    (parameter,) = [p for p in found.params if option in p.opts]
+    with found.make_context(command, [], resilient_parsing=True) as context:
+        return [item.value for item in parameter.shell_complete(context, incomplete)]
+
+
+def test_the_shell_completes_recipes_settings_devices_and_objectives() -> None:
+    assert completed("calibrate", "--recipe", "rotor-p") == ["rotor-plain", "rotor-post", "rotor-post-16"]
+    assert completed("inspect", "--recipe", "zd") == ["zdc"]
+    assert completed("study", "--recipes", "fdc,pal") == ["fdc,palu"]
+    assert completed("recipes", "--show", "pal") == ["palu"]
+    assert completed("calibrate", "--set", "tokens.se") == ["tokens.seq_len=", "tokens.seed="]
+    assert completed("export", "--set", "groups.domain=p") == ["groups.domain=post", "groups.domain=pre"]
+    assert completed("calibrate", "--device", "cu") == ["cuda", "cuda:0"]
+    assert completed("export", "--objective", "") == ["memory", "latency"]
+    assert set(completed("export", "--target-device", "")) == set(bundled_devices())
+    assert completed("calibrate", "--offload", "n") == ["never"]
+
+
+def test_completions_are_those_of_the_dataclasses() -> None:
+    """They are read from the source, so that a keypress does not import torch."""
+    assert set(completion.recipe_settings()) == SETTINGS
+    assert completion.recipe_names("") == sorted(bundled_recipes())
+    assert completion.recipe_settings()["tokens.source"] == ("random", "synthetic", "text", "dataset")
+    assert completion.recipe_settings()["groups.size"] == ("all", "any")
+
+
+def test_a_completion_imports_nothing_large() -> None:
+    import subprocess
+    import sys
+
+    program = "import sys; from rotor.cli import completion as c; c.settings('t'); c.recipe_names(''); "
+    program += "c.target_devices(''); assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

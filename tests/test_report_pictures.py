@@ -1,0 +1,165 @@
+"""What the report's pictures show: axes that zoom to what matters, crossings, denominators, colours for many layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="figures need matplotlib")
+
+from conftest import ROOT
+from matplotlib.figure import Figure
+from test_report import Page
+
+from rotor.format.columns import Columns
+from rotor.format.layout import GroupLayout
+from rotor.recipe import load_recipe
+from rotor.report.axes import LOSS_FLOOR, layer_colours, shown_loss
+from rotor.report.cells import Cell
+from rotor.report.data import LayerLoss, ReportData, ShownPoint, _add_study
+from rotor.report.figures import _drawings, figures
+from rotor.report.report import render
+
+
+def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = False) -> ReportData:
+    """A report of numbers made up."""
+    data = ReportData("run", "made", "model", load_recipe("rotor-16"))
+    data.points = [
+        ShownPoint(0.2, 0.999, (0.997, 1.0005)),
+        ShownPoint(0.4, 0.991, (0.98, 0.995), 0.992, (0.985, 0.996), True),
+        ShownPoint(0.7, 0.93, (0.9, 0.95)),
+    ]
+    data.target, data.metric = 0.99, "some ratio"
+    data.reached = [("0.995", None), ("0.99", data.points[1]), ("0.9", data.points[2])]
+    columns = Columns(4, 8, 16, 0)
+    group = GroupLayout.coded((0, 1), columns, columns) if coded else GroupLayout((0, 1), 24, 8)
+    data.ranks = [[Cell.of(group, 32)] * groups for _ in range(layers)]
+    data.ranks_of = "of this point"
+    data.spectra = [{"qk": [1.0, 0.1, 0.01], "vo": [1.0, 0.2, 0.05]} for _ in range(layers)]
+    names = ["after RoPE, 1 head a group", "before RoPE, 1 head a group"]
+    data.spectra_of = [{"qk": names[mixed and layer % 2], "vo": "1 head a group"} for layer in range(layers)]
+    data.losses = [LayerLoss((0.1, 0.2), None)] * layers
+    return data
+
+
+def drawn(data: ReportData, name: str) -> Any:
+    figure = Figure(figsize=(4.4, 3.2))
+    _drawings(data)[name].draw(figure)
+    figure.canvas.draw()
+    return figure
+
+
+def test_accuracy_is_logarithmic_in_what_is_lost() -> None:
+    """Best at the top; labels are accuracies; as much room from 0.9 to 0.99 as from 0.99 to 0.999."""
+    axes = drawn(made(), "points").axes[0]
+    assert axes.get_yscale() == "log"
+    assert axes.yaxis_inverted()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert {"0.99", "0.95", "0.9", "≥ 0.9995"} <= set(labels)
+    assert "0.5" not in labels  # nothing lies there
+    places = {a: axes.transData.transform((0, shown_loss(a)))[1] for a in (0.9, 0.99, 0.999)}
+    assert places[0.99] - places[0.9] == pytest.approx(places[0.999] - places[0.99])
+    assert shown_loss(1.02) == shown_loss(1.0) == LOSS_FLOOR
+    assert shown_loss(-0.5) == 1
+
+
+def test_the_uncompressed_model_and_every_crossing_are_points() -> None:
+    """Those of the table beside it: p = 0, and what each target led to, with its name."""
+    axes = drawn(made(), "points").axes[0]
+    places = {tuple(map(float, xy)) for line in axes.lines for xy in zip(*line.get_data(), strict=True)}
+    assert (0.0, LOSS_FLOOR) in places
+    crossings = [line for line in axes.lines if line.get_marker() == "D" and len(line.get_xdata())]
+    found = [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in crossings]
+    assert found == [(0.4, pytest.approx(shown_loss(0.991))), (0.7, pytest.approx(shown_loss(0.93)))]
+    assert [text.get_text() for text in axes.texts] == ["0.99", "0.9"]
+    levels = [float(line.get_ydata()[0]) for line in axes.lines if line.get_linestyle() == ":"]
+    assert levels == pytest.approx([shown_loss(target) for target in (0.995, 0.99, 0.9)])
+    low, high = axes.get_ylim()[::-1]
+    for collection in axes.collections:  # intervals lie within the axes
+        for segment in collection.get_segments():
+            assert all(low <= y <= high for _, y in segment)
+
+
+@pytest.mark.parametrize("layers", [2, 5, 80])
+def test_layers_are_told_apart_by_a_scale(layers: int) -> None:
+    colours = layer_colours(layers)
+    assert len(set(colours)) == layers
+    figure = drawn(made(layers), "spectra-qk-0")
+    lines = [line for line in figure.axes[0].lines if line.get_marker() == "None"]
+    assert [line.get_color() for line in lines] == colours
+    scale = figure.axes[1]
+    numbers = [int(label.get_text()) for label in scale.get_yticklabels()]
+    assert numbers[0] == 0
+    assert numbers[-1] == layers - 1
+    assert len(numbers) <= 10
+    assert scale.get_title() == "layer"
+
+
+def test_one_layer_needs_no_scale() -> None:
+    assert len(drawn(made(1), "spectra-vo-0").axes) == 1
+
+
+def test_different_quantities_are_in_axes_of_their_own() -> None:
+    """Keys before RoPE and after it, where layers differ; values are values."""
+    names = [name for name in _drawings(made(4, mixed=True)) if name.startswith("spectra")]
+    assert names == ["spectra-qk-0", "spectra-qk-1", "spectra-vo-0"]
+    axes = drawn(made(4, mixed=True), "spectra-qk-1").axes[0]
+    assert "before RoPE" in axes.get_title()
+    assert sum(line.get_marker() == "None" for line in axes.lines) == 2
+
+
+def page_of(data: ReportData) -> Page:
+    return Page(render(data, figures(data)))
+
+
+def test_ranks_have_their_denominators() -> None:
+    text = " ".join(page_of(made()).text.split())
+    assert "24/64" in text
+    assert "8/64" in text
+    coded = page_of(made(coded=True))
+    assert "28/64" in coded.text
+    assert "4x16 8x8 16x4" in coded.text
+    assert f"{4 * 16 + 8 * 8 + 16 * 4}/{64 * 16} bits" in coded.text
+    shares = [a["style"] for tag, a in coded.tags if tag == "td" and "style" in a]
+    assert set(shares) == {f"--share: {192 / 1024:.3f}"}
+
+
+def test_no_card_is_empty() -> None:
+    """What there is nothing of is a line with its reason, in one card, not a card of its own."""
+    data = made()
+    data.points, data.ranks, data.losses, data.reached = [], [], [], []
+    data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured.", "losses": "No `probes`."}
+    page = page_of(data)
+    sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
+    assert sections == ["spectra", "next", "absent", "recipe"]
+    assert page.text.count("Nothing was measured.") == 1
+
+
+def test_a_wide_map_scrolls_by_itself() -> None:
+    """The page does not grow with it, and the layer stays in sight."""
+    html = (ROOT / "rotor" / "report" / "report.html.jinja").read_text("utf-8")
+    assert re.search(r"\.maps > \.scroll \{[^}]*min-width: 0;[^}]*max-width: 100%", html)
+    assert re.search(r"\.map th \{[^}]*position: sticky; left: 0", html)
+
+
+def test_tables_say_which_split_a_value_is_of() -> None:
+    text = page_of(made()).text
+    assert "accuracy, search split" in text
+    assert "accuracy, report split" in text
+
+
+def test_what_no_tokens_change_is_not_compared(tmp_path: Path) -> None:
+    """The values of fdc are of the weights alone."""
+    pairs = [{"a": "random", "b": "text", "qk": {"ratio": 0.1234}, "vo": {"ratio": 0.0}}]
+    study = {
+        "settings": {"recipes": {"fdc": {"bases": {"qk": "svd", "vo": "palu"}}}},
+        "records": {"sources/fdc": {"pairs": pairs}},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(study))
+    data = made()
+    _add_study(data, tmp_path)
+    assert data.token_pairs == [("fdc", "random", "text", "12.34 %", "-")]
