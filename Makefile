@@ -3,6 +3,7 @@
 # make test-slow the tests marked slow: more kills, more mutations
 # make fuzz      whole commands with drawn paths, damage, environments and faults: 2,000 examples of each
 # make test-min  the tests on the oldest versions that pyproject.toml allows
+# make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 WORKERS ?= auto
 TARGETS := 0.99 0.95 0.90
 
-.PHONY: demo test test-slow fuzz test-min lint setup clean
+.PHONY: demo test test-slow test-vllm fuzz test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -53,5 +54,15 @@ test-min:
 	.venv-min/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	OMP_NUM_THREADS=1 .venv-min/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
 
+# vLLM for CPUs, without what it needs for pictures and sounds (torchvision, torchaudio, torchcodec).
+test-vllm: .venv-vllm/.done
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm
+
+.venv-vllm/.done: constraints-vllm.txt pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-min runs out build
+	rm -rf $(VENV) .venv-min .venv-vllm runs out build

@@ -116,6 +116,30 @@ def _fits_shared_memory(
     return fits
 
 
+def layer_served(
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rotation_fits: bool,
+    kernels: LayerKernels | None = None,
+) -> bool:
+    """Whether the kernels serve a layer at all, whatever is asked of it in a call.
+
+    Args:
+        heads_per_kv, head_dim: of the uncompressed model.
+        rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
+        kernels: the launches of the layer; by default by rule.
+    """
+    return (
+        kernels_wanted(device)
+        and rotation_fits
+        and dtype in DTYPES
+        and widths_fit(layout, heads_per_kv, head_dim, dtype, device, kernels)
+    )
+
+
 def kernels_serve(
     hidden_states: Tensor,
     layout: LayerLayout,
@@ -138,13 +162,12 @@ def kernels_serve(
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not kernels_wanted(hidden_states.device):
         return False
+    dtype, device = hidden_states.dtype, hidden_states.device
     return (
         (attention_mask is None or _mask_fits(attention_mask, *hidden_states.shape[:2]))
         and hidden_states.numel() > 0
-        and rotation_fits
         and dropout == 0.0
-        and hidden_states.dtype in DTYPES
-        and widths_fit(layout, heads_per_kv, head_dim, hidden_states.dtype, hidden_states.device, kernels)
+        and layer_served(layout, heads_per_kv, head_dim, dtype, device, rotation_fits, kernels)
     )
 
 

@@ -39,9 +39,13 @@ def unpack(rows: Tensor, columns: Columns, dtype: torch.dtype) -> Tensor:
         [..., rank], dtype.
     """
     numbers = []
-    for s in columns.segments(dtype.itemsize):
+    for s in columns.segments(dtype.itemsize):  # copied where wider numbers are seen in it: it may begin at any word
         part = rows[..., s.offset_bytes : s.offset_bytes + s.size_bytes]
-        numbers.append(_unpacked(part, s.bits, dtype) if s.bits < 16 else part.contiguous().view(dtype))
+        numbers.append(
+            _unpacked(part, s.bits, dtype)
+            if s.bits < 16
+            else part.clone(memory_format=torch.contiguous_format).view(dtype)
+        )
     return torch.cat(numbers, dim=-1)
 
 

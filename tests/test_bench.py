@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 from pathlib import Path
 
@@ -262,3 +263,19 @@ def test_numbers_that_are_none(folder: Path, option: str) -> None:
 
 def _names(file: Path) -> list[str]:
     return [line.rstrip(":") for line in file.read_text().splitlines() if line and not line.startswith(" ")]
+
+
+def test_an_engine_that_is_not_there_and_options_that_it_does_not_take_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else found(name, *a))
+    for options, text in (
+        (["--engine", "vllm"], "vLLM is not installed"),
+        (["--engine", "vllm", "--lengths", "64", "--device", "cpu"], "--lengths, --device: not with --engine vllm"),
+        (["--engine", "vllm", "--layers", "2"], "--layers: not with --engine vllm"),
+        (["--engine", "vllm", "--new-tokens", "0"], "at least 2 new tokens"),
+        (["--engine", "other"], "expected transformers or vllm"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            CliRunner().invoke(app, ["bench", str(folder), *options], catch_exceptions=False)

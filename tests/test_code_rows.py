@@ -13,7 +13,7 @@ from ragged import layer
 from rotor.errors import CheckpointError
 from rotor.format.columns import Columns
 from rotor.format.layout import LayerLayout, kv_bytes_per_token, ordered_by_class
-from rotor.kernels import code_reference
+from rotor.kernels import running_softmax
 from rotor.kernels.code_reference import coded_attention
 from rotor.kernels.reference import grouped_attention
 from rotor.kernels.rows import pack, pack_layer, unpack, unpack_layer
@@ -120,8 +120,8 @@ def test_groups_of_equal_rank_but_other_widths_are_other_classes() -> None:
 
 @pytest.fixture(params=[64, 5000], ids=["blocks", "one block"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_reference, "LEAST_BLOCK", request.param)
-    monkeypatch.setattr(code_reference, "BLOCK_ELEMENTS_CPU", 1)
+    monkeypatch.setattr(running_softmax, "LEAST_BLOCK", request.param)
+    monkeypatch.setattr(running_softmax, "BLOCK_ELEMENTS_CPU", 1)
 
 
 @pytest.mark.parametrize("domain", ["post", "pre", "none"])

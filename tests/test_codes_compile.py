@@ -75,5 +75,6 @@ def test_rotation_with_a_shift(capability: int) -> None:
 
 
 def test_append() -> None:
-    for slots in (False, True):
-        check(append_variant((MIXED, MIXED), torch.bfloat16, slots), 90)
+    for slots, page in ((False, 0), (True, 0), (True, 16)):
+        check(append_variant((MIXED, MIXED), torch.bfloat16, slots, page), 90)
+    check(append_variant((Columns(n16=64),), torch.bfloat16, True, 16), 90)  # rows of numbers

@@ -25,7 +25,7 @@ WORDS = 16
 """Tokens, and words of one segment, that one program packs."""
 
 FIELDS = tl.constexpr(4)
-INTEGERS = ["tokens", "latent_stride", "row_stride"]
+INTEGERS = ["tokens", "latent_stride", "row_stride", "page_stride"]
 """Not specialised on their values, as in the decode kernel."""
 
 
@@ -50,11 +50,11 @@ def _packed(latents, COUNT: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constex
 
 @triton.jit(do_not_specialize=INTEGERS)
 def append_kernel(
-    latents, rows, slots, segments, tokens, latent_stride, row_stride, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    WORDS: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    latents, rows, slots, segments, tokens, latent_stride, row_stride, page_stride, SLOTS: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """See `pack_rows`; grid (blocks of ROWS tokens, segments, blocks of WORDS words); strides in units of
-    ALIGN elements and ROW_ALIGN words.
+    ALIGN elements and ROW_ALIGN words. PAGE: rows of a page, 0 where all rows are one after the other.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
@@ -71,7 +71,11 @@ def append_kernel(
     if first < words:
         index = first + tl.arange(0, WORDS)
         source = latents + token.to(tl.int64) * (latent_stride.to(tl.int64) * ALIGN) + column
-        row = row * (row_stride.to(tl.int64) * ROW_ALIGN) + place
+        if PAGE > 0:
+            page = row // PAGE * (page_stride.to(tl.int64) * ROW_ALIGN)
+            row = row % PAGE * (row_stride.to(tl.int64) * ROW_ALIGN) + page + place
+        else:
+            row = row * (row_stride.to(tl.int64) * ROW_ALIGN) + place
         for choice in tl.static_range(4):
             if bits == 16 >> choice:
                 _append(source, rows, row, index, first, valid, words, 16 >> choice, ROWS, WORDS)
@@ -95,8 +99,10 @@ def pack_rows(
     Args:
         latents: [..., sum of ranks], what the key or value projection puts out.
         columns: of each group.
-        rows: a cache [number of rows, bytes], uint8, to write into (a paged one as a whole: pages times their keys).
-        slots: with `rows`: the row of each token, [tokens], int64; nothing is written where it is negative.
+        rows: a cache to write into, uint8: [number of rows, bytes], or pages [number, rows of a page, bytes], a view
+            whose innermost stride is 1.
+        slots: with `rows`: the row of each token (in pages, page times rows of a page plus the row in it), [tokens],
+            int64; nothing is written where it is negative.
     Returns:
         `rows`, or new ones [..., bytes], uint8.
     """
@@ -105,25 +111,27 @@ def pack_rows(
     tokens = latents.reshape(-1, latents.shape[-1])
     out = rows if rows is not None else torch.empty(len(tokens), size, dtype=torch.uint8, device=latents.device)
     words = out.view(torch.int32)
+    page = rows.shape[1] if rows is not None and rows.dim() == 3 else 0
     most = max(s.size_bytes for of_group in columns for s in of_group.segments(latents.element_size())) // WORD_BYTES
     if len(tokens):
-        align, row_align = append_alignment(columns, latents.element_size(), tokens.stride(0), words.stride(0))
+        strides = words.stride()[:-1]
+        align, row_align = append_alignment(columns, latents.element_size(), tokens.stride(0), *strides)
         launch(
             append_kernel, (triton.cdiv(len(tokens), ROWS), len(table), triton.cdiv(most, WORDS)), tokens, words,
             table if slots is None else slots, table, len(tokens), tokens.stride(0) // align,
-            words.stride(0) // row_align, SLOTS=slots is not None, ROWS=ROWS, WORDS=WORDS, ALIGN=align,
-            ROW_ALIGN=row_align, num_warps=4,
+            strides[-1] // row_align, strides[0] // row_align, SLOTS=slots is not None, PAGE=page, ROWS=ROWS,
+            WORDS=WORDS, ALIGN=align, ROW_ALIGN=row_align, num_warps=4,
         )  # fmt: skip
     return out if rows is not None else out.view(*latents.shape[:-1], size)
 
 
 def append_alignment(
-    columns: tuple[Columns, ...], element_bytes: int, latent_stride: int, row_stride: int
+    columns: tuple[Columns, ...], element_bytes: int, latent_stride: int, *row_strides: int
 ) -> tuple[int, int]:
-    """ALIGN and ROW_ALIGN: what divides columns and stride of the latents, and words and stride of the rows."""
+    """ALIGN and ROW_ALIGN: what divides columns and stride of the latents, and words and strides of the rows."""
     segments = [s for of_group in columns for s in of_group.segments(element_bytes)]
     align = math.gcd(16, latent_stride, *(s.count for s in segments))
-    return align, math.gcd(WORDS_OF_A_LOAD, row_stride, *(s.size_bytes // WORD_BYTES for s in segments))
+    return align, math.gcd(WORDS_OF_A_LOAD, *row_strides, *(s.size_bytes // WORD_BYTES for s in segments))
 
 
 @lru_cache(maxsize=4096)
@@ -139,12 +147,12 @@ def segment_table(columns: tuple[Columns, ...], element_bytes: int, device: torc
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 
-def append_variant(columns: tuple[Columns, ...], dtype: torch.dtype, slots: bool = False) -> Variant:
-    """What `pack_rows` compiles for a layer whose latents are contiguous."""
+def append_variant(columns: tuple[Columns, ...], dtype: torch.dtype, slots: bool = False, page: int = 0) -> Variant:
+    """What `pack_rows` compiles for a layer whose latents are contiguous; with slots, rows are in pages or not."""
     pointers = {"latents": dtype, "rows": torch.int32, "segments": torch.int32}
     pointers["slots"] = torch.int64 if slots else torch.int32
     width = sum(of_group.rank for of_group in columns)
     size = sum(of_group.row_bytes(dtype.itemsize) for of_group in columns)
     align, row_align = append_alignment(columns, dtype.itemsize, width, size // WORD_BYTES)
-    constants = {"SLOTS": slots, "ROWS": ROWS, "WORDS": WORDS, "ALIGN": align, "ROW_ALIGN": row_align}
+    constants = {"SLOTS": slots, "PAGE": page, "ROWS": ROWS, "WORDS": WORDS, "ALIGN": align, "ROW_ALIGN": row_align}
     return Variant("append", append_kernel, pointers, constants, (), {"num_warps": 4})

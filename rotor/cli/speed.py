@@ -1,4 +1,4 @@
-"""Speed, predicted and measured: bench, compile, schedule."""
+"""Speed, predicted and measured: bench, compile, schedule, traffic."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import UsageError
 from .app import (
+    MAX_NUMBER,
     AsJson,
+    CachePolicy,
     Checkpoint,
     Device,
     DeviceFile,
@@ -41,9 +44,13 @@ def bench(
         float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
     ] = None,
     model: SourceModel = None,
+    cache: CachePolicy = None,
     device_file: Annotated[
         Path | None, typer.Option(help="Device file to write the measured rates to, for --device-file of others.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="transformers, or vllm: the checkpoint and its source served side by side.")
+    ] = "transformers",
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
@@ -53,7 +60,21 @@ def bench(
 
     Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
     is measured, and the Triton kernels are listed as not measured.
+
+    With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
+    requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
+    --layers, --device and --device-file do not apply.
     """
+    if engine != "transformers":
+        if engine != "vllm":
+            raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
+        given_in_vain = {"--lengths": lengths, "--device-file": device_file, "--device": device != "auto" or None}
+        in_vain = [option for option, value in given_in_vain.items() if value is not None]
+        if in_vain or layers != 4:
+            raise UsageError(f"{', '.join(in_vain or ['--layers'])}: not with --engine vllm.", "Leave it out.")
+        show_progress(quiet)
+        _bench_vllm(folder, out, prefill, batch, repetitions, new_tokens, memory_gb, model, dtype, as_json)
+        return
     from ..recipe.settings import Compute
 
     given = [
@@ -75,6 +96,7 @@ def bench(
         repetitions=repetitions,
         new_tokens=new_tokens,
         memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+        cache=cache,
     )
     result = run_bench(
         folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=show_progress(quiet)
@@ -89,6 +111,64 @@ def bench(
     _print_bench(result)
     if device_file is not None:
         say(f"Rates written: --target-device {device_name(result)} --device-file {device_file}")
+
+
+def _bench_vllm(
+    folder: Path,
+    out: Path | None,
+    prefill: str | None,
+    batch: str | None,
+    repetitions: int,
+    new_tokens: int,
+    memory_gb: float | None,
+    model: Path | None,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    from ..bench.report import write_report
+    from ..bench.serving import ServingSettings, bench_serving
+
+    default = ServingSettings()
+    prompts = (default.prompt_tokens,) if prefill is None else numbers("--prefill", prefill)
+    if len(prompts) != 1 or new_tokens < 2:
+        raise UsageError(
+            "--engine vllm measures prompts of one length, and at least 2 new tokens.", "Give --prefill 512."
+        )
+    settings = ServingSettings(
+        default.concurrency if batch is None else tuple(numbers("--batch", batch)),
+        prompts[0],
+        new_tokens,
+        default.cache_bytes if memory_gb is None else int(memory_gb * 1e9),
+        max(1, repetitions // 4),
+    )
+    result = bench_serving(folder, settings, model=model, dtype=dtype, command=command_line())
+    if out is not None:
+        write_report(out, result)
+    if as_json:
+        print_json(result)
+        return
+    _print_serving(result)
+
+
+def _print_serving(result: dict[str, Any]) -> None:
+    cache, device = result["cache"], result["device"]
+    say(
+        f"Device: {device['name']} ({device['type']}), {result['dtype']}, vLLM {result['versions']['vllm']}; tokens in "
+        f"{in_bytes(result['settings']['cache_bytes'])} of cache: source {cache['tokens']['source']}, compressed "
+        f"{cache['tokens']['compressed']}, {cache['ratio_of_tokens']:.2f} times as many (bytes "
+        f"{cache['ratio_of_bytes']:.2f})"
+    )
+    rows = []
+    for r in result["serving"]:
+        times = (f"{1e3 * r[key]['median']:.1f}" for key in ("time_to_first_token_s", "time_between_tokens_s"))
+        ratio = f"{r['throughput_over_source']:.2f}"
+        rows.append((r["row"], r["concurrency"], f"{r['tokens_per_s']:.1f}", ratio, *times, r["preemptions"]))
+    print_table(
+        "Prompts of {prompt_tokens} tokens, {new_tokens} new ones, medians".format(**result["settings"]),
+        ("row",),
+        ("requests", "tokens/s", "over source", "first token ms", "between tokens ms", "preemptions"),
+        rows,
+    )
 
 
 def _print_bench(result: dict[str, Any]) -> None:
@@ -247,3 +327,72 @@ def schedule(
             f"last round redistributed {prefill.redistributed:.3f} ({prefill.cut_launches} of {prefill.launches} "
             "launches cut theirs)"
         )
+
+
+@app.command(epilog="Example: rotor traffic out/demo --processes 2,4,8 --measure 2 --plot traffic.png")
+def traffic(
+    folder: Checkpoint,
+    processes: Annotated[str, typer.Option(help="Numbers of processes, as in 2,4,8.")] = "2,4,8",
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Tokens of the prompt.")] = 1024,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,M", help="Also start so many processes here, on CPUs, and count the bytes of their calls."
+        ),
+    ] = None,
+    target_device: Annotated[
+        str, typer.Option(help="Device whose links' rate is used (rotor/prediction/devices.yaml).")
+    ] = "h200",
+    device_file: DeviceFile = None,
+    ethernet_gbit: Annotated[float, typer.Option(min=0.001, help="Gigabits a second of each process's network.")] = 100,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it to this .png, .svg or .pdf; needs matplotlib.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the bytes that a prompt sends over several processes (generate --parallel sequence), and alternatives.
+
+    Counted from the checkpoint's layouts; with --measure also from the calls of real processes, which must send as
+    many. Times are predicted from data-sheet rates of links: nothing is timed.
+    """
+    from ..bench.report import write_report
+    from ..bench.traffic import measure_traffic
+    from ..bench.traffic_plot import write_traffic_plot
+    from ..prediction.devices import find_device
+
+    rates = find_device(target_device, None if device_file is None else str(device_file))
+    result = measure_traffic(
+        folder,
+        numbers("--processes", processes),
+        tokens,
+        [] if measure is None else numbers("--measure", measure),
+        rates,
+        target_device,
+        ethernet_gbit * 1e9 / 8,
+        command_line(),
+    )
+    if out is not None:
+        write_report(out, result)
+    if plot is not None:
+        write_traffic_plot(result, plot)
+    if as_json:
+        print_json(result)
+        return
+    _print_traffic(result)
+
+
+def _print_traffic(result: dict[str, Any]) -> None:
+    """Bytes a token by what is sent, and their share of plain Ulysses; predicted times of the prompt; measurements."""
+    tokens, rows = result["tokens"], []
+    for entry in result["counted"]:
+        for name, label in result["labels"].items():
+            found = entry[name]
+            parts = (f"{found[part] / tokens:.0f}" for part in ("queries", "rows", "outputs", "bytes"))
+            share = found["bytes"] / entry["ulysses"]["bytes"] if entry["ulysses"]["bytes"] else 0.0
+            times = (f"{1e6 * found['predicted_s'][link]:.1f}" for link in ("link", "ethernet"))
+            rows.append((entry["processes"], label, *parts, f"{share:.3f}", *times))
+    right = ("queries", "rows", "outputs", "bytes a token", "of Ulysses", "predicted us, link", "us, Ethernet")
+    print_table(f"Sent by all processes, {tokens} tokens, {result['dtype']}", ("processes", "what"), right, rows)
+    for entry in result["measured"]:
+        sent = ", ".join(f"{kind} {size}" for kind, size in entry["sent_bytes"].items())
+        what = f"{entry['processes']} processes, exchange {entry['exchange']}"
+        say(f"measured, {what}, a prompt and one token, bytes of {sent}")

@@ -39,3 +39,21 @@ def test_rows_go_to_their_slots_and_nowhere_else() -> None:
     assert torch.equal(cache[written], packed[[0, 2, 3, 4]])
     untouched = [row for row in range(12) if row not in written]
     assert (cache[untouched] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_go_to_the_slots_of_pages_that_hold_more_than_them(dtype) -> None:
+    """Pages of a layer between those of other layers; keys and values side by side; numbers are columns of 16 bits."""
+    for columns in ((MIXTURES[0], MIXTURES[4]), (Columns(n16=6),)):
+        latents = latents_of(columns, 5, dtype)
+        size = sum(c.row_bytes(dtype.itemsize) for c in columns)
+        cache = torch.full((6, 3, 4, size + 12), 7, dtype=torch.uint8)
+        pages = cache[:, 1, :, 8 : 8 + size]
+        slots = torch.tensor([3, -1, 0, 23, 14])
+        pack_rows(latents, columns, pages, slots)
+        packed = pack_layer(latents, list(columns))
+        expected = torch.full_like(cache, 7)
+        for slot, row in zip(slots.tolist(), packed, strict=True):
+            if slot >= 0:
+                expected[slot // 4, 1, slot % 4, 8 : 8 + size] = row
+        assert torch.equal(cache, expected)

@@ -1,0 +1,72 @@
+"""Rows of a layer in pages of bytes: a token's keys and values side by side. Plain tensors, nothing of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...format.columns import Columns
+from ...format.layout import LayerLayout
+from ...kernels.rows import key_columns, pack_layer, value_columns
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """How the pages of a layer [num_pages, page_size, bytes], uint8, are read and written.
+
+    layout: of what this process keeps. dtype: the model's. Behind keys and values a row may have bytes of no meaning.
+    """
+
+    layout: LayerLayout
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of keys and of values."""
+        return self.layout.row_bytes(self.dtype.itemsize)
+
+    def split(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of keys and of values, [num_pages, page_size, bytes of each]."""
+        qk_bytes, v_bytes = self.sizes
+        return pages[..., :qk_bytes], pages[..., qk_bytes : qk_bytes + v_bytes]
+
+    def numbers(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """As `split`, as the kernels want them: numbers of the model's dtype, or bytes of codes."""
+        keys, values = self.split(pages)
+        return (keys, values) if self.layout.coded else (keys.view(self.dtype), values.view(self.dtype))
+
+    def write(self, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor, use_kernels: bool) -> None:
+        """Put new rows into their slots.
+
+        Args:
+            key, value: [at least tokens, qk_width] and [.., v_width], as the projections put them out.
+            slots: [tokens]: page times page_size plus the row in it. Nothing is kept of a token where it is negative:
+                kernels skip it, and PyTorch, without asking the host, puts it into page 0, which vLLM gives to nobody.
+        """
+        tokens, page_size = slots.shape[0], pages.shape[1]
+        sides = zip(self.split(pages), (key[:tokens], value[:tokens]), self._columns, strict=True)
+        if use_kernels and self._in_words:
+            from ...kernels.projection.append import pack_rows  # imports Triton
+
+            for rows, latents, columns in sides:
+                pack_rows(latents.contiguous(), columns, rows, slots.long())
+            return
+        slots = slots.clamp(min=0).long()
+        page, row = slots // page_size, slots % page_size
+        for rows, latents, columns in sides:
+            coded = self.layout.coded
+            rows[page, row] = pack_layer(latents, columns) if coded else latents.contiguous().view(torch.uint8)
+
+    @property
+    def _columns(self) -> tuple[tuple[Columns, ...], tuple[Columns, ...]]:
+        if self.layout.coded:
+            return tuple(key_columns(self.layout)), tuple(value_columns(self.layout))
+        widths = self.layout.qk_width, self.layout.v_width
+        return ((Columns(n16=widths[0]),), (Columns(n16=widths[1]),)) if self._in_words else ((), ())
+
+    @property
+    def _in_words(self) -> bool:
+        """Whether rows of numbers are whole words: then they are columns of 16 bits, which the kernel knows."""
+        return self.layout.coded or (self.layout.qk_width % 2 == 0 and self.layout.v_width % 2 == 0)

@@ -1,0 +1,29 @@
+"""Which versions of vLLM the plugin has been tested with."""
+
+from __future__ import annotations
+
+import re
+
+TESTED = (0, 32), (0, 33)
+"""From the first of these versions up to, and without, the second; pyproject.toml and docs/serving.md say the same.
+
+Of what the plugin uses, vLLM promises entry points and the registries of models and quantisation methods. Attention
+backends, cache specs and the attention ops have no promise: a new version is added here once `make test-vllm` passes.
+"""
+
+
+def refusal(version: str) -> str | None:
+    """Why compressed checkpoints are not served with a version of vLLM; None if they are."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    first, end = TESTED
+    if numbers is not None and first <= (int(numbers[1]), int(numbers[2])) < end:
+        return None
+    below = end[0], end[1] - 1
+    return (
+        f"vLLM {version} does not serve compressed checkpoints: rotor's plugin is tested with "
+        f"{_text(first)}{'' if below == first else f' to {_text(below)}'}."
+    )
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

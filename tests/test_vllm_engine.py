@@ -1,0 +1,328 @@
+"""Compressed checkpoints in vLLM's engine: greedy tokens in float32 are transformers', whatever the engine does.
+
+`make test-vllm` runs this in an environment with vLLM; elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from coded_models import Pair, write_pair
+from conftest import CONFIGS, DEMO_MODEL, MOE, ROOT, SIZES, build_tiny, calibrated
+from transformers import Qwen3MoeConfig
+from vllm_engine import CACHE_BYTES, PROMPTS, cache_tokens, engine, expected_tokens, make_prompts, metric, served_tokens
+
+from rotor.bench.serving import ServingSettings, bench_serving
+from rotor.calibration.calibrate import calibrate
+from rotor.errors import RotorError
+from rotor.export.export import export
+from rotor.format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from rotor.models.compressed import CompressedCheckpoint
+
+pytestmark = pytest.mark.vllm
+
+BOTH = ["plain", "coded"]
+MADE_BY_HAND = [
+    *((kind, "llama", domain, size) for kind in BOTH for domain in ("post", "pre") for size in (1, 2)),
+    *((kind, "gpt2", "none", size) for kind in BOTH for size in (1, 2)),
+    ("coded", "mistral", "pre", 1),
+    ("plain", "qwen2", "post", 1),
+    ("coded", "qwen2_moe", "pre", 2),
+    ("coded", "qwen3", "pre", 2),
+    ("plain", "qwen3_moe", "post", 1),
+    ("coded", "gemma2", "post", 2),
+    ("plain", "gemma2", "pre", 1),
+    ("coded", "gemma3_text", "pre", 2),
+]
+"""Numbers and codes in each domain and group size; and scaled RoPE, sliding windows shorter than the prompts, norms,
+experts, a soft cap, two RoPEs, biases.
+"""
+
+EXPORTED = [("phi3", "pre"), ("mixtral", "post"), ("opt", "post"), ("falcon", "pre"), ("falcon-40b", "post")]
+"""Fused projections, partial and long RoPE, one KV head; bases and ranks of rotor's own, ragged rows."""
+
+
+def build_wide(folder: Path) -> Path:
+    """qwen3_moe with a hidden size that vLLM's experts on a CPU take: a multiple of 32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIGS, "qwen3_moe", lambda: Qwen3MoeConfig(**SIZES | {"hidden_size": 64}, **MOE))
+        return build_tiny("qwen3_moe", folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
+    """pair(family, domain, group_size) -> a Pair of checkpoints, of numbers and of codes, made once."""
+    made: dict[tuple, Pair] = {}
+
+    def get(*case) -> Pair:
+        if case not in made:
+            folder = tmp_path_factory.mktemp("pair")
+            source = tiny(case[0]) if case[0] != "qwen3_moe" else build_wide(folder / "source")
+            made[case] = write_pair(source, folder, *case[1:])
+        return made[case]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """expected(folder, ...) -> transformers' tokens, made once."""
+    known: dict[str, list[list[int]]] = {}
+
+    def get(folder: Path, **options) -> list[list[int]]:
+        key = f"{folder} {options}"
+        if key not in known:
+            known[key] = expected_tokens(folder, **options)
+        return known[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def exported(tiny, tmp_path_factory: pytest.TempPathFactory):
+    """exported(family, domain) -> a checkpoint by way of calibration, made once."""
+    made: dict[tuple, Path] = {}
+
+    def get(family: str, domain: str) -> Path:
+        if (family, domain) not in made:
+            folder = tmp_path_factory.mktemp("exported")
+            run = calibrated(tiny(family), folder / "run", domain, 1)
+            made[family, domain] = export(run.folder, folder / "out", compression=0.4).folder
+        return made[family, domain]
+
+    return get
+
+
+def folder_of(pair, kind: str, *case) -> Path:
+    return getattr(pair(*case), kind)
+
+
+@pytest.mark.parametrize("case", MADE_BY_HAND, ids=str)
+def test_tokens_are_those_of_transformers(case, pair, expected) -> None:
+    """Prompts of 1 to 200 tokens at once; and again, with what the first time left in the prefix cache.
+
+    The cache holds as many tokens as the bytes of its rows say, without remainder but for the last page.
+    """
+    folder = folder_of(pair, *case)
+    checkpoint = CompressedCheckpoint(folder)
+    with engine(folder) as llm:
+        assert served_tokens(llm) == expected(folder)
+        assert served_tokens(llm) == expected(folder)
+        if len(set(getattr(checkpoint.config, "layer_types", None) or [None])) == 1:
+            size = kv_bytes_per_token(checkpoint.layouts, 4)
+            assert cache_tokens(llm) == CACHE_BYTES // (16 * size) * 16
+
+
+@pytest.mark.parametrize("case", EXPORTED, ids=str)
+def test_tokens_of_exported_checkpoints_are_those_of_transformers(case, exported, expected) -> None:
+    folder = exported(*case)
+    limit = 120 if case[0] == "phi3" else 240  # below and above it RoPE has other frequencies, which vLLM decides once
+    prompts = [p for p in PROMPTS if len(p) < limit - 10]
+    with engine(folder, max_model_len=limit) as llm:
+        assert served_tokens(llm, prompts) == expected_tokens(folder, prompts)
+
+
+FEATURES = {
+    "no prefix cache, pages of 64": {"enable_prefix_caching": False, "block_size": 64},
+    "chunked prefill": {"max_num_batched_tokens": 32, "enable_chunked_prefill": True},
+}
+SOME = ("llama", "pre", 2)
+
+
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("kind", BOTH)
+def test_features_change_no_token(kind: str, options, pair, expected) -> None:
+    folder = folder_of(pair, kind, *SOME)
+    with engine(folder, **options) as llm:
+        assert served_tokens(llm) == expected(folder)
+
+
+def test_preempted_requests_begin_anew_and_end_alike(pair) -> None:
+    """Room for one request and a half: the others wait, and lose their pages while they decode."""
+    folder = folder_of(pair, "coded", *SOME)
+    size = kv_bytes_per_token(pair(*SOME).layouts, 4)
+    with engine(folder, kv_cache_memory_bytes=size * 352, disable_log_stats=False) as llm:
+        long = make_prompts((90, 90, 95, 95))
+        assert served_tokens(llm, long, 60) == expected_tokens(folder, long, 60)
+        assert metric(llm, "vllm:num_preemptions") > 0
+
+
+def test_windows_and_full_attention_of_other_widths_share_memory(exported, expected) -> None:
+    """gemma3_text: a layer of each kind. A block is as wide as the wider kind, and serves either."""
+    folder = exported("gemma3_text", "pre")
+    checkpoint = CompressedCheckpoint(folder)
+    assert checkpoint.config.layer_types == ["sliding_attention", "full_attention"]
+    sizes = [sum(layout.row_bytes(4)) for layout in checkpoint.layouts]
+    assert sizes[0] != sizes[1]
+    with engine(folder) as llm:
+        assert served_tokens(llm) == expected(folder)
+        assert cache_tokens(llm) == CACHE_BYTES // (16 * max(sizes)) * 16
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the bundled model; elastic, so that it has profiles too."""
+    folder = tmp_path_factory.mktemp("demo")
+    overrides = ["tokens.count=2048", "codes.bits=[0,16]", "evaluation.search_tokens=1024",
+                 "evaluation.report_tokens=1024", "search.resolution=0.1"]  # fmt: skip
+    run = calibrate(DEMO_MODEL, folder / "run", "rotor", overrides)
+    return export(run.folder, folder / "out", accuracy=0.97, targets=[0.9, 0.97], elastic=True).folder
+
+
+def test_source_and_compressed_tokens_in_equal_memory_are_in_the_ratio_of_bytes(demo: Path) -> None:
+    checkpoint = CompressedCheckpoint(demo)
+    with engine(DEMO_MODEL, block_size=32) as llm:
+        source = cache_tokens(llm)
+    with engine(demo, block_size=32) as llm:
+        compressed = cache_tokens(llm)
+    ratio = uncompressed_kv_bytes_per_token(checkpoint.shape, 4) / kv_bytes_per_token(checkpoint.default_layouts, 4)
+    assert compressed / source == pytest.approx(ratio, rel=0.02)
+
+
+@pytest.mark.parametrize("chosen", [None, 0.9])
+def test_profiles_are_chosen_as_in_transformers(chosen: float | None, demo: Path) -> None:
+    options = {} if chosen is None else {"rank_profile": chosen}
+    prompts = make_prompts((3, 30, 60), 2000)
+    with engine(demo, **({"hf_overrides": options} if options else {})) as llm:
+        assert served_tokens(llm, prompts) == expected_tokens(demo, prompts, **options)
+
+
+def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(pair, tmp_path: Path) -> None:
+    """Log-probabilities of a prompt's tokens, in nats; twice transformers' own deviation is allowed."""
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    prompt = make_prompts((120, 120))[0]
+    rows = torch.tensor([prompt])
+    for kind in ("plain", "coded"):
+        folder = folder_of(pair, kind, "llama", "pre", 2)
+        with torch.no_grad():
+            exact, own = (
+                AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(rows).logits.float().log_softmax(-1)
+                for dtype in (torch.float32, torch.bfloat16)
+            )
+        index = rows[0, 1:, None]
+        exact, own = (x[0, :-1].gather(-1, index)[:, 0] for x in (exact, own))
+        with engine(folder, dtype="bfloat16") as llm:
+            parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+            output = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
+        got = torch.tensor([entry[t].logprob for entry, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
+        assert (got - exact).norm() <= 2 * (own - exact).norm()
+
+
+def refused(folder: Path, match: str, **options) -> None:
+    with pytest.raises(Exception, match=match) as found, engine(folder, **options):
+        pass
+    assert isinstance(found.value, RotorError) or match in str(found.value)
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(pair, tmp_path: Path) -> None:
+    folder = folder_of(pair, "coded", "llama", "pre", 2)
+    refused(folder, "--kv-cache-dtype fp8", kv_cache_dtype="fp8")
+    refused(folder, "LoRA: adapters are trained on", enable_lora=True)
+    refused(folder, "rank_profile 0.9: this checkpoint stores one set of ranks", hf_overrides={"rank_profile": 0.9})
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    config["architectures"] = ["GraniteForCausalLM"]
+    (other / "config.json").write_text(json.dumps(config))
+    refused(other, "GraniteForCausalLM: not served compressed by vLLM")
+
+
+def test_another_vllm_refuses_compressed_checkpoints_and_serves_all_others(
+    pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rotor.plugins.vllm.quantization import RotorQuantization
+    from rotor.plugins.vllm.versions import refusal
+
+    monkeypatch.setattr(RotorQuantization, "refusal", refusal("0.1.0"))
+    refused(folder_of(pair, "coded", "llama", "pre", 2), "vLLM 0.1.0 does not serve compressed checkpoints")
+    assert RotorQuantization.override_quantization_method({"quant_method": "awq"}, None) is None
+
+
+def served_elsewhere(folder: Path, program: str, *arguments: str, **environment: str) -> list:
+    """What a program prints as JSON behind TOKENS, in a process of its own."""
+    file = folder.parent / "program.py"
+    file.write_text(program)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, str(file), str(folder), *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    lines = [line.partition("TOKENS")[2] for line in done.stdout.splitlines() if "TOKENS" in line]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return [json.loads(line) for line in lines]
+
+
+ALONE = {
+    "tensor parallel": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "pipeline parallel": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "compiled": {"enforce_eager": False},
+    "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+}
+"""Engines of several processes cannot share this one; after torch.compile, or numba, vLLM 0.32 fails to make a second
+engine in a process (it looks through all modules that are imported).
+"""
+
+
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+def test_engines_in_processes_of_their_own_give_the_same_tokens(options, pair, expected) -> None:
+    folder = folder_of(pair, "coded", *SOME)
+    program = (
+        "import json, sys, vllm_engine as v\n"
+        "if __name__ == '__main__':\n"
+        "    with v.engine(sys.argv[1], **json.loads(sys.argv[2])) as llm:\n"
+        "        print('TOKENS' + json.dumps(v.served_tokens(llm)))\n"
+    )
+    assert served_elsewhere(folder, program, json.dumps(options)) == [expected(folder)]
+
+
+def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(pair, expected) -> None:
+    """TRITON_INTERPRET must be set from the start: a process of its own."""
+    folders = [folder_of(pair, kind, *SOME) for kind in ("plain", "coded")]
+    folders += [folder_of(pair, "coded", "llama", "post", 1)]
+    program = (
+        "import json, sys, vllm_engine as v\n"
+        "from rotor.kernels.decode import launch\n"
+        "from rotor.kernels.prefill import kernel\n"
+        "from rotor.kernels.projection import append\n"
+        "called = set()\n"
+        "for module, name in ((launch, 'decode_attention'), (kernel, 'prefill_attention'), (append, 'pack_rows')):\n"
+        "    def spy(*a, inner=getattr(module, name), name=name, **k):\n"
+        "        called.add(name)\n"
+        "        return inner(*a, **k)\n"
+        "    setattr(module, name, spy)\n"
+        "def serve(folder):\n"
+        "    with v.engine(folder) as llm:\n"
+        "        print('TOKENS' + json.dumps([v.served_tokens(llm, v.PROMPTS[1:5], 3), sorted(called)]))\n"
+        "for folder in sys.argv[1:]:\n"
+        "    serve(folder)\n"
+    )
+    interpreter = {"TRITON_INTERPRET": "1", "ROTOR_ATTENTION": "triton"}
+    found = served_elsewhere(folders[0], program, *map(str, folders[1:]), **interpreter)
+    for folder, (tokens, called) in zip(folders, found, strict=True):
+        assert tokens == [row[:3] for row in expected(folder)[1:5]]
+        assert called == ["decode_attention", "pack_rows", "prefill_attention"]
+
+
+def test_a_benchmark_serves_source_and_compressed_side_by_side(demo: Path) -> None:
+    settings = ServingSettings((1, 3), prompt_tokens=40, new_tokens=4, cache_bytes=4 << 20, repetitions=1, seed=0)
+    report = bench_serving(demo, settings, model=DEMO_MODEL, command="rotor bench")
+    cache = report["cache"]
+    assert cache["ratio_of_tokens"] == pytest.approx(cache["ratio_of_bytes"], rel=0.05)  # pages of 128 tokens
+    assert [(r["row"], r["concurrency"]) for r in report["serving"]] == [
+        (f"vllm, {row}", n) for n in (1, 3) for row in ("source", "compressed")
+    ]
+    assert all(check["error"] <= check["limit"] for check in report["checks"])
+    assert all(r["tokens_per_s"] > 0 and r["time_to_first_token_s"]["median"] > 0 for r in report["serving"])
+    assert report["serving"][0]["throughput_over_source"] == 1.0
+    json.dumps(report, default=list)

@@ -1,0 +1,96 @@
+"""Engines of vLLM for the tests, in this process, with tiny models and tiny caches; and what transformers makes of the
+same prompts. Imported before vLLM is.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+pytest.importorskip("vllm", reason="needs vLLM in an environment of its own: make test-vllm")
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+CACHE_BYTES = 2 << 20
+NEW_TOKENS = 8
+
+
+def make_prompts(lengths: tuple[int, ...], vocabulary: int = 4096) -> list[list[int]]:
+    """Random tokens; the last two prompts share the first half of one."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randint(2, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    made[-1][: len(made[-2]) // 2] = made[-2][: len(made[-2]) // 2]
+    return made
+
+
+PROMPTS = make_prompts((1, 15, 16, 17, 40, 100, 129, 200))
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[LLM]:
+    """An engine with pages of 16 tokens, which goes when the block ends."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 240,
+        "block_size": 16,
+        "kv_cache_memory_bytes": CACHE_BYTES,
+        "max_num_seqs": 16,
+    }
+    made = LLM(model=str(folder), **(defaults | options))
+    try:
+        yield made
+    finally:
+        del made
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def served_tokens(llm: LLM, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """Greedy tokens after each prompt, all prompts at once."""
+    parameters = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def expected_tokens(
+    folder: Path, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS, **options: Any
+) -> list[list[int]]:
+    """transformers' greedy tokens in float32, prompt by prompt."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    found = []
+    for prompt in prompts:
+        row = torch.tensor([prompt])
+        output = model.generate(
+            row,
+            attention_mask=torch.ones_like(row),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def cache_tokens(llm: LLM) -> int:
+    """Tokens of cache that the engine has room for."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    return cache.num_gpu_blocks * cache.block_size
+
+
+def metric(llm: LLM, name: str) -> float:
+    return {m.name: getattr(m, "value", None) for m in llm.get_metrics()}[name]
