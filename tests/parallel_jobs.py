@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import rotor  # noqa: F401  registers compressed checkpoints
 from rotor.parallel import sequence_parallel
-from rotor.runtime.cache_size import cache_bytes
+from rotor.runtime.cache import stored_bytes
 
 
 @lru_cache(maxsize=2)
@@ -67,7 +67,7 @@ def traffic(group: Any, folder: str, ids: Tensor, exchange: str) -> dict[str, An
     with sequence_parallel(model, group, exchange) as parallel:
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
         model(ids[:, -1:].contiguous(), past_key_values=cache)
-        sizes = parallel.of_each(cache_bytes(cache))
+        sizes = parallel.of_each(stored_bytes(cache))
     tokens = [len(layer.indices) for layer in cache.layers]
     return {"sent": dict(parallel.wire.sent), "sizes": sizes, "tokens": tokens}
 

@@ -37,8 +37,7 @@ from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
 from rotor.parallel.traffic import of_prompt, of_token, uncompressed
-from rotor.runtime.cache import cache_policy
-from rotor.runtime.cache_size import cache_bytes
+from rotor.runtime.cache import cache_policy, stored_bytes
 
 MQA = [(Columns(n16=4, n8=4, n4=8), Columns(n8=8, n4=8))]
 TWO = [(Columns(n16=8, n8=8, n4=16), Columns(n8=16, n4=16)), (Columns(n16=4, n4=32), Columns(n8=16, n2=16))]
@@ -131,7 +130,7 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(case: str, coded: bool, pair
         sent = {kind: sum(one["sent"].get(kind, 0) for one in found) for kind in ("queries", "rows", "outputs")}
         assert sent == {"queries": expected.queries, "rows": expected.rows, "outputs": expected.outputs}
         assert sum(one["sent"].get("partial", 0) for one in found) == of_token(layouts, shape, count, 8)
-        assert sum(found[0]["sizes"]) == cache_bytes(whole)
+        assert sum(found[0]["sizes"]) == stored_bytes(whole)
         kept = [one["tokens"][0] for one in found]
         assert sum(kept) == tokens + 1
         assert max(kept) - min(kept) <= 2
@@ -190,9 +189,9 @@ def test_what_cannot_be_spread_is_refused(pair: Any, alone: None) -> None:
         ({"past_key_values": filled}, "was filled outside of sequence_parallel"),
         ({"past_key_values": StaticCache(model.config, max_cache_len=16)}, "a StaticCache cannot be spread"),
     ]
-    with cache_policy(model, "gear-4"):
-        with pytest.raises(UsageError, match="keeps its cache by a policy"), sequence_parallel(model):
-            pass
+    refused = pytest.raises(UsageError, match="keeps its cache by a policy")
+    with cache_policy(model, "gear-4"), refused, sequence_parallel(model):
+        pass
     with sequence_parallel(model) as parallel:
         for more, message in cases:
             with pytest.raises(UsageError, match=message):

@@ -20,7 +20,6 @@ from transformers import Qwen3MoeConfig
 from vllm_engine import CACHE_BYTES, PROMPTS, cache_tokens, engine, expected_tokens, make_prompts, metric, served_tokens
 
 from rotor.bench.serving import ServingSettings, bench_serving
-from rotor.calibration.calibrate import calibrate
 from rotor.errors import RotorError
 from rotor.export.export import export
 from rotor.format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
@@ -168,12 +167,10 @@ def test_windows_and_full_attention_of_other_widths_share_memory(exported, expec
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the bundled model; elastic, so that it has profiles too."""
+    """A checkpoint of the bundled model, whose heads are such as vLLM's own attention takes."""
     folder = tmp_path_factory.mktemp("demo")
-    overrides = ["tokens.count=2048", "codes.bits=[0,16]", "evaluation.search_tokens=1024",
-                 "evaluation.report_tokens=1024", "search.resolution=0.1"]  # fmt: skip
-    run = calibrate(DEMO_MODEL, folder / "run", "rotor", overrides)
-    return export(run.folder, folder / "out", accuracy=0.97, targets=[0.9, 0.97], elastic=True).folder
+    run = calibrated(DEMO_MODEL, folder / "run", "pre", "all")
+    return export(run.folder, folder / "out", compression=0.6).folder
 
 
 def test_source_and_compressed_tokens_in_equal_memory_are_in_the_ratio_of_bytes(demo: Path) -> None:
@@ -186,12 +183,28 @@ def test_source_and_compressed_tokens_in_equal_memory_are_in_the_ratio_of_bytes(
     assert compressed / source == pytest.approx(ratio, rel=0.02)
 
 
-@pytest.mark.parametrize("chosen", [None, 0.9])
-def test_profiles_are_chosen_as_in_transformers(chosen: float | None, demo: Path) -> None:
+@pytest.fixture(scope="module")
+def elastic(pair) -> Path:
+    """A checkpoint with all columns and two profiles, of which the smaller is the default."""
+    made = pair("llama", "pre", 2)
+    folder = Path(shutil.copytree(made.plain, made.plain.parent / "elastic"))
+    config = json.loads((folder / "config.json").read_text())
+    section = config["quantization_config"]
+    stored = [[[g["qk_rank"], g["v_rank"]] for g in layer["groups"]] for layer in section["layers"].values()]
+    smaller = [[[qk // 2, v // 2] for qk, v in layer] for layer in stored]
+    section["profiles"], config["rank_profile"] = {"0.9": smaller, "0.97": stored}, "0.9"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("chosen", [None, 0.97])
+def test_profiles_are_chosen_as_in_transformers(chosen: float | None, elastic: Path, expected) -> None:
     options = {} if chosen is None else {"rank_profile": chosen}
-    prompts = make_prompts((3, 30, 60), 2000)
-    with engine(demo, **({"hf_overrides": options} if options else {})) as llm:
-        assert served_tokens(llm, prompts) == expected_tokens(demo, prompts, **options)
+    with engine(elastic, **({"hf_overrides": options} if options else {})) as llm:
+        assert served_tokens(llm) == expected(elastic, **options)
+        tokens = cache_tokens(llm)
+    size = kv_bytes_per_token(CompressedCheckpoint(elastic).layouts, 4)
+    assert tokens == CACHE_BYTES // (16 * size // (2 if chosen is None else 1)) * 16
 
 
 def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(pair, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..installing import pip_install
 from ..report.style import MARKERS, STYLE
 
 
@@ -20,7 +21,7 @@ def write_traffic_plot(result: dict[str, Any], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
-            "plots need matplotlib, which is not installed.", "Run `pip install rotor-kv[plots]`, or leave --plot out."
+            "plots need matplotlib, which is not installed.", f"Run `{pip_install('plots')}`, or leave --plot out."
         ) from error
     entries = result["counted"]
     counts = [entry["processes"] for entry in entries]

@@ -65,6 +65,8 @@ def bench(
     requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
     --layers, --device and --device-file do not apply.
     """
+    from ..recipe.settings import Compute
+
     if engine != "transformers":
         if engine != "vllm":
             raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
@@ -72,11 +74,11 @@ def bench(
         in_vain = [option for option, value in given_in_vain.items() if value is not None]
         if in_vain or layers != 4:
             raise UsageError(f"{', '.join(in_vain or ['--layers'])}: not with --engine vllm.", "Leave it out.")
+        Compute("auto", dtype).check()
+        check_folder(folder)
         show_progress(quiet)
         _bench_vllm(folder, out, prefill, batch, repetitions, new_tokens, memory_gb, model, dtype, as_json)
         return
-    from ..recipe.settings import Compute
-
     given = [
         None if text is None else numbers(option, text)
         for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
