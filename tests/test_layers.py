@@ -12,7 +12,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.format", "rotor.typed")
+BELOW_KERNELS = ("rotor.errors", "rotor.installing", "rotor.logs", "rotor.format", "rotor.typed")
 
 
 def test_imports_go_down() -> None:
