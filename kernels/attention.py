@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,32 @@ from .layer_table import layer_parts
 from .prefill.kernel import prefill_attention
 
 _ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Mask -> its version, what it was expanded to, and the ranges: all layers of a step share one mask."""
+"""Mask -> its ranges: all layers of a step share one mask."""
+
+
+@dataclass
+class _Known:
+    """Ranges of a mask, and what they hold for.
+
+    shape: batch_size, seq_len, kv_len. version: of the mask; None where it has none to know a change by.
+    capturing: whether they were computed into a CUDA graph. layer: the last one that asked.
+    """
+
+    shape: tuple[int, int, int]
+    version: int | None
+    capturing: bool
+    layer: int | None
+    ranges: DecodeKeys | PrefillKeys
+
+    def serves(self, shape: tuple[int, int, int], version: int | None, capturing: bool, layer: int | None) -> bool:
+        """Whether for another call. Without a version, or in a graph whose replays see other masks, only for a later
+        layer than the last: a step goes through them in their order, and the mask stays as it is.
+        """
+        if (shape, version, capturing) != (self.shape, self.version, self.capturing):
+            return False
+        if version is not None and not capturing:
+            return True
+        return layer is not None and self.layer is not None and layer > self.layer
 
 
 def packed_attention(
@@ -37,6 +62,7 @@ def packed_attention(
     softcap: float | None = None,
     schedule: Schedule = SCHEDULE,
     kernels: LayerKernels | None = None,
+    layer_idx: int | None = None,
 ) -> Tensor:
     """As `reference.grouped_attention` and `code_reference.coded_attention`; queries of domain `post` come projected.
 
@@ -48,6 +74,7 @@ def packed_attention(
         query_basis, key_rotation, and with codes constant_key: domain `pre`.
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal.
         schedule: of decoding. kernels: the launches of the layer; by default by rule.
+        layer_idx: of the layer: what its step computes of the mask serves those after it.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank].
     """
@@ -61,7 +88,7 @@ def packed_attention(
         if attention_mask is None:
             keys = _all_keys(batch_size, kv_len, key.device)
         else:
-            keys = _ranges_of(attention_mask, (batch_size, seq_len, kv_len))
+            keys = _ranges_of(attention_mask, (batch_size, seq_len, kv_len), layer_idx)
         assert isinstance(keys, DecodeKeys)
         output, _ = decode_attention(
             query[:, :, 0] if pre else query[:, 0],
@@ -81,7 +108,7 @@ def packed_attention(
     if attention_mask is None:
         chunk = _causal(batch_size, seq_len, key.device)
     else:
-        chunk = _ranges_of(attention_mask, (batch_size, seq_len, kv_len))
+        chunk = _ranges_of(attention_mask, (batch_size, seq_len, kv_len), layer_idx)
     assert isinstance(chunk, PrefillKeys)
     return prefill_attention(
         query,
@@ -103,20 +130,21 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _ranges_of(mask: Tensor, shape: tuple[int, int, int]) -> Any:
-    """The ranges of a mask, computed once a step; anew inside of a CUDA graph, whose replays see other masks.
+def _ranges_of(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> DecodeKeys | PrefillKeys:
+    """The ranges of a mask, computed once a step; in a CUDA graph as part of it.
 
     Args:
         mask: broadcastable to [batch_size, 1, seq_len, kv_len].
         shape: batch_size, seq_len, kv_len.
+        layer: index of the layer that asks; None if it has none.
     """
-    if mask.is_inference() or _capturing():  # no version to know a changed mask by
-        return _new_ranges(mask, shape)
-    known, ranges = _ranges.get(mask, (None, None))
-    if known != (mask._version, shape):
-        ranges = _new_ranges(mask, shape)
-        _ranges[mask] = (mask._version, shape), ranges
-    return ranges
+    version = None if mask.is_inference() else mask._version
+    capturing = _capturing()
+    known = _ranges.get(mask)
+    if known is None or not known.serves(shape, version, capturing, layer):
+        known = _ranges[mask] = _Known(shape, version, capturing, layer, _new_ranges(mask, shape))
+    known.layer = layer
+    return known.ranges
 
 
 def _new_ranges(mask: Tensor, shape: tuple[int, int, int]) -> DecodeKeys | PrefillKeys:
@@ -134,6 +162,13 @@ _all_keys_cached = lru_cache(maxsize=8)(DecodeKeys.all_of)
 
 
 def _causal(batch_size: int, seq_len: int, device: torch.device) -> PrefillKeys:
+    return (_new_causal if _capturing() else _causal_cached)(batch_size, seq_len, device)
+
+
+def _new_causal(batch_size: int, seq_len: int, device: torch.device) -> PrefillKeys:
     """Without a mask nothing lies before the new keys: a static cache holds only its empty rest behind them."""
     lengths = torch.full((batch_size,), seq_len, device=device)
     return PrefillKeys.causal(lengths, torch.zeros_like(lengths), lengths, seq_len)
+
+
+_causal_cached = lru_cache(maxsize=8)(_new_causal)

@@ -61,12 +61,10 @@ def _counts(columns: Columns | None) -> tuple[int, ...] | None:
 
 
 def _tile(bodies: tuple[tuple[int, int], ...], pre: bool) -> int:
-    """Keys of a decode tile, in 16 bits. In `pre` the latents of a tile stay in registers while all heads are rebuilt
-    from them, and these are the sizes at which the compiler does not spill.
-    """
+    """Keys of a decode tile, in 16 bits; in `pre` at most, since there it is registers that bound it (`tile_sizes`)."""
     widest = max(qk for qk, _ in bodies), max(v for _, v in bodies)
     if pre:
-        return 64 if max(widest) <= 128 else 16
+        return 64
     tile = 128
     while tile > 16 and tile * sum(widest) * 2 > TILE_BYTES:
         tile //= 2

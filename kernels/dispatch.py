@@ -8,8 +8,9 @@ interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch 
   one row or one sequence for all; empty inputs;
 - dropout, calls outside of torch.no_grad() or inference_mode(), and code that torch.compile is tracing (which
   `generate` does for static caches on CUDA, unless disable_compile=True);
-- widths above MAX_WIDTH (MAX_REBUILT_WIDTH in domain `pre`, there of codes the sum over their widths in bits, each
-  padded), and widths whose smallest tiles exceed the shared memory of the GPU at hand (the logger `rotor` says so);
+- widths above MAX_WIDTH (keys in domain `pre` above MAX_REBUILT_WIDTH; of codes there the sum over their widths in
+  bits, each padded), and widths whose smallest tiles exceed the shared memory of the GPU at hand (the logger `rotor`
+  says so);
 - GPUs of AMD (the logger `rotor` says so): the kernels give options that only NVIDIA's compiler knows;
 - keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
 """
@@ -36,7 +37,7 @@ VARIABLE = "ROTOR_ATTENTION"
 CHOICES = ("auto", "triton", "reference")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_WIDTH = 512
-MAX_REBUILT_WIDTH = 256
+MAX_REBUILT_WIDTH = 1024
 
 
 @lru_cache(maxsize=1)
@@ -84,14 +85,11 @@ def widths_fit(
     kernels: LayerKernels | None = None,
 ) -> bool:
     """Whether the kernels have tiles for a layer's widths on a device; `kernels` is by default by rule."""
-    limit = MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH
-    if max(max(group.qk_rank, group.v_rank) for group in layout.groups) > limit:
+    widest = max(group.qk_rank for group in layout.groups), max(group.v_rank for group in layout.groups)
+    if layout.coded and layout.domain == "pre" and max(widest) <= MAX_REBUILT_WIDTH:
+        widest = layer_parts(layout, heads_per_kv, head_dim, kernels, dtype.itemsize).widest
+    if widest[0] > (MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH) or widest[1] > MAX_WIDTH:
         return False
-    if layout.coded and layout.domain == "pre":
-        # All pieces of a tile are in registers while its keys are rebuilt.
-        bodies = layer_parts(layout, heads_per_kv, head_dim, kernels, dtype.itemsize).bodies
-        if max(sum(columns for _, _, columns in side) for body in bodies for side in body) > limit:
-            return False
     return _fits_shared_memory(layout, heads_per_kv, head_dim, dtype, device, kernels)
 
 

@@ -63,6 +63,11 @@ MAX_TILE_ELEMENTS = 1 << 14
 """Query rows times padded v_rank of a tile: the float32 accumulator, a quarter of an SM's registers."""
 
 
+REGISTER_COLUMNS = 256
+"""The widest latents of domain `pre` that a decode tile keeps in registers while keys are rebuilt from them. Of wider
+ones some columns at a time are loaded for every head."""
+
+
 @dataclass(frozen=True)
 class LayerParts:
     """The groups of a layer cut into parts of equal size, each the work of one program at a time.
@@ -94,6 +99,16 @@ class LayerParts:
         return self.bodies[0][0][0][0] > 0
 
     @property
+    def widest(self) -> tuple[int, int]:
+        """Columns of the widest body, of keys and of values."""
+        return _widest(self.bodies)
+
+    @property
+    def wide(self) -> bool:
+        """Whether keys are rebuilt from latents wider than registers hold."""
+        return self.domain == "pre" and max(self.widest) > REGISTER_COLUMNS
+
+    @property
     def total_work(self) -> int:
         return sum(row[Column.WORK] for row in self.table)
 
@@ -111,6 +126,15 @@ def layer_parts(
     element_bytes is that of the model's dtype, which the columns of 16 bits in rows of codes have.
     """
     kernels = kernels or default_layer(layout, head_dim)
+    ranks = tuple(sorted(kernels.specialisations, reverse=True))
+    served: list[list[GroupLayout]] = [[] for _ in ranks]
+    body_of = []
+    for group in layout.groups:
+        serves = serving(ranks, group.qk_rank, group.v_rank)
+        assert serves is not None  # KernelConfig.check
+        body_of.append(ranks.index(serves))
+        served[body_of[-1]].append(group)
+    bodies = tuple(_pieces(widths, groups) for widths, groups in zip(ranks, served, strict=True))
     widest_value = max(padded(group.v_rank) for group in layout.groups)
     heads, rows = layout.group_size, layout.group_size * heads_per_kv
     if layout.domain != "pre":
@@ -119,20 +143,15 @@ def layer_parts(
             rows //= 2
         heads = 1
     else:
-        while padded(rows) * widest_value > MAX_TILE_ELEMENTS and heads % 2 == 0:
+        most = MAX_TILE_ELEMENTS // 2 if max(_widest(bodies)) > REGISTER_COLUMNS else MAX_TILE_ELEMENTS
+        while padded(rows) * widest_value > most and heads % 2 == 0:
             heads, rows = heads // 2, rows // 2
     group_rows = layout.group_size * heads_per_kv
-    ranks = tuple(sorted(kernels.specialisations, reverse=True))
-    served: list[list[GroupLayout]] = [[] for _ in ranks]
     table = []
     work_before = 0
     for index, (group, columns, places) in enumerate(
         zip(layout.groups, layout.offsets(), _places(layout, element_bytes), strict=True)
     ):
-        serves = serving(ranks, group.qk_rank, group.v_rank)
-        assert serves is not None  # KernelConfig.check
-        body = ranks.index(serves)
-        served[body].append(group)
         work = sum(row_elements(group, element_bytes))
         for part in range(group_rows // rows):
             numbers = {
@@ -145,14 +164,13 @@ def layer_parts(
                 Column.FIRST_HEAD: index * group_rows + part * rows,
                 Column.BASIS_ROW: part * heads * head_dim if layout.domain == "pre" else 0,
                 Column.WORK_BEFORE: work_before,
-                Column.BODY: body,
+                Column.BODY: body_of[index],
                 Column.WORK: work,
                 Column.BASIS_COLUMN: columns[0],
                 **dict(zip(list(Column)[Column.QK_16 :], _counts(group), strict=True)),
             }
             table.append(tuple(numbers[column] for column in Column))
             work_before += work
-    bodies = tuple(_pieces(widths, groups) for widths, groups in zip(ranks, served, strict=True))
     counts = [count for group in layout.groups for count in _counts(group)]
     sizes = [size for group in layout.groups for size in _segment_sizes(group, element_bytes)]
     return LayerParts(
@@ -165,6 +183,11 @@ def layer_parts(
         math.gcd(16, *counts),
         math.gcd(WORDS_OF_A_LOAD if layout.coded else 16, *sizes),
     )
+
+
+def _widest(bodies: Bodies) -> tuple[int, int]:
+    key, value = (max(sum(size for *_, size in body[side]) for body in bodies) for side in (0, 1))
+    return key, value
 
 
 def pieces_name(pieces: tuple[Piece, ...]) -> str:

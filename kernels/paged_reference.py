@@ -78,15 +78,16 @@ def paged_attention(
         assert key_rotation is not None
         cos, sin = key_rotation
 
-        def rotation(start: int, end: int) -> tuple[Tensor, Tensor]:
+        def rotation(cls: GroupClass, start: int, end: int) -> tuple[Tensor, Tensor]:
             keys = pages.positions(start, end).clamp(max=len(cos) - 1)[:, None, None]
             return cos[keys], sin[keys]
 
     pre = layout.domain == "pre"
-    return attend_in_blocks(
+    output, _ = attend_in_blocks(
         query.transpose(1, 2) if pre else query, rows, layout, heads_per_kv, scaling, span, mask, not pre, query_basis,
         rotation, constant_key, softcap, step=page_size,
     )  # fmt: skip
+    return output.to(query.dtype)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from rotor.format.layout import GroupClass, LayerLayout
 
+from .decode_reference import decode_class, serves
+
 REBUILT_ELEMENTS_CPU = 1 << 18
 REBUILT_ELEMENTS_GPU = 1 << 26
 """Elements of rebuilt keys at a time while decoding: what a core's cache holds, and few launches on a GPU."""
@@ -101,7 +103,8 @@ def grouped_attention(
         heads_per_kv: query heads per KV head.
         scaling: factor on the logits; the one of the uncompressed model.
         query_basis: [group_size * head_dim, qk_width], except in domain `none`.
-        key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`.
+        key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`; or of places that differ, [batch_size, 1 or
+            groups, kv_len, rotary_dim].
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the order of the
             uncompressed model; bool (True: attend) or added to the logits; None is causal.
         softcap: bound that the logits are pressed below, before the mask; None for none.
@@ -134,12 +137,25 @@ def grouped_attention(
                 keys = latents
             else:
                 assert key_rotation is not None
+                rotation = class_rotation(key_rotation, cls)
                 if queries.shape[2] == 1 and dropout == 0.0:
-                    logits = _rebuilt_logits(queries, latents, basis, key_rotation)
+                    if serves(query, key, value) and key_rotation[0].dim() == 2:
+                        rows = latents.transpose(1, 2), values.transpose(1, 2)
+                        folded = queries.view(batch_size, cls.count, -1, queries.shape[-1])
+                        own = (
+                            None
+                            if mask is None
+                            else mask.unflatten(1, (cls.count, -1) if mask.shape[1] > 1 else (1, 1))[:, :, :, 0]
+                        )
+                        outputs.append(
+                            decode_class(folded, *rows, (None, None), scaling, own, softcap, basis, key_rotation)
+                        )
+                        continue
+                    logits = _rebuilt_logits(queries, latents, basis, rotation)
                     outputs.append(_softmax_attention(logits, values, scaling, mask, softcap))
                     continue
                 rebuilt = torch.einsum("bnlr,ngdr->bngld", latents, basis)
-                keys = rotate(rebuilt, *key_rotation).flatten(1, 2)
+                keys = rotate(rebuilt, *rotation).flatten(1, 2)
                 values = values.unsqueeze(2).expand(-1, -1, size, -1, -1).reshape(batch_size, -1, kv_len, cls.v_rank)
         outputs.append(attend(queries, keys, values, scaling, mask, dropout, softcap))
     return torch.cat(outputs, dim=-1)
@@ -162,6 +178,19 @@ def class_basis(basis: Tensor, cls: GroupClass) -> Tensor:
     """[rows, qk_width] -> the bases of a class, [count, rows, rank]; a view."""
     columns = basis[:, cls.qk_offset : cls.qk_offset + cls.count * cls.qk_rank]
     return columns.unflatten(-1, (cls.count, cls.qk_rank)).transpose(0, 1)
+
+
+def class_rotation(rotation: tuple[Tensor, Tensor], cls: GroupClass) -> tuple[Tensor, Tensor]:
+    """cos and sin of a class, broadcastable to its keys [batch_size, count, size, kv_len, rotary_dim].
+
+    Args:
+        rotation: each [kv_len, rotary_dim], or [batch_size, 1 or groups, kv_len, rotary_dim].
+    """
+    cos, sin = rotation
+    if cos.dim() == 2:
+        return cos, sin
+    groups = slice(cls.start, cls.start + cls.count) if cos.shape[1] > 1 else slice(None)
+    return cos[:, groups].unsqueeze(2), sin[:, groups].unsqueeze(2)
 
 
 def attend(
@@ -222,7 +251,7 @@ def _rebuilt_logits(query: Tensor, latents: Tensor, basis: Tensor, key_rotation:
         query: [batch_size, heads, 1, head_dim].
         latents: [batch_size, count, kv_len, qk_rank].
         basis: [count, size, head_dim, qk_rank].
-        key_rotation: cos and sin [kv_len, head_dim].
+        key_rotation: cos and sin [..., kv_len, head_dim].
     Returns:
         [batch_size, count, heads of a group, 1, kv_len], float32 or wider.
     """
@@ -237,7 +266,7 @@ def _rebuilt_logits(query: Tensor, latents: Tensor, basis: Tensor, key_rotation:
     for start in range(0, kv_len, block):
         end = min(start + block, kv_len)
         keys = latents[:, :, None, start:end] @ basis.mT
-        keys = rotate(keys, *(table[start:end] for table in key_rotation)).to(dtype)
+        keys = rotate(keys, *(table[..., start:end, :] for table in key_rotation)).to(dtype)
         blocks.append(queries @ keys.mT)
     return torch.cat(blocks, dim=-1).flatten(2, 3).unsqueeze(3)
 

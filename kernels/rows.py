@@ -39,10 +39,55 @@ def unpack(rows: Tensor, columns: Columns, dtype: torch.dtype) -> Tensor:
         [..., rank], dtype.
     """
     numbers = []
-    for s in columns.segments(dtype.itemsize):
+    for s in columns.segments(dtype.itemsize):  # copied where wider numbers are seen in it: it may begin at any word
         part = rows[..., s.offset_bytes : s.offset_bytes + s.size_bytes]
-        numbers.append(_unpacked(part, s.bits, dtype) if s.bits < 16 else part.contiguous().view(dtype))
+        numbers.append(
+            _unpacked(part, s.bits, dtype)
+            if s.bits < 16
+            else part.clone(memory_format=torch.contiguous_format).view(dtype)
+        )
     return torch.cat(numbers, dim=-1)
+
+
+def byte_order(columns: Columns, element_bytes: int) -> tuple[int, ...]:
+    """The columns in the order in which `unpack_transposed` gives them: by their place in a byte, then by bytes."""
+    order: list[int] = []
+    for s in columns.segments(element_bytes):
+        if s.bits == 16:
+            order += range(s.first, s.first + s.count)
+            continue
+        in_byte = 8 // s.bits
+        for place in range(in_byte):
+            for byte in range(s.size_bytes):
+                word, half, quarter = byte // 4, byte % 4 // 2, byte % 2
+                order.append(s.first + word * 4 * in_byte + 2 * (quarter * in_byte + place) + half)
+    return tuple(order)
+
+
+def unpack_transposed(rows: Tensor, columns: Columns, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+    """The numbers of `unpack`, keys last and columns in `byte_order`: all that is done to them is done along keys.
+
+    Args:
+        rows: [..., keys, row bytes], uint8. dtype: of the model. wide: of the result.
+    Returns:
+        [..., rank, keys], wide.
+    """
+    numbers = torch.empty(*rows.shape[:-2], columns.rank, rows.shape[-2], dtype=wide, device=rows.device)
+    transposed = rows.mT.contiguous()
+    for s in columns.segments(dtype.itemsize):
+        into, end = numbers[..., s.first : s.first + s.count, :], s.offset_bytes + s.size_bytes
+        if s.bits == 16:
+            into.copy_(rows[..., s.offset_bytes : end].contiguous().view(dtype).mT)
+            continue
+        part, first = transposed[..., s.offset_bytes : end, :], 0
+        for shift in range(0, 8, s.bits):
+            codes = part if shift == 0 else part >> shift
+            if shift + s.bits < 8:
+                codes = codes & ((1 << s.bits) - 1)
+            # Below zero it wraps, and is read as what is below zero.
+            into[..., first : first + s.size_bytes, :].copy_((codes - (1 << (s.bits - 1))).view(torch.int8))
+            first += s.size_bytes
+    return numbers
 
 
 def pack_layer(latents: Tensor, columns: Sequence[Columns]) -> Tensor:

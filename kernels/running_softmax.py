@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -35,8 +36,9 @@ class Rows(Protocol):
         """The latents of the keys start ... end - 1, [batch_size, count, end - start, rank]."""
 
 
-Rotation = Callable[[int, int], tuple[Tensor, Tensor]]
-"""(start, end) -> cos and sin of these keys, broadcastable to [batch_size, count, size, end - start, rotary_dim]."""
+Rotation = Callable[[GroupClass, int, int], tuple[Tensor, Tensor]]
+"""(class, start, end) -> cos and sin of these keys, broadcastable to [batch_size, count, size, end - start,
+rotary_dim]."""
 
 Mask = Callable[[slice, int, int], "Tensor | None"]
 """(query heads of a class, start, end) -> what is seen of these keys, broadcastable to [batch_size, heads, seq_len,
@@ -58,7 +60,7 @@ def attend_in_blocks(
     softcap: float | None = None,
     causal: bool = False,
     step: int = 1,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attention of all query heads, class by class.
 
     Args:
@@ -71,11 +73,13 @@ def attend_in_blocks(
         causal: queries are the keys: those before a block see nothing of it, and the mask leaves them out.
         step: what the first key of a block is a multiple of.
     Returns:
-        [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, groups in the order of the layout.
+        [batch_size, seq_len, sum over query heads of v_rank], and the log-sum-exp of each query head's logits,
+        [batch_size, seq_len, num_heads], -inf where it attends to nothing; float32 or wider, groups in the order of the
+        layout.
     """
     size = layout.group_size
     wide = torch.promote_types(query.dtype, torch.float32)
-    outputs = []
+    outputs, sums = [], []
     for cls in layout.classes():
         keys, values = rows(cls)
         of_heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
@@ -94,12 +98,13 @@ def attend_in_blocks(
                 queries = torch.einsum("bngpsd,ngdr->bngpsr", split, basis).flatten(2, 3)
             else:
                 assert rotation is not None
-                rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), rotation)
-        attended = _running_softmax(
+                rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), partial(rotation, cls))
+        attended, log_sums = _running_softmax(
             queries.to(wide), keys, values, rebuilding, scaling, of_heads, mask, causal, softcap, kv_len, step
         )
-        outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2).to(query.dtype))
-    return torch.cat(outputs, dim=-1)
+        outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2))
+        sums.append(log_sums.permute(0, 3, 1, 2, 4).flatten(2))
+    return torch.cat(outputs, dim=-1), torch.cat(sums, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class _Rebuilding:
 
     basis: Tensor
     constant: Tensor | None
-    rotation: Rotation
+    rotation: Callable[[int, int], tuple[Tensor, Tensor]]
 
     def __call__(self, latents: Tensor, start: int) -> Tensor:
         """[batch_size, count, block, rank] -> rotated keys [batch_size, count, size, block, head_dim]."""
@@ -138,10 +143,11 @@ def _running_softmax(
     softcap: float | None,
     kv_len: int,
     step: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attention of queries [batch_size, count, heads of a group, seq_len, width], float32 or wider.
 
-    Returns [batch_size, count, heads of a group, seq_len, v_rank], zeros for queries that attend to nothing.
+    Returns [batch_size, count, heads of a group, seq_len, v_rank], zeros for queries that attend to nothing, and the
+    log-sum-exp of the logits, [batch_size, count, heads of a group, seq_len, 1].
     """
     batch_size, count, heads, seq_len, _ = queries.shape
     largest = queries.new_full((batch_size, count, heads, seq_len, 1), -torch.inf)
@@ -181,4 +187,4 @@ def _running_softmax(
         numbers = values.block(start, end).to(weight.dtype)
         attended = (weight.flatten(2, 3) @ numbers).unflatten(2, weight.shape[2:4])
         weighted[..., rows, :] = weighted[..., rows, :] * shrink + attended
-    return weighted / total.masked_fill(total == 0.0, 1.0)
+    return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()

@@ -18,7 +18,7 @@ from rotor.format.kernel_config import Blocks, LayerKernels
 from rotor.format.layout import GroupClass, LayerLayout
 
 from .defaults import default_layer
-from .layer_table import Bodies, Column, LayerParts, Piece, layer_parts
+from .layer_table import REGISTER_COLUMNS, Bodies, Column, LayerParts, Piece, layer_parts
 from .schedule import PIECES
 from .widths import chunks, padded
 
@@ -85,7 +85,12 @@ def decode_config(
 
     head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory.
     """
-    widest = widest_pieces(parts.bodies)
+    return dict(_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu))
+
+
+@lru_cache(maxsize=4096)
+def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu) -> dict[str, Any]:
+    widest = parts.widest
     tile_rows = padded(parts.rows)
     # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
     # fewer frequencies at a time, and then more rows and columns.
@@ -93,14 +98,19 @@ def decode_config(
     wide_pre = parts.domain == "pre" and (parts.coded or max(widest) > 128 or (crowded and max(widest) == 128))
     if wide_pre:
         tile_rows = max(32, tile_rows)
+    half = head_dim // 2
+    frequencies = 16 if wide_pre else min(32, padded(half))
+    columns = REBUILT_COLUMNS if in_pieces(parts, gpu) else 0
     tile, warps, stages = decode_shape(parts.tile, widest, tile_rows, element_bytes, head_dim, gpu)
-    if parts.coded and head_dim and gpu.registers_hold_operands:
+    if columns:
+        tile_rows, stages = padded(parts.rows), 2
+        tile, frequencies = _wide_tile(parts, head_dim, gpu)
+    elif parts.coded and head_dim and gpu.registers_hold_operands:
         tile, stages = min(tile, 16), 1  # words and numbers both take registers
     elif parts.coded and not head_dim:
         stages = max(
             stages, min(MOST_STAGES, 1 - -BYTES_IN_FLIGHT // (tile * _piece_bytes(parts.bodies, element_bytes)))
         )
-    half = head_dim // 2
     config = {
         # Smaller tiles than these would be loaded two bytes at a time.
         "BODIES": tuple(tuple(map(_widened, body)) for body in parts.bodies) if wide_pre else parts.bodies,
@@ -108,13 +118,14 @@ def decode_config(
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
         "HALF_PADDED": padded(half),
-        "FREQUENCIES": 16 if wide_pre else min(32, padded(half)),
+        "FREQUENCIES": frequencies,
         "ROWS": parts.rows,
         "TILE_ROWS": tile_rows,
         "TILE": tile,
         "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
         "PRECISION": precision(element_bytes),
-        "AHEAD": parts.coded and parts.domain == "pre",
+        "AHEAD": parts.coded and parts.domain == "pre" and not columns,
+        "COLUMNS": columns,
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
         "num_warps": warps,
         "num_stages": stages,
@@ -127,10 +138,25 @@ def decode_config(
     return config
 
 
-def widest_pieces(bodies: Bodies) -> tuple[int, int]:
-    """Columns of the widest body, of keys and of values."""
-    key, value = (max(sum(size for *_, size in body[side]) for body in bodies) for side in (0, 1))
-    return key, value
+REBUILT_COLUMNS = 64
+"""Of a latent that are loaded at a time for every head, where a tile's do not stay in registers: what one row of a tile
+takes of 16-bit numbers is a cache line, and of codes of two bits four words, what a thread loads at once."""
+
+
+def in_pieces(parts: LayerParts, gpu: Gpu) -> bool:
+    """Whether the decode kernel rebuilds keys from columns that it loads for every head: of wide latents, and from 129
+    numbers on where products read their operands from shared memory: tiles of 64 keys then take no more registers than
+    those of 16 whose latents stay in them, and the basis is read for four times as many keys.
+    """
+    narrow = gpu.registers_hold_operands or parts.coded or parts.domain != "pre" or len(parts.bodies) > 1
+    return parts.wide or (not narrow and max(parts.widest) > 128)
+
+
+def _wide_tile(parts: LayerParts, head_dim: int, gpu: Gpu) -> tuple[int, int]:
+    """Keys of a tile and frequencies at a time that the compiler does not spill at, of latents `in_pieces`."""
+    # Words take registers beside the numbers, and so do operands that are not read from shared memory.
+    tile, frequencies = (16, 32) if parts.coded or gpu.registers_hold_operands else (64, 64)
+    return min(parts.tile, tile), min(frequencies, padded(head_dim // 2))
 
 
 def _piece_bytes(bodies: Bodies, element_bytes: int) -> int:
@@ -153,9 +179,12 @@ def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
 
 def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     """Shared memory of a program of the decode kernel, estimated from above."""
-    key, value = widest_pieces(config["BODIES"])
+    key, value = (max(sum(size for *_, size in body[side]) for body in config["BODIES"]) for side in (0, 1))
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
+    if config["COLUMNS"]:
+        rebuilding = stages * config["COLUMNS"] * (tile + 2 * frequencies) + 2 * frequencies * tile
+        return (rebuilding + tile * (value + 2 * rows)) * element_bytes + 8 * frequencies * tile + scores + 1024
     if config["BODIES"][0][0][0][0]:
         words = stages * tile * _piece_bytes(config["BODIES"], element_bytes)
         rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile) if config["PRE"] else 0
@@ -241,6 +270,9 @@ def prefill_constants(
         group = layout.groups[cls.start]
         keys = static_pieces(None if rebuilt else group.qk_columns, qk_width, widths[0], element_bytes)
         values = static_pieces(group.v_columns, v_rank, widths[1], element_bytes)
+        wide = pre and max(_padded_columns(keys), _padded_columns(values)) > REGISTER_COLUMNS
+        if wide and _padded_columns(values) > REGISTER_COLUMNS:
+            rows = 16
         constants = {
             "QK": qk_width,
             "V": v_rank,
@@ -257,6 +289,7 @@ def prefill_constants(
             "SPLIT": 1,
             "TILE": tile,
             "PRECISION": precision(element_bytes),
+            "COLUMNS": REBUILT_COLUMNS if wide else 0,
             "num_warps": warps,
             "num_stages": 2,
         }
@@ -351,6 +384,8 @@ def prefill_shared_bytes(constants: dict[str, Any], element_bytes: int) -> int:
     """Shared memory of a program of the prefill kernel, estimated from above."""
     key, value = _padded_columns(constants["KEYS"]), _padded_columns(constants["VALUES"])
     rows, tile, head_dim = constants["ROWS"], constants["TILE"], 2 * constants["HALF_PADDED"]
+    if constants["COLUMNS"]:
+        key = constants["COLUMNS"] * constants["num_stages"]
     elements = constants["num_stages"] * tile * (key + value) + rows * tile
     elements += (rows + key) * head_dim if constants["PRE"] else rows * key
     rotation = 4 * tile * head_dim if constants["PRE"] else 0

@@ -88,6 +88,36 @@ def load_basis(base, row_stride, first_row, row_count, width, FIRST: tl.constexp
 
 
 @triton.jit
+def rebuilt_tile(
+    base, block, row, block_stride, row_stride, valid, places, basis, basis_stride, basis_row, row_count,
+    PIECES: tl.constexpr, HALF: tl.constexpr, FREQUENCIES: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a head's keys [TILE, FREQUENCIES], float32, rebuilt from latents of any width: COLUMNS at a time.
+
+    `places` is as `piece_places` gives it; `basis_row` the head's first row at these frequencies, `row_count` how many
+    there are. Latents and basis are loaded in one loop, and so copied ahead of the products.
+    """
+    key_0 = tl.zeros((TILE, FREQUENCIES), tl.float32)
+    key_1 = tl.zeros((TILE, FREQUENCIES), tl.float32)
+    for p in tl.static_range(len(PIECES)):
+        for column in range(0, places[p][1], COLUMNS):
+            place = tl.multiple_of(elements_of(column, PIECES[p][0], DTYPE), ROW_ALIGN)
+            piece = load_piece(
+                base + places[p][2] + place, block, row, block_stride, row_stride, places[p][3] - place, valid,
+                PIECES[p][0], COLUMNS, DTYPE,
+            )  # fmt: skip
+            latents = numbers_of(piece, PIECES[p][0], COLUMNS, TILE, DTYPE)
+            columns = basis + tl.multiple_of(places[p][0] + column, ALIGN)
+            width = places[p][1] - column
+            basis_0 = load_basis(columns, basis_stride, basis_row, row_count, width, 0, COLUMNS, FREQUENCIES)
+            basis_1 = load_basis(columns, basis_stride, basis_row + HALF, row_count, width, 0, COLUMNS, FREQUENCIES)
+            key_0 = tl.dot(latents, basis_0, key_0, input_precision=PRECISION)
+            key_1 = tl.dot(latents, basis_1, key_1, input_precision=PRECISION)
+    return key_0, key_1
+
+
+@triton.jit
 def rotate_tile(first, second, cos, sin):
     """Both halves of keys [keys, half], rotated."""
     return first * cos - second * sin, second * cos + first * sin

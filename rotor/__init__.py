@@ -14,6 +14,8 @@ Papers, by the short names that docstrings, recipes and help use:
   2024.
 - Palu: Chang et al., "Palu: Compressing KV-Cache with Low-Rank Projection", 2024, arXiv 2407.21118.
 - KQ-SVD: arXiv 2512.05916, 2025.
+- SqueezeAttention: Wang and Gan, "SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal
+  Budget", 2024, arXiv 2404.04793.
 - GEAR: Kang et al., "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM",
   2024, arXiv 2403.05527.
 """
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from .export.export import ExportResult, export
     from .planning.inspection import Inspection, inspect
     from .progress import Progress
+    from .runtime.cache import use_cache_policy
     from .study.study import Study, study
     from .validation.integrity import Validation
     from .validation.validate import validate
@@ -58,6 +61,7 @@ __all__ = [
     "export",
     "inspect",
     "study",
+    "use_cache_policy",
     "validate",
 ]
 _MODULES = {
@@ -72,6 +76,7 @@ _MODULES = {
     "export": "export.export",
     "inspect": "planning.inspection",
     "study": "study.study",
+    "use_cache_policy": "runtime.cache",
     "validate": "validation.validate",
 }
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from rotor.runtime.families import FAMILIES, attention_shape
 COLUMNS = {
     1: [(Columns(n16=2, n8=4, n4=8), Columns(n4=8)), (Columns(n8=12), Columns(n16=2, n8=8)),
         (Columns(n2=16), Columns(n4=16)), (Columns(n4=16), Columns(n8=4))],
+    4: [(Columns(n16=8, n8=8, n4=16), Columns(n8=16, n4=24))],
     2: [(Columns(n16=4, n8=4, n4=8, n2=16), Columns(n8=8, n4=16)), (Columns(n8=4, n4=16), Columns(n16=2, n2=16))],
 }  # fmt: skip
 """Of each group, by group size, for four KV heads of 16 dimensions: two groups of equal rank differ in their bits."""
@@ -119,17 +120,26 @@ def on_latents(model: Any, change: Callable[[int, int, Tensor], Tensor]) -> Iter
         handle.remove()
 
 
-def write_pair(source: Path, out: Path, domain: Domain, group_size: int, *, coded_layers: int = 99) -> Pair:
+def write_pair(
+    source: Path,
+    out: Path,
+    domain: Domain,
+    group_size: int,
+    *,
+    coded_layers: int = 99,
+    columns: Sequence[tuple[Columns, Columns]] | None = None,
+) -> Pair:
     """Compress a tiny model with random orthogonal bases, by numbers and by codes.
 
     Args:
         coded_layers: how many of the first layers keep rows of codes; the others rows of numbers.
+        columns: of the keys and values of each group, for another number of KV heads than four.
     """
     checkpoint = Checkpoint(source)
     config = checkpoint.config
     family, shape = FAMILIES[config.model_type], attention_shape(config)
     folded = folds_keys(domain, family.has_key_norm)
-    layout = replace(coded_layer(domain, group_size, *COLUMNS[group_size]), folded_keys=folded)
+    layout = replace(coded_layer(domain, group_size, *(columns or COLUMNS[group_size])), folded_keys=folded)
     assert len(layout.groups) * group_size == shape.num_kv_heads
     plain_layout = replace(
         layout, groups=tuple(GroupLayout(group.kv_heads, group.qk_rank, group.v_rank) for group in layout.groups)

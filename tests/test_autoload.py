@@ -16,10 +16,22 @@ import pytest
 from conftest import ROOT
 
 
+def bare_environment(folder: Path) -> tuple[Path, Path]:
+    """The interpreter and the site-packages of an environment that has what this one has, but no rotor."""
+    venv.create(folder, system_site_packages=False, with_pip=False, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    (packages / "z_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin" / "python", packages
+
+
 def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "ROTOR_AUTOLOAD")}
     return subprocess.run(
-        [*map(str, arguments)], capture_output=True, text=True, env={**inherited, "PYTHONPATH": str(ROOT)} | environment
+        [*map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT)} | environment,
     )
 
 
@@ -59,23 +71,23 @@ def test_an_installed_rotor_is_found_by_transformers_alone(kind: str, program: P
         assert archive.testzip() is None
         names = set(archive.namelist())
         recorded = archive.read(next(n for n in names if n.endswith("/RECORD"))).decode()
-        environment = tmp_path / "environment"
-        venv.create(environment, system_site_packages=False, with_pip=False, symlinks=True)
-        packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment)}))
+        python, packages = bare_environment(tmp_path / "environment")
         archive.extractall(packages)
     assert {line.split(",")[0] for line in recorded.splitlines()} == names
-    (packages / "z_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    python = environment / "bin" / "python"
     without_path = {"PYTHONPATH": ""}
     assert run(python, program, **without_path).stdout.splitlines() == ["[]", "RotorConfig"]
+    if kind == "build_editable":
+        return
     refused = run(python, program, ROTOR_AUTOLOAD="0", **without_path)
     assert refused.stdout.splitlines() == ["[]"]
     assert "needs the Python package rotor-kv" in refused.stderr.splitlines()[-1]
 
 
-def test_run_registers_in_a_program_and_in_those_that_it_starts(program: Path) -> None:
+def test_run_registers_in_a_program_and_in_those_that_it_starts(program: Path, tmp_path: Path) -> None:
+    """Also where rotor is not installed, but only run from its source tree."""
     rotor = sys.executable, "-m", "rotor", "run"
-    done = run(*rotor, "--", sys.executable, program, ROTOR_AUTOLOAD="0")
+    python, _ = bare_environment(tmp_path / "environment")
+    done = run(*rotor, "--", python, program, PYTHONPATH="")
     assert done.stdout.splitlines() == ["[]", "RotorConfig"], done.stderr
     child = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, {str(program)!r}]).returncode + 7)"
     done = run(*rotor, sys.executable, "-c", child, ROTOR_AUTOLOAD="0")

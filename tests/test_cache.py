@@ -17,6 +17,7 @@ from rotor.runtime.cache import (
     KCVT,
     KIVI,
     METHODS,
+    NUQ,
     CodedLayer,
     PerToken,
     make_cache,
@@ -25,7 +26,7 @@ from rotor.runtime.cache import (
 )
 from rotor.runtime.cache.affine import AffineCode
 from rotor.runtime.cache.fp8 import FP8Code
-from rotor.runtime.cache.gear import low_rank
+from rotor.runtime.cache.low_rank import low_rank
 from rotor.runtime.cache.packing import pack, packed_bytes, unpack
 from rotor.runtime.cache.per_token import hadamard
 from rotor.typed import Reader
@@ -37,6 +38,7 @@ CODED = [
     KIVI(bits=2, group=4, residual=8),
     FP8("token"),
     FP8("tensor"),
+    NUQ(bits=3),
     GEAR(bits=2, sparsity=0.2, buffer=6),
     GEAR(bits=2, backbone="kivi", sparsity=0.2, buffer=8, group=4),
 ]
@@ -351,7 +353,10 @@ def test_a_policy_is_stored_and_read(policy) -> None:
     "section, text",
     [
         ([1], "expected a mapping"),
-        ({"method": "kiwi"}, "one of per-token, kcvt, kivi, fp8, gear; did you mean 'kivi'"),
+        (
+            {"method": "kiwi"},
+            "one of per-token, kcvt, kivi, nuq, fp8, gear, .*; did you mean 'kivi'",
+        ),
         ({"method": ["kivi"]}, "cache.method"),
         ({"method": "kivi", "bits": 5}, "bits: got 5, expected one of"),
         ({"method": "kivi", "bits": "2"}, "cache.bits"),
@@ -473,3 +478,41 @@ def test_bytes_of_gear_are_its_codes_factors_and_outliers() -> None:
     factors = 2 * 2 * 2 * 4 * (100 + 64)  # sides, heads, bytes, rank
     outliers = (2 * 2 * 64 + 2 * 100) * (2 + 2)  # of each channel of keys and of each token of values
     assert layer.stored_bytes() == codes + factors + outliers
+
+
+def levels_truth(numbers: np.ndarray, count: int, loops: int) -> np.ndarray:
+    """Of one vector, in float64, by loops."""
+    ordered = np.sort(numbers)
+    levels = ordered[[int((i + 0.5) / count * len(ordered)) for i in range(count)]]
+    for _ in range(loops):
+        nearest = np.abs(ordered[:, None] - levels).argmin(1)
+        levels = np.array([ordered[nearest == i].mean() if (nearest == i).any() else levels[i] for i in range(count)])
+    return levels
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_levels_are_those_of_float64(bits: int) -> None:
+    x = states(2, 3, 40, 6)
+    key, value = (stream.codec for stream in NUQ(bits, loops=2).streams())
+    keys, values = (codec.decode(codec.encode(x), 3, 6).double().numpy() for codec in (key, value))
+    for row in range(2):
+        for head in range(3):
+            own = x[row, head].double().numpy()
+            for channel in range(6):
+                levels = levels_truth(own[:, channel], 2**bits, 2)
+                expected = levels[np.abs(own[:, channel, None] - levels).argmin(1)]
+                np.testing.assert_allclose(keys[row, head, :, channel], expected, rtol=2e-3, atol=2e-3)
+            scale = np.abs(own).max(1, keepdims=True).astype(np.float16).astype(np.float64)
+            levels = levels_truth((own / scale).reshape(-1), 2**bits, 2)
+            expected = levels[np.abs((own / scale)[..., None] - levels).argmin(-1)] * scale
+            error = np.abs(values[row, head] - expected)
+            assert np.quantile(error, 0.98) < 5e-3  # a number in the middle of two levels may fall on either side
+
+
+def test_bytes_of_levels_are_counted_once() -> None:
+    layer = CodedLayer(NUQ(bits=2).streams())
+    x = states(1, 2, 100, 64)
+    layer.update(x, x)
+    layer.update(x[:, :, :1], x[:, :, :1])
+    codes, levels, scales = 2 * 2 * 101 * 16, 2 * 64 * 4 * 2 + 2 * 4 * 2, 2 * 101 * 2
+    assert layer.stored_bytes() == codes + levels + scales

@@ -199,14 +199,14 @@ def test_wrong_requests_to_export(demo_run, tmp_path: Path, capsys) -> None:
     expect_error(capsys, 2, "exists and is not empty", "export", run, "-o", out, "--compression", "0.5")
     assert (out / "mine.txt").read_text() == "keep"
     expect_error(
-        capsys, 1, "no such folder", "export", tmp_path / "nowhere", "-o", tmp_path / "x", "--compression", ".5"
+        capsys, 2, "no such folder", "export", tmp_path / "nowhere", "-o", tmp_path / "x", "--compression", ".5"
     )
     assert {p.name for p in tmp_path.iterdir()} == {"run", "out", "empty.txt"}
 
 
 def test_a_target_out_of_reach_is_exit_code_3(demo_run, tmp_path: Path, capsys) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
-    sure = ["--accuracy", "1", "--confidence", "0.95"]  # measures down to the mildest plan
+    sure = ["--accuracy", "0.9999", "--confidence", "0.95"]  # measures down to the mildest plan
     expect_error(capsys, 3, "at the lower end of its 95 % interval", "export", run, "-o", tmp_path / "a", *sure, "-q")
     table = RankTable.latest(Run.open(run))
     assert table is not None

@@ -124,10 +124,10 @@ def test_decode_seconds_of_llama() -> None:
     projections = projection_bytes(layers[0], LLAMA, 2)
     assert decode_seconds(layers, LLAMA, ROUND, STEP) == pytest.approx(32 * (tokens * 2048 + projections) / 1e12)
     # Keys of all heads rebuilt from one latent: 536 FLOPs a byte, but limited by the basis, of 512 KB, and the table,
-    # which come out of the L2 cache for every 16 keys.
+    # which come out of the L2 cache for every 64 keys, and by the key latents, which come out of it for every head.
     layers = [layout("pre", 8, 256, 256)] * 32
     projections = projection_bytes(layers[0], LLAMA, 2)
-    from_l2 = 1024 + (1024 * 256 * 2 + 4 * 128 * 16) / 16
+    from_l2 = 1024 + (1024 * 256 * 2 + 4 * 128 * 64) / 64 + 8 * 512
     expected = 32 * (tokens * from_l2 / 2e12 + projections / 1e12)
     assert from_l2 / 2e12 > 548864 / 100e12
     assert decode_seconds(layers, LLAMA, ROUND, STEP) == pytest.approx(expected)

@@ -105,7 +105,7 @@ def change_points(run: Run, change: Any) -> None:
 def test_another_accuracy_is_out_of_reach_with_the_best_value_and_nothing_written(run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")
     with pytest.raises(AccuracyError):
-        export(run.folder, tmp_path / "first", accuracy=1.0, confidence=0.95)
+        export(run.folder, tmp_path / "first", accuracy=0.9999, confidence=0.95)
     change_points(run, lambda point, found: replace(found, accuracy=min(found.accuracy, 0.97)))
     with pytest.raises(AccuracyError, match=r"the best measured is 0\.9700"):
         export(run.folder, tmp_path / "out", accuracy=0.99)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from conftest import ROOT
+from ragged import layer, random_case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor.kernels import launch as module
 from rotor.kernels.launch import launch
@@ -67,3 +70,39 @@ def test_nothing_else_launches_kernels() -> None:
         "rebuild_kernel",
         "rotation_kernel",
     }
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("domain", ["none", "pre"])
+def test_a_later_layer_of_a_decoding_step_launches_two_kernels_and_nothing_else(domain, masked, monkeypatch) -> None:
+    """Attention and the combination of its slices; nothing of PyTorch's that a GPU would run, in inference mode."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from rotor.kernels import attention
+    from rotor.kernels.decode import launch as decode
+
+    class Counted(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view and "empty" not in func.name():
+                self.names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    launched: list[str] = []
+    monkeypatch.setattr(decode, "launch", lambda kernel, *args, **kwargs: launched.append(kernel.fn.__name__))
+    case = random_case(layer(domain, 2, (48, 56), (16, 24)), 2, 32, 3, 1, 64)
+
+    def attend(layer_idx: int) -> None:
+        attention.packed_attention(
+            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.layout, 2, 32, case.scaling,
+            case.query_basis, case.key_rotation, attention_mask=mask, layer_idx=layer_idx,
+        )  # fmt: skip
+
+    with torch.inference_mode():
+        mask = torch.ones(3, 1, 1, 64, dtype=torch.bool) if masked else None
+        attend(0)
+        launched.clear()
+        with Counted():
+            attend(1)
+    assert launched == ["decode_kernel", "combine_kernel"]
+    assert Counted.names == []

@@ -32,6 +32,7 @@ MENU = {
     "pre ragged": layer("pre", 1, (128, 96), (64, 128), (16, 16)),
     "pre pairs": layer("pre", 2, (128, 128)),
     "pre one latent": layer("pre", 8, (256, 256)),
+    "pre wide": layer("pre", 8, (512, 512)),
 }
 
 
@@ -54,10 +55,24 @@ def test_decode(name: str, capability: int) -> None:
     assert resources.matrix_products > 0
     assert resources.shared_bytes <= decode_shared_bytes(attention.constants | attention.options, 2)
     check(combine, capability, copies=False)
+    if attention.constants["COLUMNS"]:
+        assert {"key", "basis"} <= resources.async_bytes.keys()
+        assert resources.async_bytes["key"] == (16 if capability == 90 else 8)
+
+
+def test_one_latent_reads_its_basis_for_64_keys_on_hopper() -> None:
+    """Of 129 columns and more, whose tile of 64 keys would not stay in registers."""
+    parts = layer_parts(MENU["pre one latent"], HEADS_PER_KV, HEAD_DIM)
+    found = [
+        decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, gpu=Gpu.of_capability(c))[0] for c in (80, 90)
+    ]
+    assert [(v.constants["TILE"], v.constants["COLUMNS"]) for v in found] == [(16, 0), (64, 64)]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", ["none 64+64", "none 96+96", "none one latent", "pre 80+48", "pre one latent"])
+@pytest.mark.parametrize(
+    "name", ["none 64+64", "none 96+96", "none one latent", "pre 80+48", "pre one latent", "pre wide"]
+)
 def test_prefill(name: str, capability: int) -> None:
     settings = {"mask": True, "gpu": Gpu.of_capability(capability)}
     for variant in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings):
@@ -126,7 +141,7 @@ def test_spills_and_narrow_loads_would_be_seen() -> None:
             variant.name,
             variant.kernel,
             variant.pointers,
-            {**variant.constants, "ALIGN": 1, "TILE": 64},
+            {**variant.constants, "ALIGN": 1, "TILE": 64, "COLUMNS": 0},
             variant.reals,
         ).source(),
         options={"num_warps": 4, "num_stages": 2},

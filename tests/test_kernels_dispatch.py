@@ -65,7 +65,9 @@ def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None
     assert not serve(dtype=torch.float64)
     assert not serve(fits=False)
     assert not serve(layer("post", 8, (528, 64)))
-    assert not serve(layer("pre", 8, (264, 64)))
+    assert serve(layer("pre", 8, (520, 512)))
+    assert not serve(layer("pre", 8, (1032, 64)))
+    assert not serve(layer("pre", 8, (64, 520)))
     assert not kernels_serve(torch.zeros(1, 1, 4), POST, 4, 128, None, 0.0, True)  # gradients are wanted
 
 

@@ -73,6 +73,8 @@ def test_one_flag_is_for_all_splits_which_share_nothing(
     code, printed, error = rotor(capsys, "validate", out, "--text", words, "--json")
     assert json.loads(printed)["summary"]["accuracy"]["data"] == "text words"
     assert json.loads(printed)["summary"]["same_data_as_export"]
+    (target,) = (check for check in json.loads(printed)["checks"] if check["name"] == "accuracy target")
+    assert target["detail"].startswith("on the report split none was set; default ")
 
 
 def test_too_little_text_is_told_before_anything_is_done(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:

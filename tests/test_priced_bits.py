@@ -122,7 +122,7 @@ def test_for_bytes_alone_every_plan_is_the_best_of_its_bytes() -> None:
     for plan in steps[:: len(steps) // 20]:
         assert plan.columns is not None
         words = sum(own.row_bytes() for layer in plan.columns for pair in layer for own in pair) // 4
-        assert predicted_loss(layers, plan) == pytest.approx(float(exact._path.loss[words]), rel=0.005)
+        assert predicted_loss(layers, plan) == pytest.approx(float(exact._path.loss[words]), rel=0.01)
         assert plan.saving == pytest.approx(plan.stored)
 
 

@@ -92,12 +92,13 @@ def combine_kernel(
 
 
 def combine_constants(partial_width: int, tile_rows: int) -> dict[str, Any]:
+    width = triton.next_power_of_2(partial_width)
     return {
         "PARTIAL_WIDTH": partial_width,
         "TILE_ROWS": tile_rows,
-        "WIDTH": triton.next_power_of_2(partial_width),
+        "WIDTH": width,
         "BLOCK": 16,
-        "num_warps": 2,
+        "num_warps": 2 if width <= 256 else 4,  # of 512 columns two would spill
     }
 
 

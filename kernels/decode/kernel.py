@@ -3,8 +3,9 @@
 
 Floor: bytes of the compressed keys and values that are attended / memory bandwidth. All query rows of a group are one
 tile, so its latents are read once. In domain `pre` the keys of each KV head are rebuilt from them by a matrix product
-and rotated in registers: queries are rotated back to the start of the tile, so that keys only turn by their place in
-it, by a table of `TILE` rows that stays in the L1 cache.
+and rotated in registers, from latents that stay there or, with COLUMNS, from so many columns at a time, which come out
+of the L1 or L2 cache again for every head. Queries are rotated back to the start of the tile, so that keys only turn by
+their place in it, by a table of `TILE` rows that stays in the L1 cache.
 
 A program works through tiles of keys of one unit (a part of a layer, see `layer_table`, and a sequence) after another;
 which ones is the schedule's matter:
@@ -47,6 +48,7 @@ from ..tiles import (
     load_rotation,
     numbers_of,
     piece_places,
+    rebuilt_tile,
     rotate_back,
     rotate_tile,
     scaled_logits,
@@ -55,26 +57,30 @@ from .combine import tiles_before, unit_on_the_line
 
 
 @triton.jit
-def _rebuilt_scores(
-    scores, latents, places, step, start, head_base, basis_base, basis_row, basis_stride, constant_base, cos, sin,
-    rotation_len, rotation_stride, KEYS: tl.constexpr, CONSTANT: tl.constexpr, HEADS_PER_KV: tl.constexpr,
-    HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+def _rebuilt_keys(
+    latents, places, basis_base, basis_stride, rows, count, KEYS: tl.constexpr, HALF: tl.constexpr,
+    FREQUENCIES: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores [keys, query rows] plus what one KV head contributes at FREQUENCIES of its rotary frequencies."""
-    head = step // (HALF_PADDED // FREQUENCIES)
-    first = (step % (HALF_PADDED // FREQUENCIES)) * FREQUENCIES
-    dtype = latents[0].dtype
-    rows = basis_row + head * (2 * HALF) + first
+    """Both halves of a head's keys [keys, FREQUENCIES] from latents that are in registers, by `count` of its rows."""
     key_0 = tl.zeros((TILE, FREQUENCIES), tl.float32)
     key_1 = tl.zeros((TILE, FREQUENCIES), tl.float32)
     for p in tl.static_range(len(KEYS)):
         columns = basis_base + places[p][0]
         width = places[p][1]
-        basis_0 = load_basis(columns, basis_stride, rows, HALF - first, width, 0, KEYS[p][2], FREQUENCIES)
-        basis_1 = load_basis(columns, basis_stride, rows + HALF, HALF - first, width, 0, KEYS[p][2], FREQUENCIES)
+        basis_0 = load_basis(columns, basis_stride, rows, count, width, 0, KEYS[p][2], FREQUENCIES)
+        basis_1 = load_basis(columns, basis_stride, rows + HALF, count, width, 0, KEYS[p][2], FREQUENCIES)
         key_0 = tl.dot(latents[p], basis_0, key_0, input_precision=PRECISION)
         key_1 = tl.dot(latents[p], basis_1, key_1, input_precision=PRECISION)
+    return key_0, key_1
+
+
+@triton.jit
+def _head_scores(
+    scores, key_0, key_1, head, first, start, head_base, constant_base, cos, sin, rotation_len, rotation_stride,
+    DTYPE: tl.constexpr, CONSTANT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
+    FREQUENCIES: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """scores [keys, query rows] plus what one KV head contributes at FREQUENCIES of its rotary frequencies."""
     if CONSTANT:
         frequency = first + tl.arange(0, FREQUENCIES)
         constants = constant_base + head * (2 * HALF) + frequency
@@ -95,10 +101,10 @@ def _rebuilt_scores(
         cos, sin, row_of_start, row_of_start < rotation_len, rotation_stride, first, HALF, FREQUENCIES
     )
     query_0, query_1 = rotate_back(query_0, query_1, start_cos, start_sin)
-    query_0 = tl.trans(query_0.to(dtype))
-    query_1 = tl.trans(query_1.to(dtype))
-    scores = tl.dot(key_0.to(dtype), query_0, scores, input_precision=PRECISION)
-    return tl.dot(key_1.to(dtype), query_1, scores, input_precision=PRECISION)
+    query_0 = tl.trans(query_0.to(DTYPE))
+    query_1 = tl.trans(query_1.to(DTYPE))
+    scores = tl.dot(key_0.to(DTYPE), query_0, scores, input_precision=PRECISION)
+    return tl.dot(key_1.to(DTYPE), query_1, scores, input_precision=PRECISION)
 
 
 @triton.jit
@@ -132,7 +138,7 @@ def _segment(
     HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr,
     ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -183,22 +189,39 @@ def _segment(
                 value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block, value_row,
                 value_places, VALUES, PAGE, TILE, DTYPE,
             )  # fmt: skip
-        else:
+        elif COLUMNS == 0:
             pieces = _load_pieces(
                 key_base, tile, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
                 key_places, KEYS, PAGE, TILE, DTYPE,
             )  # fmt: skip
         latents = ()
-        for p in tl.static_range(len(KEYS)):
-            latents += (numbers_of(pieces[p], KEYS[p][0], KEYS[p][2], TILE, DTYPE),)
+        if COLUMNS == 0:
+            for p in tl.static_range(len(KEYS)):
+                latents += (numbers_of(pieces[p], KEYS[p][0], KEYS[p][2], TILE, DTYPE),)
+        else:
+            block, block_row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
         scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
         if PRE:
             # As many steps as an argument says: known, few would be unrolled, and all bases hoisted into registers.
             for step in range(steps):
-                scores = _rebuilt_scores(
-                    scores, latents, key_places, step, start, head_base, basis_base, basis_row, basis_stride,
-                    constant_base, cos, sin, rotation_len, rotation_stride, KEYS, CONSTANT, HEADS_PER_KV, HALF,
-                    HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PRECISION,
+                head = step // (HALF_PADDED // FREQUENCIES)
+                frequency = (step % (HALF_PADDED // FREQUENCIES)) * FREQUENCIES
+                rows = basis_row + head * (2 * HALF) + frequency
+                if COLUMNS > 0:
+                    key_0, key_1 = rebuilt_tile(
+                        key_base, block, block_row, key_block, key_row, valid, key_places, basis_base, basis_stride,
+                        rows, HALF - frequency, KEYS, HALF, FREQUENCIES, COLUMNS, TILE, ALIGN, ROW_ALIGN, DTYPE,
+                        PRECISION,
+                    )  # fmt: skip
+                else:
+                    key_0, key_1 = _rebuilt_keys(
+                        latents, key_places, basis_base, basis_stride, rows, HALF - frequency, KEYS, HALF, FREQUENCIES,
+                        TILE, PRECISION,
+                    )  # fmt: skip
+                scores = _head_scores(
+                    scores, key_0, key_1, head, frequency, start, head_base, constant_base, cos, sin, rotation_len,
+                    rotation_stride, DTYPE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE,
+                    PRECISION,
                 )  # fmt: skip
         else:
             for p in tl.static_range(len(KEYS)):
@@ -265,8 +288,8 @@ def decode_kernel(
     HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SCHEDULE: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, PARTS_PADDED: tl.constexpr,
-    BATCH_PADDED: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr,
 ):  # fmt: skip
     """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
 
@@ -331,6 +354,7 @@ def decode_kernel(
                         scale, softcap, BODIES[choice][0], BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF,
                         HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
                         MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, AHEAD,
+                        COLUMNS,
                     )  # fmt: skip
 
 

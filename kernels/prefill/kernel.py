@@ -44,7 +44,17 @@ from ..tile_sizes import (
     rebuilding_pays,
     sm_count,
 )
-from ..tiles import key_rows, load_basis, load_piece, load_rotation, marked_keys, numbers_of, rotate_tile, scaled_logits
+from ..tiles import (
+    key_rows,
+    load_basis,
+    load_piece,
+    load_rotation,
+    marked_keys,
+    numbers_of,
+    rebuilt_tile,
+    rotate_tile,
+    scaled_logits,
+)
 from .rebuild import rebuild_keys, rebuild_variant
 
 INTEGERS = [
@@ -77,7 +87,7 @@ def prefill_kernel(
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIGN: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the ROWS * SPLIT of a task, a row block of one unit of one sequence; see `prefill_attention`. Offsets and
     strides in units of ALIGN, of the key and value rows in KEY_ALIGN and VALUE_ALIGN.
@@ -149,21 +159,34 @@ def prefill_kernel(
         valid = (index < tl.max(end, 0)) & (index >= tl.min(tl.where(attends, first, 2147483647), 0))
         block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
         latents = ()
-        for p in tl.static_range(len(KEYS)):
-            piece = load_piece(
-                key_base + KEYS[p][3], block, row, key_block, key_row, KEYS[p][4], valid, KEYS[p][0], KEYS[p][5], DTYPE
-            )
-            latents += (numbers_of(piece, KEYS[p][0], KEYS[p][5], TILE, DTYPE),)
+        if COLUMNS == 0:
+            for p in tl.static_range(len(KEYS)):
+                piece = load_piece(
+                    key_base + KEYS[p][3], block, row, key_block, key_row, KEYS[p][4], valid, KEYS[p][0], KEYS[p][5],
+                    DTYPE,
+                )  # fmt: skip
+                latents += (numbers_of(piece, KEYS[p][0], KEYS[p][5], TILE, DTYPE),)
         if PRE:
             stride = basis_stride * ALIGN
-            key_0 = tl.zeros((TILE, HALF_PADDED), tl.float32)
-            key_1 = tl.zeros((TILE, HALF_PADDED), tl.float32)
-            for p in tl.static_range(len(KEYS)):
-                columns = basis_base + KEYS[p][1]
-                basis_0 = load_basis(columns, stride, basis_row, HALF, KEYS[p][2], 0, KEYS[p][5], HALF_PADDED)
-                basis_1 = load_basis(columns, stride, basis_row + HALF, HALF, KEYS[p][2], 0, KEYS[p][5], HALF_PADDED)
-                key_0 = tl.dot(latents[p], basis_0, key_0, input_precision=PRECISION)
-                key_1 = tl.dot(latents[p], basis_1, key_1, input_precision=PRECISION)
+            if COLUMNS > 0:
+                places = ()
+                for p in tl.static_range(len(KEYS)):
+                    places += ((KEYS[p][1], KEYS[p][2], KEYS[p][3], KEYS[p][4]),)
+                key_0, key_1 = rebuilt_tile(
+                    key_base, block, row, key_block, key_row, valid, places, basis_base, stride, basis_row, HALF, KEYS,
+                    HALF, HALF_PADDED, COLUMNS, TILE, ALIGN, KEY_ALIGN, DTYPE, PRECISION,
+                )  # fmt: skip
+            else:
+                key_0 = tl.zeros((TILE, HALF_PADDED), tl.float32)
+                key_1 = tl.zeros((TILE, HALF_PADDED), tl.float32)
+                for p in tl.static_range(len(KEYS)):
+                    columns = basis_base + KEYS[p][1]
+                    basis_0 = load_basis(columns, stride, basis_row, HALF, KEYS[p][2], 0, KEYS[p][5], HALF_PADDED)
+                    basis_1 = load_basis(
+                        columns, stride, basis_row + HALF, HALF, KEYS[p][2], 0, KEYS[p][5], HALF_PADDED
+                    )
+                    key_0 = tl.dot(latents[p], basis_0, key_0, input_precision=PRECISION)
+                    key_1 = tl.dot(latents[p], basis_1, key_1, input_precision=PRECISION)
             if CONSTANT:
                 some = frequency < HALF
                 key_0 += tl.load(constant_base + frequency, mask=some, other=0.0).to(tl.float32)[None, :]

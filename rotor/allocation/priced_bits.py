@@ -25,7 +25,7 @@ from .bits import GRAIN, coded_plan, no_word
 from .plan import RankPath, RankPlan
 from .sweep import price_range, sweep
 
-PRICES = 96
+PRICES = 160
 """Prices at which the columns of a group are found, for each of SHARES."""
 
 SHARES = (0.0, 0.2, 1.0, 5.0, 100.0)

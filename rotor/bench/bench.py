@@ -13,6 +13,7 @@ from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
 from ..progress import Progress
+from ..runtime.cache import use_cache_policy
 from .attention import bench_attention
 from .clock import Clock, measure_rates
 from .models import ModelLoad, check_models, measure_models, physical_memory
@@ -111,6 +112,8 @@ def _bench_model(
         result.skip("model, source", "the source model is not where rotor.json says; give --model")
         del folders["source"]
     models = {name: load_model(path, device, dtype) for name, path in folders.items()}
+    if settings.cache is not None:
+        use_cache_policy(models["compressed"], settings.cache)
     generator = torch.Generator().manual_seed(settings.seed)
     result.checks += check_models(models, folders, generator)
     memory = settings.memory_bytes or physical_memory(device)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RotorError, UsageError
+from ..installing import pip_install
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class EngineOptions:
 def check_installed() -> None:
     """Raises UsageError where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise UsageError("--engine vllm: vLLM is not installed here.", "pip install 'rotor-kv[vllm]'")
+        raise UsageError("--engine vllm: vLLM is not installed here.", pip_install("vllm"))
 
 
 class Engine:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import NumericsError
 from ..models.loading import load_model
-from ..runtime.cache_size import cache_bytes
+from ..runtime.cache import stored_bytes
 from .clock import Seconds
 
 CHECKED_TOKENS = 32
@@ -134,7 +134,7 @@ def _generate(model: Any, ids: Tensor, new_tokens: int) -> tuple[float, int]:
     )
     _synchronise(model.device)
     seconds = time.perf_counter() - start
-    return seconds, cache_bytes(output.past_key_values)
+    return seconds, stored_bytes(output.past_key_values)
 
 
 def _prompt(model: Any, batch_size: int, length: int, generator: torch.Generator) -> Tensor:

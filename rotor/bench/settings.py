@@ -17,7 +17,8 @@ class BenchSettings:
 
     decode_lengths: cached tokens of each sequence. prefill_lengths: of prompts. layers: at most so many, evenly spread
     over the depth; times are their sum. new_tokens: of the whole model, 0 to leave it out. memory_bytes: for the
-    largest batch; None is all that the device has.
+    largest batch; None is all that the device has. cache: the policy, by name, that the cache of the compressed model
+    follows as a whole; None is its own.
     """
 
     decode_lengths: tuple[int, ...]
@@ -28,6 +29,7 @@ class BenchSettings:
     new_tokens: int = 32
     memory_bytes: int | None = None
     seed: int = 0
+    cache: str | None = None
 
     @classmethod
     def of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ..bases.moments import LayerStatistics
 from ..errors import RotorError, UsageError
+from ..parallel.launch import Launched, launched
 
 T = TypeVar("T")
 
@@ -26,13 +26,12 @@ TIMEOUT = timedelta(days=1)
 class Processes:
     """This process among those that torchrun started.
 
-    rank: 0 is the one that writes and prints. count: of all. local_rank, local_count: on this machine.
+    rank: 0 is the one that writes and prints. count: of all. started: what torchrun says of them.
     """
 
     rank: int = 0
     count: int = 1
-    local_rank: int = 0
-    local_count: int = 1
+    started: Launched | None = None
 
     @classmethod
     def from_environment(cls) -> Processes:
@@ -41,23 +40,22 @@ class Processes:
         Raises:
             UsageError: the processes are on several machines.
         """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        values = [os.environ.get(name, "") for name in names]
-        if not all(value.isdigit() for value in values) or int(values[1]) == 1:
+        started = launched()
+        if started is None or started.count == 1:
             return cls()
-        found = cls(*map(int, values))
-        if found.local_count != found.count:
+        if started.local_count != started.count:
             raise UsageError(
-                f"{found.count} processes, {found.local_count} of them here: they write to one folder on one machine.",
+                f"{started.count} processes, {started.local_count} of them here: they write to one folder on one "
+                "machine.",
                 "Start them with `torchrun --nproc-per-node N` on one machine.",
             )
-        if not dist.is_initialized():
-            backend = "gloo"
-            if torch.cuda.is_available():
-                torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
-                backend = "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, timeout=TIMEOUT)
-        return found
+        started.join(TIMEOUT)
+        return cls(started.rank, started.count, started)
+
+    @property
+    def local_count(self) -> int:
+        """Processes on this machine."""
+        return 1 if self.started is None else self.started.local_count
 
     @property
     def is_first(self) -> bool:
@@ -65,9 +63,7 @@ class Processes:
 
     def device(self, name: str) -> str:
         """Name the device: `auto` and `cuda` are this process's own GPU."""
-        if self.count > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-            return f"cuda:{self.local_rank % torch.cuda.device_count()}"
-        return name
+        return name if self.started is None else self.started.device(name)
 
     def from_first(self, value: T | None) -> T:
         """The first process's value, in all of them."""

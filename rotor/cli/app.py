@@ -111,6 +111,16 @@ TargetDevice = Annotated[
 ]
 DeviceFile = Annotated[Path | None, typer.Option(help="YAML with further devices.")]
 SourceModel = Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")]
+CachePolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        metavar="NAME",
+        help="How the cache is kept: none, a bundled policy (see `rotor recipes`), or a YAML file; default: the "
+        "checkpoint's own.",
+        autocompletion=completion.cache_policies,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and what --json prints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]

@@ -14,6 +14,7 @@ from . import completion, is_first_process
 from .app import (
     AsJson,
     BatchTokens,
+    CachePolicy,
     Device,
     DeviceFile,
     DeviceMap,
@@ -170,6 +171,15 @@ def export(
     measure: Annotated[
         bool, typer.Option(" /--no-measure", help="Write --compression or --removal-rate without measuring accuracy.")
     ] = True,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a "
+            "YAML file.",
+            autocompletion=completion.cache_policies,
+        ),
+    ] = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -195,6 +205,7 @@ def export(
         compute=Compute(device, dtype, offload, device_map),
         overwrite=overwrite,
         measure=measure,
+        cache=cache,
     )
     settings.check()
 
@@ -231,6 +242,8 @@ def export(
         )
         if below := below_target(value):
             say(f"On the report split {below} ({value['target']:g}).")
+    for tokens, found in report.get("cache", {}).get("kv_bytes_per_token", {}).items():
+        say(f"Cache policy {cache}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {out}")
@@ -261,6 +274,7 @@ def validate(
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="What `rotor export` printed: the digest of every file.")
     ] = None,
+    cache: CachePolicy = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "auto",
@@ -293,6 +307,7 @@ def validate(
             overrides=overrides or (),
             text=text,
             digest=digest,
+            cache=cache,
             device=device,
             dtype=dtype,
             offload=offload,

@@ -20,6 +20,12 @@ def recipe_names(incomplete: str) -> list[str]:
     return [before + comma + name for name in _starting(names, last)]
 
 
+def cache_policies(incomplete: str) -> list[str]:
+    """`none`, and bundled cache policies."""
+    folder = resources.files("rotor.recipes") / "cache"
+    return _starting(["none", *sorted(item.name.removesuffix(".yaml") for item in folder.iterdir())], incomplete)
+
+
 def settings(incomplete: str) -> list[str]:
     """Fields of a recipe as `section.field=`; after the sign the values that are names."""
     name, equals, value = incomplete.partition("=")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from enum import Enum
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +13,34 @@ import typer
 
 from ..errors import UsageError
 from ..logs import printable
-from . import completion
-from .app import AsJson, BatchTokens, Device, Dtype, Model, Quiet, RecipeOverrides, Revision, app, print_json
+from . import completion, is_first_process
+from .app import (
+    AsJson,
+    BatchTokens,
+    CachePolicy,
+    Device,
+    Dtype,
+    Model,
+    Quiet,
+    RecipeOverrides,
+    Revision,
+    app,
+    print_json,
+)
 from .console import show_progress
 from .plans import print_inspection
 
 
+class Parallel(str, Enum):
+    """What is spread over processes."""
+
+    sequence = "sequence"
+
+
 @app.command(
     epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40. A long prompt: rotor generate out/demo '
-    "--prompt-file prompt.txt"
+    "--prompt-file prompt.txt. Over several processes: torchrun --nproc-per-node 4 -m rotor generate ... "
+    "--parallel sequence"
 )
 def generate(
     folder: Annotated[str, typer.Argument(help="A compressed checkpoint (or any model's folder or hub id).")],
@@ -35,8 +56,16 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, samples at this temperature.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    cache: CachePolicy = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    parallel: Annotated[
+        Parallel | None,
+        typer.Option(help="sequence: spread the prompt and its cache over the processes that torchrun started."),
+    ] = None,
+    parallel_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a process waits for another before all end.")
+    ] = 300.0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -47,6 +76,8 @@ def generate(
     from ..models.hub import check_name
     from ..recipe.settings import Compute
 
+    if parallel is not None and prompt_file == "-":
+        raise UsageError("--prompt-file -: several processes cannot all read stdin.", "Give a file.")
     text = _read_prompt(prompt, prompt_file)
     Compute(device, dtype).check()
     check_name(folder)
@@ -54,12 +85,26 @@ def generate(
     from ..models.generation import continue_prompt
 
     progress = show_progress(quiet)
-    arguments = folder, text, max_new_tokens, temperature, seed, device, dtype, profile
-    if as_json:
-        print_json(continue_prompt(*arguments, raw=raw, progress=progress))
-        return
-    continue_prompt(*arguments, raw=raw, progress=progress, on_text=_show)
-    print()
+    first, timeout_s = is_first_process(), None if parallel is None else parallel_timeout
+    result = continue_prompt(
+        folder,
+        text,
+        max_new_tokens,
+        temperature,
+        seed,
+        device,
+        dtype,
+        profile,
+        cache,
+        raw=raw,
+        progress=progress,
+        on_text=_show if first and not as_json else None,
+        parallel_timeout_s=timeout_s,
+    )
+    if first and as_json:
+        print_json(result)
+    elif first:
+        print()
 
 
 def _show(text: str) -> None:
@@ -140,10 +185,11 @@ def recipes(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the bundled recipes, and the bases and rank methods that a recipe may name; or show one; or the fields."""
+    """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one."""
     from ..recipe import bundled_recipes, load_recipe
     from ..recipe.checks import NAMES
     from ..recipe.reference import recipe_fields, reference_page
+    from ..typed import read_yaml
 
     if show is not None and fields:
         raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")
@@ -165,3 +211,8 @@ def recipes(
         print(f"\n{setting}")
         for name, method in methods.items():
             print(f"  {name:13} {method.summary}")
+    print("\ncache policies (--cache NAME)")
+    for file in sorted((resources.files("rotor.recipes") / "cache").iterdir(), key=lambda file: file.name):
+        fields_of = read_yaml(file.read_text("utf-8"), file.name)
+        described = ", ".join(f"{key} {value}" for key, value in fields_of.items())
+        print(f"  {file.name.removesuffix('.yaml'):20} {described}")

@@ -29,8 +29,8 @@ def run(
     """Run a program whose transformers loads compressed checkpoints, without any import of rotor in it.
 
     It takes this process's place, so that signals, exit code and terminal are its own, and it passes the registration
-    on to the Python processes that it starts. They have to be of an environment in which rotor is installed. An
-    installed rotor registers itself in every process, unless ROTOR_AUTOLOAD=0 is set; this command does it in any case.
+    on to the Python processes that it starts, in whose environment torch and transformers have to be. An installed
+    rotor registers itself in every process, unless ROTOR_AUTOLOAD=0 is set; this command does it in any case.
     """
     program = shutil.which(command[0])
     if program is None:

@@ -1,4 +1,4 @@
-"""Speed, predicted and measured: bench, compile, schedule."""
+"""Speed, predicted and measured: bench, compile, schedule, traffic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import typer
 
 from ..errors import UsageError
 from .app import (
+    MAX_NUMBER,
     AsJson,
+    CachePolicy,
     Checkpoint,
     Device,
     DeviceFile,
@@ -42,6 +44,7 @@ def bench(
         float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
     ] = None,
     model: SourceModel = None,
+    cache: CachePolicy = None,
     device_file: Annotated[
         Path | None, typer.Option(help="Device file to write the measured rates to, for --device-file of others.")
     ] = None,
@@ -95,6 +98,7 @@ def bench(
         repetitions=repetitions,
         new_tokens=new_tokens,
         memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+        cache=cache,
     )
     result = run_bench(
         folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=show_progress(quiet)
@@ -325,3 +329,72 @@ def schedule(
             f"last round redistributed {prefill.redistributed:.3f} ({prefill.cut_launches} of {prefill.launches} "
             "launches cut theirs)"
         )
+
+
+@app.command(epilog="Example: rotor traffic out/demo --processes 2,4,8 --measure 2 --plot traffic.png")
+def traffic(
+    folder: Checkpoint,
+    processes: Annotated[str, typer.Option(help="Numbers of processes, as in 2,4,8.")] = "2,4,8",
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Tokens of the prompt.")] = 1024,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,M", help="Also start so many processes here, on CPUs, and count the bytes of their calls."
+        ),
+    ] = None,
+    target_device: Annotated[
+        str, typer.Option(help="Device whose links' rate is used (rotor/prediction/devices.yaml).")
+    ] = "h200",
+    device_file: DeviceFile = None,
+    ethernet_gbit: Annotated[float, typer.Option(min=0.001, help="Gigabits a second of each process's network.")] = 100,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it to this .png, .svg or .pdf; needs matplotlib.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the bytes that a prompt sends over several processes (generate --parallel sequence), and alternatives.
+
+    Counted from the checkpoint's layouts; with --measure also from the calls of real processes, which must send as
+    many. Times are predicted from data-sheet rates of links: nothing is timed.
+    """
+    from ..bench.report import write_report
+    from ..bench.traffic import measure_traffic
+    from ..bench.traffic_plot import write_traffic_plot
+    from ..prediction.devices import find_device
+
+    rates = find_device(target_device, None if device_file is None else str(device_file))
+    result = measure_traffic(
+        folder,
+        numbers("--processes", processes),
+        tokens,
+        [] if measure is None else numbers("--measure", measure),
+        rates,
+        target_device,
+        ethernet_gbit * 1e9 / 8,
+        command_line(),
+    )
+    if out is not None:
+        write_report(out, result)
+    if plot is not None:
+        write_traffic_plot(result, plot)
+    if as_json:
+        print_json(result)
+        return
+    _print_traffic(result)
+
+
+def _print_traffic(result: dict[str, Any]) -> None:
+    """Bytes a token by what is sent, and their share of plain Ulysses; predicted times of the prompt; measurements."""
+    tokens, rows = result["tokens"], []
+    for entry in result["counted"]:
+        for name, label in result["labels"].items():
+            found = entry[name]
+            parts = (f"{found[part] / tokens:.0f}" for part in ("queries", "rows", "outputs", "bytes"))
+            share = found["bytes"] / entry["ulysses"]["bytes"] if entry["ulysses"]["bytes"] else 0.0
+            times = (f"{1e6 * found['predicted_s'][link]:.1f}" for link in ("link", "ethernet"))
+            rows.append((entry["processes"], label, *parts, f"{share:.3f}", *times))
+    right = ("queries", "rows", "outputs", "bytes a token", "of Ulysses", "predicted us, link", "us, Ethernet")
+    print_table(f"Sent by all processes, {tokens} tokens, {result['dtype']}", ("processes", "what"), right, rows)
+    for entry in result["measured"]:
+        sent = ", ".join(f"{kind} {size}" for kind, size in entry["sent_bytes"].items())
+        what = f"{entry['processes']} processes, exchange {entry['exchange']}"
+        say(f"measured, {what}, a prompt and one token, bytes of {sent}")

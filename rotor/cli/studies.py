@@ -41,17 +41,23 @@ def study(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, with commas; default: "
-            "curves, and ablation where there are ablations. all: all that can run (front needs a recipe in focus with "
-            "ranks.method=global) but peers, which are quantised caches, and the recipes at equal bytes.",
+            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, quantise, evict, "
+            "budgets, combine, with commas; default: curves, and ablation where there are ablations. all: all that can "
+            "run (front needs a recipe in focus with ranks.method=global) but peers, which are quantised caches, and "
+            "the recipes at equal bytes, and the four after it, which are cache policies.",
             autocompletion=completion.one_of(
-                ("all", "curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", "peers")
+                (
+                    *("all", "curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", "peers"),
+                    *("quantise", "evict", "budgets", "combine"),
+                )
             ),
         ),
     ] = None,
     focus: Annotated[
         str | None,
-        typer.Option(help="Recipes for the parts other than curves, ablation and peers; by default the first."),
+        typer.Option(
+            help="Recipes for the parts other than curves, ablation, peers and the four after it; by default the first."
+        ),
     ] = None,
     ablation: Annotated[
         list[str] | None,

@@ -10,16 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..errors import DataError, NumericsError
+from ..errors import DataError, NumericsError, UsageError
+from ..models.layerwise import LayerwiseModel
 from ..progress import Advance
-from ..runtime.cache import stored_bytes
+from ..runtime.cache import Policy, cache_policy, stored_bytes
 from .scoring import AnswerScores, position_kl_div
 
 REFERENCE_LOGIT_BYTES = 1 << 28
 """Memory that the reference's float32 logits may take at a time."""
+
+PREFILL_SHARE = 4
+"""One part in so many of a row of text is the prompt; the rest is scored behind it."""
+
+LONGEST_CHUNK = 64
+"""Tokens of a step where any number would do."""
 
 
 @dataclass(frozen=True)
@@ -177,3 +184,44 @@ def _step(model: Any, inputs: Tensor, cache: Cache, keep: int) -> Tensor:
     if not torch.isfinite(logits).all():
         raise NumericsError("the model's logits are not finite on the evaluation rows.", "Evaluate in float32.")
     return logits
+
+
+@torch.inference_mode()
+def final_states_through_cache(
+    network: LayerwiseModel, rows: Tensor, policy: Policy, prefill: int, advance: Advance = lambda done: None
+) -> Tensor:
+    """Hidden states that leave the last layer, as `LayerwiseModel.final_states`, where the cache follows a policy.
+
+    Tokens behind the prefill read what is stored of those before them.
+
+    Args:
+        rows: [n, seq_len]. prefill: tokens of the first step; later ones have as many as the policy allows.
+    Raises:
+        UsageError: weights are read layer by layer.
+    """
+    if network.source.streamed:
+        raise UsageError(
+            f"cache policy {policy.method}: is judged step by step, which needs all weights in memory.",
+            "Give --offload never on a machine that can hold them, or --cache none.",
+        )
+    states, found = network.states_like(rows), []
+
+    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+        found.append((output[0] if isinstance(output, tuple) else output).cpu())
+
+    handle = network.layers[-1].register_forward_hook(keep)
+    chunk = policy.longest_step or LONGEST_CHUNK
+    steps = [slice(0, prefill)]
+    steps += [slice(start, min(start + chunk, rows.shape[1])) for start in range(prefill, rows.shape[1], chunk)]
+    try:
+        with cache_policy(network.model, policy):
+            for part in network.batches(rows):
+                cache = DynamicCache(config=network.config)
+                for step in steps:
+                    inputs = rows[part, step].to(network.device)
+                    network.decoder(input_ids=inputs, past_key_values=cache, use_cache=True)
+                    states[part, step] = found.pop()
+                    advance(inputs.numel())
+    finally:
+        handle.remove()
+    return states

@@ -15,7 +15,9 @@ from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
 from ..progress import Progress
 from ..recipe.metric_registry import METRICS, accuracy_field, metric_info, primitive_metrics
+from ..runtime.cache import Policy
 from ..typed import Reader
+from .cached import PREFILL_SHARE, final_states_through_cache
 from .metrics import EvaluationContext, Measurement, Metric, Seen, make_metric, smallest
 from .scoring import Scores, score
 
@@ -90,12 +92,16 @@ class View:
 class FidelityMeter:
     """Measures models against the uncompressed one, which has to be measured first, on each split by itself.
 
+    Args:
+        policy: by which a compressed model's cache is kept. Text is then scored behind a prompt of one PREFILL_SHARE of
+            each row, of both models, and prompts of metrics behind all that comes before the first answer.
+
     base: what was recorded of the uncompressed model, by split. left_out: why a ratio was not measured, by split and
     name.
     """
 
-    def __init__(self, context: EvaluationContext, progress: Progress) -> None:
-        self.context, self.progress = context, progress
+    def __init__(self, context: EvaluationContext, progress: Progress, policy: Policy | None = None) -> None:
+        self.context, self.progress, self.policy = context, progress, policy
         self.metric = context.spec.metric
         own = primitive_metrics(self.metric)
         self._names = {
@@ -121,7 +127,7 @@ class FidelityMeter:
                 rows[name] = self._made(name).rows(split)
             except DataError as error:
                 self._leave_out(name, split, error)
-        view = self._run(network, split, rows, None)
+        view = self._run(network, split, rows, None, None)
         found = view.text.as_dict()
         for name in rows:
             try:
@@ -140,6 +146,13 @@ class FidelityMeter:
         """Names of the metrics that are measured by themselves on a split."""
         return [name for name in self._names[split] if name not in self.left_out[split]]
 
+    def text(self, split: str) -> Tensor:
+        """The text that is scored, [rows, seq_len]: with a policy, what is behind the prefill."""
+        return self.context.rows[split][:, self._prefill(split) :]
+
+    def _prefill(self, split: str) -> int:
+        return 0 if self.policy is None else max(1, self.context.rows[split].shape[1] // PREFILL_SHARE)
+
     def reference(self, split: str) -> Tensor:
         """The uncompressed model's final hidden states of the text."""
         return self._references[split]
@@ -147,7 +160,7 @@ class FidelityMeter:
     def look(self, network: LayerwiseModel, split: str) -> View:
         """Run a compressed model over a split's text and prompts."""
         rows = {name: self._made(name).rows(split) for name in self.measured(split)}
-        return self._run(network, split, rows, self._references.get(split))
+        return self._run(network, split, rows, self._references.get(split), self.policy)
 
     def judge(self, view: View, split: str) -> Fidelity:
         """Compare what a compressed model made of a split with the uncompressed one."""
@@ -193,14 +206,25 @@ class FidelityMeter:
             )
 
     def _run(
-        self, network: LayerwiseModel, split: str, rows: dict[str, Tensor | None], reference: Tensor | None
+        self,
+        network: LayerwiseModel,
+        split: str,
+        rows: dict[str, Tensor | None],
+        reference: Tensor | None,
+        policy: Policy | None,
     ) -> View:
-        """One pass through the layers for the text and for all rows that metrics ask for."""
-        text = self.context.rows[split]
+        """One pass through the layers for the text and for all rows that metrics ask for; with a policy, in steps."""
+        text, start = self.context.rows[split], self._prefill(split)
         asked = {name: prompts for name, prompts in rows.items() if prompts is not None}
         parts = [text, *asked.values()]
         with self.progress.task("measure", sum(part.numel() for part in parts), "tokens") as advance:
-            states, *own = network.final_states_of(parts, advance)
-        scores = score(network, text, reference=reference, states=states)
+            if policy is None:
+                states, *own = network.final_states_of(parts, advance)
+            else:
+                prefills = [self._made(name).prefill(split) or start for name in asked]
+                pairs = zip(parts, [start, *prefills], strict=True)
+                states, *own = (final_states_through_cache(network, rows, policy, p, advance) for rows, p in pairs)
+        states = states[:, start:]
+        scores = score(network, self.text(split), reference=reference, states=states)
         seen = dict(zip(asked, own, strict=True))
         return View(states, scores, {name: Seen(network, scores, seen.get(name)) for name in rows})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os.path
 import shutil
@@ -33,6 +34,7 @@ from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
 from ..rewriting.compressible import bias_names
 from ..rewriting.shards import ShardContents, planned_layouts
+from ..runtime.cache import LONG_TOKENS, packed_bytes_per_token
 from ..search.export_job import ExportJob
 from ..search.point import Point
 from ..search.rank_search import RankSearch, stored_ranks
@@ -74,6 +76,7 @@ def export(
     device_map: str | None = None,
     overwrite: bool = False,
     measure: bool = True,
+    cache: str | None = None,
     progress: Progress | None = None,
 ) -> ExportResult:
     """Write the compressed checkpoint of a run at exactly one of accuracy, compression or removal rate.
@@ -81,7 +84,7 @@ def export(
     Args:
         run: folder that calibrate wrote; its tables gain the points that are measured.
         out: the checkpoint folder; it appears whole or not at all.
-        accuracy: least accuracy on the search split (see Evaluation), in (0, 1]; the report split is then measured
+        accuracy: least accuracy on the search split (see Evaluation), in (0, 1); the report split is then measured
             once.
         confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
             the value does.
@@ -95,6 +98,8 @@ def export(
         device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
             then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
+        cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
+            (`gear-2`), or the path of a YAML file; needs all weights in memory to be measured.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
@@ -110,6 +115,7 @@ def export(
         Compute(device, dtype, offload, device_map),
         overwrite,
         measure,
+        cache,
     )
     return run_export(settings, progress)
 
@@ -170,6 +176,9 @@ def _write(
         "biases": sorted(bias_names(first)),
         "layers": {str(i): layout.to_dict() for i, layout in enumerate(stored)},
     }
+    cache = None if job.policy is None else job.policy.as_dict()
+    if cache is not None:
+        config["quantization_config"]["cache"] = cache
     if profiles:
         config["quantization_config"]["profiles"] = profiles
         assert accuracy is not None
@@ -177,10 +186,20 @@ def _write(
     else:
         config["rank_profile"] = None  # so that one that is asked for reaches rotor, which says that there is none
     write_json(staging / "config.json", config)
-    write_json(staging / KERNEL_CONFIG, default_config(layouts, run.shape).to_dict())
+    kernels = dataclasses.replace(default_config(layouts, run.shape), cache=cache)
+    write_json(staging / KERNEL_CONFIG, kernels.to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
     accuracy_info = _unmeasured(job) if table is None else _accuracy(recipe, point, table, job.goal)
     report = _report(run, recipe, checkpoint, layouts, point, accuracy_info, tensors, first.v_weight.element_size())
+    if job.policy is not None:
+        dtype = first.v_weight.dtype
+        report["cache"] = {
+            "policy": cache,
+            "kv_bytes_per_token": {
+                str(tokens): packed_bytes_per_token(job.policy, layouts, dtype, tokens)
+                for tokens in (recipe.evaluation.seq_len, LONG_TOKENS)
+            },
+        }
     if profiles:
         report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
     report["run"] = _relative(run.folder, job.out.path)

@@ -47,7 +47,7 @@ holds {size["after"]} instead of {size["before"]} bytes per token ({100 * share[
 | keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 {_columns_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
-{measured}
+{_cache_row(report)}{measured}
 
 {note}
 Not measured: other tasks, other languages, contexts longer than {recipe.evaluation.seq_len} tokens, and speed.
@@ -73,6 +73,14 @@ or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its n
 
 With the digest from somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
+
+
+def _cache_row(report: dict[str, Any]) -> str:
+    if "cache" not in report:
+        return ""
+    found = report["cache"]
+    sizes = ", ".join(f"{size:.1f} at {tokens} tokens" for tokens, size in found["kv_bytes_per_token"].items())
+    return f"| cache policy | {markdown(found['policy']['method'])}; bytes a token with it: {sizes} |\n"
 
 
 def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:

@@ -92,10 +92,14 @@ class LayerKernels:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The kernels of a model: the schedule of decoding, and the launches of each layer."""
+    """The kernels of a model: the schedule of decoding, and the launches of each layer.
+
+    cache: the policy by which the cache is kept, as config.json has it; the kernels do not serve one that evicts.
+    """
 
     schedule: Schedule
     layers: tuple[LayerKernels, ...]
+    cache: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads, in JSON's types."""
@@ -107,7 +111,8 @@ class KernelConfig:
             ]
             pairs = [list(pair) for pair in layer.specialisations]
             layers.append({"classes": classes, "specialisations": pairs, "tile": layer.tile})
-        return {"version": VERSION, "schedule": self.schedule, "layers": layers}
+        cache = {} if self.cache is None else {"cache": self.cache}
+        return {"version": VERSION, "schedule": self.schedule, "layers": layers, **cache}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = KERNEL_CONFIG) -> KernelConfig:
@@ -129,7 +134,7 @@ class KernelConfig:
             # A pair in JSON is a list.
             pairs = tuple((qk_rank, v_rank) for qk_rank, v_rank in layer.specialisations)
             layers.append(LayerKernels(layer.classes, pairs, layer.tile))
-        return cls(config.schedule, tuple(layers))
+        return cls(config.schedule, tuple(layers), config.cache)
 
     @classmethod
     def read(cls, path: Path) -> KernelConfig:

@@ -138,6 +138,13 @@ class ElasticInfo(TypedDict):
     stored_layouts: list[LayoutDict]
 
 
+class CacheInfo(TypedDict):
+    """The policy of the cache, and bytes of a token, everything counted, by the tokens of a prompt."""
+
+    policy: dict[str, Any]
+    kv_bytes_per_token: dict[str, float]
+
+
 class _CheckpointInfo(TypedDict):
     recipe: str
     source: SourceInfo
@@ -154,6 +161,7 @@ class CheckpointInfo(_CheckpointInfo, total=False):
     """rotor.json."""
 
     elastic: ElasticInfo
+    cache: CacheInfo
 
 
 def read_file(path: Path, kind: Any, hint: str) -> Any:

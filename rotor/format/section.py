@@ -43,6 +43,7 @@ class CompressedSection:
         format_version: version of what is stored.
         layers: layer index (a string, as JSON has it) -> LayerLayout as a dict.
         biases: the projections, of q, k, v, o, that have a bias.
+        cache: the policy by which the cache is kept, as plain data; read by rotor.runtime.cache.
         profiles: of an elastic checkpoint, which stores all columns: name (an accuracy) -> per layer and group, in the
             order of `layers`, [qk_rank, v_rank]. One is chosen at load, by `rank_profile`.
     """
@@ -53,6 +54,7 @@ class CompressedSection:
         layers: Any = None,
         biases: Any = (),
         profiles: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method: Any = METHOD  # transformers' own type knows its own methods only
@@ -60,6 +62,8 @@ class CompressedSection:
         self.format_version = reader.read(int, format_version, "format_version")
         self.layers = reader.read(dict[str, Any], _text_keys(layers or {}), "layers")
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
+        if cache is not None:
+            self.cache = reader.read(dict[str, Any], cache, "cache")
         if profiles:
             self.profiles = reader.read(dict[str, list[list[tuple[int, int]]]], profiles, "profiles")
 

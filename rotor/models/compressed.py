@@ -13,6 +13,7 @@ from ..format.kernel_config import KernelConfig
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.schemas import CheckpointInfo, read_file
 from ..format.section import CompressedSection, is_compressed
+from ..runtime.cache import Policy, read_stored
 from ..runtime.families import attention_shape
 from ..runtime.kernel_choice import kernels_of
 from .checkpoint import Checkpoint
@@ -60,6 +61,11 @@ class CompressedCheckpoint(Checkpoint):
     def default_layouts(self) -> list[LayerLayout]:
         """The layouts that are loaded by default: of an elastic checkpoint, cut to its default profile."""
         return self.section.cut_layouts(self.shape, self.config_dict.get("rank_profile"))
+
+    @cached_property
+    def policy(self) -> Policy | None:
+        """The policy that its cache follows, if it stores one."""
+        return read_stored(getattr(self.section, "cache", None))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 from transformers import TextStreamer
 
 from ..errors import CheckpointError, DataError, UsageError
+from ..parallel import SequenceParallel, sequence_parallel
+from ..parallel.launch import Launched, launched
 from ..progress import Progress
-from ..runtime.cache_size import cache_bytes
+from ..runtime.cache import stored_bytes, use_cache_policy
 from .compressed import CompressedCheckpoint, open_model
 from .hardware import pick_device, pick_dtype
 from .hub import find_model
@@ -27,10 +31,12 @@ def continue_prompt(
     device: str = "auto",
     dtype: str = "auto",
     profile: str | None = None,
+    cache: str | None = None,
     *,
     raw: bool = False,
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
+    parallel_timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Generate with transformers' generate() and its dynamic cache; greedy at temperature 0.
 
@@ -38,13 +44,18 @@ def continue_prompt(
 
     Args:
         profile: of an elastic checkpoint, the rank profile to load; None is its default.
+        cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
         raw: continue the prompt as it is, whatever the tokenizer has.
         on_text: is told every piece of the text as soon as it is there.
+        parallel_timeout_s: with it the prompt and its cache are spread over the processes that torchrun started, of
+            which each waits so long for another.
 
     Returns:
         `text` (the prompt with its continuation, or the answer), `chat_template` (whether one was applied),
-        `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` of the cache at the end.
+        `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` of the cache at the end; of a spread one also what each
+        process had of it, and the bytes that this process sent to the others, by kind.
     Raises:
+        UsageError: no profile of that name; processes are asked for, and torchrun did not start this one.
         CheckpointError: the folder has no tokenizer, or a chat template that fails. DataError: the prompt has no
             tokens.
     """
@@ -54,7 +65,8 @@ def continue_prompt(
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
-    target = pick_device(device)
+    processes = None if parallel_timeout_s is None else _join(timedelta(seconds=parallel_timeout_s))
+    target = pick_device(device if processes is None else processes.device(device))
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     elastic = isinstance(checkpoint, CompressedCheckpoint) and checkpoint.elastic
     if profile is not None and not elastic:
@@ -65,26 +77,58 @@ def continue_prompt(
         raise DataError("the prompt is empty.", "Give some text to continue.")
     with progress.task("load model", None, ""):
         model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
+    if cache is not None:
+        use_cache_policy(model, cache)
     torch.manual_seed(seed)  # transformers samples from the global generator
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
-    output = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        return_dict_in_generate=True,
-        streamer=streamer,
-        **sampling,
-    )
+    waiting = progress.task("generate", None, "") if on_text is None else nullcontext()
+    with waiting, _spread(model, processes) as parallel:
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            return_dict_in_generate=True,
+            streamer=streamer,
+            **sampling,
+        )
+        size_bytes = stored_bytes(output.past_key_values)
+        sizes = [size_bytes] if parallel is None else parallel.of_each(size_bytes)
     tokens, prompt_tokens = output.sequences[0], inputs["input_ids"].shape[1]
-    return {
+    result = {
         "text": tokenizer.decode(tokens[prompt_tokens:] if chat else tokens, skip_special_tokens=True),
         "chat_template": chat,
         "prompt_tokens": prompt_tokens,
         "new_tokens": len(tokens) - prompt_tokens,
-        "kv_cache_bytes": cache_bytes(output.past_key_values),
+        "kv_cache_bytes": sum(sizes),
     }
+    if parallel is not None:
+        result |= {"kv_cache_bytes_by_process": sizes, "sent_bytes": dict(sorted(parallel.wire.sent.items()))}
+    return result
+
+
+def _join(timeout: timedelta) -> Launched:
+    """This process, after it has found the others."""
+    found = launched()
+    if found is None:
+        raise UsageError(
+            "the prompt is to be spread over processes, and torchrun did not start this one.",
+            "torchrun --nproc-per-node N -m rotor generate OUT ... --parallel sequence",
+        )
+    found.join(timeout)
+    return found
+
+
+@contextmanager
+def _spread(model: Any, processes: Launched | None) -> Iterator[SequenceParallel | None]:
+    """The model spread over processes, which then part, or as it is."""
+    if processes is None:
+        yield None
+        return
+    with sequence_parallel(model) as parallel:
+        yield parallel
+    processes.leave()
 
 
 class _Streamer(TextStreamer):

@@ -29,7 +29,7 @@ from dataclasses import dataclass, fields
 
 from ..format.columns import Columns
 from ..format.layout import AttentionShape, Domain, GroupLayout, LayerLayout
-from ..kernels.layer_table import MAX_TILE_ELEMENTS
+from ..kernels.layer_table import MAX_TILE_ELEMENTS, REGISTER_COLUMNS
 from ..kernels.widths import padded
 from ..recipe import ObjectiveSettings
 from .devices import Device
@@ -111,21 +111,27 @@ class Tiling:
     """How the decode kernel cuts the work of a group; see `kernels/layer_table.py` and `kernels/tile_sizes.py`.
 
     parts: each reads the group's latents. rows: query rows of a part's tile, padded. keys: of a tile that is rebuilt.
+    heads: KV heads of a group for each of which the latents are loaded again, 0 where they stay in registers.
     """
 
     parts: int
     rows: int
     keys: int
+    heads: int = 0
 
     @classmethod
     def of(cls, domain: Domain, group_size: int, heads_per_kv: int, qk: Latent, v: Latent) -> Tiling:
         """By the kernels' rules for 16-bit models on Hopper; ranks that are no whole number are rounded."""
         units, parts = (group_size if domain == "pre" else group_size * heads_per_kv), 1
         rows, v_rank = group_size * heads_per_kv, max(1, round(rank_of(v)))
-        while padded(rows) * padded(v_rank) > MAX_TILE_ELEMENTS and units % 2 == 0 and (domain == "pre" or rows > 16):
+        widest, coded = max(_padded_columns(qk), _padded_columns(v)), isinstance(qk, Columns)
+        in_pieces = domain == "pre" and widest > (REGISTER_COLUMNS if coded else 128)
+        most = MAX_TILE_ELEMENTS // (2 if domain == "pre" and widest > REGISTER_COLUMNS else 1)
+        while padded(rows) * padded(v_rank) > most and units % 2 == 0 and (domain == "pre" or rows > 16):
             units, rows, parts = units // 2, rows // 2, 2 * parts
-        widest = max(_padded_columns(qk), _padded_columns(v))
-        wide = domain == "pre" and (isinstance(qk, Columns) or widest > 128)
+        if in_pieces:
+            return cls(parts, padded(rows), 16 if coded else 64, group_size)
+        wide = domain == "pre" and (coded or widest > 128)
         return cls(parts, max(32, padded(rows)) if wide else padded(rows), 64 if widest <= 128 else 16)
 
 
@@ -217,6 +223,7 @@ def key_work(
     rotated = ROTATE_FLOPS * (group_size * head_dim + met / tiling.keys)
     part_bytes = basis / tiling.parts * step.element_bytes + 4 * head_dim * tiling.keys
     from_l2 = tiling.parts * part_bytes / tiling.keys if part_bytes > L1_BYTES else 0.0
+    from_l2 += tiling.heads * latent_bytes(qk, step.element_bytes)
     return work + Work(tile_flops=tokens * duplicated, l2_bytes=tokens * from_l2, vector_flops=tokens * rotated)
 
 

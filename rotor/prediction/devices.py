@@ -11,7 +11,14 @@ from typing import Literal
 from ..errors import RecipeError
 from ..typed import Reader, nearest_name, read_yaml, shorten
 
-RATES = ("bandwidth_bytes_per_s", "matmul_flops_per_s", "memory_bytes", "l2_bytes_per_s", "vector_flops_per_s")
+RATES = (
+    "bandwidth_bytes_per_s",
+    "matmul_flops_per_s",
+    "memory_bytes",
+    "l2_bytes_per_s",
+    "vector_flops_per_s",
+    "link_bytes_per_s",
+)
 
 L2_RATIO, VECTOR_RATIO = 2.0, 1 / 16
 """What a device whose file does not say reads from its L2 cache, against its memory, and what it computes outside of
@@ -28,6 +35,8 @@ class Device:
     source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
     l2_bytes_per_s: reading of the L2 cache. vector_flops_per_s: float32 outside of matrix products. None: not known,
         and then taken by L2_RATIO and VECTOR_RATIO.
+    link_bytes_per_s: what it sends to its neighbours in one machine (NVLink, Infinity Fabric, PCIe), in one direction;
+        None: not known, and times of traffic are not predicted for it.
     """
 
     bandwidth_bytes_per_s: float
@@ -36,6 +45,7 @@ class Device:
     source: Literal["data-sheet", "measured"]
     l2_bytes_per_s: float | None = None
     vector_flops_per_s: float | None = None
+    link_bytes_per_s: float | None = None
 
     @property
     def l2_rate(self) -> float:

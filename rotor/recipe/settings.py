@@ -138,6 +138,7 @@ class ExportSettings:
     compute: Compute = Compute()
     overwrite: bool = False
     measure: bool = True
+    cache: str | None = None
 
     def check(self) -> None:
         """Raises UsageError for what is wrong whatever the run holds but for its recipe. Needs no torch.

@@ -7,7 +7,7 @@ codes, and calls the `rotor` attention function. transformers' own cache classes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from ..kernels.code_reference import coded_attention
 from ..kernels.defaults import SCHEDULE, default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.reference import grouped_attention, project_keys, rotate
+from ..kernels.weights import attention_weights
+from .cache.adoption import policy_layer
+from .cache.evicting_layer import EvictingLayer, spans_of
+from .cache.policy import Policy
 from .code_rows import CodeRows, check_cache
 from .families import Family
 from .positions import PositionCheck
@@ -52,6 +56,7 @@ class RotaryTable:
         self.check_positions = PositionCheck()
         self._key: tuple[Any, ...] | None = None
         self._table: tuple[Tensor, Tensor] | None = None
+        self._rows: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __call__(
         self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype
@@ -71,8 +76,43 @@ class RotaryTable:
                 positions = (positions + offset).clamp(max=int(end) - 1)
             like = torch.empty(0, device=device, dtype=dtype)
             cos, sin = self._rotary(like, positions[None], *self._arguments)
-            self._key, self._table = key, (cos[0].to(device), sin[0].to(device))
-        return self._table[0][:length], self._table[1][:length]
+            self._key, self._table, self._rows = key, (cos[0].to(device), sin[0].to(device)), None
+        if torch.compiler.is_compiling():
+            return self._table[0][:length], self._table[1][:length]
+        if self._rows is None or self._rows[0] != length:
+            # The same tensors for all layers of a step: what follows from them is made once.
+            self._rows = length, (self._table[0][:length], self._table[1][:length])
+        return self._rows[1]
+
+
+class Spread(Protocol):
+    """How queries meet rows where a sequence lies on several processes: what `rotor.parallel` puts into `spread`."""
+
+    @property
+    def indices(self) -> Tensor:
+        """Indices in the whole sequence of the tokens that this process was given, [seq_len]."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence, those of this pass among them."""
+
+    def attend(
+        self,
+        module: RotorAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        past_key_values: Any,
+        key_rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Store the rows, and let all queries attend to all rows that they see, wherever these are.
+
+        Args:
+            query, key, value: as in `grouped_attention`, of this process's tokens.
+            key_rotation: in domain `pre`, of all indices of the whole sequence.
+        Returns:
+            [batch_size, seq_len, sum over query heads of v_rank] of this process's tokens.
+        """
 
 
 class RotorAttention(nn.Module):
@@ -85,10 +125,15 @@ class RotorAttention(nn.Module):
         rotary: table shared by the layers, or None for a model without RoPE.
 
     schedule, kernels: how the Triton kernels run it: by rule, or as a loaded checkpoint's kernel_config.json says.
+    cache_policy: how the cache is kept, where not as transformers keeps it; see rotor.runtime.cache.
     key_shift: with codes, where the key basis is not folded: what is added to keys behind it, [qk_width].
     key_constant: with codes, in domain `pre`: what is added to rebuilt keys, [num_kv_heads, head_dim], in the layout's
         order. Both stay in float32 whatever the model's dtype.
+    spread: set while the sequence lies on several processes (`rotor.parallel`); the cache, the mask and the attention
+        are then its business.
     """
+
+    spread: Spread | None = None
 
     def __init__(
         self,
@@ -111,6 +156,7 @@ class RotorAttention(nn.Module):
         self.layout = layout
         self.schedule: Schedule = SCHEDULE
         self.kernels: LayerKernels = default_layer(layout, shape.head_dim)
+        self.cache_policy: Policy | None = None
         self._rotary = rotary
         self._planes: tuple[Tensor, Tensor] | None = None
         q_width = shape.num_heads * shape.head_dim
@@ -139,6 +185,11 @@ class RotorAttention(nn.Module):
             self.key_shift = _in_float32(layout.qk_width)
         if layout.coded and layout.domain == "pre":
             self.key_constant = _in_float32(shape.num_kv_heads, shape.head_dim)
+
+    @property
+    def rotary(self) -> RotaryTable | None:
+        """The table that the layers of a type share; None for a model without RoPE."""
+        return self._rotary
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
         """What `.to()` and its kin go through: they move key_shift and key_constant, and leave them in float32."""
@@ -169,21 +220,29 @@ class RotorAttention(nn.Module):
         layout, seq_len = self.layout, hidden_states.shape[1]
         # Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE. Where they are
         # not, the table's check of positions refuses.
-        query_offset, kv_len, kv_offset = 0, seq_len, 0
-        if past_key_values is not None:
+        query_offset, kv_len, kv_offset, cache_layer = 0, seq_len, 0, None
+        if self.spread is not None:
+            kv_len = self.spread.length
+        elif past_key_values is not None:
+            cache_layer = policy_layer(past_key_values, self.layer_idx, self.cache_policy, self.config)
             query_offset = past_key_values.get_seq_length(self.layer_idx)
             kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
 
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        use_kernels = kernels_serve(
-            hidden_states,
-            layout,
-            self.heads_per_kv,
-            self.head_dim,
-            attention_mask,
-            kwargs.get("dropout", 0.0),
-            self._rotation_fits_kernels(position_embeddings),
-            self.kernels,
+        held = cache_layer if isinstance(cache_layer, EvictingLayer) else None
+        use_kernels = (
+            self.spread is None
+            and held is None
+            and kernels_serve(
+                hidden_states,
+                layout,
+                self.heads_per_kv,
+                self.head_dim,
+                attention_mask,
+                kwargs.get("dropout", 0.0),
+                self._rotation_fits_kernels(position_embeddings),
+                self.kernels,
+            )
         )
         key_rotation = None
         if layout.domain != "none":
@@ -213,13 +272,17 @@ class RotorAttention(nn.Module):
                 query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
         elif layout.domain == "pre":
             assert self._rotary is not None
-            self._rotary.check_positions(
-                kwargs.get("position_ids"), attention_mask, past_key_values, query_offset, kv_offset
-            )
+            if self.spread is None:
+                self._rotary.check_positions(
+                    kwargs.get("position_ids"), attention_mask, past_key_values, query_offset, kv_offset
+                )
             # The kernels compose rotations, and so want them exact.
             dtype = torch.float32 if use_kernels else query.dtype
-            key_rotation = self._rotary(kv_offset, kv_len, query_offset + seq_len, query.device, dtype)
+            end = query_offset + seq_len if self.spread is None else kv_len
+            key_rotation = self._rotary(kv_offset, kv_len, end, query.device, dtype)
             index = torch.arange(seq_len, device=query.device) + query_offset - kv_offset
+            if self.spread is not None:
+                index = self.spread.indices
             query = rotate(query.transpose(1, 2), *(table[index].to(query.dtype) for table in key_rotation))
         if layout.folded_keys or key.dim() == 3:
             key = key.unsqueeze(1)
@@ -231,6 +294,14 @@ class RotorAttention(nn.Module):
         check_cache(past_key_values, self.layer_idx, layout)
         if self._code_rows is not None:
             key, value = self._code_rows.pack(key, value, use_kernels)
+        if self.spread is not None:
+            return self.o_proj(self.spread.attend(self, query, key, value, past_key_values, key_rotation)), None
+        if cache_layer is not None:
+            cache_layer.begin(attention_mask, hidden_states.shape[0], seq_len, hidden_states.device)
+        if held is not None:
+            attention_mask, key_rotation = self._as_held(
+                held, attention_mask, key_rotation, hidden_states.element_size()
+            )
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output = rotor_attention_forward(
@@ -244,7 +315,45 @@ class RotorAttention(nn.Module):
             use_kernels=use_kernels,
             **kwargs,
         )[0]
+        if held is not None:
+            held.finish(self._weights(query, key, attention_mask, key_rotation) if held.policy.needs_weights else None)
         return self.o_proj(output), None
+
+    def _as_held(
+        self,
+        layer: EvictingLayer,
+        mask: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        element_bytes: int,
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """The mask of the tokens that a cache holds, and the rotations of their keys."""
+        groups = self.layout.groups
+        if layer.spans is None:
+            layer.spans = spans_of(self.layout, element_bytes)
+        of_kv_head = {head: index for index, group in enumerate(groups) for head in group.kv_heads}
+        order = torch.tensor([of_kv_head[head] for head in range(len(of_kv_head))])
+        mask = layer.visible(mask, order.repeat_interleave(self.heads_per_kv), None)
+        if rotation is not None:
+            assert layer.positions is not None
+            places = layer.positions.clamp(min=0).long()
+            rotation = rotation[0][places], rotation[1][places]
+        return mask, rotation
+
+    def _weights(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        return attention_weights(
+            query,
+            key,
+            self.layout,
+            self.heads_per_kv,
+            self.scaling,
+            query_basis=self.query_basis,
+            key_rotation=rotation,
+            constant_key=self.key_constant,
+            attention_mask=mask,
+            softcap=self.softcap,
+        )
 
     def _turn_planes(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on latents that are whole rotary planes: two neighbouring columns of each, of its own frequency.
@@ -343,6 +452,7 @@ def rotor_attention_forward(
             softcap=module.softcap,
             schedule=module.schedule,
             kernels=module.kernels,
+            layer_idx=module.layer_idx,
         )
         return output, None
     if module.layout.coded:

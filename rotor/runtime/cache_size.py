@@ -5,11 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def cache_bytes(cache: Any) -> int:
-    """Count the bytes of the keys and values that a `past_key_values` holds, over all layers and sequences."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
 def cache_bytes_per_token(cache: Any) -> float:
     """Count bytes per token that a layer keeps: one with a sliding window drops the older ones.
 

@@ -19,11 +19,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout, LayerRanks
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from ..format.truncation import truncate_layer
 from .attention import NO_GRADIENTS, RotaryTable, RotorAttention, rotor_attention_forward
+from .cache.adoption import attach_stored
+from .cache.bundled import read_stored
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
 
@@ -62,6 +65,7 @@ class RotorQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         network, shape = with_head(model), attention_shape(model.config)
         family, layouts = FAMILIES[model.config.model_type], config.layouts(shape)
+        read_stored(getattr(config, "cache", None))  # refused before any weight is read
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         path = find_kernel_config(model.config, checkpoint_files)
         self.kernel_config = kernels_of(config, path, shape, getattr(model.config, "rank_profile", None))
@@ -84,6 +88,12 @@ class RotorQuantizer(HfQuantizer):
         for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
             module.schedule, module.kernels = self.kernel_config.schedule, kernels
+        policy = read_stored(getattr(config, "cache", None))
+        if policy is not None:
+            try:
+                attach_stored(model, network, policy)
+            except (UsageError, UnsupportedModelError) as error:
+                raise CheckpointError(f"config.json, quantization_config: {error.message}", error.hint) from error
         return model
 
     def is_serializable(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..format.kernel_config import KernelConfig
+from ..errors import CheckpointError
+from ..format.kernel_config import EDITED, KernelConfig
 from ..format.layout import AttentionShape
 from ..format.section import CompressedSection
 from ..kernels.defaults import default_config
+from ..typed import Reader
 
 
 def kernels_of(section: CompressedSection, path: Path | None, shape: AttentionShape, profile: Any) -> KernelConfig:
@@ -30,4 +32,7 @@ def kernels_of(section: CompressedSection, path: Path | None, shape: AttentionSh
     if not config.describes(layouts) and any(config.describes(section.cut_layouts(shape, name)) for name in others):
         return default_config(layouts, shape)
     config.check(layouts, str(path))
+    cache = getattr(section, "cache", None)
+    if config.cache != cache:
+        raise Reader(str(path), CheckpointError, EDITED).fail("cache", config.cache, f"what config.json has, {cache}")
     return config

@@ -14,19 +14,26 @@ from ..format.places import OutputFolder
 from ..format.publishing import check_space
 from ..models.checkpoint import Checkpoint
 from ..recipe import Recipe
+from ..recipe.metric_registry import LM_EVAL
 from ..recipe.settings import ExportSettings, Goal
+from ..runtime.cache import Policy, find_policy
+from ..runtime.cache.policy import check_config
 from ..runtime.families import Family, find_family
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """An export, with everything that is known before any work. recipe: the run's, with what was overridden."""
+    """An export, with everything that is known before any work.
+
+    recipe: the run's, with what was overridden. policy: by which the cache is kept, and judged; None: as it is.
+    """
 
     settings: ExportSettings
     run: Run
     recipe: Recipe
     checkpoint: Checkpoint
     out: OutputFolder
+    policy: Policy | None = None
 
     @classmethod
     def check(cls, settings: ExportSettings) -> ExportJob:
@@ -68,7 +75,18 @@ class ExportJob:
                 "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
             )
         out.check(settings.overwrite, [opened.model_folder, opened.folder])
-        job = cls(settings, opened, recipe, Checkpoint(opened.fetch_model()), out)
+        checkpoint = Checkpoint(opened.fetch_model())
+        policy = None if settings.cache is None else find_policy(settings.cache)
+        if policy is not None:
+            policy.layers(check_config(policy, checkpoint.config))  # what it cannot serve is said now
+            if recipe.coded:
+                policy.check_coded()
+            if recipe.evaluation.metric.startswith(LM_EVAL):
+                raise UsageError(
+                    f"--cache {settings.cache}: {recipe.evaluation.metric} does not read what such a cache stores.",
+                    "Choose another --set evaluation.metric.",
+                )
+        job = cls(settings, opened, recipe, checkpoint, out, policy)
         check_space(out.path, job.needed_bytes)
         job.check_nothing_added()
         return job

@@ -53,7 +53,9 @@ class RankSearch:
     def table(self) -> RankTable:
         """Of the context that the job measures in."""
         device, dtype = self._device_and_dtype()
-        table = RankTable.open(self.job.run, Context.of(self.job.recipe.evaluation, self.data, dtype, device))
+        table = RankTable.open(
+            self.job.run, Context.of(self.job.recipe.evaluation, self.data, dtype, device, self.job.policy)
+        )
         self._known = _measurements(table)
         return table
 
@@ -201,7 +203,9 @@ class RankSearch:
                     network = place.model(checkpoint, job.run.folder)
             spec = job.recipe.evaluation
             meter = FidelityMeter(
-                EvaluationContext(spec, self.data.rows, checkpoint.tokenizer, checkpoint.config), self.progress
+                EvaluationContext(spec, self.data.rows, checkpoint.tokenizer, checkpoint.config),
+                self.progress,
+                job.policy,
             )
             self._measurer = Measurer(self.table, self.probes, network, self.bases, meter, self.progress)
         return self._measurer

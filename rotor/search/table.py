@@ -29,6 +29,7 @@ from ..format.layout import LayerRanks
 from ..format.manifest import read_checked_json, write_checked_json
 from ..recipe import Evaluation, Ranks
 from ..recipe.metric_registry import LM_EVAL
+from ..runtime.cache import Policy
 from ..typed import Reader
 from .point import Point, plan_key
 
@@ -54,10 +55,19 @@ class Context:
     excluded: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, spec: Evaluation, data: EvaluationData, dtype: torch.dtype, device: torch.device) -> Context:
+    def of(
+        cls,
+        spec: Evaluation,
+        data: EvaluationData,
+        dtype: torch.dtype,
+        device: torch.device,
+        policy: Policy | None = None,
+    ) -> Context:
+        """policy: that the cache was kept by, if any."""
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         names += ["lm_eval_limit"] if spec.metric.startswith(LM_EVAL) else []
         settings = {name: getattr(spec, name) for name in names}
+        settings |= {} if policy is None else {"cache": policy.as_dict()}
         kind = str(dtype).removeprefix("torch.")
         return cls(spec.metric, settings, data.description, data.sha256, kind, device.type, data.excluded)
 

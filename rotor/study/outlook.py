@@ -23,6 +23,8 @@ from ..models.hardware import matmul_rate
 from ..recipe import Recipe, override
 from ..search.search import most_points
 from . import parts
+from .cache_plans import quantisers
+from .caches_part import alone, budgeted, combinations, evicted, sensitive
 from .front import CHANGES, WEIGHTS
 from .parts import reads_tokens
 from .peers import peers
@@ -145,6 +147,21 @@ class Outlook:
         for name, recipe in recipes.items():
             done = sum(key.startswith(f"peers/{name}, ") and key.endswith(" bytes") for key in known)
             missing = max(0, len(SHARES if sizes is None else sizes) - done)
+            if missing:
+                self._run(tally, name, recipe)
+                tally.whole += missing
+
+    def caches(self, tally: Tally, part: str, recipes: dict[str, Recipe]) -> None:
+        """One of CACHE_PARTS; probes of single layers for `budgets` come on top."""
+        named = {"quantise": quantisers, "evict": evicted, "budgets": budgeted, "combine": alone}[part]()
+        tally.whole += sum(f"{part}/{name}" not in self.records for name in named)
+        if part == "budgets":
+            tally.whole += sum(f"budgets/{name}, by sensitivity" not in self.records for name in sensitive())
+        if part != "combine":
+            return
+        for name, recipe in recipes.items():
+            labels = [label for plans in combinations(name, recipe.coded) for label in plans]
+            missing = sum(f"combine/{label}" not in self.records for label in labels)
             if missing:
                 self._run(tally, name, recipe)
                 tally.whole += missing

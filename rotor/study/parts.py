@@ -21,6 +21,7 @@ from ..format.places import remove
 from ..progress import Progress
 from ..recipe import Evaluation, Recipe, override
 from ..search.search import Measurer, search_target
+from .caches_part import CachesPart
 from .comparison import (
     SIDES,
     basis_difference,
@@ -57,6 +58,7 @@ class StudyParts:
     ) -> None:
         self.subject, self.store, self.progress, self.at = subject, store, progress, at
         self._calibrate_options = calibrate_options
+        self._caches: CachesPart | None = None
 
     def curve(self, part: str, name: str, recipe: Recipe, folder: str) -> None:
         """Spectra, points over compression, and the largest compression at each target accuracy."""
@@ -162,6 +164,16 @@ class StudyParts:
         part.quantisers()
         for name, recipe in recipes.items():
             part.recipe(name, recipe, partial(self._run, name, recipe))
+
+    def caches(self, part: str, recipes: Mapping[str, Recipe]) -> None:
+        """One of CACHE_PARTS: policies of the cache, of the uncompressed model and on top of the recipes' rows."""
+        if self._caches is None:
+            self._caches = CachesPart(self.subject, self.store, None)
+        if part == "combine":
+            for name, recipe in recipes.items():
+                self._caches.combine(name, recipe, partial(self._run, name, recipe))
+        else:
+            getattr(self._caches, part)()
 
     def pruning(self, name: str, recipe: Recipe) -> None:
         """Error, seconds and spectra by the share of sequences dropped, and by the number of centroids.

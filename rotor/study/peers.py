@@ -13,17 +13,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 
 from ..errors import DataError, UnsupportedModelError
-from ..evaluation.cached import CachedScores, prefill_of, score_through_cache
+from ..evaluation.cached import LONGEST_CHUNK, CachedScores, prefill_of, score_through_cache
 from ..evaluation.metrics.distance import Prompts, check_base
 from ..evaluation.scoring import AnswerScores
 from ..progress import Progress
-from ..runtime.cache import FP8, GEAR, KCVT, KIVI, PerToken, Policy, make_cache, stored_bytes
-
-LONG_TOKENS = 32768
-"""Tokens of context to which bytes are extrapolated, by coding so many random ones."""
-
-LONGEST_CHUNK = 64
-"""Tokens of a step where any number would do."""
+from ..runtime.cache import FP8, GEAR, KCVT, KIVI, LONG_TOKENS, PerToken, Policy, make_cache, stored_bytes
+from .cache_bench import PolicyModel
 
 GROUP = 64
 """Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
@@ -149,6 +144,21 @@ class PeerBench:
             return PeerRecord(peer.name, skipped=" ".join(str(error).split()))
         return self._record(peer.name, self.model, lambda: peer.make_cache(self.model.config), peer.chunk)
 
+    def policy(self, name: str, model: PolicyModel) -> PeerRecord:
+        """Measure a model whose cache follows its policy."""
+        assert model.policy is not None
+        prompt, tokens = self.data.prefill, self.data.text.shape[1]
+        sizes = model.mean_kv_bytes_per_token(prompt, tokens), model.long_kv_bytes_per_token()
+        return self._record(name, model, self._plain_cache(model), model.policy.longest_step or LONGEST_CHUNK, sizes)
+
+    def divergence(self, name: str, model: PolicyModel) -> float:
+        """KL of the text alone, nats a token."""
+        assert model.policy is not None
+        chunk = model.policy.longest_step or LONGEST_CHUNK
+        text, _ = self._scores(name, model, self._plain_cache(model), chunk, self.model, {})
+        assert text.kl_div is not None
+        return float(text.kl_div.mean())
+
     def checkpoint(self, name: str, model: Any, policy: Policy | None = None) -> PeerRecord:
         """Measure a compressed checkpoint of the model, as transformers loads it, in its plain cache or a policy."""
         if policy is None:
@@ -156,11 +166,23 @@ class PeerBench:
         step = policy.longest_step or LONGEST_CHUNK
         return self._record(name, model, lambda: make_cache(policy, model.config), step)
 
-    def _record(self, name: str, model: Any, make: Callable[[], Cache], chunk: int) -> PeerRecord:
+    def _record(
+        self,
+        name: str,
+        model: Any,
+        make: Callable[[], Cache],
+        chunk: int,
+        sizes: tuple[float, float] | None = None,
+    ) -> PeerRecord:
+        """sizes: mean and long bytes a token, where storing random keys and values does not tell."""
         base, base_tasks = self._base
         done = {task: self.data.tasks[task] for task in base_tasks}
         text, tasks = self._scores(name, model, make, chunk, self.model, done)
         assert text.kl_div is not None
+        mean, long = sizes or (
+            mean_kv_bytes_per_token(model, make, self.data.prefill, self.data.text.shape[1]),
+            long_kv_bytes_per_token(model, make),
+        )
         return PeerRecord(
             name,
             kl_div=float(text.kl_div.mean()),
@@ -170,8 +192,8 @@ class PeerBench:
             answers={t: after.mean_probability / base_tasks[t].mean_probability for t, after in tasks.items()},
             hits={t: _ratio(after.hits, base_tasks[t].hits) for t, after in tasks.items()},
             kv_bytes_per_token=text.kv_bytes_per_token,
-            mean_kv_bytes_per_token=mean_kv_bytes_per_token(model, make, self.data.prefill, self.data.text.shape[1]),
-            long_kv_bytes_per_token=long_kv_bytes_per_token(model, make),
+            mean_kv_bytes_per_token=mean,
+            long_kv_bytes_per_token=long,
             compression=1 - text.kv_bytes_per_token / base.kv_bytes_per_token,
         )
 

@@ -13,6 +13,7 @@ import torch
 
 from ..calibration.run import Run
 from ..errors import DataError, UsageError
+from ..evaluation.cached import PREFILL_SHARE
 from ..evaluation.metrics import make_metric
 from ..evaluation.metrics.distance import Distance, Prompts
 from ..format.atomic import write_text
@@ -30,9 +31,6 @@ SHARES = (0.5, 0.375, 0.28, 0.2, 0.15, 0.125, 0.1, 0.075, 0.05, 0.0375)
 """Of the uncompressed cache's bytes, at which recipes are measured where no list of bytes is given."""
 
 TASKS = ("lookup", "copy")
-
-PREFILL_SHARE = 4
-"""One part in so many of a row of text is the prompt; the rest is scored behind it."""
 
 
 class UncompressedModel:

@@ -12,14 +12,20 @@ from ..errors import RecipeError, UsageError
 from ..recipe import Recipe, load_recipe, override
 from ..typed import read_yaml
 
-PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", "peers")
+CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
+"""Policies of the cache."""
+
+ON_REQUEST = ("peers", *CACHE_PARTS)
+"""Parts that take longest, and are only run when they are named."""
+
+PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", *ON_REQUEST)
 """What a study can measure, in the order in which it does."""
 
 DEFAULT_PARTS = ("curves", "ablation")
-"""Without a request: what ends within minutes on the bundled model."""
+"""Without a request: one calibration a recipe. Each of the others calibrates many times, or searches many targets."""
 
 ALL = "all"
-"""Stands for all parts that can run, but `peers`, which take longest."""
+"""Stands for all parts that can run, but ON_REQUEST."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,8 @@ class StudyPlan:
     """A study request, checked before anything is measured.
 
     parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
-    all parts but `curves`, `ablation` and `peers` are about; allocating: of these, the ones whose ranks choose domain
-    and group size. base: what the ablations change, or None without them; variants: its ablations by name.
+    all parts but `curves`, `ablation` and ON_REQUEST are about; allocating: of these, the ones whose ranks choose
+    domain and group size. base: what the ablations change, or None without them; variants: its ablations by name.
     counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
     """
 
@@ -172,7 +178,7 @@ def _chosen_parts(parts: list[str] | None, ablations: Mapping[str, list[str]]) -
     if parts is None:
         wanted = list(DEFAULT_PARTS)
     else:
-        wanted = [p for part in parts for p in (PARTS[:-1] if part == ALL else (part,))]
+        wanted = [p for part in parts for p in ([p for p in PARTS if p not in ON_REQUEST] if part == ALL else (part,))]
     unknown = [part for part in wanted if part not in PARTS]
     if unknown or not wanted:
         raise UsageError(f"--parts {','.join(unknown) or 'is empty'}: expected some of {', '.join(PARTS)}, or {ALL}.")

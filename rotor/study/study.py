@@ -26,12 +26,13 @@ from ..models.hub import find_model
 from ..progress import Progress
 from ..recipe import Recipe
 from ..recipe.settings import Compute
+from .caches_part import write_caches_csv
 from .measure import StudySubject
 from .outlook import Outlook, StudyOutlook, Tally, Timer, part_outlook
 from .parts import StudyParts
 from .peers_part import write_peers_csv
 from .plots import require_matplotlib, write_plots
-from .request import PARTS, StudyPlan
+from .request import CACHE_PARTS, PARTS, StudyPlan
 from .store import StudyStore
 from .tables import SUMMARY, write_csv, write_summary
 
@@ -82,9 +83,9 @@ def study(
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
         parts: which of PARTS to run; by default `curves`, and `ablation` where there are ablations. `all` stands for
-            all that can run but `peers`, which takes longest.
+            all that can run but ON_REQUEST, which take longest.
             `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by method `global`.
-        focus: names of the recipes for all parts but `curves`, `ablation` and `peers`; by default the first.
+        focus: names of the recipes for all parts but `curves`, `ablation` and ON_REQUEST; by default the first.
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` and `pruning` are measured.
         counts: numbers of calibration tokens for `tokens`.
@@ -167,8 +168,8 @@ def plan_study(model: str | Path, out: str | Path, request: StudyPlan, at: float
 def _write(store: StudyStore, plots: bool) -> list[Path]:
     """Tables, and pictures, of what there is so far."""
     store.save()
-    peers_csv = write_peers_csv(store)
-    files = [write_csv(store), *([peers_csv] if peers_csv else []), write_summary(store)]
+    tables = [write_csv(store), write_peers_csv(store), write_caches_csv(store), write_summary(store)]
+    files = [path for path in tables if path is not None]
     return files + (write_plots(store) if plots else [])
 
 
@@ -198,6 +199,10 @@ def _peers(driver: StudyParts, plan: StudyPlan) -> None:
     driver.peers(plan.recipes, plan.sizes)
 
 
+def _cache_part(part: str) -> Callable[[StudyParts, StudyPlan], None]:
+    return lambda driver, plan: driver.caches(part, plan.recipes)
+
+
 def _each(part: Callable[[StudyParts, str, Recipe], None]) -> Callable[[StudyParts, StudyPlan], None]:
     """A part that is measured for each recipe in focus by itself."""
 
@@ -217,6 +222,7 @@ _PARTS: dict[str, Callable[[StudyParts, StudyPlan], None]] = {
     "ablation": _ablation,
     "front": _front,
     "peers": _peers,
+    **{part: _cache_part(part) for part in CACHE_PARTS},
 }
 
 
@@ -253,6 +259,10 @@ def _outlook_each(
     return run
 
 
+def _outlook_caches(part: str) -> Callable[[Outlook, StudyPlan, Tally], None]:
+    return lambda outlook, plan, tally: outlook.caches(tally, part, plan.recipes)
+
+
 _OUTLOOKS: dict[str, Callable[[Outlook, StudyPlan, Tally], None]] = {
     "curves": _outlook_curves,
     "sources": _outlook_each(Outlook.sources),
@@ -262,6 +272,7 @@ _OUTLOOKS: dict[str, Callable[[Outlook, StudyPlan, Tally], None]] = {
     "ablation": _outlook_ablation,
     "front": _outlook_front,
     "peers": lambda outlook, plan, tally: outlook.peers(tally, plan.recipes, plan.sizes),
+    **{part: _outlook_caches(part) for part in CACHE_PARTS},
 }
 """How each of _PARTS is counted."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from ..data.splits import SPLITS
 from ..format.atomic import write_text
 from ..recipe.metric_registry import describe
+from .caches_part import cache_tables
 from .measure import COLUMNS
 from .peers_part import peer_records, peer_rows
 from .quantities import token_sides
@@ -66,6 +67,8 @@ def write_summary(store: StudyStore) -> Path:
         records = store.part(name)
         if records:
             lines += ["", f"## {title}", *make(records)]
+    for title, header, rows in cache_tables(store):
+        lines += ["", f"## {title}", *table(header, rows)]
     return _write(store, SUMMARY, "\n".join(lines) + "\n")
 
 
@@ -241,7 +244,11 @@ def _pruning(records: dict[str, dict[str, Any]]) -> list[str]:
             rows.append([*start, "", "", f"not measured: {record['skipped']}"])
         else:
             rows.append([*start, *_point_cells(record), f"{sum(record['seconds'].values()):.2f}"])
-    return table(["recipe", "share dropped", "centroids", "compression", "accuracy", "KL", "seconds"], rows)
+    return [
+        "",
+        "Report split.",
+        *table(["recipe", "share dropped", "centroids", "compression", "accuracy", "KL", "seconds"], rows),
+    ]
 
 
 def _front(records: dict[str, dict[str, Any]]) -> list[str]:

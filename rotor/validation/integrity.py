@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,9 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
             return problem
         in_config = [layout.to_dict() for layout in used]
     kernels = read_json(checkpoint.folder / KERNEL_CONFIG)
+    cache = checkpoint.config_dict["quantization_config"].get("cache")
+    recorded = report["cache"]["policy"] if "cache" in report else None
+    implied = replace(default_config(used, shape), cache=cache).to_dict()
     by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
     stored = [[[group.qk_rank, group.v_rank] for group in groups] for groups in by_head]
     size = report["kv_bytes_per_token"]
@@ -174,7 +177,8 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
         share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
     problem = (
         difference(report["layouts"], in_config, "rotor.json, layouts", "config.json")
-        or difference(kernels, default_config(used, shape).to_dict(), KERNEL_CONFIG, "config.json")
+        or difference(kernels, implied, KERNEL_CONFIG, "config.json")
+        or difference(recorded, cache, "rotor.json, cache.policy", "config.json")
         or difference(report["ranks"]["stored"], stored, "rotor.json, ranks.stored", "config.json")
         or difference(report["ranks"].get("columns"), columns, "rotor.json, ranks.columns", "config.json")
         or difference(

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from rotor.export.export import export
 from rotor.kernels.decode import combine, longest_first
 from rotor.kernels.decode import kernel as decode
+from rotor.kernels.decode import launch as decode_launch
 from rotor.kernels.launch import launch
 from rotor.kernels.prefill import kernel as prefill
 
@@ -54,7 +55,7 @@ def generate(folder: Path, edit: Callable[[Any], None], monkeypatch: pytest.Monk
         path.write_text(original)
     with monkeypatch.context() as patch:
         patch.setenv("ROTOR_ATTENTION", "triton")
-        for module in (decode, longest_first, prefill):
+        for module in (decode_launch, longest_first, prefill):
             patch.setattr(module, "launch", record)
         output = model.generate(
             PROMPT,

@@ -90,14 +90,14 @@ def test_widths_that_are_no_multiples_of_eight(ranks) -> None:
 
 
 def test_parts_share_a_group_whose_rows_are_too_many() -> None:
-    """64 query rows of 512 columns are cut into two parts of 32, with the same latents."""
+    """64 query rows of 512 columns are cut into parts of 32, of 16 where keys are rebuilt, with the same latents."""
     layout = layer("none", 4, (16, 512))
     parts = layer_parts(layout, 16, HEAD_DIM)
     assert (len(parts.table), parts.rows) == (2, 32)
     check_decode(random_case(layout, 16, HEAD_DIM, 1, 1, 20), whole(20), programs=3)
     layout = layer("pre", 4, (16, 512))
     parts = layer_parts(layout, 16, HEAD_DIM)
-    assert (len(parts.table), parts.rows, parts.heads) == (2, 32, 2)
+    assert (len(parts.table), parts.rows, parts.heads) == (4, 16, 1)
     check_decode(random_case(layout, 16, HEAD_DIM, 1, 1, 20), whole(20), programs=3)
 
 

@@ -87,6 +87,11 @@ class Metric(ABC):
         del split
         return None
 
+    def prefill(self, split: str) -> int | None:
+        """Tokens of its own rows that may be read at once where a cache has a policy: nothing before is scored."""
+        del split
+        return None
+
     @abstractmethod
     def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
         """Look at the uncompressed model on a split, once, before any `measure`; returns what is to be recorded of it.

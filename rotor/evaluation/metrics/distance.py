@@ -69,6 +69,10 @@ class Distance(Metric):
             self._prompts[split] = self.prompts(split)
         return self._prompts[split].rows
 
+    def prefill(self, split: str) -> int | None:
+        self.rows(split)
+        return int(self._prompts[split].answers.any(0).nonzero()[0]) - 1
+
     def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
         """Raises DataError if the mean probability is below LEAST_BASE."""
         base = self._base[split] = self._scores(seen, split)

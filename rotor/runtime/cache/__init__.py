@@ -1,33 +1,64 @@
 """Caches that need a history: a policy, and the cache layer that follows it. One file a method.
 
-They replace the cache of any causal model of transformers with full attention, and of a compressed checkpoint whose
-columns have 16 bits; `generate` needs no patch:
+They replace the cache of any causal model that rotor knows, with full attention, and of a compressed checkpoint:
+policies that evict serve every row, those that quantise rows of 16-bit columns. `generate` needs no patch:
 
-    model.generate(**inputs, past_key_values=make_cache(KIVI(bits=2), model.config, inputs["attention_mask"]))
+    use_cache_policy(model, KIVI(bits=2))
+    model.generate(**inputs)
 """
 
 from __future__ import annotations
 
+from .adoption import adopt, cache_policy, make_cache, policy_layer, policy_of, use_cache_policy
+from .bundled import METHODS, bundled_policies, find_policy, read_stored
+from .evicting_layer import EvictingLayer
+from .eviction import Eviction
 from .fp8 import FP8
 from .gear import GEAR
+from .h2o import H2O
 from .kcvt import KCVT
+from .keyformer import Keyformer
 from .kivi import KIVI
-from .layer import CodedLayer
+from .layer import PolicyLayer
+from .nuq import NUQ
 from .per_token import PerToken
-from .policy import Policy, make_cache, read_policy, stored_bytes
-
-METHODS: dict[str, type[Policy]] = {policy.method: policy for policy in (PerToken, KCVT, KIVI, FP8, GEAR)}
+from .policy import Policy, read_policy, stored_bytes
+from .quantiser import CodedLayer, Quantiser
+from .random_eviction import Random
+from .sizes import LONG_TOKENS, packed_bytes_per_token
+from .streaming import Streaming
+from .window import Window
 
 __all__ = [
     "FP8",
     "GEAR",
+    "H2O",
     "KCVT",
     "KIVI",
+    "LONG_TOKENS",
     "METHODS",
+    "NUQ",
     "CodedLayer",
+    "EvictingLayer",
+    "Eviction",
+    "Keyformer",
     "PerToken",
     "Policy",
+    "PolicyLayer",
+    "Quantiser",
+    "Random",
+    "Streaming",
+    "Window",
+    "adopt",
+    "bundled_policies",
+    "cache_policy",
+    "find_policy",
     "make_cache",
+    "packed_bytes_per_token",
+    "policy_layer",
+    "policy_of",
     "read_policy",
+    "read_stored",
     "stored_bytes",
+    "use_cache_policy",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .codec import Codec, Parts
-from .policy import Policy
+from .quantiser import Quantiser
 from .store import Stream
 
 FLOAT8 = torch.float8_e4m3fn
@@ -17,7 +17,7 @@ LARGEST = torch.finfo(FLOAT8).max
 
 
 @dataclass(frozen=True)
-class FP8(Policy):
+class FP8(Quantiser):
     """x ~ scale * e4m3(x / scale), scale = max |x| / 448 in float16.
 
     Args:

@@ -7,20 +7,20 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .affine import LARGEST
 from .codec import Codec, Parts
 from .kcvt import KCVT
 from .kivi import KIVI
-from .policy import Policy
+from .low_rank import low_rank
+from .quantiser import Quantiser
 from .store import Stream
 
 BACKBONE_PARTS = 3
 
 
 @dataclass(frozen=True)
-class GEAR(Policy):
+class GEAR(Quantiser):
     """x ~ D + L + S. S: the largest and smallest s/2 of a channel's keys and of a token's values, as they are; D: the
     backbone's code of the rest; L = A B^T: of what is then left of each head, the first singular vectors.
 
@@ -122,26 +122,6 @@ class GEARCode(Codec):
         outliers = vectors.gather(dim, index)
         mean = (vectors.sum(dim, keepdim=True) - outliers.sum(dim, keepdim=True)) / (length - 2 * count)
         return outliers, index, vectors.scatter(dim, index, mean.expand_as(outliers))
-
-
-def low_rank(matrix: Tensor, rank: int, loops: int) -> tuple[Tensor, Tensor]:
-    """A and B, matrix ~ A B^T, by power iteration from a fixed start with orthonormal factors in the last loop.
-
-    Args:
-        matrix: [..., n, width], float32. rank: at most n and width are used; 0 gives empty factors.
-    Returns:
-        [..., n, rank] orthonormal, [..., width, rank].
-    Limits: columns are made orthogonal in the last loop only, so that with many loops they become too alike for it.
-    Source: GEAR algorithm 2 (PowerSGD's iteration).
-    """
-    rank = min(rank, *matrix.shape[-2:])
-    right = torch.randn(matrix.shape[-1], rank, generator=torch.Generator().manual_seed(0)).to(matrix)
-    for _ in range(loops - 1):
-        right = functional.normalize(
-            matrix.mT @ (matrix @ right), dim=-2
-        )  # against overflow; what it spans is the same
-    left = torch.linalg.qr(matrix @ torch.linalg.qr(right).Q).Q
-    return left, matrix.mT @ left
 
 
 def _tokens(numbers: Tensor) -> Tensor:

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from .affine import AffineCode
 from .codec import Codec, Exact
-from .policy import BITS, Policy
+from .quantiser import BITS, Quantiser
 from .store import Stream
 
 
 @dataclass(frozen=True)
-class KCVT(Policy):
+class KCVT(Quantiser):
     """All keys of a channel that are coded together are a group, and all values of a token, over its heads.
 
     The prompt is one run of tokens; later tokens wait, exactly, until there are `buffer` of them.

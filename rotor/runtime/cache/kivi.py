@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from .affine import AffineCode
 from .codec import Codec, Exact
-from .policy import BITS, Policy
+from .quantiser import BITS, Quantiser
 from .store import Stream
 
 
 @dataclass(frozen=True)
-class KIVI(Policy):
+class KIVI(Quantiser):
     """Keys: each channel in groups of `group` tokens, coded when `residual` tokens are there. Values: each token in
     groups of `group` channels, once `residual` newer ones are there.
 

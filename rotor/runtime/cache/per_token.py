@@ -11,12 +11,12 @@ from torch import Tensor
 
 from .affine import AffineCode
 from .codec import Codec, Exact, Parts
-from .policy import BITS, Policy
+from .quantiser import BITS, Quantiser
 from .store import Stream
 
 
 @dataclass(frozen=True)
-class PerToken(Policy):
+class PerToken(Quantiser):
     """Asymmetric quantisation of each token's keys and values in groups of columns.
 
     Args:

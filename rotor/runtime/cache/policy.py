@@ -1,4 +1,4 @@
-"""What a cache policy is, how it is written down, and the cache that follows it."""
+"""What a cache policy is, how it is written down, and the layers that follow it."""
 
 from __future__ import annotations
 
@@ -7,36 +7,49 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ...errors import UnsupportedModelError, UsageError
 from ...typed import Reader, nearest_name, shorten
 from .codec import tensor_bytes
-from .layer import CodedLayer
-from .store import Stream
-
-BITS = (16, 8, 4, 3, 2)
+from .layer import PolicyLayer
 
 
 class Policy(ABC):
-    """A method that codes a cache, with its parameters. Subclasses are frozen dataclasses, one file each."""
+    """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
+
+    needs_weights: attention has to hand out its weights. needs_states: and what the layers' hidden states are.
+    evicts: tokens are dropped, so that attention has to go by stored positions.
+    """
 
     method: ClassVar[str]
-
-    @abstractmethod
-    def streams(self) -> tuple[Stream, Stream]:
-        """How keys and values are coded."""
+    evicts: ClassVar[bool] = False
 
     @property
+    def needs_weights(self) -> bool:
+        return False
+
+    @property
+    def needs_states(self) -> bool:
+        return False
+
+    @property
+    @abstractmethod
     def longest_step(self) -> int | None:
         """The longest step after the prompt whose tokens see what they would see in steps of one; None: any."""
-        steps = [step for step in (stream.longest_step for stream in self.streams()) if step is not None]
-        return min(steps, default=None)
+
+    @abstractmethod
+    def layers(self, count: int) -> list[PolicyLayer]:
+        """Empty layers of one cache, for a model of so many."""
+
+    @abstractmethod
+    def check_coded(self) -> None:
+        """Raises UsageError unless the policy can hold rows of codes."""
 
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for read_policy."""
-        return {"method": self.method, **asdict(self)}  # type: ignore[call-overload]
+        fields = asdict(self)  # type: ignore[call-overload]
+        return {"method": self.method, **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}}
 
     def require(self, fits: bool, name: str, expected: str) -> None:
         """Raises UsageError, naming the parameter, its value and what was expected, unless it fits."""
@@ -68,16 +81,11 @@ def read_policy(section: Any, reader: Reader, methods: Mapping[str, type[Policy]
     return policy
 
 
-def make_cache(policy: Policy, config: Any, attention_mask: Tensor | None = None) -> Cache:
-    """A cache that follows a policy, for `model(..., past_key_values=cache)` and `generate`.
+def check_config(policy: Policy, config: Any) -> int:
+    """The number of layers of a model that the policy can serve.
 
-    Args:
-        config: the model's transformers config.
-        attention_mask: [batch_size, seq_len] of a prompt that is padded on the left. Without it the policy takes
-            padding for tokens, which changes nothing where each token is coded by itself.
     Raises:
         UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
-        UsageError: the padding is not on the left.
     """
     layers = DynamicCache(config=config).layers
     for index, layer in enumerate(layers):
@@ -87,21 +95,14 @@ def make_cache(policy: Policy, config: Any, attention_mask: Tensor | None = None
                 "attention in every layer.",
                 "Use this model without a cache policy.",
             )
-    padding = None
-    if attention_mask is not None and not bool(attention_mask.all()):
-        padding = (attention_mask == 0).sum(-1)
-        if bool((attention_mask.diff(dim=-1) < 0).any()):
-            raise UsageError(
-                "the attention mask has padding that is not on the left of its row.", "Set padding_side='left'."
-            )
-    return Cache(layers=[CodedLayer(policy.streams(), padding) for _ in layers])
+    return len(layers)
 
 
 def stored_bytes(cache: Cache) -> int:
-    """Bytes of all tensors of a cache, of rotor's or of transformers' own: codes, their metadata, and what is not yet
-    coded."""
+    """Bytes of all tensors of a cache, of rotor's or of transformers' own: codes, their metadata, positions, scores,
+    and what is not yet coded."""
     return sum(_layer_bytes(layer) for layer in cache.layers)
 
 
 def _layer_bytes(layer: Any) -> int:
-    return layer.stored_bytes() if isinstance(layer, CodedLayer) else tensor_bytes(vars(layer))
+    return layer.stored_bytes() if isinstance(layer, PolicyLayer) else tensor_bytes(vars(layer))

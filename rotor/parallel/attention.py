@@ -1,0 +1,328 @@
+"""Attention over a sequence that lies on several processes, in its three forms.
+
+A prompt: its tokens are spread, and instead of them groups of KV heads for the time of a layer's attention (Ulysses);
+or every process gets all rows, where these weigh less. Later tokens: all processes have them, and each attends to the
+rows that it keeps; what they find is joined by its log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..format.layout import LayerLayout
+from ..kernels.code_reference import coded_attention, partial_attention
+from ..kernels.reference import class_basis, grouped_attention
+from ..runtime.attention import RotorAttention
+from .plan import LayerPlan, Part
+from .wire import Expected, Parcel, Wire
+
+Rotation = tuple[Tensor, Tensor] | None
+
+
+def visible(
+    queries: Tensor, keys: Tensor, attended: Tensor | None, window: int | None, causal: bool = True
+) -> Tensor | None:
+    """Which keys each query sees.
+
+    Args:
+        queries, keys: indices in the whole sequence, [seq_len] and [kv_len].
+        attended: of every index whether it is no padding, [batch_size, length]; None: all are not.
+        window: of a layer with a sliding window.
+        causal: False where no key comes after any of the queries.
+    Returns:
+        [batch_size or 1, 1, seq_len, kv_len], bool; None where all are seen.
+    """
+    if not causal and attended is None and window is None:
+        return None
+    distance = queries[:, None] - keys
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance < window
+    return seen[None, None] if attended is None else seen & attended[:, None, None, keys]
+
+
+def attend_by_heads(
+    module: RotorAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_rotation: Rotation,
+    plan: LayerPlan,
+    wire: Wire,
+    owned: list[Tensor],
+    mask: Tensor | None,
+) -> Tensor:
+    """Attention of a whole prompt whose tokens are spread: queries and rows go to where their heads are, outputs back.
+
+    Args:
+        query, key, value: of this process's tokens; see `grouped_attention`.
+        key_rotation: in domain `pre`, of all tokens. owned: indices of each process's tokens.
+        mask: over the whole prompt, as `visible` gives it; None is causal.
+    Returns:
+        [batch_size, own tokens, sum over query heads of v_rank], groups in the order of the layout.
+    Source: ZDC section 5.3, figure 18.
+    """
+    layer, layout, batch_size = f"layer {module.layer_idx}", module.layout, key.shape[0]
+    hpk, dtype = module.heads_per_kv, query.dtype
+    queries = _by_group(module, query)
+    row_slices = _row_slices(layout, dtype.itemsize)
+    outgoing = []
+    for process in range(wire.count):
+        parcels = [Parcel("queries", queries[part.group][:, :, part.heads(hpk)]) for part in plan.parts[process]]
+        for group in plan.groups(process):
+            keys, values = row_slices[group]
+            parcels += [Parcel("rows", key[:, 0, :, keys]), Parcel("rows", value[:, 0, :, values])]
+        outgoing.append(parcels)
+    mine = plan.parts[wire.rank]
+    lengths, order = [len(indices) for indices in owned], torch.argsort(torch.cat(owned))
+    expected = []
+    for length in lengths:
+        shapes = [Expected((batch_size, length, part.num_heads, plan.query_width(part.group)), dtype) for part in mine]
+        for group in plan.groups(wire.rank):
+            shapes += [
+                Expected((batch_size, length, columns.stop - columns.start), rows.dtype)
+                for columns, rows in zip(row_slices[group], (key, value), strict=True)
+            ]
+        expected.append(shapes)
+    found = wire.exchange(f"queries and rows of {layer}", outgoing, expected)
+    whole = [torch.cat(pieces, dim=1)[:, order] for pieces in zip(*found, strict=True)]
+    queries_of = dict(zip(mine, whole, strict=False))
+    rows = whole[len(mine) :]
+    rows_of = {group: (rows[2 * i], rows[2 * i + 1]) for i, group in enumerate(plan.groups(wire.rank))}
+    outputs: dict[Part, Tensor] = {}
+    for call, heads_per_kv, parts in plan.calls(wire.rank):
+        outputs |= _call(module, call, heads_per_kv, parts, queries_of, rows_of, key_rotation, mask)
+    back = [[Parcel("outputs", outputs[part][:, indices]) for part in mine] for indices in owned]
+    own = lengths[wire.rank]
+    expected = [
+        [Expected((batch_size, own, part.num_heads, layout.groups[part.group].v_rank), dtype) for part in of_process]
+        for of_process in plan.parts
+    ]
+    returned = wire.exchange(f"outputs of {layer}", back, expected)
+    result = [query.new_empty(batch_size, own, layout.group_size * hpk, group.v_rank) for group in layout.groups]
+    for of_process, pieces in zip(plan.parts, returned, strict=True):
+        for part, piece in zip(of_process, pieces, strict=True):
+            result[part.group][:, :, part.heads(hpk)] = piece
+    return torch.cat([output.flatten(2) for output in result], dim=-1)
+
+
+def attend_by_rows(
+    module: RotorAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_rotation: Rotation,
+    wire: Wire,
+    owned: list[Tensor],
+    runs: list[range],
+    mask_of: Callable[[range], Tensor],
+) -> Tensor:
+    """Attention of a whole prompt whose tokens are spread: rows go to all processes, queries stay where they are.
+
+    Args:
+        query, key, value, key_rotation, owned: as in `attend_by_heads`. runs: of this process's tokens, in order.
+        mask_of: of a run, over all tokens up to its last; as `visible` gives it.
+    Returns:
+        As `attend_by_heads`.
+    """
+    layout, order = module.layout, torch.argsort(torch.cat(owned))
+    parcels = [Parcel("rows", key), Parcel("rows", value)]
+    expected = [
+        [Expected((key.shape[0], 1, len(indices), rows.shape[-1]), rows.dtype) for rows in (key, value)]
+        for indices in owned
+    ]
+    found = wire.exchange(f"rows of layer {module.layer_idx}", [parcels] * wire.count, expected)
+    keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*found, strict=True))
+    dim = 1 if layout.domain == "none" else 2
+    outputs, begin = [], 0
+    for run in runs:
+        end = run.stop
+        rotation = None if key_rotation is None else (key_rotation[0][:end], key_rotation[1][:end])
+        outputs.append(
+            _attention(
+                module,
+                query.narrow(dim, begin, len(run)),
+                keys[:, :, :end],
+                values[:, :, :end],
+                layout,
+                module.heads_per_kv,
+                module.query_basis,
+                module.key_constant,
+                rotation,
+                mask_of(run),
+            )
+        )
+        begin += len(run)
+    return torch.cat(outputs, dim=1)
+
+
+def attend_to_spread_rows(
+    module: RotorAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_rotation: Rotation,
+    wire: Wire,
+    mask: Tensor | None,
+) -> Tensor:
+    """Attention of tokens that all processes have, to rows that are spread over them.
+
+    Args:
+        query: of the new tokens; see `grouped_attention`. key, value: the rows that this process keeps.
+        key_rotation: in domain `pre`, of these rows. mask: over these rows; None: all are seen.
+    Returns:
+        [batch_size, new tokens, sum over query heads of v_rank], the same numbers in every process.
+    """
+    layout, hpk = module.layout, module.heads_per_kv
+    seq_len = query.shape[1] if layout.domain == "none" else query.shape[2]
+    widths = [group.v_rank for group in layout.groups for _ in range(layout.group_size * hpk)]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    batch_size = query.shape[0]
+    if key.shape[2]:
+        output, log_sum = partial_attention(
+            query,
+            key,
+            value,
+            layout,
+            hpk,
+            module.scaling,
+            query_basis=module.query_basis,
+            key_rotation=key_rotation,
+            constant_key=module.key_constant,
+            attention_mask=mask,
+            softcap=module.softcap,
+        )
+    else:
+        output = query.new_zeros(batch_size, seq_len, sum(widths), dtype=wide)
+        log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)
+    both = torch.cat([output, log_sum], dim=-1)
+    found = wire.gather(f"attention of layer {module.layer_idx}", "partial", both, [tuple(both.shape)] * wire.count)
+    joined = join(
+        [piece[..., : sum(widths)] for piece in found], [piece[..., sum(widths) :] for piece in found], widths
+    )
+    return joined.to(query.dtype)
+
+
+def join(outputs: list[Tensor], log_sums: list[Tensor], widths: list[int]) -> Tensor:
+    """Attention to all keys from that to disjoint sets of them.
+
+    Args:
+        outputs: [..., sum of widths] of each set. log_sums: [..., heads]; -inf where a head sees none of the set.
+        widths: of each head's output.
+    Returns:
+        [..., sum of widths]; zeros for heads that see no key at all.
+    """
+    stacked = torch.stack(log_sums)
+    largest = stacked.amax(0)
+    weights = torch.exp(stacked - largest.masked_fill(largest == -torch.inf, 0.0))
+    total = weights.sum(0)
+    shares = weights / total.masked_fill(total == 0.0, 1.0)
+    heads = torch.repeat_interleave(torch.tensor(widths)).to(shares.device)
+    return (torch.stack(outputs) * shares[..., heads]).sum(0)
+
+
+def _by_group(module: RotorAttention, query: Tensor) -> list[Tensor]:
+    """What travels of the queries of each group, [batch_size, seq_len, heads, width]."""
+    layout, hpk, size = module.layout, module.heads_per_kv, module.layout.group_size
+    if layout.domain == "none":
+        widths = [size * hpk * group.qk_rank for group in layout.groups]
+        return [part.unflatten(-1, (size * hpk, -1)) for part in query.split(widths, dim=-1)]
+    by_group = query.unflatten(1, (-1, size * hpk))  # [batch_size, groups, heads, seq_len, head_dim]
+    if layout.domain == "pre":
+        return list(by_group.transpose(2, 3).unbind(1))
+    assert module.query_basis is not None
+    found: list[Tensor] = []
+    for cls in layout.classes():
+        basis = class_basis(module.query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
+        split = by_group[:, cls.start : cls.start + cls.count].unflatten(2, (size, hpk))
+        latents = torch.einsum("bngpsd,ngdr->bnsgpr", split, basis)
+        found += latents.flatten(3, 4).unbind(1)
+    return found
+
+
+def _row_slices(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, slice]]:
+    """Of each group, its columns in the key and in the value row: bytes, or numbers where the layout is not coded."""
+    if layout.coded:
+        starts, sizes = layout.byte_offsets(element_bytes), [g.row_bytes(element_bytes) for g in layout.groups]
+    else:
+        starts, sizes = layout.offsets(), [(g.qk_rank, g.v_rank) for g in layout.groups]
+    return [(slice(k, k + a), slice(v, v + b)) for (k, v), (a, b) in zip(starts, sizes, strict=True)]
+
+
+def _call(
+    module: RotorAttention,
+    layout: LayerLayout,
+    heads_per_kv: int,
+    parts: list[Part],
+    queries: dict[Part, Tensor],
+    rows: dict[int, tuple[Tensor, Tensor]],
+    key_rotation: Rotation,
+    mask: Tensor | None,
+) -> dict[Part, Tensor]:
+    """Attention of some parts over all tokens, [batch_size, length, heads, v_rank] of each."""
+    own = [queries[part] for part in parts]
+    basis = constant = None
+    if layout.domain == "pre":
+        query = torch.cat(own, dim=2).transpose(1, 2)
+        basis, constant = _bases(module, parts)
+    else:
+        query = torch.cat([one.flatten(2) for one in own], dim=-1)
+    key, value = (torch.cat([rows[part.group][side] for part in parts], dim=-1).unsqueeze(1) for side in (0, 1))
+    output = _attention(module, query, key, value, layout, heads_per_kv, basis, constant, key_rotation, mask)
+    widths = [part.num_heads * group.v_rank for part, group in zip(parts, layout.groups, strict=True)]
+    pieces = output.split(widths, dim=-1)
+    return {part: piece.unflatten(-1, (part.num_heads, -1)) for part, piece in zip(parts, pieces, strict=True)}
+
+
+def _bases(module: RotorAttention, parts: list[Part]) -> tuple[Tensor, Tensor | None]:
+    """In domain `pre`, what rebuilds the keys of some parts: rows of their KV heads, columns of their groups."""
+    layout, head_dim = module.layout, module.head_dim
+    assert module.query_basis is not None
+    offsets = [qk for qk, _ in layout.offsets()]
+    columns = [
+        module.query_basis[
+            part.kv_heads.start * head_dim : part.kv_heads.stop * head_dim,
+            offsets[part.group] : offsets[part.group] + layout.groups[part.group].qk_rank,
+        ]
+        for part in parts
+    ]
+    if module.key_constant is None:
+        return torch.cat(columns, dim=-1), None
+    first = [part.group * layout.group_size for part in parts]
+    constants = [
+        module.key_constant[start + part.kv_heads.start : start + part.kv_heads.stop]
+        for start, part in zip(first, parts, strict=True)
+    ]
+    return torch.cat(columns, dim=-1), torch.cat(constants)
+
+
+def _attention(
+    module: RotorAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayerLayout,
+    heads_per_kv: int,
+    basis: Tensor | None,
+    constant: Tensor | None,
+    key_rotation: Rotation,
+    mask: Tensor | None,
+) -> Tensor:
+    """Attention over rows of codes or of numbers, as `layout` says; the others as in `coded_attention`."""
+    attention, codes = (coded_attention, {"constant_key": constant}) if layout.coded else (grouped_attention, {})
+    return attention(
+        query,
+        key,
+        value,
+        layout,
+        heads_per_kv,
+        module.scaling,
+        query_basis=basis,
+        key_rotation=key_rotation,
+        attention_mask=mask,
+        softcap=module.softcap,
+        **codes,
+    )

@@ -1,0 +1,250 @@
+"""`sequence_parallel`: run a compressed model over a prompt that lies on several processes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import UsageError
+from ..runtime.attention import RotorAttention
+from ..runtime.families import FAMILIES
+from .attention import attend_by_heads, attend_by_rows, attend_to_spread_rows, visible
+from .cache import SpreadLayer, windows_of
+from .forward import Pass, begin_pass
+from .plan import pieces, plan_layer
+from .rotary import whole_positions
+from .wire import Wire
+
+Exchange = Literal["auto", "heads", "rows"]
+
+
+class SequenceParallel:
+    """What `sequence_parallel` gives: this process's view of the others. Not to be made by hand.
+
+    wire: the processes, with the bytes that were sent to them (`wire.sent`, by kind). exchange: what travels.
+    """
+
+    def __init__(self, model: Any, wire: Wire, exchange: Exchange = "auto") -> None:
+        self.wire, self.exchange = wire, exchange
+        self.layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
+        self.windows = windows_of(model.config, len(self.layers))
+        self.before_rope = any(layer.layout.domain == "pre" for layer in self.layers)
+        self._pass: Pass | None = None
+        self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.wire.rank
+
+    @property
+    def now(self) -> Pass:
+        """The current forward pass.
+
+        Raises:
+            UsageError: there is none: a part of the model was called instead of all of it.
+        """
+        if self._pass is None:
+            raise UsageError(
+                "a layer was called outside of a forward pass of the model that was given to sequence_parallel().",
+                "Call that model itself, or its generate().",
+            )
+        return self._pass
+
+    @property
+    def indices(self) -> Tensor:
+        """Indices in the whole sequence of this process's tokens in the current pass."""
+        return self.now.indices
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence in the current pass."""
+        return self.now.length
+
+    def own_tokens(self, tokens: int) -> Tensor:
+        """Indices of this process's tokens of a prompt of so many: some from its beginning, some from its end.
+
+        All of them, in every process, where they are fewer than two a process: then a prompt is not spread.
+        """
+        return self._owned(tokens)[self.rank]
+
+    def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This process's tokens of a tensor over a whole prompt, such as its labels."""
+        return tensor.index_select(dim, self.own_tokens(tensor.shape[dim]).to(tensor.device))
+
+    def gather(self, tensor: Tensor, tokens: int) -> Tensor:
+        """All tokens of a prompt of so many, in every process, from each one's [batch_size, own tokens, ...]."""
+        if tokens < 2 * self.wire.count:
+            return tensor
+        return self._gather(tensor, self._owned(tokens))
+
+    def of_each(self, number: int) -> list[int]:
+        """A number of this process's, such as the bytes of its part of a cache, and the others', in every process."""
+        own = torch.tensor([number], device=self.wire.device)
+        return [int(found) for found in self.wire.gather("comparing", "agreement", own, [(1,)] * self.wire.count)]
+
+    def attend(
+        self,
+        module: RotorAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        past_key_values: Any,
+        key_rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """See `rotor.runtime.attention.Spread`."""
+        now, wire, window = self.now, self.wire, self.windows[module.layer_idx]
+        if past_key_values is None:
+            rows = now.share.of(key, value)
+        else:
+            layer: SpreadLayer = past_key_values.layers[module.layer_idx]
+            rows = layer.store(key, value, now.share, now.length - 1)
+        if now.runs is not None:
+            plan = plan_layer(module.layout, module.heads_per_kv, module.head_dim, query.element_size(), wire.count)
+            every = torch.arange(now.length, device=key.device)
+            if self.exchange == "rows" or (self.exchange == "auto" and plan.rows_alone):
+
+                def mask_of(run: range) -> Tensor:
+                    mask = self._mask(now, every[run.start : run.stop], every[: run.stop], window)
+                    assert mask is not None
+                    return mask
+
+                runs = now.runs[wire.rank]
+                return attend_by_rows(module, query, key, value, key_rotation, wire, now.owned, runs, mask_of)
+            mask = None
+            if now.attended is not None or window is not None:
+                mask = self._mask(now, every, every, window)
+            return attend_by_heads(module, query, key, value, key_rotation, plan, wire, now.owned, mask)
+        if key_rotation is not None:
+            key_rotation = key_rotation[0][rows.indices], key_rotation[1][rows.indices]
+        mask = self._mask(now, now.indices, rows.indices, window)
+        return attend_to_spread_rows(module, query, rows.key, rows.value, key_rotation, wire, mask)
+
+    def _mask(self, now: Pass, queries: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
+        """Of a pass, made once for all layers with the same window: they keep the same tokens."""
+        known = window, len(queries), len(keys)
+        if known not in self._masks:
+            attended = None if now.attended is None else now.attended.to(keys.device)
+            causal = now.runs is not None or len(queries) > 1
+            self._masks[known] = visible(queries, keys, attended, window, causal)
+        return self._masks[known]
+
+    def _owned(self, tokens: int) -> list[Tensor]:
+        count = self.wire.count
+        if tokens < 2 * count:
+            return [torch.arange(tokens, device=self.wire.device)] * count
+        return [torch.tensor([*a, *b], device=self.wire.device) for a, b in pieces(tokens, count)]
+
+    def before_forward(self, model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+        """Give the model this process's tokens in place of all of them."""
+        names = list(inspect.signature(model.forward).parameters)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        self._pass, changed = begin_pass(arguments, model.config, self.wire, self.windows, self.before_rope)
+        self._masks = {}
+        return (), changed
+
+    def after_decoder(self, decoder: Any, args: Any, output: Any) -> Any:
+        """Bring together the hidden states that logits are wanted of, and count what was stored."""
+        now, self._pass, self._masks = self.now, None, {}
+        hidden = output[0]
+        if now.runs is None:
+            hidden = self.wire.from_first("hidden states", "hidden", hidden)
+        elif now.tokens_to_keep:
+            begin = max(now.length - now.tokens_to_keep, 0)
+            hidden = self._gather(hidden[:, now.indices >= begin], [kept[kept >= begin] for kept in now.owned])
+        now.count_stored()
+        if isinstance(output, tuple):
+            return hidden, *output[1:]
+        output.last_hidden_state = hidden
+        return output
+
+    def _gather(self, tensor: Tensor, owned: list[Tensor]) -> Tensor:
+        """The tokens of all processes, in their order, from those of each, which have these indices."""
+        shapes = [(tensor.shape[0], len(indices), *tensor.shape[2:]) for indices in owned]
+        found = torch.cat(self.wire.gather("hidden states", "hidden", tensor, shapes), dim=1)
+        return found[:, torch.argsort(torch.cat(owned))]
+
+
+@contextmanager
+def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto") -> Iterator[SequenceParallel]:
+    """Spread the tokens of a compressed model's prompts over the processes of a group, and their cache with them.
+
+    Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask
+    [batch_size, seq_len] for padding. The pass that fills an empty cache spreads its tokens: outside of attention each
+    process computes its share of them, inside of it some groups of KV heads of all of them; what travels are compressed
+    queries (in domain `pre` whole ones), packed rows (codes as codes) and compressed outputs. In layers where that is
+    less, only rows travel, to all processes. Either way rows are kept by the process of their tokens, so that each
+    holds its share of the cache. Passes over a filled cache (decoding) are computed by all processes alike, attention
+    by each over the rows that it has, joined by log-sum-exp; the new rows go to the process with the fewest.
+
+        with sequence_parallel(model, group):
+            model.generate(**inputs, max_new_tokens=64)     # the same tokens in every process
+
+        with sequence_parallel(model) as parallel:
+            own_logits = model(input_ids).logits            # of parallel.own(input_ids)
+            last = model(input_ids, logits_to_keep=1).logits  # of the last token, in every process
+
+    Logits of a spread prompt are this process's own tokens'; with `logits_to_keep=n`, which generate() gives, they are
+    those of the last n tokens in every process. Gradients are off inside. Sampling needs the same seed in every
+    process. Attention runs in plain PyTorch, on a GPU too. A prompt of fewer than two tokens a process is not spread.
+
+    Args:
+        model: a causal model that `rotor export` wrote, loaded with from_pretrained, on one device.
+        group: process group or one-dimensional device mesh; by default all processes. Its backend must serve the
+            device (gloo a CPU, nccl GPUs), and its timeout says how long a process waits for one that hangs.
+        exchange: what travels in a prompt's attention: `heads` (queries, rows and outputs, as in ZDC), `rows` (rows to
+            all), or `auto`, layer by layer whichever sends fewer bytes.
+    Raises:
+        UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its
+            cache by a policy or lies on several devices. In passes: the processes were given different inputs, a cache
+            of a kind that cannot be spread or that was filled elsewhere, a mask that is not two-dimensional, labels.
+        RotorError: in passes: another process ended, or did not answer within the group's timeout.
+    Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(
+            "sequence_parallel() needs torch.distributed, which is not initialised.",
+            "Start with `torchrun --nproc-per-node N`, and call torch.distributed.init_process_group() first.",
+        )
+    layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
+    family = FAMILIES.get(getattr(model.config, "model_type", ""))
+    if not layers or family is None or model.get_output_embeddings() is None:
+        raise UsageError(
+            f"{type(model).__name__} is not a compressed causal model.",
+            "Load a checkpoint that `rotor export` wrote with AutoModelForCausalLM.",
+        )
+    if any(layer.spread is not None for layer in layers):
+        raise UsageError("the model is inside of another sequence_parallel().", "Leave that one first.")
+    if any(layer.cache_policy is not None for layer in layers):
+        raise UsageError(
+            "the model keeps its cache by a policy, which looks at tokens that other processes have.",
+            "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model lies on {', '.join(sorted(map(str, devices)))}: expected one device a process.",
+            "Load it without a device map.",
+        )
+    if exchange not in get_args(Exchange):
+        raise UsageError(f"exchange={exchange!r}: expected one of {', '.join(get_args(Exchange))}.")
+    group = group.get_group() if hasattr(group, "get_group") else group
+    state = SequenceParallel(model, Wire(group, devices.pop()), exchange)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(whole_positions(state, model, family))
+        for handle in (
+            model.register_forward_pre_hook(state.before_forward, with_kwargs=True),
+            model.get_submodule(family.decoder).register_forward_hook(state.after_decoder),
+        ):
+            stack.callback(handle.remove)
+        for layer in layers:
+            layer.spread = state
+            stack.callback(setattr, layer, "spread", None)
+        yield state

@@ -1,0 +1,109 @@
+"""Bytes that a prompt and a token send over the wire, from layouts alone: what `Wire.sent` counts, and alternatives.
+
+All are sums over the processes; what a process keeps for itself is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..format.layout import AttentionShape, GroupLayout, LayerLayout
+from .plan import LayerPlan, pieces, plan_layer
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes sent by all processes together.
+
+    queries, rows, outputs: by what they are. busiest: what the process sends or receives, whichever is more, that sends
+    or receives most: links carry both at once.
+    """
+
+    queries: int = 0
+    rows: int = 0
+    outputs: int = 0
+    busiest: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.queries + self.rows + self.outputs
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.queries + other.queries,
+            self.rows + other.rows,
+            self.outputs + other.outputs,
+            self.busiest + other.busiest,
+        )
+
+
+def of_prompt(
+    layouts: Sequence[LayerLayout],
+    shape: AttentionShape,
+    tokens: int,
+    processes: int,
+    element_bytes: int,
+    exchange: str = "auto",
+) -> Traffic:
+    """What `sequence_parallel` sends for a prompt (batch of one), over the layers of a model.
+
+    Args:
+        tokens: at least two a process. exchange: as in `sequence_parallel`.
+    """
+    lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
+    whole = Traffic()
+    for layout in layouts:
+        plan = plan_layer(layout, shape.heads_per_kv, shape.head_dim, element_bytes, processes)
+        rows = exchange == "rows" or (exchange == "auto" and plan.rows_alone)
+        whole += _by_rows(sum(layout.row_bytes(element_bytes)), lengths) if rows else _by_heads(plan, lengths)
+    return whole
+
+
+def _by_heads(plan: LayerPlan, lengths: list[int]) -> Traffic:
+    """Queries and rows to where their heads are, outputs back."""
+    sizes = [plan.sizes(process) for process in range(len(lengths))]
+    others = [sum(lengths) - length for length in lengths]
+    there, back = sum(size.queries + size.rows for size in sizes), sum(size.outputs for size in sizes)
+    loads = []
+    for length, left, size in zip(lengths, others, sizes, strict=True):
+        mine = size.queries + size.rows
+        loads += [length * (there - mine) + left * size.outputs, left * mine + length * (back - size.outputs)]
+    pairs = list(zip(others, sizes, strict=True))
+    return Traffic(
+        sum(left * size.queries for left, size in pairs),
+        sum(left * size.rows for left, size in pairs),
+        sum(left * size.outputs for left, size in pairs),
+        max(loads),
+    )
+
+
+def _by_rows(row_bytes: int, lengths: list[int]) -> Traffic:
+    """Every process's rows to all the others."""
+    count, tokens = len(lengths), sum(lengths)
+    busiest = max(max((count - 1) * length, tokens - length) for length in lengths)
+    return Traffic(rows=(count - 1) * tokens * row_bytes, busiest=busiest * row_bytes)
+
+
+def of_ring(row_bytes: int, tokens: int, processes: int) -> Traffic:
+    """Ring attention: queries and outputs stay, rows go round, each past every process.
+
+    Args:
+        row_bytes: of the keys and values of one token over all layers.
+    """
+    lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
+    busiest = tokens - min(lengths) if processes > 1 else 0
+    return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest=busiest * row_bytes)
+
+
+def uncompressed(shape: AttentionShape) -> list[LayerLayout]:
+    """The layers of a model as they are without compression: every KV head a group of its own, of full rank."""
+    groups = tuple(GroupLayout((i,), shape.head_dim, shape.head_dim) for i in range(shape.num_kv_heads))
+    return [LayerLayout("none", True, groups)] * shape.num_layers
+
+
+def of_token(layouts: Sequence[LayerLayout], shape: AttentionShape, processes: int, element_bytes: int) -> int:
+    """What all processes send to decode one token: outputs and log-sum-exps, float32 or wider, from each to each."""
+    heads = [layout.group_size * shape.heads_per_kv for layout in layouts]
+    numbers = sum(n * sum(g.v_rank + 1 for g in layout.groups) for n, layout in zip(heads, layouts, strict=True))
+    return processes * (processes - 1) * numbers * max(element_bytes, 4)

@@ -1,0 +1,236 @@
+"""How a model comes to use a policy: a cache made for it, or its attention modules, which take over the cache that
+`generate` hands them before anything is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ...errors import UsageError
+from ..families import FAMILIES, Family, find_family
+from .bundled import find_policy
+from .layer import PolicyLayer, check_left
+from .policy import Policy, check_config
+from .quantiser import CodedLayer
+
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+"""What families call the cache in the forward pass of their attention."""
+
+
+def make_cache(policy: Policy, config: Any, attention_mask: Tensor | None = None) -> Cache:
+    """A cache that follows a policy, for `model(..., past_key_values=cache)` and `generate`.
+
+    A model that was not given the policy with `use_cache_policy` can use it too, unless the policy evicts.
+
+    Args:
+        config: the model's transformers config.
+        attention_mask: [batch_size, seq_len] of a prompt that is padded on the left. Without it the policy takes
+            padding for tokens, which changes nothing where each token is coded by itself; a model that was given the
+            policy knows its own mask.
+    Raises:
+        UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
+        UsageError: the padding is not on the left.
+    """
+    layers = policy.layers(check_config(policy, config))
+    if attention_mask is not None and not bool(attention_mask.all()):
+        check_left(attention_mask != 0)
+        for layer in layers:
+            if isinstance(layer, CodedLayer):
+                layer.padding = (attention_mask == 0).sum(-1)
+    return Cache(layers=layers)  # type: ignore[arg-type]
+
+
+def adopt(cache: Any, policy: Policy, config: Any) -> None:
+    """Put the policy's layers in place of those of a cache that holds nothing; do nothing if it has some already.
+
+    Raises:
+        UsageError: a cache of another kind (static, sliding, quantised), or one that was filled without the policy.
+        UnsupportedModelError: see make_cache.
+    """
+    layers: list[Any] = cache.layers
+    if layers and isinstance(layers[0], PolicyLayer):
+        return
+    for index, layer in enumerate(layers):
+        if type(layer) is not DynamicLayer:
+            raise UsageError(
+                f"cache policy {policy.method}: layer {index} of the cache is a {type(layer).__name__}, expected "
+                "one that grows.",
+                "Leave cache_implementation out, or load the model with the policy `none`.",
+            )
+        if layer.get_seq_length():
+            raise UsageError(
+                f"cache policy {policy.method}: the cache holds {layer.get_seq_length()} tokens that were stored "
+                "without it.",
+                "Begin with an empty cache.",
+            )
+    layers[:] = policy.layers(check_config(policy, config))
+
+
+def policy_layer(cache: Any, index: int, policy: Policy | None, config: Any) -> PolicyLayer | None:
+    """The layer of a cache, if it follows a policy: its own, or `policy`, which it then adopts; None if neither."""
+    if cache is None:
+        return None
+    if policy is not None:
+        adopt(cache, policy, config)
+    layers = getattr(cache, "layers", [])
+    found = layers[index] if index < len(layers) else None
+    return found if isinstance(found, PolicyLayer) else None
+
+
+def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
+    """Let a causal model's own `generate` keep its cache by a policy from now on; None: as it was before any.
+
+    Args:
+        policy: a policy, or the name of one as for --cache: bundled, `none`, or a YAML file's path.
+
+    The model may be compressed or not. Policies that score tokens by attention switch an uncompressed one to the
+    implementation `eager`, which stores all attention weights of a step.
+
+    Raises:
+        UnsupportedModelError: a family that rotor does not know, or a layer whose cache is not a plain one.
+        RecipeError: no policy of that name.
+        UsageError: a policy that quantises, on rows that are codes already.
+    """
+    if isinstance(policy, str):
+        policy = find_policy(policy)
+    before = _attached.pop(model, None)
+    if before is not None:
+        before.remove()
+    if policy is None:
+        return
+    if model.config.model_type not in FAMILIES:
+        find_family(model.config)  # says which there are
+    check_config(policy, model.config)
+    _attached[model] = _Attachment(model, model, policy)
+
+
+def policy_of(model: Any) -> Policy | None:
+    """The policy that a model was given with use_cache_policy, or that its checkpoint stores."""
+    found = _attached.get(model)
+    return None if found is None else found.policy
+
+
+def attach_stored(model: Any, network: nn.Module, policy: Policy) -> None:
+    """What a checkpoint's loader does: `network` is the causal model, or what holds a base model as one would."""
+    check_config(policy, model.config)
+    _attached[model] = _Attachment(model, network, policy)
+
+
+@contextmanager
+def cache_policy(model: Any, policy: Policy | str | None) -> Iterator[None]:
+    """`use_cache_policy` for the length of a `with`; then the policy that was in use before."""
+    before = policy_of(model)
+    use_cache_policy(model, policy)
+    try:
+        yield
+    finally:
+        use_cache_policy(model, before)
+
+
+class _Attachment:
+    """The attention modules of a model that go by a policy, and how they were before."""
+
+    def __init__(self, model: Any, network: nn.Module, policy: Policy) -> None:
+        self.policy = policy
+        self._config = model.config
+        self._implementation = model.config._attn_implementation
+        self._modules: list[Any] = []
+        self._handles: list[Any] = []
+        family: Family = FAMILIES[model.config.model_type]
+        count = model.config.get_text_config().num_hidden_layers
+        policy.layers(count)  # what does not fit so many is said now
+        modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
+        compressed = [hasattr(module, "cache_policy") for module in modules]
+        if any(module.layout.coded for module, has in zip(modules, compressed, strict=True) if has):
+            policy.check_coded()
+        for index, (module, has) in enumerate(zip(modules, compressed, strict=True)):
+            if has:
+                module.cache_policy = policy
+                self._modules.append(module)
+            else:
+                hooks = _AttentionHooks(policy)
+                self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
+            if policy.needs_states:
+                parent = network.get_submodule(f"{family.decoder}.{family.layers}.{index}")
+                states = _StateHooks(index)
+                self._handles.append(parent.register_forward_pre_hook(states.enter, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(states.leave, with_kwargs=True))
+        if policy.needs_weights and not all(compressed):
+            model.config._attn_implementation = "eager"
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._modules:
+            module.cache_policy = None
+        self._config._attn_implementation = self._implementation
+
+
+_attached: WeakKeyDictionary[Any, _Attachment] = WeakKeyDictionary()
+
+
+class _AttentionHooks:
+    """Around the attention of an uncompressed model: the layer is told of the step, and the mask is the layer's."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        layer = policy_layer(_cache_of(kwargs), module.layer_idx, self.policy, module.config)
+        if layer is None:
+            return None
+        mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)
+        layer.begin(mask, states.shape[0], states.shape[1], states.device)
+        num_heads = module.config.get_text_config().num_attention_heads
+        heads = torch.arange(num_heads, device=states.device)
+        additive = states.dtype if module.config._attn_implementation == "eager" else None
+        positions = layer.positions
+        groups = 1 if positions is None else positions.shape[1]
+        mask = layer.visible(mask, heads // (num_heads // groups) if groups > 1 else None, additive)
+        return args, {**kwargs, "attention_mask": mask}
+
+    def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = _cache_of(kwargs)
+        layer = None if cache is None else cache.layers[module.layer_idx]
+        if not isinstance(layer, PolicyLayer):
+            return
+        weights = None
+        if self.policy.needs_weights:
+            heads = layer.keys.shape[1]  # type: ignore[union-attr]
+            weights = output[1].float().unflatten(1, (heads, -1))
+        layer.finish(weights)
+
+
+class _StateHooks:
+    """What enters a decoder layer, and what it is when its attention has added to it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._entered: Tensor | None = None
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._entered = _states_of(args, kwargs)
+
+    def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        entered, self._entered = self._entered, None
+        cache = _cache_of(kwargs)
+        layer = None if cache is None else cache.layers[self.index]
+        if entered is not None and isinstance(layer, PolicyLayer):
+            layer.observe_states(entered, entered + output[0])
+
+
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    return next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+
+
+def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    states: Tensor = args[0] if args else kwargs["hidden_states"]
+    return states

@@ -1,0 +1,286 @@
+"""The cache layer that keeps what an evicting policy chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...format.layout import LayerLayout
+from .budgets import SqueezeBudgets
+from .codec import tensor_bytes
+from .layer import PolicyLayer, check_left, seen_by_last
+
+if TYPE_CHECKING:
+    from .eviction import Eviction
+
+NOISE_BLOCK = 1024
+"""Tokens whose noise is drawn together."""
+
+
+class EvictingLayer(PolicyLayer):
+    """One layer's cache that holds some of the tokens it was given.
+
+    It works on a model's heads, on packed rows and on rows of codes.
+
+    keys, values: [batch_size, heads, slots, width]. scores: [batch_size, 1 or groups, slots] float32, where the policy
+    has any. start: [batch_size], the place of each row's first token. A row with fewer tokens than slots has places of
+    -1.
+    spans: of packed rows, the columns of each group in keys and values.
+    """
+
+    def __init__(self, policy: Eviction, index: int) -> None:
+        super().__init__()
+        self.policy, self.index = policy, index
+        self.budgets: SqueezeBudgets | None = None
+        self.spans: list[tuple[slice, slice]] | None = None
+        self.scores: Tensor | None = None
+        self.start: Tensor | None = None
+        self.budget: Tensor | None = None
+        self._places: Tensor | None = None
+        self._length = self._prompt = 0
+        self._ragged = False
+        self._noise: list[Tensor] = []
+
+    @property
+    def positions(self) -> Tensor | None:
+        return self._places
+
+    @property
+    def newest(self) -> Tensor:
+        """Which tokens of the step are not padding, [batch_size, length] bool; rows of padding alone too."""
+        assert self._places is not None
+        return self._places[:, 0, -self._length :] >= 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens that came after the first step."""
+        return self.seen - self._prompt
+
+    @property
+    def index_in_row(self) -> Tensor:
+        """Places counted from each row's first token, [batch_size, 1 or groups, slots]; below 0: nothing there."""
+        assert self._places is not None
+        assert self.start is not None
+        return torch.where(self._places >= 0, self._places - self.start[:, None, None], -1)
+
+    def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
+        new = torch.arange(self.seen, self.seen + length, dtype=torch.int32, device=device).expand(batch_size, -1)
+        if mask is not None and length > 1:
+            shown = seen_by_last(mask, batch_size)[:, -length:]
+            check_left(shown)
+            new = torch.where(shown, new, -1)
+            self._ragged = self._ragged or not bool(shown.all())
+        new = new.unsqueeze(1)
+        if self._places is None:
+            self.start = torch.full((batch_size,), -1, dtype=torch.int32, device=device)
+            self._places = new.contiguous()
+        else:
+            self._places = torch.cat([self._places, new.expand(-1, self._places.shape[1], -1)], dim=2)
+        assert self.start is not None
+        first = torch.where(new[:, 0] >= 0, new[:, 0], torch.iinfo(torch.int32).max).amin(-1)
+        begun = (self.start < 0) & (first < torch.iinfo(torch.int32).max)
+        self.start = torch.where(begun, first, self.start)
+        self._length = length
+
+    def visible(self, mask: Tensor | None, head_groups: Tensor | None, additive: torch.dtype | None) -> Tensor | None:
+        places = self._places
+        assert places is not None
+        if mask is None and not self._ragged and (self._length == 1 or self.seen == 0):
+            return None
+        if head_groups is not None and places.shape[1] > 1:
+            places = places[:, head_groups.to(places.device)]
+        there = (places >= 0).unsqueeze(2)
+        if mask is None:
+            queries = torch.arange(self.seen, self.seen + self._length, device=places.device)
+            shown = there & (places.unsqueeze(2) <= queries[:, None])
+            if additive is None:
+                return shown
+            least = torch.finfo(additive).min
+            return torch.zeros(shown.shape, dtype=additive, device=shown.device).masked_fill(~shown, least)
+        heads = max(mask.shape[1], places.shape[1])
+        index = places.clamp(min=0).long().unsqueeze(2).expand(-1, heads, self._length, -1)
+        columns = mask.expand(len(places), heads, self._length, -1).gather(-1, index)
+        least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        return columns.masked_fill(~there, least)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the new tokens; returns the keys and values of what is held, in the order of `positions`."""
+        length = key_states.shape[2]
+        if self._places is None or self._length != length or self._held + length != self._places.shape[2]:
+            raise UsageError(
+                f"cache policy {self.policy.method}: the model's attention does not know that its cache drops tokens.",
+                "Give the model the policy first: rotor.use_cache_policy(model, policy).",
+            )
+        if self.keys is None or self.values is None:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.keys, self.values, self._prompt = key_states, value_states, length
+        else:
+            self.keys = torch.cat([self.keys, key_states], dim=2)
+            self.values = torch.cat([self.values, value_states], dim=2)
+        self.seen += length
+        return self.keys, self.values
+
+    @property
+    def _held(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    @property
+    def _groups(self) -> int:
+        assert self.keys is not None
+        if self.policy.scope == "layer":
+            return 1
+        return self.keys.shape[1] if self.spans is None else len(self.spans)
+
+    def finish(self, weights: Tensor | None) -> None:
+        assert self._places is not None
+        if self._places.shape[1] < self._groups:
+            self._places = self._places.expand(-1, self._groups, -1)
+        if self.policy.needs_weights:
+            assert weights is not None
+            held = 0 if self.scores is None else self.scores.shape[2]
+            fresh = torch.zeros(*self._places.shape[:2], self._places.shape[2] - held, device=self._places.device)
+            self.scores = fresh if self.scores is None else torch.cat([self.scores, fresh], dim=2)
+            weights = torch.nan_to_num(weights) * self.newest[:, None, None, :, None]
+            step = self.policy.scored(self, weights)
+            self.scores = self.scores + (step.mean(1, keepdim=True) if self.policy.scope == "layer" else step)
+        if self.budget is None and self.seen == self._length:
+            self.budget = self.policy.budget_of(self.newest.sum(-1), self.index)
+        if self.budgets is None or self.budgets.done:
+            self.evict()
+
+    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Store a prompt whose attention is not known, and cut it, for counting bytes; of equals the older stays."""
+        self.begin(None, len(key_states), key_states.shape[2], key_states.device)
+        self.update(key_states, value_states)
+        assert self._places is not None
+        self._places = self._places.expand(-1, self._groups, -1)
+        self.scores = torch.zeros(self._places.shape) if self.policy.needs_weights else None
+        self.budget = self.policy.budget_of(self.newest.sum(-1), self.index)
+        self.evict()
+
+    def observe_states(self, before: Tensor, after: Tensor) -> None:
+        if self.budgets is not None and self.seen == self._length:
+            self.budgets.observe(self.index, before, after, self.newest)
+
+    def evict(self) -> None:
+        """Drop what is over the budget."""
+        assert self._places is not None
+        assert self.budget is not None
+        places, budget = self._places, self.budget.to(self._places.device)
+        index = self.index_in_row
+        there = index >= 0
+        assert self.start is not None
+        lengths = (self.seen - self.start)[:, None, None]
+        first, newest = self.policy.protected(budget)
+        safe = (index < first[:, None, None]) | (index >= lengths - newest[:, None, None])
+        priority = self.policy.priority(self).expand(places.shape).masked_fill(safe, torch.inf)
+        priority = priority.masked_fill(~there, -torch.inf)
+        counts = torch.minimum(there.sum(-1), budget[:, None])
+        kept = int(counts.max())
+        if kept == places.shape[2]:
+            return
+        order = priority.argsort(dim=-1, descending=True, stable=True)[..., :kept]
+        chosen = places.gather(-1, order)
+        chosen = chosen.masked_fill(torch.arange(kept, device=chosen.device) >= counts[..., None], -1)
+        self._ragged = self._ragged or bool((counts < kept).any())
+        by_place = chosen.argsort(dim=-1, stable=True)
+        order = order.gather(-1, by_place)
+        self._places = chosen.gather(-1, by_place)
+        if self.scores is not None:
+            self.scores = self.scores.gather(-1, order)
+        self.keys, self.values = self._taken(self.keys, order, 0), self._taken(self.values, order, 1)
+
+    def _taken(self, states: Tensor | None, order: Tensor, side: int) -> Tensor:
+        """The slots `order`, [batch_size, 1 or groups, kept], of [batch_size, heads, slots, width]."""
+        assert states is not None
+        order = order.to(states.device)  # an offloaded layer's
+        if self.spans is not None and order.shape[1] > 1:
+            parts = [states[..., spans[side]] for spans in self.spans]
+            index = [order[:, group, :, None].unsqueeze(1) for group in range(len(parts))]
+            pairs = zip(parts, index, strict=True)
+            return torch.cat([part.gather(2, i.expand(-1, -1, -1, part.shape[-1])) for part, i in pairs], dim=-1)
+        index = order.expand(-1, states.shape[1], -1).unsqueeze(-1)  # type: ignore[assignment]
+        return states.gather(2, index.expand(-1, -1, -1, states.shape[-1]))  # type: ignore[attr-defined]
+
+    def noise(self, seed: int) -> Tensor:
+        """A number from (0, 1) for each token, the same wherever its row lies, [batch_size, groups, slots].
+
+        The table that it is read from follows from the seed, and is not counted with the cache.
+        """
+        index = self.index_in_row
+        groups, most = index.shape[1], int(index.max())
+        while len(self._noise) * NOISE_BLOCK <= most:
+            mixed = ((seed * 1_000_003 + self.index) * 1_000_003 + len(self._noise)) % 2**63
+            generator = torch.Generator().manual_seed(mixed)
+            self._noise.append(torch.rand(groups, NOISE_BLOCK, generator=generator).clamp(1e-6, 1 - 1e-6))
+        table = torch.cat(self._noise, dim=1).to(index.device).expand(len(index), -1, -1)
+        return table.gather(-1, index.clamp(min=0).long())
+
+    def stored_bytes(self) -> int:
+        return tensor_bytes([self.keys, self.values, self._places, self.scores])
+
+    def reset(self) -> None:
+        self.keys = self.values = self.scores = self.start = self.budget = self._places = None
+        self.seen = self._length = self._prompt = 0
+        self.is_initialized = self._ragged = False
+        if self.budgets is not None:
+            self.budgets.reset()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens, as long as nothing was dropped.
+
+        Raises:
+            UsageError: a positive number, or a token was dropped: it cannot come back.
+        """
+        count = self.removable(tokens_to_remove)
+        if count == 0 or self._places is None:
+            return
+        if self._held != self.seen:
+            raise UsageError(
+                f"crop({-count}): this cache has dropped tokens, which cannot come back.",
+                "Leave out what takes tokens back (assisted generation), or use a policy that keeps every token.",
+            )
+        rest = self.seen - count
+        self._places, self.seen = self._places[..., :rest].clone(), rest
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys, self.values = self.keys[:, :, :rest].clone(), self.values[:, :, :rest].clone()
+        self.scores = None if self.scores is None else self.scores[..., :rest].clone()
+
+    def offload(self) -> None:
+        if self.is_initialized:
+            assert self.keys is not None
+            assert self.values is not None
+            self.keys, self.values = (t.to("cpu", non_blocking=True) for t in (self.keys, self.values))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            assert self.keys is not None
+            assert self.values is not None
+            self.keys, self.values = (t.to(self.device, non_blocking=True) for t in (self.keys, self.values))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        for name in ("keys", "values", "scores", "start", "budget", "_places"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, function(tensor))
+
+
+def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, slice]]:
+    """Where each group lies in the elements (of rows of codes: bytes) of a compressed layer's key and value rows."""
+    unit = 1 if layout.coded else element_bytes
+    sizes = [group.row_bytes(element_bytes) for group in layout.groups]
+    sides = [[size // unit for size in side] for side in zip(*sizes, strict=True)]
+    spans = [[slice(end - size, end) for size, end in zip(side, accumulate(side), strict=True)] for side in sides]
+    return list(zip(spans[0], spans[1], strict=True))

@@ -1,0 +1,93 @@
+"""Policies that drop tokens: what the methods share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .budgets import SqueezeBudgets
+from .evicting_layer import EvictingLayer
+from .layer import PolicyLayer
+from .policy import Policy
+
+
+@dataclass(frozen=True)
+class Eviction(Policy):
+    """Keeps a budget of b tokens in each layer; what is over it is dropped after every step. Tokens stay at the places
+    that they had.
+
+    Args:
+        share: of the prompt's tokens that are the budget. tokens: the budget in tokens, in place of a share.
+        scope: `group`: each KV head (of a compressed model each group of heads) keeps tokens of its own; `layer`: all
+            of a layer the same.
+        squeeze: p of SqueezeAttention, by which budgets differ between layers; see rotor.runtime.cache.budgets.
+        layer_shares: of the budget, for each layer, in place of `squeeze`; their mean should be 1.
+
+    The prompt, the first step, sees itself whole and is then cut. Bytes: those of the kept rows, and an int32 place
+    (and where there are scores a float32) for each kept token and group.
+    Limits: a prompt that comes in several steps is cut after the first: give `tokens` then. A compressed model runs its
+    PyTorch path.
+    """
+
+    evicts: ClassVar[bool] = True
+    share: float = 0.5
+    tokens: int | None = None
+    scope: Literal["group", "layer"] = "group"
+    squeeze: float | None = None
+    layer_shares: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.require(0 < self.share <= 1, "share", "a share above 0, at most 1")
+        self.require(self.tokens is None or self.tokens >= 1, "tokens", "null or at least 1")
+        self.require(self.scope in ("group", "layer"), "scope", "group or layer")
+        self.require(self.squeeze is None or 0 < self.squeeze <= 1, "squeeze", "null or a share above 0, at most 1")
+        fits = all(share > 0 for share in self.layer_shares) and not (self.layer_shares and self.squeeze is not None)
+        self.require(fits, "layer_shares", "positive numbers, and none beside squeeze")
+
+    @property
+    def longest_step(self) -> int | None:
+        return 1
+
+    @property
+    def needs_states(self) -> bool:
+        return self.squeeze is not None
+
+    def layers(self, count: int) -> list[PolicyLayer]:
+        fits = len(self.layer_shares) in (0, count)
+        self.require(fits, "layer_shares", f"one for each of the model's {count} layers")
+        found = [EvictingLayer(self, index) for index in range(count)]
+        if self.squeeze is not None:
+            budgets = SqueezeBudgets(self.squeeze, found)
+            for layer in found:
+                layer.budgets = budgets
+        return list(found)
+
+    def budget_of(self, prompt: Tensor, layer: int) -> Tensor:
+        """Tokens that a layer keeps of prompts of so many, [batch_size] int64, before `squeeze`."""
+        share = self.layer_shares[layer] if self.layer_shares else 1.0
+        base = prompt * self.share if self.tokens is None else torch.full_like(prompt, self.tokens).double()
+        return (base.double() * share).round().long().clamp(min=1)
+
+    def check_coded(self) -> None:
+        """Rows of codes are kept or dropped whole."""
+
+    @abstractmethod
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of the first and of the newest tokens stay, whatever their scores, of budgets [batch_size]."""
+
+    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
+        """What a step adds to the scores, [batch_size, groups, slots].
+
+        Args:
+            weights: [batch_size, groups, heads of a group, length, slots] float32, 0 in rows of padding.
+        """
+        raise NotImplementedError
+
+    def priority(self, layer: EvictingLayer) -> Tensor:
+        """What is kept first, [batch_size, 1 or groups, slots]; of equals the older."""
+        assert layer.scores is not None
+        return layer.scores

@@ -1,0 +1,61 @@
+"""Keyformer: heavy hitters by a softmax with noise and a temperature, and the newest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .evicting_layer import EvictingLayer
+from .eviction import Eviction
+
+
+@dataclass(frozen=True)
+class Keyformer(Eviction):
+    """f(j) = sum_i softmax_j((x_ij + zeta_j) / tau), x the logits, zeta_j a standard Gumbel number of the token; the
+    mean over the query heads that share it. tau grows from tau_first in the prompt to tau_last after `steps` tokens.
+
+    Args:
+        recent: share of the budget that the newest tokens have. seed: of the noise, which depends on layer, group and
+            the token's place in its row alone.
+
+    The logits are taken from the attention weights, from which they differ by a number a query, which softmax does not
+    see.
+    Limits: weights of a whole prompt are stored while it is scored, length^2 a head.
+    Source: Adnan et al., Keyformer (arXiv 2403.09054), section 3, equations 7 to 10, algorithm 1.
+    """
+
+    method: ClassVar[str] = "keyformer"
+    recent: float = 0.3
+    tau_first: float = 1.0
+    tau_last: float = 2.0
+    steps: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0 <= self.recent <= 1, "recent", "a share from 0 to 1")
+        for name in ("tau_first", "tau_last"):
+            self.require(getattr(self, name) > 0, name, "a number above 0")
+        self.require(self.steps >= 1, "steps", "at least 1")
+        self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
+
+    @property
+    def needs_weights(self) -> bool:
+        return True
+
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(budget), (budget * self.recent).round().long()
+
+    def temperature(self, generated: int) -> float:
+        """tau after so many generated tokens; 0 in the prompt."""
+        return self.tau_first + (self.tau_last - self.tau_first) * min(1.0, generated / self.steps)
+
+    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
+        gumbel = -torch.log(-torch.log(layer.noise(self.seed)))
+        tau = self.temperature(layer.generated)
+        logits = (weights.log() + gumbel[:, :, None, None]) / tau
+        softened = torch.nan_to_num(logits.softmax(-1))
+        return softened.mean(2).sum(2)

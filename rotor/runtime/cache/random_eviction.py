@@ -1,0 +1,35 @@
+"""Tokens dropped at random: what any other choice has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .evicting_layer import EvictingLayer
+from .eviction import Eviction
+
+
+@dataclass(frozen=True)
+class Random(Eviction):
+    """Each token draws a number, and the b largest stay, whatever their age but for the newest token.
+
+    Args:
+        seed: the numbers depend on it, on layer, group and the token's place in its row.
+    Source: a control; kvpress's RandomPress.
+    """
+
+    method: ClassVar[str] = "random"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
+
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(budget), budget.clamp(max=1)
+
+    def priority(self, layer: EvictingLayer) -> Tensor:
+        return layer.noise(self.seed)

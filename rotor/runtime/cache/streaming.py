@@ -1,0 +1,36 @@
+"""StreamingLLM: the first tokens of a row, on which attention rests, and the newest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .evicting_layer import EvictingLayer
+from .eviction import Eviction
+
+
+@dataclass(frozen=True)
+class Streaming(Eviction):
+    """The first `sinks` tokens and the newest b - sinks; of a budget of no more than that, the newest takes one place.
+
+    Limits: tokens keep their places in the sequence, as in kvpress; the paper counts them anew inside the cache, which
+    matters only beyond the lengths that the model was trained on.
+    Source: Xiao et al., StreamingLLM (arXiv 2309.17453), section 3.2.
+    """
+
+    method: ClassVar[str] = "streaming"
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.sinks >= 0, "sinks", "0 or more")
+
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        sinks = torch.minimum(torch.full_like(budget, self.sinks), budget - 1)
+        return sinks, budget - sinks
+
+    def priority(self, layer: EvictingLayer) -> Tensor:
+        return layer.index_in_row.float()

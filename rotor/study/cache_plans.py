@@ -1,0 +1,108 @@
+"""What the parts of a study about caches measure: policies by name, and the rule that combines two ways to compress."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..runtime.cache import (
+    FP8,
+    GEAR,
+    H2O,
+    KCVT,
+    KIVI,
+    NUQ,
+    Eviction,
+    Keyformer,
+    PerToken,
+    Policy,
+    Random,
+    Streaming,
+    Window,
+)
+
+SHARES = (0.5, 0.25, 0.125)
+"""Of a prompt's tokens that evicting policies keep."""
+
+BUDGET_SHARE = 0.2
+"""Of a prompt's tokens, where budgets of layers are compared (SqueezeAttention section 4, 20 %)."""
+
+SQUEEZE = 0.3
+"""p of SqueezeAttention where it is compared."""
+
+PROBE_SHARES = (0.05, 0.2, 0.6)
+"""Of a prompt's tokens that one layer keeps, the others all, where its sensitivity is measured."""
+
+ON_TOP = ("Keyformer", "H2O", "random")
+"""What evicts on top of compressed rows."""
+
+TOTALS = (0.5, 0.75)
+"""Shares of the cache removed by two ways together."""
+
+EQUAL_BYTES = "per token, 4 bits"
+CONTROL = PerToken(4, 64)
+"""What every part measures beside its own: plain codes of four bits, the control for bytes."""
+
+
+def quantisers() -> dict[str, Policy]:
+    """GEAR's tables 1, 2 and 8 in shape: its methods and KVQuant's levels at 4 and 2 bits; at 2 GEAR's ablations."""
+    found: dict[str, Policy] = {}
+    for bits in (4, 2):
+        found |= {
+            f"per token, {bits} bits": PerToken(bits, 64),
+            f"KCVT-{bits}": KCVT(bits),
+            f"KIVI-{bits}": KIVI(bits, 64, 64),
+            f"NUQ-{bits}": NUQ(bits),
+            f"GEAR-L KCVT-{bits}": GEAR(bits, sparsity=0.0),
+            f"GEAR KCVT-{bits}": GEAR(bits),
+            f"GEAR-L KIVI-{bits}": GEAR(bits, backbone="kivi", buffer=64, sparsity=0.0),
+            f"GEAR KIVI-{bits}": GEAR(bits, backbone="kivi", buffer=64),
+        }
+    found["fp8"] = FP8("token")
+    for name, values in {
+        "sparsity": (0.01, 0.05, 0.1),
+        "rank": (0, 2, 8),
+        "buffer": (10, 40),
+        "loops": (1, 4),
+    }.items():
+        for value in values:
+            found[f"GEAR KCVT-2, {name} {value:g}"] = replace(GEAR(2), **{name: value})  # type: ignore[arg-type]
+    return found
+
+
+def evictions(share: float) -> dict[str, Eviction]:
+    """Every evicting method at a share of the prompt's tokens, the control among them."""
+    return {
+        "window": Window(share),
+        "StreamingLLM": Streaming(share),
+        "H2O": H2O(share),
+        "H2O, a layer alike": H2O(share, scope="layer"),
+        "Keyformer": Keyformer(share),
+        "random": Random(share),
+    }
+
+
+def budget_methods() -> dict[str, Eviction]:
+    """What budgets of layers are compared for: those of SqueezeAttention's table 2, and the control."""
+    found = evictions(BUDGET_SHARE)
+    return {name: found[name] for name in ("window", "StreamingLLM", "H2O", "random")}
+
+
+def combined_policies(share: float, coded: bool) -> dict[str, Policy]:
+    """What goes on top of a recipe's rows: tokens kept by a share, and where rows are numbers, codes.
+
+    Args:
+        share: of the prompt's tokens that is kept.
+    """
+    kept = evictions(share)
+    found: dict[str, Policy] = {name: kept[name] for name in ON_TOP}
+    if not coded:
+        found |= {EQUAL_BYTES: CONTROL, "KIVI-4": KIVI(4, 64, 64), "GEAR KCVT-4": GEAR(4)}
+    return found
+
+
+def equal_contribution(total: float) -> float:
+    """What each of two ways removes to remove `total` together: 1 - p = (1 - p_dim)(1 - p_tok) with p_dim = p_tok.
+
+    Source: FDC section 6.3 and ZACK section 8.3 ("contribute equally to the overall compression rate").
+    """
+    return 1 - (1 - total) ** 0.5

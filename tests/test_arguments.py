@@ -1,0 +1,174 @@
+"""What a command line says before anything large is imported, and how it says it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, calibrated
+from test_cli import rotor
+
+from rotor import cli
+from rotor.cli import console
+from rotor.errors import CheckpointError, MissingError, UsageError
+
+REFUSED = {
+    ("--help",): (0, ""),
+    ("export", "--help"): (0, ""),
+    ("recipes",): (0, ""),
+    ("export", "RUN", "-o", "OUT", "--accuracy", "99"): (2, "--accuracy 99: expected a share above 0 and below 1"),
+    ("export", "RUN", "-o", "OUT", "--accuracy", "1.0"): (2, "--accuracy 1: expected a share above 0 and below 1"),
+    ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--targets", "1.0"): (2, "--targets 1: expected a share"),
+    ("export", "RUN", "-o", "OUT"): (2, "got no goal"),
+    ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--dtype", "int3"): (2, "--dtype int3"),
+    ("export", "RUN", "-o", "OUT", "--accuracy", ".9"): (2, "RUN: no such folder"),
+    ("calibrate", "MODEL", "-o", "RUN", "--recipe", "fcd"): (2, "did you mean 'fdc'"),
+    ("calibrate", "MODEL", "-o", "RUN", "--set", "tokens.cuont=3"): (2, "did you mean 'count'"),
+    ("calibrate", "MODEL", "-o", "RUN", "--offload", "maybe"): (2, "--offload maybe"),
+    ("calibrate", "a/b/c", "-o", "RUN"): (2, "a/b/c: no such folder"),
+    ("calibrate", ".", "-o", "RUN", "--revision", "v1"): (2, "--revision v1: . is a local folder"),
+    ("inspect", "./nowhere"): (2, "./nowhere: no such folder"),
+    ("inspect", ".", "--device", "abacus"): (2, "--device abacus: no such device type"),
+    ("validate", "OUT"): (2, "OUT: no such folder"),
+    ("bench", "OUT", "--batch", "0"): (2, "--batch 0: expected whole numbers"),
+    ("compile", "OUT"): (2, "OUT: no such folder"),
+    ("schedule", "OUT"): (2, "OUT: no such folder"),
+    ("study", ".", "-o", "STUDY", "--recipes", "fcd"): (2, "did you mean 'fdc'"),
+    ("generate", "OUT"): (2, "got neither of PROMPT and --prompt-file"),
+    ("generate", "OUT", "x", "--prompt-file", "y"): (2, "got both of PROMPT and --prompt-file"),
+    ("generate", "OUT", "--prompt-file", "y"): (2, "--prompt-file y: cannot be read (No such file or directory)"),
+    ("run", "no-such-program"): (2, "rotor run no-such-program: no such program"),
+}
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+
+
+class Forbidden:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in ("torch", "transformers", "numpy"):
+            raise AssertionError(f"{name} was imported")
+
+
+sys.meta_path.insert(0, Forbidden)
+from rotor.cli import main
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["rotor", *arguments]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+    found.append([code, err.getvalue()])
+print(json.dumps(found))
+"""
+
+
+def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps([list(arguments) for arguments in REFUSED])],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for (arguments, (code, text)), (got, error) in zip(REFUSED.items(), json.loads(done.stdout), strict=True):
+        assert got == code, (arguments, error)
+        assert text in error, arguments
+        assert "ROTOR_DEBUG" not in error, arguments
+
+
+def test_a_traceback_is_offered_only_where_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
+    caused = CheckpointError("x: transformers cannot load it.")
+    caused.__cause__ = ValueError("y")
+    for error, offered in ((UsageError("x."), False), (MissingError("x."), False), (caused, True)):
+        with pytest.raises(SystemExit):
+            cli._fail(error)
+        assert ("ROTOR_DEBUG" in capsys.readouterr().err) == offered
+
+
+def test_help_has_whole_summaries_at_the_width_of_the_terminal(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    _, shown, _ = rotor(capsys, "--help")
+    assert "..." not in shown.replace("COMMAND [ARGS]...", "")
+    assert max(map(len, shown.splitlines())) in range(90, 101)
+    assert f"Documentation: {ROOT}/docs/commands.md" in " ".join(shown.split())
+
+
+def test_quiet_prints_nothing_and_json_all_the_same(tiny, tmp_path: Path, capsys) -> None:
+    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1).folder
+    export = ["export", run, "--compression", "0.3", "--no-measure"]
+    assert rotor(capsys, *export, "-o", tmp_path / "out", "-q") == (0, "", "")
+    code, text, _ = rotor(capsys, *export, "-o", tmp_path / "again", "-q", "--json")
+    assert (code, json.loads(text)["folder"]) == (0, str(tmp_path / "again"))
+    code, text, _ = rotor(capsys, *export, "-o", tmp_path / "dry", "-q", "--dry-run")
+    assert (code, "compression" in text) == (0, True)
+    assert "bytes per token" in rotor(capsys, "inspect", tiny("llama"))[1]  # and the next one is not quiet
+
+
+def test_resuming_nothing_is_said(tiny, tmp_path: Path, capsys) -> None:
+    few = [item for setting in ("tokens.count=512", "tokens.seq_len=64") for item in ("--set", setting)]
+    command = ["calibrate", tiny("llama"), "-o", tmp_path / "run", "--recipe", "fdc", *few, "--resume"]
+    code, _, error = rotor(capsys, *command)
+    assert code == 0, error
+    assert f"--resume: no unfinished run is at {tmp_path}/run.partial; this one begins at the start." in error
+
+
+def test_what_is_left_of_a_long_task_is_told_where_there_is_no_terminal(monkeypatch, caplog) -> None:
+    seconds = iter(range(0, 1000, 20))
+    monkeypatch.setattr(console, "clock", lambda: float(next(seconds)))
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 30.0)
+    monkeypatch.setattr(console, "stderr", console.Console(file=io.StringIO()))
+    progress = console.show_progress(False)
+    with caplog.at_level(logging.INFO, "rotor"), progress.task("measure", 8000.0, "tokens") as advance:
+        for _ in range(8):
+            advance(1000.0)
+    assert caplog.messages == [
+        "measure: 25% of 8.0k tokens, about 2.0 min left",
+        "measure: 50% of 8.0k tokens, about 80 s left",
+        "measure: 75% of 8.0k tokens, about 40 s left",
+    ]
+
+
+def test_text_is_streamed_and_chat_templates_are_applied(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    model = shutil.copytree(tiny("llama"), tmp_path / "model")
+    generate = ["generate", model, "--max-new-tokens", "6"]
+    pieces: list[str] = []
+    write = sys.stdout.write
+    monkeypatch.setattr("rotor.cli.models._show", lambda text: (pieces.append(text), write(text)))
+    code, plain, _ = rotor(capsys, *generate, "def main(")
+    assert (code, plain.startswith("def main("), len(pieces) > 1) == (0, True, True)
+    whole = json.loads(rotor(capsys, *generate, "def main(", "--json")[1])
+    assert plain == whole["text"] + "\n"
+    assert (whole["new_tokens"], whole["chat_template"]) == (6, False)
+    (tmp_path / "prompt.txt").write_text("def main(\n")
+    assert rotor(capsys, *generate, "--prompt-file", tmp_path / "prompt.txt")[1] == plain
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def main(\r\n")))
+    assert rotor(capsys, *generate, "--prompt-file", "-")[1] == plain
+
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    answer = json.loads(rotor(capsys, *generate, "def main(", "--json")[1])
+    assert answer["chat_template"] is True
+    assert answer["prompt_tokens"] > whole["prompt_tokens"]
+    assert "<user>" not in answer["text"]
+    assert rotor(capsys, *generate, "def main(")[1] == answer["text"] + "\n"
+    assert rotor(capsys, *generate, "def main(", "--raw")[1] == plain
+    (model / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")
+    code, _, error = rotor(capsys, *generate, "def main(")
+    assert code == 1
+    assert re.search(r"its chat template cannot be applied: .*only in verse\n  Give --raw", error)

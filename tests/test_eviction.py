@@ -1,0 +1,199 @@
+"""What evicting policies keep: each score against float64, budgets of layers, and other tools' definitions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rotor.errors import UsageError
+from rotor.runtime.cache import H2O, EvictingLayer, Eviction, Keyformer, Random, Streaming, Window
+from rotor.runtime.cache.budgets import sensitivity_shares, squeeze_shares, three_means
+
+GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
+ALL_METHODS = [
+    Window(tokens=5),
+    Streaming(tokens=7),
+    Streaming(tokens=3, scope="layer"),
+    H2O(tokens=6),
+    H2O(tokens=6, recent=0.0, average=True),
+    H2O(share=0.5, scope="layer"),
+    Keyformer(tokens=6, steps=5),
+    Keyformer(share=0.25, scope="layer"),
+    Random(tokens=4),
+]
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def logits() -> np.ndarray:
+    """Of each query and key: [groups, heads of a group, tokens, tokens]."""
+    generator = torch.Generator().manual_seed(1)
+    return 2 * torch.randn(GROUPS, HEADS, TOKENS, TOKENS, generator=generator).double().numpy()
+
+
+def drive(policy: Eviction, x: np.ndarray) -> EvictingLayer:
+    """A layer of one row that has seen all tokens, the first PROMPT at once; keys are the tokens' places."""
+    layer = EvictingLayer(policy, 1)
+    steps = [range(PROMPT), *(range(t, t + 1) for t in range(PROMPT, TOKENS))]
+    for step in steps:
+        layer.begin(None, 1, len(step), torch.device("cpu"))
+        place = torch.tensor(list(step), dtype=torch.float32)[:, None].expand(1, GROUPS, -1, 4)
+        keys, _ = layer.update(place, place)
+        held = keys[0, :, :, 0].long().numpy()
+        weights = np.zeros((1, GROUPS, HEADS, len(step), held.shape[1]))
+        for group in range(GROUPS):
+            for row, query in enumerate(step):
+                seen = held[group] <= query
+                weights[0, group, :, row, seen] = softmax(x[group][:, query, held[group][seen]]).T
+        layer.finish(torch.tensor(weights).float() if policy.needs_weights else None)
+    return layer
+
+
+def truth(policy: Eviction, x: np.ndarray, noise: np.ndarray) -> list[list[int]]:
+    """The tokens each group keeps, in float64, by loops over steps and tokens. noise: [groups, tokens] from (0, 1)."""
+    share = policy.tokens if policy.tokens is not None else round(policy.share * PROMPT)
+    together = policy.scope == "layer"
+    kept = [list(range(PROMPT)) for _ in range(GROUPS)]
+    scores = np.zeros((GROUPS, TOKENS))
+    for newest in range(PROMPT - 1, TOKENS):
+        queries = range(PROMPT) if newest == PROMPT - 1 else [newest]
+        if newest >= PROMPT:
+            for group in kept:
+                group.append(newest)
+        added = np.zeros((GROUPS, TOKENS))
+        for group in range(GROUPS):
+            for query in queries:
+                keys = [k for k in kept[group] if k <= query]
+                for head in range(HEADS):
+                    row = x[group, head, query, keys]
+                    if policy.method == "keyformer":
+                        tau = policy.tau_first + (policy.tau_last - policy.tau_first) * min(
+                            1, max(0, newest - PROMPT + 1) / policy.steps
+                        )
+                        row = (row - np.log(-np.log(noise[0 if together else group, keys]))) / tau
+                    added[group, keys] += softmax(row) / HEADS
+        scores += added.mean(0) if together else added
+        for group in range(GROUPS):
+            row = scores[group].copy()
+            if policy.method == "h2o" and policy.average:
+                row /= np.maximum(1, newest + 1 - np.arange(TOKENS))
+            if policy.method == "random":
+                row = noise[group].copy()
+            sinks = min(policy.sinks, share - 1) if policy.method == "streaming" else 0
+            recent = {"window": share, "streaming": share - sinks, "random": 1}.get(policy.method)
+            recent = round(policy.recent * share) if recent is None else recent
+            safe = [k for k in kept[group] if k < sinks or k > newest - recent]
+            rest = sorted((k for k in kept[group] if k not in safe), key=lambda k: (-row[k], k))
+            kept[group] = sorted(safe + rest[: max(0, share - len(safe))])
+    return kept
+
+
+@pytest.mark.parametrize("policy", ALL_METHODS, ids=str)
+def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
+    x = logits()
+    layer = drive(policy, x)
+    assert layer.keys is not None
+    got = layer.keys[0, :, :, 0].long().tolist()
+    table = torch.cat(layer._noise, 1).double().numpy() if layer._noise else np.full((GROUPS, 1024), 0.5)
+    assert got == truth(policy, x, table)
+    places = layer.positions
+    assert places is not None
+    assert places.shape[1] == (1 if policy.scope == "layer" else GROUPS)
+    assert places.expand(1, GROUPS, -1)[0].tolist() == got
+    if policy.needs_weights:
+        assert layer.scores is not None
+        assert layer.scores.shape == places.shape
+
+
+def test_noise_is_a_tokens_own() -> None:
+    one, two = drive(Random(tokens=5), logits()), drive(Random(tokens=5), -logits())
+    assert one.positions is not None
+    assert two.positions is not None
+    assert torch.equal(one.positions, two.positions)
+    other = drive(Random(tokens=5, seed=1), logits())
+    assert other.positions is not None
+    assert not torch.equal(one.positions, other.positions)
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([0.1, 0.9, 0.95, 0.5, 0.92], [0, 2, 2, 1, 2]),
+        ([0.5, 0.5], [0, 0]),
+        ([0.7, 0.2], [1, 0]),
+        ([1, 2, 3, 10, 11, 30], [0, 0, 0, 1, 1, 2]),
+    ],
+)
+def test_three_means_are_the_best_there_are(values: list[float], expected: list[int]) -> None:
+    assert three_means(values) == expected
+    assert three_means(tuple(values)) == expected
+
+
+def test_three_means_against_every_split() -> None:
+    values = torch.rand(9, generator=torch.Generator().manual_seed(2)).double().tolist()
+    ordered = sorted(values)
+
+    def cost(parts: list[list[float]]) -> float:
+        return sum(float(np.var(part)) * len(part) for part in parts)
+
+    best = min(cost([ordered[:i], ordered[i:j], ordered[j:]]) for i in range(1, 8) for j in range(i + 1, 9))
+    cluster = three_means(values)
+    found = cost([[v for v, c in zip(values, cluster, strict=True) if c == k] for k in range(3)])
+    assert found == pytest.approx(best)
+
+
+def test_squeeze_is_algorithm_1() -> None:
+    shares = squeeze_shares([0.2, 0.99, 0.98, 0.6, 0.97], 0.4)
+    assert shares == pytest.approx([(5 - 3 * 0.4) / 2, 0.4, 0.4, (5 - 3 * 0.4) / 2, 0.4])
+    assert sum(shares) == pytest.approx(5)
+    assert squeeze_shares([0.5, 0.5, 0.5], 0.4) == [1.0, 1.0, 1.0]
+    assert squeeze_shares([0.3, 0.9], 0.4) == pytest.approx([1.6, 0.4])
+
+
+def test_sensitivity_gives_where_it_gains_most() -> None:
+    shares = (0.25, 0.5, 1.0)
+    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.5) == [0.5, 0.5]
+    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 0.375) == [0.25, 0.5]
+    assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 1.0) == [1.0, 1.0]
+    assert sensitivity_shares([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], shares, 1.0) == [0.25, 0.25]
+    assert sensitivity_shares([[4.0, 3.9, 0.0]], shares, 0.5) == [0.25]  # 0.5 is above the hull: it gains little
+
+
+def test_a_layers_budget_is_its_share() -> None:
+    policy = H2O(tokens=8, layer_shares=(0.5, 1.5))
+    assert [int(policy.budget_of(torch.tensor([20]), layer)) for layer in (0, 1)] == [4, 12]
+    with pytest.raises(UsageError, match="one for each of the model's 3 layers"):
+        policy.layers(3)
+    with pytest.raises(UsageError, match="none beside squeeze"):
+        H2O(layer_shares=(1.0,), squeeze=0.3)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("ratio", [0.25, 0.5])
+def test_kvpress_keeps_the_same_tokens(ratio: float) -> None:
+    kvpress = pytest.importorskip("kvpress")
+    x, share = logits()[:, :, :PROMPT, :PROMPT], 1 - ratio
+    heads = GROUPS * HEADS
+    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=GROUPS)
+    module = SimpleNamespace(config=config, num_key_value_groups=HEADS, head_dim=4)
+    causal = np.where(np.tril(np.ones((PROMPT, PROMPT))) > 0, x, -np.inf)
+    attention = torch.tensor(softmax(causal)).float().reshape(1, heads, PROMPT, PROMPT)
+    keys = torch.zeros(1, GROUPS, PROMPT, 4)
+    for press, policy in (
+        (kvpress.StreamingLLMPress(compression_ratio=ratio, n_sink=4), Streaming(share=share)),
+        (kvpress.ObservedAttentionPress(compression_ratio=ratio), H2O(share=share, recent=0.0, average=True)),
+    ):
+        scores = press.score(module, torch.zeros(1, PROMPT, 8), keys, keys, attention, {})
+        kept = scores.topk(int(PROMPT * share), dim=-1).indices.sort(-1).values
+        layer = EvictingLayer(policy, 0)
+        layer.begin(None, 1, PROMPT, torch.device("cpu"))
+        layer.update(keys, keys)
+        layer.finish(attention.unflatten(1, (GROUPS, HEADS)) if policy.needs_weights else None)
+        assert layer.positions is not None
+        assert torch.equal(layer.positions.expand(1, GROUPS, -1).long(), kept)

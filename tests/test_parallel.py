@@ -1,0 +1,266 @@
+"""Sequence parallelism: several processes equal one, in every domain, group size and code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from coded_models import write_pair
+from conftest import ROOT
+from parallel_jobs import (
+    answers,
+    beams,
+    best_beams,
+    different_inputs,
+    load,
+    positions_of,
+    spread_answers,
+    traffic,
+    without_last,
+)
+from parallel_processes import Processes
+from test_cli import rotor
+from torch import Tensor
+from transformers import AutoModel, DynamicCache, StaticCache
+
+from rotor.errors import RotorError, UsageError
+from rotor.format.columns import Columns
+from rotor.models.compressed import CompressedCheckpoint
+from rotor.models.generation import continue_prompt
+from rotor.parallel import sequence_parallel
+from rotor.parallel.traffic import of_prompt, of_token, uncompressed
+from rotor.runtime.cache import cache_policy, stored_bytes
+
+MQA = [(Columns(n16=4, n8=4, n4=8), Columns(n8=8, n4=8))]
+TWO = [(Columns(n16=8, n8=8, n4=16), Columns(n8=16, n4=16)), (Columns(n16=4, n4=32), Columns(n8=16, n2=16))]
+FULL = [(Columns(n16=16), Columns(n16=16))] * 4
+CASES = {
+    "post-1": ("llama", "post", 1, None),
+    "post-2": ("qwen3", "post", 2, None),
+    "pre-1": ("llama", "pre", 1, None),
+    "pre-2": ("gemma3_text", "pre", 2, None),
+    "pre-4": ("llama", "pre", 4, None),
+    "none-1": ("gpt2", "none", 1, None),
+    "post-softcap": ("gemma2", "post", 2, None),
+    "pre-longrope": ("phi3", "pre", 1, TWO),
+    "whole": ("gpt2", "none", 1, FULL),
+    "post-mqa": ("falcon", "post", 1, MQA),
+    "pre-mqa": ("falcon", "pre", 1, MQA),
+}
+"""Family, domain, group size, columns; between them sliding windows, norms, biases, one group of all heads, one head,
+frequencies that change with the length, a soft cap, more processes than groups."""
+
+
+FLOAT32 = {"pre-2", "post-softcap"}
+"""In these one process computes in float32: cosines by index within the window, logits under the soft cap."""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    started = Processes(3, tmp_path_factory.mktemp("processes"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            family, domain, size, columns = CASES[name]
+            out = tmp_path_factory.mktemp(name)
+            made[name] = write_pair(tiny(family), out, domain, size, columns=columns)
+        return made[name]
+
+    return get
+
+
+def prompt(batch_size: int, tokens: int) -> Tensor:
+    return torch.randint(2, 4096, (batch_size, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def padded(tokens: int) -> Tensor:
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[0, : tokens // 3 + 1] = 0
+    return mask
+
+
+def check(got: dict[str, Any], expected: dict[str, Any], mask: Tensor | None, exact: bool = True) -> None:
+    assert torch.equal(got["tokens"], expected["tokens"])
+    real = torch.ones_like(got["logits"][..., 0], dtype=torch.bool) if mask is None else mask.bool()
+    for name in ("logits", "steps", "chunk"):
+        one, other = (found[name][real] if name == "logits" else found[name] for found in (got, expected))
+        assert torch.isfinite(one).all()
+        tolerance = 1e-9 if exact and name != "steps" else 1e-5  # generate() keeps logits in float32
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["numbers", "codes"])
+@pytest.mark.parametrize("case", CASES)
+def test_processes_equal_one(case: str, coded: bool, pair: Any, processes: Processes) -> None:
+    folder = str(pair(case).coded if coded else pair(case).plain)
+    model = load(folder)
+    shapes = [(23, None, 2, "heads"), (23, padded(23), 3, "heads"), (16, None, 3, "rows"), (5, None, 3, "auto")]
+    for tokens, mask, count, exchange in [*shapes, (24, padded(24), 2, "rows")]:
+        ids = prompt(1 if mask is None else 2, tokens)
+        expected = answers(model, ids, mask, 5)
+        for found in processes.run(spread_answers, folder, ids, mask, 5, exchange, count=count):
+            check(found, expected, mask, case not in FLOAT32)
+
+
+@pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-4", True), ("pre-mqa", False), ("whole", False)])
+def test_bytes_on_the_wire_are_those_of_the_layouts(case: str, coded: bool, pair: Any, processes: Processes) -> None:
+    """And of a model of full ranks those of uncompressed Ulysses."""
+    folder = pair(case).coded if coded else pair(case).plain
+    checkpoint = CompressedCheckpoint(folder)
+    layouts, shape, tokens = checkpoint.layouts, checkpoint.shape, 17
+    whole = load(str(folder))(prompt(1, tokens + 1), use_cache=True).past_key_values
+    for count, exchange in [(1, "auto"), (2, "heads"), (3, "heads"), (2, "rows"), (3, "auto")]:
+        found = processes.run(traffic, str(folder), prompt(1, tokens), exchange, count=count)
+        expected = of_prompt(layouts, shape, tokens, count, 8, exchange)
+        sent = {kind: sum(one["sent"].get(kind, 0) for one in found) for kind in ("queries", "rows", "outputs")}
+        assert sent == {"queries": expected.queries, "rows": expected.rows, "outputs": expected.outputs}
+        assert sum(one["sent"].get("partial", 0) for one in found) == of_token(layouts, shape, count, 8)
+        assert sum(found[0]["sizes"]) == stored_bytes(whole)
+        kept = [one["tokens"][0] for one in found]
+        assert sum(kept) == tokens + 1
+        assert max(kept) - min(kept) <= 2
+        if case == "whole" and exchange == "heads":
+            assert expected == of_prompt(uncompressed(shape), shape, tokens, count, 8, "heads")
+
+
+def test_beams(pair: Any, processes: Processes) -> None:
+    folder, ids, mask = str(pair("post-2").coded), prompt(2, 11), padded(11)
+    expected = best_beams(load(folder), ids, mask)
+    for found in processes.run(beams, folder, ids, mask, count=2):
+        assert torch.equal(found, expected)
+
+
+def test_different_inputs_end_all(pair: Any, processes: Processes) -> None:
+    for found in processes.outcomes(different_inputs, str(pair("post-1").plain), prompt(1, 9)):
+        assert isinstance(found, UsageError)
+        assert "process 1 was given 1 x 9 tokens from index 0" in found.message
+        assert "expected the same token ids and the same mask in every process" in found.message
+
+
+def test_a_process_that_hangs_or_dies_ends_the_others(pair: Any, tmp_path: Path) -> None:
+    folder, ids = str(pair("post-1").plain), prompt(1, 9)
+    some = Processes(2, tmp_path, timeout_s=5.0)
+    try:
+        waited, absent = some.outcomes(without_last, folder, ids, False)
+        assert absent == "absent"
+        bereaved, gone = some.outcomes(without_last, folder, ids, True)
+        assert isinstance(gone, EOFError)
+        for found in (waited, bereaved):
+            assert isinstance(found, RotorError)
+            assert (
+                "process 0 of 2, comparing the inputs: another process ended or did not answer in time" in found.message
+            )
+    finally:
+        some.close()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_cannot_be_spread_is_refused(pair: Any, alone: None) -> None:
+    model, ids = load(str(pair("pre-1").plain)), prompt(2, 8)
+    filled = model(ids, use_cache=True).past_key_values
+    holes = torch.tensor([[0, 1, 2, 3, 7, 8, 9, 10]] * 2)
+    cases = [
+        ({"labels": ids}, "labels: a process has the logits of its own tokens only"),
+        ({"attention_mask": torch.ones(1, 1, 8, 8)}, r"attention_mask: got \[1, 1, 8, 8\], expected \[2, 8\]"),
+        ({"attention_mask": torch.ones(2, 7)}, r"attention_mask: got \[2, 7\], expected \[2, 8\]"),
+        ({"position_ids": holes}, "row 0: position_ids skip or repeat"),
+        ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep: expected a number of tokens"),
+        ({"past_key_values": filled}, "was filled outside of sequence_parallel"),
+        ({"past_key_values": StaticCache(model.config, max_cache_len=16)}, "a StaticCache cannot be spread"),
+    ]
+    refused = pytest.raises(UsageError, match="keeps its cache by a policy")
+    with cache_policy(model, "gear-4"), refused, sequence_parallel(model):
+        pass
+    with sequence_parallel(model) as parallel:
+        for more, message in cases:
+            with pytest.raises(UsageError, match=message):
+                model(ids, **more)
+        with pytest.raises(UsageError, match="is inside of another sequence_parallel"), sequence_parallel(model):
+            pass
+        with pytest.raises(UsageError, match="a layer was called outside of a forward pass"):
+            model.model(ids)
+        cache = model(ids, past_key_values=DynamicCache()).past_key_values
+        assert cache.get_seq_length() == 8
+        with pytest.raises(UsageError, match="assisted decoding"):
+            cache.crop(-1)
+        again = parallel.own(model(ids, use_cache=False).logits)
+    assert all(layer.spread is None for layer in parallel.layers)
+    torch.testing.assert_close(model(ids).logits, again)
+    with pytest.raises(UsageError, match=r"outside of sequence_parallel\(\)"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_positions_that_skip_later_are_refused(pair: Any, alone: None) -> None:
+    model, ids, mask = load(str(pair("pre-1").plain)), prompt(2, 8), padded(8)
+    longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    with sequence_parallel(model):
+        given = {"attention_mask": mask, "position_ids": positions_of(mask)}
+        cache = model(ids, use_cache=True, **given).past_key_values
+        with pytest.raises(UsageError, match="row 0: position_ids skip"):
+            model(ids[:, :1], attention_mask=longer, position_ids=torch.tensor([[8], [8]]), past_key_values=cache)
+
+
+def test_needs_processes_and_a_compressed_causal_model(pair: Any, tiny: Any, tmp_path: Path) -> None:
+    folder = str(pair("pre-1").plain)
+    with (
+        pytest.raises(UsageError, match="which is not initialised"),
+        sequence_parallel(load(folder)),
+    ):
+        pass
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for model in (load(str(tiny("llama"))), AutoModel.from_pretrained(folder)):
+            with pytest.raises(UsageError, match="is not a compressed causal model"), sequence_parallel(model):
+                pass
+    finally:
+        dist.destroy_process_group()
+
+
+def generated(folder: Path, count: int, text: str) -> dict[str, Any]:
+    """What `torchrun ... rotor generate --parallel sequence --json` prints."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
+    command = ["rotor", "generate", str(folder), text, "--parallel", "sequence", "--max-new-tokens", "8", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+TEXT = "def main(arguments):\n    return [argument for argument in arguments if argument]\n"
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_command_says_what_one_process_says(count: int, pair: Any) -> None:
+    folder = pair("pre-1").coded
+    expected, found = continue_prompt(folder, TEXT, 8), generated(folder, count, TEXT)
+    assert found["text"] == expected["text"]
+    assert found["kv_cache_bytes"] == expected["kv_cache_bytes"] == sum(found["kv_cache_bytes_by_process"])
+    assert len(found["kv_cache_bytes_by_process"]) == count
+    assert found["sent_bytes"]["rows"] > 0
+
+
+def test_the_command_needs_torchrun(pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, error = rotor(capsys, "generate", pair("pre-1").coded, "text", "--parallel", "sequence")
+    assert (code, said) == (2, "")
+    assert "torchrun did not start this one" in error

@@ -1,0 +1,175 @@
+"""Sequence parallelism without processes: who computes what, how much is sent, and attention in parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from coded import MIXTURES, coded_layer, random_coded_case
+from coded_models import write_pair
+from ragged import layer, random_case
+from test_cli import rotor
+
+from rotor.format.layout import LayerLayout
+from rotor.kernels.code_reference import coded_attention, partial_attention
+from rotor.kernels.reference import grouped_attention
+from rotor.parallel.attention import join, visible
+from rotor.parallel.plan import bounds, pieces, plan_layer
+from rotor.parallel.traffic import of_prompt, of_ring
+
+LAYOUTS = [
+    layer("post", 1, (48, 16), (32, 32), (16, 16), (8, 8)),
+    layer("pre", 2, (48, 16), (16, 8), (16, 8)),
+    layer("none", 4, (64, 32)),
+    layer("pre", 1, (16, 16)),
+    coded_layer("post", 2, (MIXTURES[0], MIXTURES[2]), (MIXTURES[3], MIXTURES[3])),
+]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_head_is_computed_once(layout: LayerLayout, processes: int) -> None:
+    plan = plan_layer(layout, 2, 16, 2, processes)
+    size = layout.group_size * 2
+    heads = [(part.group, head) for parts in plan.parts for part in parts for head in part.heads(2)]
+    assert sorted(heads) == [(i, head) for i in range(len(layout.groups)) for head in range(size)]
+    busy = sum(bool(parts) for parts in plan.parts)
+    assert busy == min(processes, len(heads))
+    for process in range(processes):
+        in_calls = [part for _, _, parts in plan.calls(process) for part in parts]
+        assert sorted(in_calls, key=plan.parts[process].index) == list(plan.parts[process])
+    if processes <= len(layout.groups):  # no group is cut, and each row goes to one process
+        rows = sum(plan.sizes(process).rows for process in range(processes))
+        assert rows == sum(layout.row_bytes(2))
+
+
+def test_longest_first() -> None:
+    plan = plan_layer(layer("post", 1, (40, 40), (30, 30), (20, 20), (10, 10)), 1, 64, 2, 2)
+    assert [[part.group for part in parts] for parts in plan.parts] == [[0, 3], [1, 2]]
+
+
+def test_bounds_are_even() -> None:
+    assert bounds(10, 4) == [0, 2, 5, 7, 10]
+    assert bounds(3, 3) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("tokens, processes", [(8, 4), (9, 4), (23, 3), (5, 1), (1000, 7)])
+def test_pieces_hold_every_token_once_and_share_the_causal_work(tokens: int, processes: int) -> None:
+    found = pieces(tokens, processes)
+    assert sorted(i for runs in found for run in runs for i in run) == list(range(tokens))
+    work = [sum(i + 1 for run in runs for i in run) for runs in found]
+    assert all(run for runs in found for run in runs)
+    assert max(work) - min(work) <= 3 * tokens  # of tokens^2 / 2 in all
+
+
+def test_bytes_by_hand() -> None:
+    """Two KV heads of two query heads, ranks 8 + 4, of ten tokens: each process sends half of everything it has."""
+    layouts = [layer("post", 1, (8, 4), (8, 4))]
+    shape = type("Shape", (), {"heads_per_kv": 2, "head_dim": 16})()
+    found = of_prompt(layouts, shape, 10, 2, 2, "heads")  # type: ignore[arg-type]
+    assert (found.queries, found.rows, found.outputs) == (10 * 2 * 8 * 2, 10 * 12 * 2, 10 * 2 * 4 * 2)
+    assert found.busiest == found.total // 2
+    rows = of_prompt(layouts, shape, 10, 2, 2, "rows")  # type: ignore[arg-type]
+    assert (rows.queries, rows.rows, rows.outputs, rows.busiest) == (0, 10 * 24 * 2, 0, 5 * 24 * 2)
+    assert of_prompt(layouts, shape, 10, 2, 2) == rows  # type: ignore[arg-type]
+    assert of_prompt(layouts, shape, 40, 16, 2).queries > 0  # type: ignore[arg-type]
+    assert of_ring(48, 10, 2).total == rows.total
+    assert of_ring(48, 10, 1).total == of_prompt(layouts, shape, 10, 1, 2).total == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("domain", ["post", "pre", "none"])
+@pytest.mark.parametrize("seq_len", [1, 3])
+@pytest.mark.parametrize("coded", [False, True])
+def test_parts_of_the_keys_join_to_the_whole(domain: str, seq_len: int, coded: bool) -> None:
+    length, hpk = 150, 2
+    if coded:
+        layout = coded_layer(domain, 2, (MIXTURES[0], MIXTURES[2]), (MIXTURES[3], MIXTURES[4]))  # type: ignore[arg-type]
+        case = random_coded_case(layout, hpk, 16, 2, seq_len, length)
+        key, value, query, basis, constant = case.key, case.value, case.query, case.query_basis, case.constant_key
+        rotation, scaling = case.floats.key_rotation, 0.25
+    else:
+        layout = layer(domain, 2, (16, 8), (8, 8))  # type: ignore[arg-type]
+        plain = random_case(layout, hpk, 16, 2, seq_len, length)
+        key, value, query, basis, constant = plain.key, plain.value, plain.query, plain.query_basis, None
+        rotation, scaling = plain.key_rotation, 0.25
+    attended = torch.ones(2, length, dtype=torch.bool)
+    attended[0, :40] = False
+    queries, every = torch.arange(length - seq_len, length), torch.arange(length)
+
+    def attend(indices: torch.Tensor, window: int | None = 120) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = None if rotation is None else (rotation[0][indices], rotation[1][indices])
+        mask = visible(queries, indices, attended, window)
+        rows = key[:, None, indices], value[:, None, indices]
+        return partial_attention(query, *rows, layout, hpk, scaling, basis, turned, constant, mask)
+
+    whole, _ = attend(every)
+    shuffled = torch.randperm(length, generator=torch.Generator().manual_seed(0))
+    parts = [torch.arange(25), *shuffled[shuffled >= 25].split(50)]  # of the first, nothing is seen
+    widths = [group.v_rank for group in layout.groups for _ in range(2 * hpk)]
+    found = [attend(part) for part in parts]
+    assert torch.isinf(found[0][1]).all()
+    torch.testing.assert_close(join(*(list(side) for side in zip(*found, strict=True)), widths), whole)  # type: ignore[misc]
+    mask = visible(queries, every, attended, 120)
+    more = {"constant_key": constant} if coded else {}
+    attention = coded_attention if coded else grouped_attention
+    expected = attention(
+        query, key[:, None], value[:, None], layout, hpk, scaling, query_basis=basis, key_rotation=rotation,
+        attention_mask=mask, **more,
+    )  # type: ignore[operator]  # fmt: skip
+    torch.testing.assert_close(whole, expected)
+    nothing = join([found[0][0]] * 2, [found[0][1]] * 2, widths)
+    assert torch.equal(nothing, torch.zeros_like(nothing))
+
+
+def test_windows_and_padding() -> None:
+    queries, keys = torch.tensor([5, 6]), torch.tensor([2, 6, 4])
+    assert visible(queries, keys, None, 3)[0, 0].tolist() == [[False, False, True], [False, True, True]]  # type: ignore[index]
+    attended = torch.tensor([[True] * 4 + [False] * 4])
+    seen = visible(queries, keys, attended, None)
+    assert seen[0, 0].tolist() == [[True, False, False]] * 2  # type: ignore[index]
+    assert visible(queries[:1], keys[:1], None, None, causal=False) is None
+
+
+def test_the_command_counts(tiny, tmp_path: Path, capsys) -> None:
+    folder = write_pair(tiny("llama"), tmp_path, "post", 1).coded
+    out, plot = tmp_path / "traffic.json", tmp_path / "traffic.png"
+    more = ["--plot", plot] if _has_matplotlib() else []
+    code, said, _ = rotor(
+        capsys, "traffic", folder, "--processes", "1,2,4", "--tokens", "64", "-o", out, "--json", *more
+    )
+    assert code == 0
+    result = json.loads(said)
+    assert json.loads(out.read_text()) == result
+    assert plot.is_file() is bool(more)
+    one, two, four = result["counted"]
+    assert one["auto"]["bytes"] == one["ring"]["bytes"] == 0
+    assert two["auto"]["bytes"] <= two["heads"]["bytes"] < two["ulysses"]["bytes"]
+    assert four["ring"]["bytes"] == 3 * 64 * result["kv_bytes_per_token"]["before"]
+    assert four["auto"]["bytes"] == 3 * 64 * result["kv_bytes_per_token"]["after"]
+    assert four["ring"]["predicted_s"]["ethernet"] == four["ring"]["busiest_bytes"] / 12.5e9
+    code, said, _ = rotor(capsys, "traffic", folder, "--tokens", "64")
+    assert code == 0
+    assert "of Ulysses" in said
+    code, _, error = rotor(capsys, "traffic", folder, "--tokens", "15")
+    assert code == 2
+    assert "15 tokens for 8 processes: expected at least 16" in error
+
+
+@pytest.mark.slow
+def test_the_command_measures(tiny, tmp_path: Path, capsys) -> None:
+    folder = write_pair(tiny("llama"), tmp_path, "pre", 2).coded
+    code, said, error = rotor(capsys, "traffic", folder, "--tokens", "33", "--measure", "3", "--json")
+    assert code == 0, error
+    entries = json.loads(said)["measured"]
+    assert [entry["exchange"] for entry in entries] == ["auto", "heads"]
+    assert all(entry["sent_bytes"]["rows"] > 0 for entry in entries)
+
+
+def _has_matplotlib() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
