@@ -44,7 +44,7 @@ def check(command: str) -> None:
     words = words_of(command)
     known = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
     required = any(parameter.required for parameter in known.params)
-    if len(words) > 1 and words[1].startswith("-") and required:
+    if len(words) > 1 and words[1].startswith("--") and words[1] != "--" and required:
         options = {option for parameter in known.params for option in parameter.opts}
         assert {word for word in words if word.startswith("-")} <= options, command
     elif len(words) > 1:
