@@ -59,6 +59,9 @@ CASES = {
 frequencies that change with the length, a soft cap, more processes than groups."""
 
 
+INDEX_BYTES = 8
+"""Of a row that lies apart from its neighbours: its place in the sequence, in each layer."""
+
 FLOAT32 = {"pre-2", "post-softcap"}
 """In these one process computes in float32: cosines by index within the window, logits under the soft cap."""
 
@@ -130,7 +133,7 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(case: str, coded: bool, pair
         sent = {kind: sum(one["sent"].get(kind, 0) for one in found) for kind in ("queries", "rows", "outputs")}
         assert sent == {"queries": expected.queries, "rows": expected.rows, "outputs": expected.outputs}
         assert sum(one["sent"].get("partial", 0) for one in found) == of_token(layouts, shape, count, 8)
-        assert sum(found[0]["sizes"]) == stored_bytes(whole)
+        assert sum(found[0]["sizes"]) == stored_bytes(whole) + shape.num_layers * INDEX_BYTES * (tokens + 1)
         kept = [one["tokens"][0] for one in found]
         assert sum(kept) == tokens + 1
         assert max(kept) - min(kept) <= 2
@@ -255,7 +258,8 @@ def test_the_command_says_what_one_process_says(count: int, pair: Any) -> None:
     folder = pair("pre-1").coded
     expected, found = continue_prompt(folder, TEXT, 8), generated(folder, count, TEXT)
     assert found["text"] == expected["text"]
-    assert found["kv_cache_bytes"] == expected["kv_cache_bytes"] == sum(found["kv_cache_bytes_by_process"])
+    indices = INDEX_BYTES * CompressedCheckpoint(folder).shape.num_layers * (found["prompt_tokens"] + 8 - 1)
+    assert found["kv_cache_bytes"] == expected["kv_cache_bytes"] + indices == sum(found["kv_cache_bytes_by_process"])
     assert len(found["kv_cache_bytes_by_process"]) == count
     assert found["sent_bytes"]["rows"] > 0
 
