@@ -21,7 +21,7 @@ from rotor.export.export import export
 from rotor.search.table import RankTable
 
 SERVER = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from rotor import cli
 from rotor.calibration.partial import PartialRun
 from rotor.search.table import RankTable
@@ -41,6 +41,7 @@ for line in sys.stdin:
     arguments, at, errors = json.loads(line)
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         PartialRun.commit, RankTable.save = pausing(PartialRun.commit, at), pausing(RankTable.save, at)
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         sys.argv = ["rotor", *arguments]

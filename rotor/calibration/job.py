@@ -59,8 +59,6 @@ class CalibrationJob:
             )
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
-        if processes.is_first:  # a tokenizer that cannot be loaded, or too little text, is refused before any work
-            check_text(recipe, checkpoint.config, checkpoint.tokenizer)
         candidates = candidates_of(recipe, outline.family, outline.shape)
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(
@@ -88,6 +86,8 @@ class CalibrationJob:
             processes,
         )
         job.check_out()
+        if processes.is_first:  # a tokenizer that cannot be loaded, or too little text, is refused before any work
+            check_text(recipe, checkpoint.config, checkpoint.tokenizer)
         return job
 
     def check_out(self) -> None:
