@@ -112,7 +112,7 @@ def study(
     from ..study.study import study as run_study
 
     if dry_run:
-        show_progress(True)
+        show_progress(quiet, verbose, dry_run=True)
         request = StudyPlan.of(
             split(recipes),
             list(overrides or []),
