@@ -73,6 +73,16 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, target
 
 
+def test_docstrings_cite_what_a_reader_can_find() -> None:
+    """Papers, or a page of docs/ that is there; never a plan of the authors'."""
+    for folder in ("rotor", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text("utf-8")
+            assert "DESIGN" not in text, path
+            for page in re.findall(r"docs/[\w-]+\.md", text):
+                assert (ROOT / page).is_file(), (path, page)
+
+
 def test_the_readme_leads_to_every_page() -> None:
     text = PAGES[0].read_text("utf-8")
     assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in text] == []
