@@ -12,7 +12,8 @@ from ..format.layout import AttentionShape, GroupLayout, LayerLayout
 from ..kernels.reference import rotate
 from ..kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 from ..kernels.truth import Sequence, ragged_attention
-from ..prediction.cost import DecodeStep, Work, layer_work, prefill_work
+from ..prediction.cost import DecodeStep, layer_work, prefill_work
+from ..prediction.roofline import Work
 
 ROPE_THETA = 10000.0
 CHECKED_QUERIES = 32
@@ -74,7 +75,9 @@ class Problem:
         """Bytes and FLOPs of attention over the cache; nothing of the projections."""
         size = self.dtype.itemsize
         if self.seq_len > 1:
-            return prefill_work(self.layout, self.shape, self.kv_len, self.batch_size, size)
+            return prefill_work(
+                self.layout, self.shape, self.seq_len, self.batch_size, size, self.kv_len - self.seq_len
+            )
         whole = layer_work(self.layout, self.shape, DecodeStep(self.kv_len, self.batch_size, size))
         return Work(whole.cache_bytes, whole.cache_flops)
 

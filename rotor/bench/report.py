@@ -61,6 +61,7 @@ def add_device(file: Path, name: str, report: dict[str, Any]) -> None:
             "matmul_flops_per_s": rates["bfloat16_flops_per_s"],
             "memory_bytes": float(report["device"]["memory_bytes"]),
             "source": "measured",
+            **({"sms": report["device"]["sms"]} if "sms" in report["device"] else {}),
         }
         file.write_text(yaml.safe_dump(devices, sort_keys=False), "utf-8")
     except (OSError, UnicodeDecodeError) as error:
