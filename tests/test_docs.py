@@ -40,6 +40,7 @@ QUICKER = {
 PARSED_ALONE = {
     "bench": "test_bench.py",
     "compile": "test_precompile.py",
+    "gpu": "test_gpu_suite.py",
     "run": "test_autoload.py",
     "study": "test_study.py",
     "torchrun": "test_resume.py",

@@ -259,7 +259,7 @@ def test_every_row_is_measured_dry(tmp_path: Path) -> None:
     left_out = {r["row"].partition(",")[0] for r in ended if r["status"] != "ok"}
     assert left_out == {"SDPA cudnn", "FlashInfer"}
     measured = [r for r in ended if r["status"] == "ok" and r["phase"] not in ("device", "model")]
-    assert {r["new_tokens"] for r in measured} == {1, 4, 32}
+    assert {r["new_tokens"] for r in measured} == {1, 4, 16}
     assert all(r["error"] <= r["limit"] and r["seconds"]["median"] > 0 and r["dry"] for r in measured)
     assert {r["mode"] for r in ended if r["phase"] == "model"} == {"eager", "graph", "compiled"}
     assert all("rates" not in r for r in ended)  # of a dry run no number is claimed
@@ -434,6 +434,6 @@ def test_a_wrong_row_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(problem):
         return lambda: pytorch_path(problem)() * 1.001
 
-    case = attention._case(problems, "rotor, full", "full", wrong, 2, 1, 32)
+    case = attention._case(problems, "rotor, full", "full", wrong, 2, 1, 16)
     with pytest.raises(NumericsError, match=r"relative error 0\.001 against float64"):
         case.run()

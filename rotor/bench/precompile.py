@@ -151,7 +151,7 @@ def kernel_dtype(own: torch.dtype, name: str) -> torch.dtype:
     """The dtype of activations and cache that kernels are compiled for: by name, or a checkpoint's own with `auto`."""
     by_name = {str(t).removeprefix("torch."): t for t in DTYPES}
     chosen = own if name == "auto" else by_name.get(name)
-    if chosen not in DTYPES:
+    if chosen is None or chosen not in DTYPES:
         raise UsageError(f"--dtype {name}: the kernels have {', '.join(by_name)}.", "Choose one of them.")
     return chosen
 

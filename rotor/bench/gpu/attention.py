@@ -32,12 +32,16 @@ COLD = 3
 """The caches of a graph are together so many times the L2 cache."""
 
 
+DRY = ("after RoPE", "one latent", "full", "after RoPE, codes")
+"""The layouts of a dry run."""
+
+
 @dataclass(frozen=True)
 class AttentionSizes:
     """What is measured: an 8B's attention on a GPU, or toys of it in Triton's interpreter.
 
-    layouts: by name, the uncompressed one as `full`. tokens: cached, by sequences in the batch. swept: batch sizes of
-    the sweeps. queries: new tokens against a long cache, `queries_batch` sequences. prompt: tokens. launches: in a
+    layouts: by name, the uncompressed one as `full`. tokens: cached, by sequences in the batch. swept, swept_layouts:
+    batch sizes and layouts of the sweeps. queries: new tokens against a long cache, `queries_batch` sequences. prompt: tokens. launches: in a
     graph, at least. sweeps: by name, values of each constant; programs are those of an SM.
     """
 
@@ -45,6 +49,7 @@ class AttentionSizes:
     layouts: dict[str, LayerLayout]
     tokens: dict[int, int]
     swept: tuple[int, ...]
+    swept_layouts: tuple[str, ...]
     sweeps: dict[str, tuple[int, ...]]
     queries: tuple[int, ...]
     queries_batch: tuple[int, ...]
@@ -60,13 +65,14 @@ class AttentionSizes:
             layouts = _layouts(2, 16, 16, 32, Columns(n4=8, n2=16))
             return cls(
                 shape=AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64),
-                layouts={name: layouts[name] for name in ("after RoPE", "one latent", "full", "after RoPE, codes")},
-                tokens={2: 32},
+                layouts={name: layouts[name] for name in DRY},
+                tokens={2: 16},
                 swept=(2,),
+                swept_layouts=("one latent",),
                 sweeps={"programs": (1,), "TILE": (32,), "page": (16,)},
                 queries=(4,),
                 queries_batch=(1,),
-                prompt=32,
+                prompt=16,
                 dtype=torch.float32,  # the interpreter computes bfloat16 wrongly
                 device=torch.device("cpu"),
                 launches=1,
@@ -77,6 +83,7 @@ class AttentionSizes:
             layouts=_layouts(8, 128, 64, 256, Columns(n8=16, n4=32, n2=16)),
             tokens={1: 32768, 8: 32768, 64: 8192},
             swept=(8, 1),
+            swept_layouts=("after RoPE", "one latent", "before RoPE", "full"),
             sweeps={
                 "programs": (1, 2, 3, 4, 6),
                 "num_stages": (2, 3, 4, 5),
@@ -159,7 +166,7 @@ def sweep_cases(sizes: AttentionSizes) -> Iterator[Case]:
     """One constant of the decode kernel at a time, for what is stored in numbers."""
     problems = Problems(sizes)
     for batch_size in sizes.swept:
-        for name in (n for n in sizes.layouts if "codes" not in n):
+        for name in sizes.swept_layouts:
             for constant, values in sizes.sweeps.items():
                 for value in values:
                     prepare = partial(_with_constant, constant=constant, value=value)

@@ -23,11 +23,15 @@ MODES = ("eager", "graph", "compiled")
 """graph: a step with a static cache, captured and replayed. compiled: the same by torch.compile."""
 
 
+NAMES = ("full", "after RoPE", "one latent")
+
+
 @dataclass(frozen=True)
 class ModelSizes:
-    """The model, ranks of its layouts, and loads: tokens in the cache by batch size; steps are timed one by one."""
+    """The model, its layouts and their ranks, and loads: tokens in the cache by batch size; steps are timed one by one."""
 
     config: dict[str, Any]
+    names: tuple[str, ...]
     rank: int
     wide: int
     tokens: dict[int, int]
@@ -41,19 +45,21 @@ class ModelSizes:
         if dry:
             toy = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 1}
             heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-            return cls(toy | heads, 16, 16, {1: 8}, 1, torch.float32, torch.device("cpu"), "eager")
+            return cls(toy | heads, NAMES[:2], 16, 16, {1: 8}, 1, torch.float32, torch.device("cpu"), "eager")
         llama = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 32}
         heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
         positions = {"max_position_embeddings": 131072}
         device = torch.device("cuda")
-        return cls(llama | heads | positions, 64, 256, {1: 32768, 8: 8192}, 16, torch.bfloat16, device, "inductor")
+        return cls(
+            llama | heads | positions, NAMES, 48, 256, {1: 32768, 8: 8192}, 16, torch.bfloat16, device, "inductor"
+        )
 
 
 def model_cases(sizes: ModelSizes) -> Iterator[Case]:
     """The cheapest to measure first: what has to be compiled comes last."""
     models = Models(sizes)
     for mode in MODES:
-        for name in ("full", "after RoPE", "one latent"):
+        for name in sizes.names:
             for batch_size, tokens in sizes.tokens.items():
                 about = {"layout": name, "mode": mode, "batch_size": batch_size, "tokens": tokens}
                 run = partial(_measured, models, name, mode, batch_size, tokens)

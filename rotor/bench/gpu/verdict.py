@@ -29,7 +29,7 @@ def judge(records: list[dict[str, Any]]) -> dict[str, Any]:
     Returns:
         device, rates, commit, dry; goals; rows by status; those that failed, with why; those that were left out.
     """
-    last = next((r for r in reversed(records) if "device" in r), {})
+    last: dict[str, Any] = next((r for r in reversed(records) if "device" in r), {})
     run = records[-1].get("run") if records else None
     keys = ("device", "commit", "dry")
     # What ended before it knew its device counts in its own run.
