@@ -41,8 +41,8 @@ class AttentionSizes:
     """What is measured: an 8B's attention on a GPU, or toys of it in Triton's interpreter.
 
     layouts: by name, the uncompressed one as `full`. tokens: cached, by sequences in the batch. swept, swept_layouts:
-    batch sizes and layouts of the sweeps. queries: new tokens against a long cache, `queries_batch` sequences. prompt: tokens. launches: in a
-    graph, at least. sweeps: by name, values of each constant; programs are those of an SM.
+    batch sizes and layouts of the sweeps. sweeps: by name, values of each constant; programs are those of an SM.
+    queries: new tokens against a long cache, `queries_batch` sequences. prompt: tokens. launches: in a graph, at least.
     """
 
     shape: AttentionShape

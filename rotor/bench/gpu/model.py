@@ -28,7 +28,7 @@ NAMES = ("full", "after RoPE", "one latent")
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The model, its layouts and their ranks, and loads: tokens in the cache by batch size; steps are timed one by one."""
+    """The model, its layouts and their ranks, tokens in the cache by batch size; steps are timed one by one."""
 
     config: dict[str, Any]
     names: tuple[str, ...]
