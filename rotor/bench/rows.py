@@ -145,14 +145,10 @@ def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
         problem.query,
         problem.key,
         problem.value,
-        problem.layout,
-        problem.shape.heads_per_kv,
+        problem.parameters,
         problem.shape.head_dim,
-        problem.scaling,
-        query_basis=problem.query_basis,
-        key_rotation=problem.key_rotation,
-        constant_key=problem.constant_key,
-        attention_mask=mask,
+        problem.key_rotation,
+        mask,
     )
 
 
@@ -161,20 +157,8 @@ def pytorch_path(problem: Problem) -> Callable[[], Tensor]:
     rotation = problem.key_rotation
     if rotation is not None:
         rotation = rotation[0].to(problem.dtype), rotation[1].to(problem.dtype)
-    attention, mask = grouped_attention, problem.mask
-    if problem.layout.coded:
-        attention = partial(coded_attention, constant_key=problem.constant_key)
-    return lambda: attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        problem.layout,
-        problem.shape.heads_per_kv,
-        problem.scaling,
-        query_basis=problem.query_basis,
-        key_rotation=rotation,
-        attention_mask=mask,
-    )
+    attention, mask = coded_attention if problem.layout.coded else grouped_attention, problem.mask
+    return lambda: attention(problem.query, problem.key, problem.value, problem.parameters, rotation, mask)
 
 
 def uncompressed_heads(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
