@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from ragged import layer
 
+from rotor.bench import floors
+from rotor.bench.precompile import Compiled
 from rotor.format.columns import Columns
 from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout
 from rotor.kernels.occupancy import programs_per_sm
@@ -211,3 +216,35 @@ def test_bytes_in_flight_are_read_from_what_the_compiler_copies_before_a_loop() 
     assert [(c.argument, c.tile_bytes) for c in copies[:3]] == [("key", 4096), ("value", 2048), ("key", 4096)]
     assert ahead.smallest_copies(copies) == {"key": 16, "value": 8, "basis": 2}
     assert ahead.bytes_in_flight(TTGIR, copies) == {"key": 8192, "value": 2048, "basis": 512}
+
+
+def test_kernels_are_predicted_at_the_loads_that_they_are_launched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode kernel at its batch size, prompts for a prefill, few queries for one whose keys are split."""
+    few = PREFILL | {"SLICED": True, "ROWS": 16}
+    variants = {
+        "decode post": {"SCHEDULE": "none", "TILE": 64},
+        "prefill post": PREFILL,
+        "prefill post, sliced": few,
+        "rotation": {},
+        "assign": {},
+    }
+    made = [(SimpleNamespace(name=name, constants=constants), [POST]) for name, constants in variants.items()]
+    checkpoint = SimpleNamespace(config=SimpleNamespace(dtype=torch.bfloat16), shape=SHAPE)
+    monkeypatch.setattr(floors, "CompressedCheckpoint", lambda folder: checkpoint)
+    monkeypatch.setattr(floors, "variants_of_layers", lambda folder, dtype, batch_sizes, arch: made)
+    numbers = {"registers": 64, "shared_bytes": 8192, "flight_bytes": {"key": 4096, "value": 4096}}
+    compiled = [
+        Compiled(name, "sm_90", False, 4 if name.startswith("decode") else None, 0.0, constants, 4, **numbers)
+        for name, constants in variants.items()
+    ]
+    loads = {"batch_sizes": (1, 3), "lengths": (100,), "prompts": (32,)}
+    found = floors.with_floors(Path("x"), compiled, {"sm_90": DEVICE}, **loads)
+    shown = {k.name: [(f.batch_size, f.new_tokens, f.past) for f in k.floors] for k in found}
+    assert shown == {
+        "decode post": [(3, 1, 99)],
+        "prefill post": [(1, 32, 0)],
+        "prefill post, sliced": [(1, 16, 84), (3, 16, 84)],
+        "rotation": [(1, 1, 99), (3, 1, 99), (1, 32, 0)],
+        "assign": [],
+    }
+    assert all(not k.floors for k in floors.with_floors(Path("x"), compiled, {}, **loads))  # no device for sm_90

@@ -15,6 +15,9 @@ from .precompile import Compiled, kernel_dtype, variants_of_layers
 DEVICE_OF_ARCH = {80: "a100-80g", 89: "l40s", 90: "h200", 100: "b200"}
 """Whose rates are taken for an architecture where none is named."""
 
+FEW_QUERIES = 16
+"""New tokens behind a long cache, of the load at which a kernel is predicted that splits keys for few queries."""
+
 
 def with_floors(
     folder: Path,
@@ -51,6 +54,8 @@ def with_floors(
             continue
         kind = kernel.name.partition(" ")[0]
         loads = steps if kind in STEPS else prefills if kind in PROMPTS else [*steps, *prefills]
+        if kernel.constants.get("SLICED"):  # keys split for few queries
+            loads = [Load(step.batch_size, FEW_QUERIES, max(0, step.keys - FEW_QUERIES)) for step in steps]
         if kernel.batch_size is not None:  # of a decode step: the loads that this one is launched for
             loads = [load for load in loads if 1 << (load.batch_size - 1).bit_length() == kernel.batch_size]
         launches = [Launch(kind, kernel.constants, layout, checkpoint.shape, element_bytes) for layout in layouts]
