@@ -51,7 +51,7 @@ class BitsPath(RankPath):
         element_bytes: of one number of the model's dtype: what is compressed, and columns of 16 bits.
     Raises:
         RecipeError: groups have too few columns for a word of the narrowest width.
-    Source: DESIGN section 7.
+    Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3).
     """
 
     def __init__(
