@@ -16,7 +16,7 @@ from .decode.launch import decode_attention
 from .defaults import SCHEDULE
 from .key_ranges import DecodeKeys, PrefillKeys
 from .layer_table import layer_parts
-from .prefill.kernel import prefill_attention
+from .prefill.launch import prefill_attention
 
 _ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Mask -> its ranges: all layers of a step share one mask."""

@@ -64,6 +64,7 @@ class PrefillKeys:
         [batch_size, seq_len], int32: whether a query's range has keys that are not attended. The mask is only read
         where it has.
     past: keys before the queries' own as far as the host knows: only the order of launches goes by it.
+    plans: how their keys are split over programs, as `prefill.slices` remembers it for all layers of a step.
     """
 
     first: Tensor
@@ -71,6 +72,9 @@ class PrefillKeys:
     mask: Tensor | None = None
     holes: Tensor | None = None
     past: int = 0
+    plans: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @cached_property
     def union(self) -> tuple[Tensor, Tensor]:

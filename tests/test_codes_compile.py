@@ -12,7 +12,8 @@ from rotor.format.columns import Columns
 from rotor.kernels.ahead import Resources, Variant, compile_variant
 from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill.kernel import prefill_kernel, prefill_variants
+from rotor.kernels.prefill.kernel import prefill_kernel
+from rotor.kernels.prefill.variants import prefill_variants
 from rotor.kernels.projection.append import append_variant
 from rotor.kernels.projection.rotation import rotation_variants
 from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes

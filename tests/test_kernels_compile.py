@@ -16,7 +16,8 @@ from rotor.kernels.decode.longest_first import assign_variant
 from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.defaults import default_config
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill.kernel import prefill_kernel, prefill_variants
+from rotor.kernels.prefill.kernel import prefill_kernel
+from rotor.kernels.prefill.variants import prefill_variants
 from rotor.kernels.projection.rotation import rotation_variants
 from rotor.kernels.specialise import model_variants
 from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes
