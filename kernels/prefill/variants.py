@@ -11,6 +11,7 @@ from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 
 from ..ahead import Variant
+from ..masks import range_variants
 from ..tile_sizes import HOPPER, Gpu, can_be_cut, chunk_programs, pieces_of, prefill_constants, sliced
 from .kernel import prefill_kernel
 from .launch import prefill_alignment, row_elements, row_places
@@ -42,6 +43,7 @@ def prefill_variants(
     row_widths = row_elements(layout, dtype.itemsize)
     once = layout.domain == "pre" and page == 0
     variants = [rebuild_variant(layout, head_dim, dtype)] if once else []
+    variants += range_variants(0, 0, words=True, masked=mask)
     for rebuilt in (True, False) if once else (False,):
         for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt, gpu, kernels):
             places = [list(row_places(layout, g, dtype.itemsize, head_dim if rebuilt else 0)) for g in range(groups)]
