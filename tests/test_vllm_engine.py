@@ -308,10 +308,10 @@ def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(pair, expect
     program = (
         "import json, sys, vllm_engine as v\n"
         "from rotor.kernels.decode import launch\n"
-        "from rotor.kernels.prefill import kernel\n"
+        "from rotor.kernels.prefill import launch as prefill\n"
         "from rotor.kernels.projection import append\n"
         "called = set()\n"
-        "for module, name in ((launch, 'decode_attention'), (kernel, 'prefill_attention'), (append, 'pack_rows')):\n"
+        "for module, name in ((launch, 'decode_attention'), (prefill, 'prefill_attention'), (append, 'pack_rows')):\n"
         "    def spy(*a, inner=getattr(module, name), name=name, **k):\n"
         "        called.add(name)\n"
         "        return inner(*a, **k)\n"
