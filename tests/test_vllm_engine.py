@@ -349,32 +349,56 @@ def test_engines_in_processes_of_their_own_give_the_same_tokens(options, pair, e
     assert served_elsewhere(folder, program, json.dumps(options)) == [expected(folder)]
 
 
+INTERPRETED = """
+import json, sys, vllm_engine as v
+from rotor.kernels import dispatch
+from rotor.kernels.decode import launch
+from rotor.kernels.prefill import kernel
+from rotor.kernels.projection import append
+
+called = set()
+dispatch.MAX_WIDTH = int(sys.argv[2])
+for module, name in ((launch, "decode_attention"), (kernel, "prefill_attention"), (append, "pack_rows")):
+    def spy(*a, inner=getattr(module, name), name=name, **k):
+        called.add(name)
+        return inner(*a, **k)
+    setattr(module, name, spy)
+
+
+def serve(folder):
+    with v.engine(folder, max_model_len=120) as llm:
+        print("TOKENS" + json.dumps([v.served_tokens(llm, v.PROMPTS[1:5], 3), sorted(called)]))
+
+
+for folder in (sys.argv[1], *sys.argv[3:]):
+    serve(folder)
+"""
+
+
+def interpreted(folders: list[Path], widest: int = 512) -> list:
+    """Tokens after the second to fifth prompt and the kernels called so far, for each checkpoint in turn.
+
+    TRITON_INTERPRET must be set from the start: a process of its own.
+    """
+    interpreter = {"TRITON_INTERPRET": "1", "ROTOR_ATTENTION": "triton"}
+    return served_elsewhere(folders[0], INTERPRETED, str(widest), *map(str, folders[1:]), **interpreter)
+
+
 def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(pair, expected) -> None:
-    """TRITON_INTERPRET must be set from the start: a process of its own."""
     folders = [folder_of(pair, kind, *SOME) for kind in ("plain", "coded")]
     folders += [folder_of(pair, "coded", "llama", "post", 1)]
-    program = (
-        "import json, sys, vllm_engine as v\n"
-        "from rotor.kernels.decode import launch\n"
-        "from rotor.kernels.prefill import kernel\n"
-        "from rotor.kernels.projection import append\n"
-        "called = set()\n"
-        "for module, name in ((launch, 'decode_attention'), (kernel, 'prefill_attention'), (append, 'pack_rows')):\n"
-        "    def spy(*a, inner=getattr(module, name), name=name, **k):\n"
-        "        called.add(name)\n"
-        "        return inner(*a, **k)\n"
-        "    setattr(module, name, spy)\n"
-        "def serve(folder):\n"
-        "    with v.engine(folder) as llm:\n"
-        "        print('TOKENS' + json.dumps([v.served_tokens(llm, v.PROMPTS[1:5], 3), sorted(called)]))\n"
-        "for folder in sys.argv[1:]:\n"
-        "    serve(folder)\n"
-    )
-    interpreter = {"TRITON_INTERPRET": "1", "ROTOR_ATTENTION": "triton"}
-    found = served_elsewhere(folders[0], program, *map(str, folders[1:]), **interpreter)
-    for folder, (tokens, called) in zip(folders, found, strict=True):
+    for folder, (tokens, called) in zip(folders, interpreted(folders), strict=True):
         assert tokens == [row[:3] for row in expected(folder)[1:5]]
         assert called == ["decode_attention", "pack_rows", "prefill_attention"]
+
+
+def test_what_the_kernels_do_not_serve_is_plain_pytorch(pair, exported, expected) -> None:
+    """Latents above the widest, and keys before a RoPE that turns part of a head (phi3)."""
+    wide, partial = folder_of(pair, "plain", "llama", "post", 1), exported("phi3", "pre")
+    for folder, widest in ((wide, 8), (partial, 512)):
+        ((tokens, called),) = interpreted([folder], widest)
+        assert tokens == [row[:3] for row in expected(folder)[1:5]]
+        assert called == []
 
 
 def test_a_benchmark_serves_source_and_compressed_side_by_side(demo: Path) -> None:
