@@ -328,12 +328,18 @@ def test_another_vllm_refuses_compressed_checkpoints_and_serves_all_others(
 
 ALONE = {
     "tensor parallel": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-    "pipeline parallel": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "pipeline parallel": {
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "enforce_eager": False,
+        "compilation_config": {"mode": 2, "backend": "eager"},
+    },
     "compiled": {"enforce_eager": False},
     "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
 }
 """Engines of several processes cannot share this one; after torch.compile, or numba, vLLM 0.32 fails to make a second
-engine in a process (it looks through all modules that are imported).
+engine in a process (it looks through all modules that are imported). With enforce_eager and a given size of the cache
+its stages on a CPU have no place for what passes between them, whatever the model.
 """
 
 
@@ -402,10 +408,10 @@ def test_what_the_kernels_do_not_serve_is_plain_pytorch(pair, exported, expected
 
 
 def test_a_benchmark_serves_source_and_compressed_side_by_side(demo: Path) -> None:
-    settings = ServingSettings((1, 3), prompt_tokens=40, new_tokens=4, cache_bytes=4 << 20, repetitions=1, seed=0)
+    settings = ServingSettings((1, 3), prompt_tokens=40, new_tokens=4, cache_bytes=64 << 20, repetitions=1, seed=0)
     report = bench_serving(demo, settings, model=DEMO_MODEL, command="rotor bench")
     cache = report["cache"]
-    assert cache["ratio_of_tokens"] == pytest.approx(cache["ratio_of_bytes"], rel=0.05)  # pages of 128 tokens
+    assert cache["ratio_of_tokens"] == pytest.approx(cache["ratio_of_bytes"], rel=0.02)  # pages of 128 tokens
     assert [(r["row"], r["concurrency"]) for r in report["serving"]] == [
         (f"vllm, {row}", n) for n in (1, 3) for row in ("source", "compressed")
     ]

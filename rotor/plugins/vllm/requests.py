@@ -10,15 +10,17 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 from ...errors import UsageError
 from ...format.hashes import file_sha256
 from ...format.manifest import MANIFEST
-from ...format.section import CompressedSection
+from ...format.section import CompressedSection, is_compressed
 from ...runtime.families import attention_shape
-from .architectures import served_name
 from .shards import check_size
 from .stores import keep_apart, prefix_mark
 
 
 def watch(architecture: str) -> None:
-    """Have vLLM look at each request for a compressed model of an architecture, after what it does for the native."""
+    """Have vLLM look at each request for a compressed model of an architecture, after what it does for the native.
+
+    Under the native's name, by which vLLM looks before it asks what the checkpoint is quantised by; others pass.
+    """
     native = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
 
     class Requests(native):  # type: ignore[misc, valid-type]
@@ -26,14 +28,13 @@ def watch(architecture: str) -> None:
         def verify_and_update_config(vllm_config: Any) -> None:
             native.verify_and_update_config(vllm_config)
             hf_config = vllm_config.model_config.hf_config
-            section, chosen = (
-                CompressedSection(**hf_config.quantization_config),
-                getattr(hf_config, "rank_profile", None),
-            )
-            check_request(vllm_config, section, chosen)
-            separate_stores(vllm_config, section.profile_ranks(chosen))
+            stored = getattr(hf_config, "quantization_config", None)
+            if is_compressed({"quantization_config": stored}):
+                section, chosen = CompressedSection(**stored), getattr(hf_config, "rank_profile", None)
+                check_request(vllm_config, section, chosen)
+                separate_stores(vllm_config, section.profile_ranks(chosen))
 
-    MODELS_CONFIG_MAP[served_name(architecture)] = Requests
+    MODELS_CONFIG_MAP[architecture] = Requests
 
 
 def check_request(vllm_config: Any, section: CompressedSection, profile: Any) -> None:
