@@ -28,7 +28,7 @@ def watch(architecture: str) -> None:
         def verify_and_update_config(vllm_config: Any) -> None:
             native.verify_and_update_config(vllm_config)
             hf_config = vllm_config.model_config.hf_config
-            stored = getattr(hf_config, "quantization_config", None)
+            stored: Any = getattr(hf_config, "quantization_config", None)
             if is_compressed({"quantization_config": stored}):
                 section, chosen = CompressedSection(**stored), getattr(hf_config, "rank_profile", None)
                 check_request(vllm_config, section, chosen)
