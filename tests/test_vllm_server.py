@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -183,17 +183,19 @@ def attempt(address: str, prompt: list[int]) -> list[int] | None:
 
 
 def test_a_killed_server_gives_no_half_answers_and_the_same_ones_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    """Killed when the first of 24 requests is answered, of which 8 are served at once: what was answered is whole."""
     import psutil
 
     expected = expected_tokens(folder, LONG, LONG_TOKENS)
-    with server(folder, tmp_path / "first.log") as (address, process), ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(attempt, address, LONG[i % 4]) for i in range(8)]
-        assert first_event(address, LONG[0])  # by now it is at work
+    with server(folder, tmp_path / "first.log") as (address, process), ThreadPoolExecutor(24) as pool:
+        answers = [pool.submit(attempt, address, LONG[i % 4]) for i in range(24)]
+        wait(answers, return_when=FIRST_COMPLETED)
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         found = [answer.result() for answer in answers]
-        assert all(tokens in (None, own) for tokens, own in zip(found, expected * 2, strict=True))
+        assert all(tokens in (None, own) for tokens, own in zip(found, expected * 6, strict=True))
         assert None in found
+        assert any(tokens is not None for tokens in found)
         assert psutil.wait_procs(children, 60)[1] == []  # the engine goes with the server
-    with server(folder, tmp_path / "second.log") as (address, _), ThreadPoolExecutor(8) as pool:
-        assert [*pool.map(lambda prompt: attempt(address, prompt), LONG * 2)] == expected * 2
+    with server(folder, tmp_path / "second.log") as (address, _), ThreadPoolExecutor(24) as pool:
+        assert [*pool.map(lambda prompt: attempt(address, prompt), LONG * 6)] == expected * 6
