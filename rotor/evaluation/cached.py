@@ -186,6 +186,15 @@ def _step(model: Any, inputs: Tensor, cache: Cache, keep: int) -> Tensor:
     return logits
 
 
+def check_in_memory(network: LayerwiseModel, policy: Policy) -> None:
+    """Raises UsageError where weights are read layer by layer: what a policy does shows only step by step."""
+    if network.source.streamed:
+        raise UsageError(
+            f"cache policy {policy.method}: is judged step by step, which needs all weights in memory.",
+            "Give --offload never on a machine that can hold them, or --cache none.",
+        )
+
+
 @torch.inference_mode()
 def final_states_through_cache(
     network: LayerwiseModel, rows: Tensor, policy: Policy, prefill: int, advance: Advance = lambda done: None
@@ -199,11 +208,7 @@ def final_states_through_cache(
     Raises:
         UsageError: weights are read layer by layer.
     """
-    if network.source.streamed:
-        raise UsageError(
-            f"cache policy {policy.method}: is judged step by step, which needs all weights in memory.",
-            "Give --offload never on a machine that can hold them, or --cache none.",
-        )
+    check_in_memory(network, policy)
     states, found = network.states_like(rows), []
 
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:

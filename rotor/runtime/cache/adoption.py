@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ...errors import UsageError
-from ..families import FAMILIES, Family, find_family
+from ..families import FAMILIES, Family, attention_shape, find_family
 from .bundled import find_policy
 from .layer import PolicyLayer, check_left
-from .policy import Policy, check_config
+from .policy import Policy, check_config, check_widths
 from .quantiser import CodedLayer
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
@@ -148,6 +148,9 @@ class _Attachment:
         policy.layers(count)  # what does not fit so many is said now
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
         compressed = [hasattr(module, "cache_policy") for module in modules]
+        width = _key_width(model.config)
+        widths = [m.layout.qk_width if has else width for m, has in zip(modules, compressed, strict=True)]
+        check_widths(policy, widths)
         if any(module.layout.coded for module, has in zip(modules, compressed, strict=True) if has):
             policy.check_coded()
         for index, (module, has) in enumerate(zip(modules, compressed, strict=True)):
@@ -225,6 +228,12 @@ class _StateHooks:
         layer = None if cache is None else cache.layers[self.index]
         if entered is not None and isinstance(layer, PolicyLayer):
             layer.observe_states(entered, entered + output[0])
+
+
+def _key_width(config: Any) -> int:
+    """Numbers of a token's keys in a layer of an uncompressed model."""
+    shape = attention_shape(config)
+    return shape.num_kv_heads * shape.head_dim
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
