@@ -69,7 +69,7 @@ def _row_samples(model: Any, row: Tensor) -> list[LayerSample]:
     for index, layer in enumerate(layers):
         sides = [layer.keys, layer.values, *gradients[2 * index : 2 * index + 2]]
         rows = [side.detach().float().cpu().transpose(1, 2).flatten(2) for side in sides]
-        samples.append(LayerSample(rows[0], rows[1], rows[2], rows[3], layer.cosine))
+        samples.append(LayerSample(rows[0], rows[1], rows[2], rows[3], float(layer.cosines.mean())))
     return samples
 
 
@@ -77,6 +77,23 @@ def _joined(samples: list[LayerSample]) -> LayerSample:
     names = ("keys", "values", "key_gradients", "value_gradients")
     parts = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
     return LayerSample(**parts, cosine=sum(sample.cosine for sample in samples) / len(samples))
+
+
+@torch.no_grad()
+def attention_cosines(model: Any, rows: Tensor) -> Tensor:
+    """Cosine between the hidden states before each layer's attention is added and after it, the mean over rows,
+    [layers, seq_len] float64.
+
+    Source: SqueezeAttention equation 5, figure 2.
+    """
+    total = torch.zeros(())
+    with cache_policy(model, _Recording()):
+        for row in rows.split(1):
+            cache = DynamicCache(config=model.config)
+            model(input_ids=row.to(model.device), past_key_values=cache, use_cache=True)
+            layers: list[Any] = list(cache.layers)
+            total = total + torch.stack([layer.cosines[0] for layer in layers]).cpu()
+    return total / len(rows)
 
 
 class _Recording(Policy):
@@ -100,10 +117,11 @@ class _Recording(Policy):
 
 
 class _RecordingLayer(PolicyLayer):
-    """added: zeros that are added to keys and to values, whose gradients are those of keys and values."""
+    """added: zeros that are added to keys and to values, whose gradients are those of keys and values. cosines: see
+    attention_cosines, [1, seq_len]."""
 
     added: tuple[Tensor, Tensor]
-    cosine = 0.0
+    cosines: Tensor
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """Nothing is padding."""
@@ -115,8 +133,7 @@ class _RecordingLayer(PolicyLayer):
         return self.keys, self.values
 
     def observe_states(self, before: Tensor, after: Tensor) -> None:
-        cosine = functional.cosine_similarity(before.detach().double(), after.detach().double(), dim=-1)
-        self.cosine = float(cosine.mean())
+        self.cosines = functional.cosine_similarity(before.detach().double(), after.detach().double(), dim=-1)
 
     def stored_bytes(self) -> int:
         return 0
