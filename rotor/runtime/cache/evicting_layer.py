@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 NOISE_BLOCK = 1024
 """Tokens whose noise is drawn together."""
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A policy that scores tokens by the attention they draw."""
+
+    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
+        """What a step adds to the scores, [batch_size, groups, slots]."""
 
 
 class EvictingLayer(PolicyLayer):
@@ -140,7 +148,7 @@ class EvictingLayer(PolicyLayer):
         assert self._places is not None
         if self._places.shape[1] < self._groups:
             self._places = self._places.expand(-1, self._groups, -1)
-        if self.policy.needs_weights:
+        if isinstance(self.policy, Scoring):
             assert weights is not None
             held = 0 if self.scores is None else self.scores.shape[2]
             fresh = torch.zeros(*self._places.shape[:2], self._places.shape[2] - held, device=self._places.device)
