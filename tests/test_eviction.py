@@ -51,7 +51,7 @@ def drive(policy: Eviction, x: np.ndarray) -> EvictingLayer:
             for row, query in enumerate(step):
                 seen = held[group] <= query
                 weights[0, group, :, row, seen] = softmax(x[group][:, query, held[group][seen]]).T
-        layer.finish(torch.tensor(weights).float() if policy.needs_weights else None)
+        layer.finish(layer.sums_of(torch.tensor(weights).float()))
     return layer
 
 
@@ -194,6 +194,6 @@ def test_kvpress_keeps_the_same_tokens(ratio: float) -> None:
         layer = EvictingLayer(policy, 0)
         layer.begin(None, 1, PROMPT, torch.device("cpu"))
         layer.update(keys, keys)
-        layer.finish(attention.unflatten(1, (GROUPS, HEADS)) if policy.needs_weights else None)
+        layer.finish(layer.sums_of(attention.unflatten(1, (GROUPS, HEADS))))
         assert layer.positions is not None
         assert torch.equal(layer.positions.expand(1, GROUPS, -1).long(), kept)

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ...errors import UsageError
 from ..families import FAMILIES, Family, attention_shape, find_family
 from .bundled import find_policy
+from .evicting_layer import EvictingLayer
 from .layer import PolicyLayer, check_left
 from .policy import Policy, check_config, check_widths
 from .quantiser import CodedLayer
@@ -205,11 +206,11 @@ class _AttentionHooks:
         layer = None if cache is None else cache.layers[module.layer_idx]
         if not isinstance(layer, PolicyLayer):
             return
-        weights = None
-        if self.policy.needs_weights:
-            heads = layer.keys.shape[1]  # type: ignore[union-attr]
-            weights = output[1].float().unflatten(1, (heads, -1))
-        layer.finish(weights)
+        sums = None
+        if isinstance(layer, EvictingLayer) and self.policy.needs_weights:
+            assert layer.keys is not None
+            sums = layer.sums_of(output[1].float().unflatten(1, (layer.keys.shape[1], -1)))
+        layer.finish(sums)
 
 
 class _StateHooks:

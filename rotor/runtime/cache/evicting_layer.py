@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...format.layout import LayerLayout
+from ...kernels.scores.column_sums import Softening
 from .budgets import SqueezeBudgets
 from .codec import tensor_bytes
 from .layer import PolicyLayer, check_left, seen_by_last
@@ -26,8 +27,8 @@ NOISE_BLOCK = 1024
 class Scoring(Protocol):
     """A policy that scores tokens by the attention they draw."""
 
-    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
-        """What a step adds to the scores, [batch_size, groups, slots]."""
+    def softening(self, layer: EvictingLayer) -> Softening:
+        """What is done to this step's logits before the softmax whose columns are the scores."""
 
 
 class EvictingLayer(PolicyLayer):
@@ -144,18 +145,38 @@ class EvictingLayer(PolicyLayer):
             return 1
         return self.keys.shape[1] if self.spans is None else len(self.spans)
 
-    def finish(self, weights: Tensor | None) -> None:
+    def softening(self) -> Softening | None:
+        """How the attention that this step's queries give is to be summed for `finish`; None: it is not needed."""
+        if not isinstance(self.policy, Scoring):
+            return None
+        self._spread_places()
+        return self.policy.softening(self)
+
+    def sums_of(self, weights: Tensor) -> Tensor | None:
+        """What `finish` takes, of weights [batch_size, groups, heads of a group, length, slots] float32."""
+        softening = self.softening()
+        if softening is None:
+            return None
+        if not softening.none:
+            bias = 0.0 if softening.bias is None else softening.bias[:, :, None, None]
+            weights = ((weights.log() + bias) / softening.temperature).softmax(-1)
+        weights = torch.nan_to_num(weights) * self.newest[:, None, None, :, None]
+        return weights.mean(2).sum(2)
+
+    def _spread_places(self) -> None:
+        """From now on each group has places of its own."""
         assert self._places is not None
         if self._places.shape[1] < self._groups:
             self._places = self._places.expand(-1, self._groups, -1)
-        if isinstance(self.policy, Scoring):
-            assert weights is not None
+
+    def finish(self, sums: Tensor | None) -> None:
+        self._spread_places()
+        assert self._places is not None
+        if sums is not None:
             held = 0 if self.scores is None else self.scores.shape[2]
             fresh = torch.zeros(*self._places.shape[:2], self._places.shape[2] - held, device=self._places.device)
             self.scores = fresh if self.scores is None else torch.cat([self.scores, fresh], dim=2)
-            weights = torch.nan_to_num(weights) * self.newest[:, None, None, :, None]
-            step = self.policy.scored(self, weights)
-            self.scores = self.scores + (step.mean(1, keepdim=True) if self.policy.scope == "layer" else step)
+            self.scores = self.scores + (sums.mean(1, keepdim=True) if self.policy.scope == "layer" else sums)
         if self.budget is None and self.seen == self._length:
             self.budget = self.policy.budget_of(self.newest.sum(-1), self.index)
         if self.budgets is None or self.budgets.done:

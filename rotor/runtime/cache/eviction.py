@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ...kernels.scores.column_sums import Softening
 from .budgets import SqueezeBudgets
 from .evicting_layer import EvictingLayer
 from .layer import PolicyLayer
@@ -106,10 +107,6 @@ class ScoringEviction(Eviction):
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(budget), (budget * self.recent).round().long()
 
-    @abstractmethod
-    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
-        """What a step adds to the scores, [batch_size, groups, slots].
-
-        Args:
-            weights: [batch_size, groups, heads of a group, length, slots] float32, 0 in rows of padding.
-        """
+    def softening(self, layer: EvictingLayer) -> Softening:
+        """What is done to a step's logits before the softmax whose columns are added to the scores: nothing."""
+        return Softening()
