@@ -22,8 +22,9 @@ from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import grouped_attention, project_keys, rotate
 from ..kernels.scores.column_sums import column_sums
 from .cache.adoption import policy_layer
-from .cache.evicting_layer import EvictingLayer, spans_of
+from .cache.evicting_layer import EvictingLayer
 from .cache.policy import Policy
+from .cache.spans import spans_of
 from .code_rows import CodeRows, check_cache
 from .families import Family
 from .rotary_table import RotaryTable

@@ -100,7 +100,7 @@ def budget_methods(share: float) -> dict[str, Eviction]:
 
 
 def combined_policies(share: float, coded: bool) -> dict[str, Policy]:
-    """What goes on top of a recipe's rows: tokens kept by a share, and where rows are numbers, codes.
+    """What goes on top of a recipe's rows: tokens kept by a share, and where rows are numbers, codes, or both at once.
 
     Args:
         share: of the prompt's tokens that is kept.
@@ -108,6 +108,7 @@ def combined_policies(share: float, coded: bool) -> dict[str, Policy]:
     kept = evictions(share)
     found: dict[str, Policy] = {name: kept[name] for name in ON_TOP}
     if not coded:
+        found |= {f"{name} at {1 - share:.2f} with 4 bits": replace(kept[name], bits=4) for name in ON_TOP}
         found |= {EQUAL_BYTES: CONTROL, "KIVI-4": KIVI(4, 64, 64), "GEAR KCVT-4": GEAR(4), "KVQuant-4": KVQuant(4)}
     return found
 

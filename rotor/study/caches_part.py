@@ -194,6 +194,8 @@ def combinations(name: str, coded: bool) -> list[dict[str, tuple[float, Policy |
         plans: dict[str, tuple[float, Policy | None]] = {f"{name} alone, {total:g} removed": (total, None)}
         for label, above in combined_policies(1 - each, coded).items():
             together = f"{name} and {label}, {total:g} removed"
-            plans[together if above.evicts else f"{name} at {each:.2f} and {label}"] = (each, above)
+            # What is coded removes more than the total.
+            alike = isinstance(above, Eviction) and above.bits == 16
+            plans[together if alike else f"{name} at {each:.2f} and {label}"] = (each, above)
         found.append(plans)
     return found
