@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rotor.format.columns import WORD_BYTES, Columns
-from rotor.format.kernel_config import Blocks, LayerKernels
+from rotor.format.kernel_config import DEFAULT_SLICES, Blocks, LayerKernels
 from rotor.format.layout import GroupClass, LayerLayout
 
 from .defaults import default_layer
@@ -292,6 +292,7 @@ def prefill_constants(
             "TILE": tile,
             "PRECISION": precision(element_bytes),
             "COLUMNS": REBUILT_COLUMNS if wide else 0,
+            "SLICED": False,
             "num_warps": warps,
             "num_stages": 2,
         }
@@ -375,6 +376,29 @@ def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
     rows = constants["ROWS"] // PIECES
     tile = min(16 if rows * value > 2048 else 32, constants["TILE"])
     return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
+
+
+SLICED_ROWS = 16, 64
+"""Rows of a tile of a prefill kernel whose keys are split: two kernels serve all numbers of queries."""
+
+
+def sliced(constants: dict[str, Any], seq_len: int, element_bytes: int, gpu: Gpu) -> dict[str, Any]:
+    """The constants of a prefill kernel for so few queries that their keys are split: bound by memory, so no more rows
+    than there are, and one tile of keys more in flight.
+    """
+    few, many = SLICED_ROWS
+    rows = min(constants["ROWS"], few if seq_len * constants["PACK"] <= few else many)
+    shape = constants | {"ROWS": rows, "SLICED": True}
+    if rows == few and not constants["PRE"]:
+        shape["num_warps"] = 4
+    deeper = shape | {"num_stages": 3}
+    fits = not constants["PRE"] and prefill_shared_bytes(deeper, element_bytes) <= gpu.shared_bytes
+    return deeper if fits else shape
+
+
+def chunk_programs(kernels: LayerKernels | None, sms: int) -> int:
+    """Programs over which the keys of few queries are split; 0 where they never are."""
+    return sms * (DEFAULT_SLICES if kernels is None else kernels.slices_per_sm)
 
 
 def prefill_workers(constants: dict[str, Any], sms: int) -> int:

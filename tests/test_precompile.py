@@ -148,13 +148,24 @@ def launch_rotation(layout: LayerLayout) -> None:
         rotate_and_project(query, key, table, table, layout, 3, basis, basis)
 
 
+def launch_masks(layout: LayerLayout) -> None:
+    from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
+
+    mask = torch.ones(1, 5, 40, dtype=torch.bool)
+    PrefillKeys.from_mask(mask)
+    DecodeKeys.from_mask(mask[:, 0])
+
+
 LAUNCHES = {
-    "decode none": (launch_decode, "none", 2),  # decode and combine
-    "decode pre": (launch_decode, "pre", 2),
-    "decode lpt": (partial(launch_decode, schedule="lpt"), "none", 2),  # assign and decode
+    "decode none": (launch_decode, "none", 3),  # tiles of keys, decode and combine
+    "decode pre": (launch_decode, "pre", 3),
+    "decode lpt": (partial(launch_decode, schedule="lpt"), "none", 3),  # tiles of keys, assign and decode
+    "masks": (launch_masks, "none", 2),  # of one query and of many
     "prefill none": (partial(launch_prefill, seq_len=170), "none", 2),  # both classes of groups, in full rounds
-    "prefill none, pieces": (partial(launch_prefill, seq_len=20), "none", 2),
-    "prefill pre": (launch_prefill, "pre", 2),
+    "prefill none, pieces": (partial(launch_prefill, seq_len=50), "none", 2),
+    "prefill none, sliced": (partial(launch_prefill, seq_len=4), "none", 5),  # a plan, and both classes joined
+    "prefill pre": (partial(launch_prefill, seq_len=60), "pre", 2),
+    "prefill pre, sliced": (launch_prefill, "pre", 5),
     "prefill pre, keys rebuilt": (partial(launch_prefill, seq_len=256), "pre", 3),
     "rotation": (launch_rotation, "post", 2),  # one position and many
 }
@@ -167,17 +178,18 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from triton import runtime
     from triton.compiler import make_backend
 
+    from rotor.kernels import masks
     from rotor.kernels.decode import combine, longest_first
     from rotor.kernels.decode import kernel as decode
     from rotor.kernels.prefill import kernel as prefill
-    from rotor.kernels.prefill import rebuild
+    from rotor.kernels.prefill import rebuild, slices
     from rotor.kernels.projection import rotation
     from rotor.kernels.specialise import model_variants
 
     launch, domain, kernels = LAUNCHES[name]
     layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
     config = KernelConfig("lpt" if "lpt" in name else "stream", default_config([layout], SHAPE).layers)
-    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False,))
+    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False, True))
     launched = []
 
     def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
@@ -192,6 +204,10 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
         longest_first.assign_kernel,
         prefill.prefill_kernel,
         rebuild.rebuild_kernel,
+        slices.plan_kernel,
+        slices.join_kernel,
+        masks.mask_kernel,
+        masks.prefix_kernel,
         rotation.rotation_kernel,
     ):
         monkeypatch.setattr(kernel, "compile", record, raising=False)  # put back afterwards

@@ -28,6 +28,9 @@ from .app import (
 )
 from .console import in_bytes, print_table, say, show_progress
 
+LAYERS = 4
+"""Layers that `rotor bench` measures unless it is told otherwise."""
+
 
 @app.command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
 def bench(
@@ -38,7 +41,7 @@ def bench(
     ] = None,
     prefill: Annotated[str | None, typer.Option(help="Tokens of a prompt. [8192; on a CPU 512]")] = None,
     batch: Annotated[str | None, typer.Option(help="Sequences in a batch. [1,8; on a CPU 1]")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = LAYERS,
     repetitions: Annotated[int, typer.Option(min=1, help="Of every row of the attention; of a model a quarter.")] = 20,
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that whole models generate; 0 leaves them out.")] = 32,
     memory_gb: Annotated[
@@ -64,17 +67,23 @@ def bench(
 
     With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
     requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
-    --layers, --device and --device-file do not apply.
+    --layers, --cache, --device and --device-file do not apply.
     """
     from ..recipe.settings import Compute
 
     if engine != "transformers":
         if engine != "vllm":
             raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
-        given_in_vain = {"--lengths": lengths, "--device-file": device_file, "--device": device != "auto" or None}
-        in_vain = [option for option, value in given_in_vain.items() if value is not None]
-        if in_vain or layers != 4:
-            raise UsageError(f"{', '.join(in_vain or ['--layers'])}: not with --engine vllm.", "Leave it out.")
+        given_in_vain = {
+            "--lengths": lengths is not None,
+            "--layers": layers != LAYERS,
+            "--cache": cache is not None,
+            "--device-file": device_file is not None,
+            "--device": device != "auto",
+        }
+        in_vain = [option for option, given in given_in_vain.items() if given]
+        if in_vain:
+            raise UsageError(f"{', '.join(in_vain)}: not with --engine vllm.", "Leave it out.")
         Compute("auto", dtype).check()
         check_folder(folder)
         show_progress(quiet)
