@@ -27,7 +27,7 @@ from rotor.bench.gpu.records import Setting, append, cut_off_the_last, read, row
 from rotor.bench.gpu.runner import GpuSettings, run_phases
 from rotor.bench.gpu.verdict import judge
 from rotor.bench.graphs import replayed
-from rotor.bench.problem import checked_output, paged_rows, random_problem, truth
+from rotor.bench.problem import checked_output, copied, paged_rows, random_problem, truth
 from rotor.bench.rows import BACKENDS, pytorch_path, sdpa
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
@@ -414,6 +414,7 @@ def test_queries_behind_cached_keys_agree_with_the_truth(domain: str) -> None:
         assert relative_error(checked_output(problem, prepare(problem)()), exact) < 4e-6
     assert problem.mask is not None
     assert problem.mask[0, 0].sum(-1).tolist() == [47, 48, 49, 50]
+    assert copied(problem).mask is problem.mask  # layers share one, and what follows from it
 
 
 def test_rows_in_permuted_pages_are_the_same_rows() -> None:

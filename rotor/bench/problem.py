@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,11 +80,13 @@ class Problem:
 
     @property
     def mask(self) -> Tensor | None:
-        """What a model passes for several queries behind cached keys, [1, 1, seq_len, kv_len], bool; else None."""
+        """What a model passes for several queries behind cached keys, [1, 1, seq_len, kv_len], bool; else None.
+
+        The same tensor for all problems alike, as the layers of a model share one.
+        """
         if self.seq_len in (1, self.kv_len):
             return None
-        every = torch.ones(self.seq_len, self.kv_len, dtype=torch.bool, device=self.key.device)
-        return every.tril(self.kv_len - self.seq_len)[None, None]
+        return _lower_right(self.seq_len, self.kv_len, self.key.device)
 
     @property
     def work(self) -> Work:
@@ -160,6 +163,12 @@ def paged_rows(problem: Problem, page: int, generator: torch.Generator) -> tuple
         return found
 
     return pages(problem.key), pages(problem.value), table
+
+
+@lru_cache(maxsize=2)
+def _lower_right(seq_len: int, kv_len: int, device: torch.device) -> Tensor:
+    every = torch.ones(seq_len, kv_len, dtype=torch.bool, device=device)
+    return every.tril(kv_len - seq_len)[None, None]
 
 
 def copied(problem: Problem) -> Problem:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -136,6 +137,10 @@ def kernel_decode(
     return run
 
 
+_layers = count()
+"""Each call is one more layer of a step: what is known of the mask holds from one to the next."""
+
+
 def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
     """The kernels for several new tokens, as a layer of a model calls them: a prompt, or behind cached keys."""
     from ..kernels.attention import packed_attention
@@ -149,6 +154,7 @@ def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
         problem.shape.head_dim,
         problem.key_rotation,
         mask,
+        layer_idx=next(_layers),
     )
 
 
