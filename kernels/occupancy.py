@@ -20,6 +20,9 @@ ALLOCATED_REGISTERS = 256
 MOST_REGISTERS = 255
 """That a thread may have."""
 
+GRID_PROGRAMS = 2
+"""Programs for each SM that a decode step is launched with, where nothing else is asked for."""
+
 
 def programs_per_sm(warps: int, shared_bytes: int, capability: int, registers: int | None = None) -> int:
     """Programs of a kernel that an SM of a compute capability (90 is 9.0) holds at a time.

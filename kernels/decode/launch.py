@@ -11,6 +11,7 @@ from rotor.errors import UsageError
 from ..key_ranges import DecodeKeys
 from ..launch import launch
 from ..layer_table import Column, LayerParts, table_on
+from ..occupancy import GRID_PROGRAMS
 from ..strides import alignment, as_words, check_page
 from ..tile_sizes import decode_config, gpu_of, rebuilding_steps, sm_count
 from .combine import combine_constants, combine_kernel
@@ -125,5 +126,5 @@ def decode_attention(
 
 
 def default_programs(device: torch.device) -> int:
-    """Two programs for each SM."""
-    return 2 * sm_count(device)
+    """Programs of a decode step."""
+    return GRID_PROGRAMS * sm_count(device)

@@ -12,11 +12,11 @@ from typing import Any
 
 from ..format.columns import Columns
 from ..format.layout import AttentionShape, GroupClass, LayerLayout
+from ..kernels.occupancy import GRID_PROGRAMS
 from ..kernels.schedule import row_block_costs
 from .cost import DecodeStep, layer_work
 from .devices import Device
 from .roofline import Residency, Work
-from .tiling import GRID_PROGRAMS
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,12 @@ from typing import Any
 from ..format.columns import Columns
 from ..format.layout import Domain, GroupLayout, LayerLayout
 from ..kernels.layer_table import LayerParts, layer_parts
-from ..kernels.occupancy import programs_per_sm
+from ..kernels.occupancy import GRID_PROGRAMS, programs_per_sm
 from ..kernels.tile_sizes import HOPPER, decode_config, decode_shared_bytes
 from .roofline import Residency
 
 Latent = float | Columns
 """One side of a group: a rank, of numbers in the model's dtype, or columns by bits."""
-
-GRID_PROGRAMS = 2
-"""Programs for each SM that a decode step is launched with (`kernels/decode/launch.py`)."""
 
 ELEMENT_BYTES = 2
 
