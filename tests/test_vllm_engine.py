@@ -359,12 +359,12 @@ INTERPRETED = """
 import json, sys, vllm_engine as v
 from rotor.kernels import dispatch
 from rotor.kernels.decode import launch
-from rotor.kernels.prefill import kernel
+from rotor.kernels.prefill import launch as prefill
 from rotor.kernels.projection import append
 
 called = set()
 dispatch.MAX_WIDTH = int(sys.argv[2])
-for module, name in ((launch, "decode_attention"), (kernel, "prefill_attention"), (append, "pack_rows")):
+for module, name in ((launch, "decode_attention"), (prefill, "prefill_attention"), (append, "pack_rows")):
     def spy(*a, inner=getattr(module, name), name=name, **k):
         called.add(name)
         return inner(*a, **k)

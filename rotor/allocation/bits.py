@@ -56,7 +56,7 @@ class BitsPath(RankPath):
         uniform_rows: all layers store rows of as many bytes.
     Raises:
         RecipeError: groups have too few columns for a word of the narrowest width.
-    Source: DESIGN section 7.
+    Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3).
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from .app import (
     Dtype,
     Quiet,
     SourceModel,
+    TargetDevice,
     app,
     check_folder,
     command_line,
@@ -222,7 +223,11 @@ def _load(row: dict[str, Any], *more: str) -> tuple[str, ...]:
     return row["row"], row["device"], *(row[key] for key in more), f"{row['batch_size']} x {row['length']}"
 
 
-@app.command("compile", epilog="Example: rotor compile out/demo --arch sm_80,sm_90")
+@app.command(
+    "compile",
+    epilog="Example: rotor compile out/demo --arch sm_80,sm_90. At other loads: rotor compile out/demo --batch 1,64 "
+    "--lengths 8192 --target-device h100-sxm",
+)
 def compile_kernels(
     folder: Checkpoint,
     arch: Annotated[str, typer.Option(help="Architectures of NVIDIA GPUs, as in sm_80,sm_90.")] = "sm_90",
@@ -232,32 +237,46 @@ def compile_kernels(
     batch: Annotated[
         str, typer.Option(help="Sequences of a decode step, as in 1,8; rounded up to powers of two.")
     ] = "1",
+    lengths: Annotated[str, typer.Option(help="Cached tokens of a decode step that is predicted.")] = "32768",
+    prefill: Annotated[str, typer.Option(help="Tokens of a prompt that is predicted.")] = "8192",
+    target_device: TargetDevice = None,
+    device_file: DeviceFile = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Compile the Triton kernels of a checkpoint ahead of time and show what each takes; no GPU is needed.
 
-    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Exit code 1 if one cannot be
-    compiled.
+    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Of each it is predicted what it
+    reads and multiplies, what of it is on an SM, and what share of its floor follows, on --target-device or, where that
+    is not given, on an A100, L40S, H200 or B200 by the architecture. Exit code 1 if one cannot be compiled.
     """
     from ..recipe.settings import Compute
 
     batch_sizes = numbers("--batch", batch)
+    cached, prompts = numbers("--lengths", lengths), numbers("--prefill", prefill)
     Compute(dtype=dtype).check()
     check_folder(folder)
 
+    from ..bench.floors import DEVICE_OF_ARCH, with_floors
     from ..bench.precompile import cache_folder, parse_archs, precompile
     from ..bench.provenance import provenance
+    from ..prediction.devices import find_device
 
     archs = parse_archs(arch)
+    names = {f"sm_{number}": target_device or DEVICE_OF_ARCH.get(number) for number in archs}
+    where = None if device_file is None else str(device_file)
+    devices = {name: find_device(device, where) for name, device in names.items() if device is not None}
     kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=show_progress(quiet))
     failed = [kernel for kernel in kernels if kernel.error is not None]
+    loads = {"batch_sizes": batch_sizes, "lengths": cached, "prompts": prompts}
+    kernels = with_floors(folder, kernels, devices, dtype=dtype, **loads)
     if as_json:
         entries = [dataclasses.asdict(kernel) for kernel in kernels]
-        about = {**provenance(command_line()), "folder": str(folder)}
+        about = {**provenance(command_line()), "folder": str(folder), "predicted_for": names}
         print_json({**about, "cache": cache_folder(), "failed": len(failed), "kernels": entries})
     else:
         _print_kernels(kernels)
+        _print_floors(kernels, names)
         say(f"{len(kernels) - len(failed)} compiled, {len(failed)} failed; cache: {cache_folder()}")
     if failed:
         raise typer.Exit(1)
@@ -276,6 +295,26 @@ def _print_kernels(kernels: list[Any]) -> None:
     for k in kernels:
         if k.error is not None:
             say(f"{k.name}, {k.arch}: {k.error[:400]}")
+
+
+def _print_floors(kernels: list[Any], devices: dict[str, str | None]) -> None:
+    """One line a kernel and load: what it reads and multiplies in all layers, and what follows."""
+    rows = []
+    for k in kernels:
+        for floor in k.floors:
+            new = "" if floor.new_tokens == 1 else f"{floor.new_tokens} new"
+            load = f"{floor.batch_size} x {new or floor.past + 1}"
+            flight = "-" if floor.flight_bytes is None else f"{floor.flight_bytes / 1024:.1f}"
+            sizes = in_bytes(floor.memory_bytes), in_bytes(floor.l2_bytes), f"{floor.flops / 1e9:.3g}"
+            times = f"{1e6 * floor.seconds:.1f}", floor.limit, f"{floor.share:.0%}"
+            rows.append((k.name, k.arch, load, floor.launches, *sizes, floor.programs_per_sm, flight, *times))
+    if not rows:
+        return
+    right = "layers", "memory", "L2 besides", "GFLOP", "programs/SM", "KB in flight/SM", "us", "limit", "of the floor"
+    named = ", ".join(f"{arch}: {device}" for arch, device in devices.items() if device is not None)
+    print_table(
+        f"Predicted, all layers that launch it together ({named})", ("kernel", "arch", "batch x tokens"), right, rows
+    )
 
 
 @app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200 --plot balance.png")

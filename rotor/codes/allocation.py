@@ -6,7 +6,8 @@ in descending order of w sigma^2 (which becomes their order in the checkpoint) t
 follow exactly by dynamic programming, and from such curves of all sides of a model the best split of every number of
 words.
 
-Source: DESIGN section 7; reverse water-filling of transform coding, with whole words inside the optimisation.
+Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3) with whole words
+inside the optimisation.
 """
 
 from __future__ import annotations
