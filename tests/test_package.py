@@ -105,6 +105,7 @@ def test_a_default_kernel_config_lists_classes_and_what_to_compile() -> None:
             ],
             "specialisations": [[64, 32], [16, 32]],
             "tile": 64,
+            "slices_per_sm": 2,
         }
     ]  # fmt: skip
     assert KernelConfig.from_dict(json.loads(json.dumps(data))) == config
