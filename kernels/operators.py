@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from rotor.format.kernel_config import KernelConfig, LayerKernels, Schedule
 from rotor.format.layout import LayerLayout
 
-from . import attention as direct
+from .attention import attend, ranges_of
 from .layer_table import layer_parts, table_on
 from .parameters import AttentionParameters, seq_len_of
 from .prefill.rebuild import rebuilt_groups
@@ -126,8 +126,8 @@ def attention(
     of = described(layer)
     parameters = AttentionParameters(of.layout, of.heads_per_kv, scaling, query_basis, constant_key, softcap)
     key_rotation = None if cos is None or sin is None else (cos, sin)
-    keys = direct.ranges_of(mask, (key.shape[0], seq_len_of(query), key.shape[2]), key.device)
-    return direct.attend(query, key, value, parameters, of.head_dim, keys, key_rotation, of.schedule, of.kernels)
+    keys = ranges_of(mask, (key.shape[0], seq_len_of(query), key.shape[2]), key.device)
+    return attend(query, key, value, parameters, of.head_dim, keys, key_rotation, of.schedule, of.kernels)
 
 
 @attention.register_fake

@@ -20,6 +20,7 @@ from rotor.format.layout import GroupClass, LayerLayout
 from .defaults import default_layer
 from .layer_table import REGISTER_COLUMNS, Bodies, Column, LayerParts, Piece, layer_parts
 from .schedule import PIECES
+from .tuning import chosen_constants
 from .widths import chunks, padded
 
 SHARED_KB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -83,9 +84,10 @@ def decode_config(
 ) -> dict[str, Any]:
     """Constants of the decode kernel that follow from the layer alone, with num_warps and num_stages.
 
-    head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory.
+    head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory. `tuning.decode_constants`
+    puts others in their place.
     """
-    return dict(_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu))
+    return {**_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu), **chosen_constants()}
 
 
 @lru_cache(maxsize=4096)

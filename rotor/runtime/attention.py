@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..format.kernel_config import LayerKernels, Schedule
 from ..format.layout import AttentionShape, LayerLayout
-from ..kernels.code_reference import coded_attention
+from ..kernels.code_reference import coded_attention, partial_attention
 from ..kernels.defaults import SCHEDULE, default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import grouped_attention, project_keys, rotate
-from ..kernels.weights import attention_weights
+from ..kernels.scores.column_sums import column_sums
 from .cache.adoption import policy_layer
-from .cache.evicting_layer import EvictingLayer, spans_of
+from .cache.evicting_layer import EvictingLayer
 from .cache.policy import Policy
+from .cache.spans import spans_of
 from .code_rows import CodeRows, check_cache
 from .families import Family
 from .rotary_table import RotaryTable
@@ -234,22 +235,30 @@ class RotorAttention(nn.Module):
             )
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        output = rotor_attention_forward(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            key_rotation=key_rotation,
-            use_kernels=use_kernels,
-            **kwargs,
-        )[0]
+        scored, log_sums = None if held is None else held.softening(), None
+        if scored is not None and scored.none and seq_len > 1 and not kwargs.get("dropout"):
+            # Attention's own log-sum-exp is what sums of its columns need.
+            parameters = self.parameters_of_attention()
+            wide, log_sums = partial_attention(query, key, value, parameters, key_rotation, attention_mask)
+            output = wide.to(query.dtype)
+        else:
+            output = rotor_attention_forward(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=self.scaling,
+                key_rotation=key_rotation,
+                use_kernels=use_kernels,
+                **kwargs,
+            )[0]
         if held is not None:
-            weights = None
-            if held.policy.needs_weights:
-                weights = attention_weights(query, key, self.parameters_of_attention(), key_rotation, attention_mask)
-            held.finish(weights)
+            sums = None
+            if scored is not None:
+                parameters, counted = self.parameters_of_attention(), held.newest
+                sums = column_sums(query, key, parameters, key_rotation, attention_mask, log_sums, scored, counted)
+            held.finish(sums)
         return self.o_proj(output), None
 
     @property

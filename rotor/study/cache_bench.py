@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
 from ..runtime.cache import LONG_TOKENS, EvictingLayer, Policy, cache_policy, stored_bytes
-from ..runtime.cache.evicting_layer import spans_of
 from ..runtime.cache.sizes import random_rows
+from ..runtime.cache.spans import spans_of
 
 
 class PolicyModel:

@@ -10,6 +10,7 @@ from ..errors import UsageError
 from ..installing import pip_install
 from ..prediction.simulation import Balance
 from ..report.style import MARKERS, STYLE
+from .caches_plot import draw_budgets, draw_combine, draw_evict, draw_quantise
 from .curves_plot import Quantity, draw_curves, draw_spectra
 from .peers_part import peer_records
 from .peers_plot import draw_peers
@@ -18,8 +19,8 @@ from .store import StudyStore
 from .tables import SIDE_LABELS, Curves, ablation_curves, curves
 
 FOLDER = "plots"
-SIZES = {"peers": (15.0, 8.5)}
-"""Inches of the plots that have more than one row of axes."""
+SIZES = {"peers": (15.0, 8.5), "combine": (17.0, 9.0), **dict.fromkeys(("quantise", "evict", "budgets"), (16.0, 5.0))}
+"""Inches of the plots that have more than two axes."""
 
 
 def require_matplotlib() -> None:
@@ -55,6 +56,10 @@ def write_plots(store: StudyStore) -> list[Path]:
             ("pruning", lambda figure: _draw_pruning(figure, store.part("pruning"))),
             ("front", lambda figure: _draw_front(figure, store.part("front"))),
             ("peers", lambda figure: draw_peers(figure, peer_records(store))),
+            ("quantise", lambda figure: draw_quantise(figure, store)),
+            ("evict", lambda figure: draw_evict(figure, store)),
+            ("budgets", lambda figure: draw_budgets(figure, store)),
+            ("combine", lambda figure: draw_combine(figure, store)),
             ("pruning-spectra", lambda figure: _draw_pruning_spectra(figure, store.part("pruning"), of)),
         ):
             figure = Figure(figsize=SIZES.get(name, (11, 4.5)), dpi=120)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...format.layout import LayerLayout
-from .evicting_layer import EvictingLayer, spans_of
+from .evicting_layer import EvictingLayer
 from .policy import Policy
+from .spans import spans_of
 
 LONG_TOKENS = 32768
 """Tokens of context to which bytes are extrapolated."""
