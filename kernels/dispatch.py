@@ -6,13 +6,15 @@ interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch 
 
 - masks that are added to the logits, or that differ between heads; bool masks of any pattern are served, and those of
   one row or one sequence for all; empty inputs;
-- dropout, calls outside of torch.no_grad() or inference_mode(), and code that torch.compile is tracing (which
-  `generate` does for static caches on CUDA, unless disable_compile=True);
+- dropout, and calls outside of torch.no_grad() or inference_mode();
 - widths above MAX_WIDTH (keys in domain `pre` above MAX_REBUILT_WIDTH; of codes there the sum over their widths in
   bits, each padded), and widths whose smallest tiles exceed the shared memory of the GPU at hand (the logger `rotor`
   says so);
 - GPUs of AMD (the logger `rotor` says so): the kernels give options that only NVIDIA's compiler knows;
 - keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
+
+Code that torch.compile traces (`generate` does so by itself for static caches on CUDA) has the kernels as operators of
+PyTorch (`operators`); what was chosen while tracing stays so until it is traced again.
 """
 
 from __future__ import annotations
@@ -165,10 +167,10 @@ def kernels_serve(
         return False
     dtype, device = hidden_states.dtype, hidden_states.device
     return (
-        (attention_mask is None or _mask_fits(attention_mask, *hidden_states.shape[:2]))
-        and hidden_states.numel() > 0
-        and dropout == 0.0
+        dropout == 0.0
         and layer_served(layout, heads_per_kv, head_dim, dtype, device, rotation_fits, kernels)
+        and (attention_mask is None or _mask_fits(attention_mask, *hidden_states.shape[:2]))
+        and hidden_states.numel() > 0
     )
 
 

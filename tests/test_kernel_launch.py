@@ -67,9 +67,11 @@ def test_nothing_else_launches_kernels() -> None:
     assert launched == {
         "append_kernel",
         "assign_kernel",
+        "column_sums_kernel",
         "combine_kernel",
         "decode_kernel",
         "join_kernel",
+        "log_sums_kernel",
         "mask_kernel",
         "plan_kernel",
         "prefill_kernel",

@@ -52,7 +52,7 @@ def test_decode(name: str, capability: int) -> None:
     page = 16 if "ragged" in name else 0
     parts = layer_parts(MENU[name], HEADS_PER_KV, HEAD_DIM)
     settings = {"page": page, "mask": True, "gpu": Gpu.of_capability(capability)}
-    attention, *ranges, combine = decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings)
+    attention, combine, *ranges = decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings)
     for variant in ranges:
         check(variant, capability, copies=False)
     resources = check(attention, capability)
@@ -108,16 +108,34 @@ def test_every_kernel_of_a_configuration_is_listed_once() -> None:
         "combine 16 rows 64",
         "decode post 1x4 rows 32+16 16+16 stream",
         "decode pre 2x4 rows 64+64 stream",
+        "join 16/4 rows 16",
+        "join 16/4 rows 48",
+        "join 64/4 rows 16",
+        "join 64/4 rows 48",
+        "plan 16/4 rows, 32 keys",
+        "plan 16/4 rows, 64 keys",
+        "plan 64/4 rows, 32 keys",
+        "plan 64/4 rows, 64 keys",
         "prefill post 1x4 rows 16+16",
+        "prefill post 1x4 rows 16+16, 16 sliced",
+        "prefill post 1x4 rows 16+16, 64 sliced",
         "prefill post 1x4 rows 16+16, pieces",
         "prefill post 1x4 rows 32+16",
+        "prefill post 1x4 rows 32+16, 16 sliced",
+        "prefill post 1x4 rows 32+16, 64 sliced",
         "prefill post 1x4 rows 32+16, pieces",
         "prefill pre 2x4 rows 64 rebuilt+48",
+        "prefill pre 2x4 rows 64 rebuilt+48, 16 sliced",
+        "prefill pre 2x4 rows 64 rebuilt+48, 64 sliced",
         "prefill pre 2x4 rows 64 rebuilt+48, pieces",
         "prefill pre 2x4 rows 64+48",
+        "prefill pre 2x4 rows 64+48, 16 sliced",
+        "prefill pre 2x4 rows 64+48, 64 sliced",
         "rebuild 2 heads of 64",
         "rotation 1x4 rows, decode",
         "rotation 1x4 rows, prefill",
+        "tiles of 128 keys",
+        "tiles of 64 keys",
     ]
 
 

@@ -56,9 +56,8 @@ def decode_variants(
     bodies = " ".join(f"{pieces_name(keys)}+{pieces_name(values)}" for keys, values in parts.bodies)
     name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
     variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
-    variants += range_variants(config["TILE"], batch_size, words=False, masked=mask)
     if schedule == "stream":
         variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
     elif schedule == "lpt":
         variants.append(assign_variant(len(parts.table), batch_size))
-    return variants
+    return variants + range_variants(config["TILE"], batch_size, words=False, masked=mask)

@@ -18,6 +18,7 @@ from rotor.kernels.decode import kernel as decode
 from rotor.kernels.decode import launch as decode_launch
 from rotor.kernels.launch import launch
 from rotor.kernels.prefill import kernel as prefill
+from rotor.kernels.prefill import launch as prefill_launch
 
 PROMPT = torch.randint(1, 4096, (2, 15), generator=torch.Generator().manual_seed(5))
 KERNELS = {
@@ -55,7 +56,7 @@ def generate(folder: Path, edit: Callable[[Any], None], monkeypatch: pytest.Monk
         path.write_text(original)
     with monkeypatch.context() as patch:
         patch.setenv("ROTOR_ATTENTION", "triton")
-        for module in (decode_launch, longest_first, prefill):
+        for module in (decode_launch, longest_first, prefill_launch):
             patch.setattr(module, "launch", record)
         output = model.generate(
             PROMPT,
