@@ -71,6 +71,7 @@ def bench(
         if engine != "vllm":
             raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
         given_in_vain = {"--lengths": lengths, "--device-file": device_file, "--device": device != "auto" or None}
+        given_in_vain["--cache"] = cache
         in_vain = [option for option, value in given_in_vain.items() if value is not None]
         if in_vain or layers != 4:
             raise UsageError(f"{', '.join(in_vain or ['--layers'])}: not with --engine vllm.", "Leave it out.")
