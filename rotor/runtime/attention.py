@@ -174,7 +174,13 @@ class RotorAttention(nn.Module):
             key = self._heads(key, "k_norm")
         if layout.domain == "post":
             assert position_embeddings is not None
-            if use_kernels:
+            if use_kernels and torch.compiler.is_compiling():
+                from ..kernels import operators  # imports Triton
+
+                query, key = operators.rotate_and_project(
+                    query, key, *position_embeddings, self.query_basis, self.key_basis, self.key_shift, self.described
+                )
+            elif use_kernels:
                 from ..kernels.projection.rotation import rotate_and_project
 
                 query, key = rotate_and_project(
@@ -213,7 +219,12 @@ class RotorAttention(nn.Module):
         value = value.unsqueeze(1)
         check_cache(past_key_values, self.layer_idx, layout)
         if self._code_rows is not None:
-            key, value = self._code_rows.pack(key, value, use_kernels)
+            if use_kernels and torch.compiler.is_compiling():
+                from ..kernels import operators
+
+                key, value = operators.pack_rows(key, value, self.described)
+            else:
+                key, value = self._code_rows.pack(key, value, use_kernels)
         if self.spread is not None:
             return self.o_proj(self.spread.attend(self, query, key, value, past_key_values, key_rotation)), None
         if cache_layer is not None:
@@ -249,6 +260,13 @@ class RotorAttention(nn.Module):
                 sums = column_sums(query, key, parameters, key_rotation, attention_mask, log_sums, scored, counted)
             held.finish(sums)
         return self.o_proj(output), None
+
+    @property
+    def described(self) -> str:
+        """The layer as the kernels' operators take it."""
+        from ..kernels.operators import describe  # imports Triton
+
+        return describe(self.layout, self.schedule, self.kernels, self.heads_per_kv, self.head_dim)
 
     def parameters_of_attention(self, scaling: float | None = None) -> AttentionParameters:
         """What attention goes by beside queries and rows; `scaling` in place of the layer's own."""
@@ -359,7 +377,22 @@ def rotor_attention_forward(
             "Call model.eval(); a checkpoint with codes is for inference.",
         )
     parameters = module.parameters_of_attention(scaling)
-    if use_kernels:
+    if use_kernels and torch.compiler.is_compiling():
+        from ..kernels import operators  # imports Triton
+
+        output = operators.attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            parameters.query_basis,
+            *(key_rotation or (None, None)),
+            parameters.constant_key,
+            parameters.scaling,
+            parameters.softcap,
+            module.described,
+        )
+    elif use_kernels:
         from ..kernels.attention import packed_attention  # imports Triton
 
         output = packed_attention(
