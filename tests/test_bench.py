@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,21 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(importlib.import_module("rotor.bench.clock").COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setitem(importlib.import_module("rotor.bench.clock").FLUSH_BYTES, "cpu", 1 << 16)
     monkeypatch.setitem(importlib.import_module("rotor.bench.clock").MATRIX, "cpu", 32)
+
+
+def test_the_compressed_model_may_follow_a_cache_policy(folder: Path) -> None:
+    settings = BenchSettings((48,), (24,), (2,), layers=1, repetitions=2, new_tokens=2)
+    sizes = {}
+    for cache in (None, "streaming-50", "h2o-50-4"):
+        report = bench(folder, replace(settings, cache=cache), device="cpu")
+        assert report["settings"]["cache"] == cache
+        sizes[cache] = {(r["row"], r["length"]): r["kv_cache_bytes"] for r in report["model"]}
+    for length in (24, 48):
+        source, compressed = ("model, source", length), ("model, compressed", length)
+        assert len({found[source] for found in sizes.values()}) == 1
+        assert sizes["h2o-50-4"][compressed] < sizes["streaming-50"][compressed] < 0.6 * sizes[None][compressed]
+    with pytest.raises(UsageError, match="policy kvquant: levels of 0 layers"):
+        bench(folder, replace(settings, cache="kvquant-4"), device="cpu")
 
 
 def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> None:

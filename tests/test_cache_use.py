@@ -251,6 +251,8 @@ def test_what_a_policy_cannot_serve_is_said(models, tiny, checkpoints, tmp_path)
         with pytest.raises(UsageError, match="has dropped tokens, which cannot come back"):
             cache.crop(-2)
     plain = models("plain")
+    with cache_policy(plain, Streaming(tokens=4)), pytest.raises(UsageError, match="has dropped tokens, which cannot"):
+        plain.generate(rows, assistant_model=models("pre"), attention_mask=torch.ones_like(rows), max_new_tokens=6)
     with pytest.raises(UsageError, match="does not know that its cache drops tokens"):
         plain(rows, past_key_values=make_cache(Window(), plain.config))
     with pytest.raises(UnsupportedModelError, match="DynamicSlidingWindowLayer"):
@@ -283,6 +285,38 @@ def test_a_cache_that_kept_everything_can_be_cropped_and_regrouped(models) -> No
         assert cache.get_seq_length() == stored_bytes(cache) == 0
         model(rows, past_key_values=cache)
         assert torch.allclose(model(rows[:, :1], past_key_values=cache).logits, expected, atol=1e-5)
+
+
+class Offloading(DynamicCache):
+    """What transformers' offloaded cache does with a layer around each of its steps, wherever it lies."""
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object):
+        self.layers[layer_idx].prefetch()
+        found = self.layers[layer_idx].update(key, value)
+        self.layers[layer_idx].offload()
+        return found
+
+
+@pytest.mark.parametrize("policy", LOSSY, **NAMES)
+def test_an_offloaded_cache_gives_the_same_tokens(policy: Policy, models) -> None:
+    model, rows = models("pre"), prompts(2, 20)
+    options = {"attention_mask": left_padded(rows, [4, 0]), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with cache_policy(model, policy):
+        expected = model.generate(rows, **options)
+        offloaded = Offloading(config=model.config)
+        assert torch.equal(model.generate(rows, past_key_values=offloaded, **options), expected)
+    assert all(isinstance(layer, PolicyLayer) for layer in offloaded.layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", LOSSY, **NAMES)
+def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, checkpoints) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("pre")).cuda().eval()
+    rows = prompts(2, 20).cuda()
+    options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with cache_policy(model, policy):
+        expected = model.generate(rows, **options)
+        assert torch.equal(model.generate(rows, cache_implementation="offloaded", **options), expected)
 
 
 @pytest.mark.parametrize("policy", [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8), H2O(tokens=8)], **NAMES)

@@ -21,26 +21,26 @@ from .column_sums import ClassProducts
 QUERIES, KEYS, WIDTH = 64, 64, 64
 """Of one tile; a product goes over the width in pieces."""
 
-INTEGERS = ["seq_len", "kv_len", "width", "mask_batch", "mask_unit", "mask_head", "mask_query", "mask_key"]
+INTEGERS = ["seq_len", "kv_len", "mask_batch", "mask_unit", "mask_head", "mask_query", "mask_key"]
 """Not specialised on their values, as in the decode kernel."""
 
 
 @triton.jit
 def _logits(
-    query, key, bias, mask, rows, columns, seq_len, kv_len, width, scaling, softcap, inverse_temperature, mask_query,
+    query, key, bias, mask, rows, columns, seq_len, kv_len, scaling, softcap, inverse_temperature, mask_query,
     mask_key, CAUSAL: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile [QUERIES, KEYS], -inf where nothing is attended to; row pointers are to the head's own."""
+    """Logits of a tile [QUERIES, KEYS], -inf where nothing is attended to; pointers are to the head's own, whose rows
+    have ROW numbers."""
     products = tl.zeros((QUERIES, KEYS), tl.float32)
     row_ok, column_ok = rows < seq_len, columns < kv_len
-    for first in range(0, width, WIDTH):
+    for first in tl.static_range(0, ROW, WIDTH):
         place = first + tl.arange(0, WIDTH)
-        inside = place < width
-        q = tl.load(query + rows[:, None] * width + place[None, :], mask=row_ok[:, None] & inside[None, :], other=0.0)
-        k = tl.load(
-            key + columns[:, None] * width + place[None, :], mask=column_ok[:, None] & inside[None, :], other=0.0
-        )
+        inside = place < ROW
+        q = tl.load(query + rows[:, None] * ROW + place[None, :], mask=row_ok[:, None] & inside[None, :], other=0.0)
+        k = tl.load(key + columns[:, None] * ROW + place[None, :], mask=column_ok[:, None] & inside[None, :], other=0.0)
         products = tl.dot(q, tl.trans(k), products, input_precision=PRECISION)
     logits = products * scaling
     if SOFTCAP:
@@ -62,10 +62,10 @@ def _logits(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def log_sums_kernel(
-    query, key, bias, mask, log_sums, units, seq_len, kv_len, width, scaling, softcap, inverse_temperature, mask_batch,
+    query, key, bias, mask, log_sums, units, seq_len, kv_len, scaling, softcap, inverse_temperature, mask_batch,
     mask_unit, mask_head, mask_query, mask_key, HEADS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The log-sum-exp of each row; grid (blocks of QUERIES, units * HEADS, batch_size)."""
     rows = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -82,9 +82,9 @@ def log_sums_kernel(
     for start in range(0, end, KEYS):
         columns = start + tl.arange(0, KEYS)
         logits = _logits(
-            query + of_head * seq_len * width, key + of_unit * kv_len * width, bias + of_unit * kv_len, mask_base, rows,
-            columns, seq_len, kv_len, width, scaling, softcap, inverse_temperature, mask_query, mask_key, CAUSAL, MASK,
-            BIAS, SOFTCAP, QUERIES, KEYS, WIDTH, PRECISION,
+            query + of_head * seq_len * ROW, key + of_unit * kv_len * ROW, bias + of_unit * kv_len, mask_base, rows,
+            columns, seq_len, kv_len, scaling, softcap, inverse_temperature, mask_query, mask_key, CAUSAL, MASK,
+            BIAS, SOFTCAP, QUERIES, KEYS, ROW, WIDTH, PRECISION,
         )  # fmt: skip
         larger = tl.maximum(largest, tl.max(logits, 1))
         reference = tl.where(larger == float("-inf"), 0.0, larger)
@@ -96,10 +96,10 @@ def log_sums_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def column_sums_kernel(
-    query, key, bias, mask, log_sums, sums, units, seq_len, kv_len, width, scaling, softcap, inverse_temperature,
+    query, key, bias, mask, log_sums, sums, units, seq_len, kv_len, scaling, softcap, inverse_temperature,
     mask_batch, mask_unit, mask_head, mask_query, mask_key, HEADS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of columns over the rows of all heads of a unit; grid (blocks of KEYS, units, batch_size).
 
@@ -118,9 +118,9 @@ def column_sums_kernel(
         for start in range(first, seq_len, QUERIES):
             rows = start + tl.arange(0, QUERIES)
             logits = _logits(
-                query + of_head * seq_len * width, key + of_unit * kv_len * width, bias + of_unit * kv_len, mask_base,
-                rows, columns, seq_len, kv_len, width, scaling, softcap, inverse_temperature, mask_query, mask_key,
-                CAUSAL, MASK, BIAS, SOFTCAP, QUERIES, KEYS, WIDTH, PRECISION,
+                query + of_head * seq_len * ROW, key + of_unit * kv_len * ROW, bias + of_unit * kv_len, mask_base,
+                rows, columns, seq_len, kv_len, scaling, softcap, inverse_temperature, mask_query, mask_key,
+                CAUSAL, MASK, BIAS, SOFTCAP, QUERIES, KEYS, ROW, WIDTH, PRECISION,
             )  # fmt: skip
             own = tl.load(log_sums + of_head * seq_len + rows, mask=rows < seq_len, other=float("inf"))
             total += tl.sum(tl.exp(logits - own[:, None]), 0)
@@ -130,7 +130,7 @@ def column_sums_kernel(
 def sums_of_columns(products: ClassProducts, counted: Tensor) -> Tensor:
     """As `column_sums.sums_in_blocks`, by kernels, in float32; masks are bool."""
     queries, keys = products.queries.contiguous(), products.keys.contiguous()
-    batch_size, units, heads, seq_len, width = queries.shape
+    batch_size, units, heads, seq_len, _ = queries.shape
     kv_len, device = keys.shape[2], queries.device
     bias = queries if products.bias is None else products.bias.float().contiguous()
     mask, strides = queries, [0] * 5
@@ -138,7 +138,7 @@ def sums_of_columns(products: ClassProducts, counted: Tensor) -> Tensor:
         expanded = products.mask.expand(batch_size, units, heads, seq_len, kv_len)
         mask, strides = expanded.view(torch.uint8), list(expanded.stride())
     constants = launch_constants(products, queries.element_size())
-    numbers = (units, seq_len, kv_len, width, products.scaling, products.softcap or 1.0, 1 / products.temperature)
+    numbers = (units, seq_len, kv_len, products.scaling, products.softcap or 1.0, 1 / products.temperature)
     log_sums = products.log_sums
     if log_sums is None:
         log_sums = torch.empty(batch_size, units, heads, seq_len, dtype=torch.float32, device=device)
@@ -162,7 +162,8 @@ def launch_constants(products: ClassProducts, element_bytes: int) -> dict[str, A
         "SOFTCAP": products.softcap is not None,
         "QUERIES": QUERIES,
         "KEYS": KEYS,
+        "ROW": products.queries.shape[-1],
         "WIDTH": WIDTH,
         "PRECISION": precision(element_bytes),
-        "num_warps": 4,
+        "num_warps": 8,
     }

@@ -70,6 +70,7 @@ def draw_budgets(figure: Any, store: Any) -> bool:
     heat, *rest = figure.subplots(1, 3)
     image = heat.imshow(known["cosines"], aspect="auto", interpolation="nearest", cmap="viridis")
     heat.set(xlabel="tokens of a prompt, in sixteenths", ylabel="layer", title="cosine before and after attention")
+    heat.set_yticks(range(len(known["cosines"])))
     heat.grid(False)
     figure.colorbar(image, ax=heat)
     values: list[tuple[str, Callable[[PeerRecord], float]]] = [
@@ -154,10 +155,10 @@ def _line(axes: Any, index: int, points: Sequence[tuple[float, float]], label: s
     if not points:
         return
     x, y = zip(*sorted(points), strict=True)
-    marker, colour = MARKERS[index % len(MARKERS)], f"C{index % 10}"
+    marker, colour = MARKERS[(index + index // 10) % len(MARKERS)], f"C{index % 10}"
     axes.plot(x, y, marker=marker, markersize=5, color=colour, label=label, **{"linestyle": ":", **style})
 
 
 def _legends(*axes: Any) -> None:
     for one in axes:
-        one.legend(fontsize=7).set_in_layout(False)
+        one.legend(fontsize=7, framealpha=0.6).set_in_layout(False)

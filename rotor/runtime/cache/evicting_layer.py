@@ -313,9 +313,10 @@ class EvictingLayer(PolicyLayer):
         if self.is_initialized:
             assert self.keys is not None
             assert self.values is not None
-            self.keys, self.values = (t.to("cpu", non_blocking=True) for t in (self.keys, self.values))
+            # Not in the background: `finish` chooses among the rows at once.
+            self.keys, self.values = self.keys.cpu(), self.values.cpu()
             for codes in self._codes:
-                codes.map(lambda part: part.to("cpu", non_blocking=True))
+                codes.map(Tensor.cpu)
 
     def prefetch(self) -> None:
         if self.is_initialized:
