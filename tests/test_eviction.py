@@ -100,7 +100,7 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
     layer = drive(policy, x)
     assert layer.keys is not None
     got = layer.keys[0, :, :, 0].long().tolist()
-    table = torch.cat(layer._noise, 1).double().numpy() if layer._noise else np.full((GROUPS, 1024), 0.5)
+    table = torch.cat(layer._noise.blocks, 1).double().numpy() if layer._noise.blocks else np.full((GROUPS, 1024), 0.5)
     assert got == truth(policy, x, table)
     places = layer.positions
     assert places is not None

@@ -23,9 +23,11 @@ from ..kernels.weights import attention_weights
 from .cache.adoption import policy_layer
 from .cache.evicting_layer import EvictingLayer, spans_of
 from .cache.policy import Policy
+from .cache.tiered_layer import TieredLayer
 from .code_rows import CodeRows, check_cache
 from .families import Family
 from .positions import PositionCheck
+from .tiered_attention import attend_to_tiers
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 FLOAT32 = ("key_shift", "key_constant")
@@ -230,9 +232,11 @@ class RotorAttention(nn.Module):
 
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         held = cache_layer if isinstance(cache_layer, EvictingLayer) else None
+        tiered = cache_layer if isinstance(cache_layer, TieredLayer) else None
         use_kernels = (
             self.spread is None
             and held is None
+            and tiered is None
             and kernels_serve(
                 hidden_states,
                 layout,
@@ -302,8 +306,14 @@ class RotorAttention(nn.Module):
             attention_mask, key_rotation = self._as_held(
                 held, attention_mask, key_rotation, hidden_states.element_size()
             )
+        if tiered is not None:
+            tiered.follow(layout, self.heads_per_kv, hidden_states.element_size())
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        if tiered is not None:
+            output, log_sums = attend_to_tiers(self, tiered, query, attention_mask, key_rotation)
+            tiered.finish_step(log_sums)
+            return self.o_proj(output), None
         output = rotor_attention_forward(
             self,
             query,

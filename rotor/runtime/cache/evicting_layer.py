@@ -13,13 +13,11 @@ from ...errors import UsageError
 from ...format.layout import LayerLayout
 from .budgets import SqueezeBudgets
 from .codec import tensor_bytes
-from .layer import PolicyLayer, check_left, seen_by_last
+from .layer import PolicyLayer, check_left, mask_of_places, seen_by_last
+from .noise import TokenNoise
 
 if TYPE_CHECKING:
     from .eviction import Eviction
-
-NOISE_BLOCK = 1024
-"""Tokens whose noise is drawn together."""
 
 
 class EvictingLayer(PolicyLayer):
@@ -44,7 +42,7 @@ class EvictingLayer(PolicyLayer):
         self._places: Tensor | None = None
         self._length = self._prompt = 0
         self._ragged = False
-        self._noise: list[Tensor] = []
+        self._noise = TokenNoise(index)
 
     @property
     def positions(self) -> Tensor | None:
@@ -94,19 +92,7 @@ class EvictingLayer(PolicyLayer):
             return None
         if head_groups is not None and places.shape[1] > 1:
             places = places[:, head_groups.to(places.device)]
-        there = (places >= 0).unsqueeze(2)
-        if mask is None:
-            queries = torch.arange(self.seen, self.seen + self._length, device=places.device)
-            shown = there & (places.unsqueeze(2) <= queries[:, None])
-            if additive is None:
-                return shown
-            least = torch.finfo(additive).min
-            return torch.zeros(shown.shape, dtype=additive, device=shown.device).masked_fill(~shown, least)
-        heads = max(mask.shape[1], places.shape[1])
-        index = places.clamp(min=0).long().unsqueeze(2).expand(-1, heads, self._length, -1)
-        columns = mask.expand(len(places), heads, self._length, -1).gather(-1, index)
-        least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        return columns.masked_fill(~there, least)
+        return mask_of_places(mask, places, self.seen, self._length, additive)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns the keys and values of what is held, in the order of `positions`."""
@@ -124,6 +110,9 @@ class EvictingLayer(PolicyLayer):
             self.values = torch.cat([self.values, value_states], dim=2)
         self.seen += length
         return self.keys, self.values
+
+    def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
+        self.spans = spans_of(layout, element_bytes)
 
     @property
     def _held(self) -> int:
@@ -210,16 +199,9 @@ class EvictingLayer(PolicyLayer):
     def noise(self, seed: int) -> Tensor:
         """A number from (0, 1) for each token, the same wherever its row lies, [batch_size, groups, slots].
 
-        The table that it is read from follows from the seed, and is not counted with the cache.
+        See TokenNoise.
         """
-        index = self.index_in_row
-        groups, most = index.shape[1], int(index.max())
-        while len(self._noise) * NOISE_BLOCK <= most:
-            mixed = ((seed * 1_000_003 + self.index) * 1_000_003 + len(self._noise)) % 2**63
-            generator = torch.Generator().manual_seed(mixed)
-            self._noise.append(torch.rand(groups, NOISE_BLOCK, generator=generator).clamp(1e-6, 1 - 1e-6))
-        table = torch.cat(self._noise, dim=1).to(index.device).expand(len(index), -1, -1)
-        return table.gather(-1, index.clamp(min=0).long())
+        return self._noise(self.index_in_row, seed)
 
     def stored_bytes(self) -> int:
         return tensor_bytes([self.keys, self.values, self._places, self.scores])

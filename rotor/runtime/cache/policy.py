@@ -19,11 +19,13 @@ class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
 
     needs_weights: attention has to hand out its weights. needs_states: and what the layers' hidden states are.
-    evicts: tokens are dropped, so that attention has to go by stored positions.
+    evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for the rows of a
+    compressed model.
     """
 
     method: ClassVar[str]
     evicts: ClassVar[bool] = False
+    rows_only: ClassVar[bool] = False
 
     @property
     def needs_weights(self) -> bool:
