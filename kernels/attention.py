@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor.format.kernel_config import LayerKernels, Schedule
-from rotor.format.layout import LayerLayout
 
 from .decode.launch import decode_attention
 from .defaults import SCHEDULE
 from .key_ranges import DecodeKeys, PrefillKeys
 from .layer_table import layer_parts
+from .parameters import AttentionParameters, seq_len_of
 from .prefill.kernel import prefill_attention
 
 _ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -51,15 +52,10 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: LayerLayout,
-    heads_per_kv: int,
+    parameters: AttentionParameters,
     head_dim: int,
-    scaling: float,
-    query_basis: Tensor | None = None,
     key_rotation: tuple[Tensor, Tensor] | None = None,
-    constant_key: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    softcap: float | None = None,
     schedule: Schedule = SCHEDULE,
     kernels: LayerKernels | None = None,
     layer_idx: int | None = None,
@@ -71,19 +67,24 @@ def packed_attention(
             query heads of qk_rank].
         key, value: [batch_size, 1, kv_len, qk_width] and [batch_size, 1, kv_len, v_width], or rows of codes
             [batch_size, 1, kv_len, bytes], uint8.
-        query_basis, key_rotation, and with codes constant_key: domain `pre`.
+        key_rotation: cos and sin, each [kv_len, rotary_dim], in domain `pre`.
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal.
         schedule: of decoding. kernels: the launches of the layer; by default by rule.
         layer_idx: of the layer: what its step computes of the mask serves those after it.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank].
     """
-    key, value = key[:, 0], value[:, 0]
+    layout, key, value = parameters.layout, key[:, 0], value[:, 0]
     pre = layout.domain == "pre"
     batch_size, kv_len = key.shape[:2]
-    seq_len = query.shape[2] if pre else query.shape[1]
-    if not pre:
-        query_basis = key_rotation = None
+    seq_len = seq_len_of(query)
+    common: dict[str, Any] = {"softcap": parameters.softcap}
+    if pre:
+        common |= {
+            "query_basis": parameters.query_basis,
+            "key_rotation": key_rotation,
+            "constant_key": parameters.constant_key,
+        }
     if seq_len == 1:
         if attention_mask is None:
             keys = _all_keys(batch_size, kv_len, key.device)
@@ -94,15 +95,12 @@ def packed_attention(
             query[:, :, 0] if pre else query[:, 0],
             key,
             value,
-            layer_parts(layout, heads_per_kv, head_dim, kernels, query.element_size()),
+            layer_parts(layout, parameters.heads_per_kv, head_dim, kernels, query.element_size()),
             keys,
-            heads_per_kv,
-            scaling,
-            query_basis=query_basis,
-            key_rotation=key_rotation,
-            constant_key=constant_key,
-            softcap=softcap,
+            parameters.heads_per_kv,
+            parameters.scaling,
             schedule=schedule,
+            **common,
         )
         return output.unsqueeze(1)
     if attention_mask is None:
@@ -116,13 +114,10 @@ def packed_attention(
         value,
         layout,
         chunk,
-        heads_per_kv,
-        scaling,
-        query_basis=query_basis,
-        key_rotation=key_rotation,
-        constant_key=constant_key,
-        softcap=softcap,
+        parameters.heads_per_kv,
+        parameters.scaling,
         kernels=kernels,
+        **common,
     )[0]
 
 

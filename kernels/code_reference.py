@@ -14,7 +14,7 @@ from rotor.format.columns import Columns
 from rotor.format.layout import GroupClass, LayerLayout
 
 from .decode_reference import decode_class, serves
-from .reference import class_basis, class_mask, class_rotation
+from .parameters import AttentionParameters, class_rotation, seq_len_of
 from .rows import unpack
 from .running_softmax import attend_in_blocks
 
@@ -23,109 +23,49 @@ def coded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: LayerLayout,
-    heads_per_kv: int,
-    scaling: float,
-    query_basis: Tensor | None = None,
+    parameters: AttentionParameters,
     key_rotation: tuple[Tensor, Tensor] | None = None,
-    constant_key: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    softcap: float | None = None,
 ) -> Tensor:
     """As `reference.grouped_attention`, for a layer that keeps rows of codes.
 
-    The steps of the codes are in `query_basis` (domains `post` and `pre`) or in the queries (`none`), and in o_proj;
-    what their means add is `constant_key` in domain `pre`, a bias of o_proj for values, and nothing after RoPE: except
-    under a soft cap, where codes must have means of -s/2 (an asymmetry that the softmax would see).
+    The steps of the codes are in the query basis (domains `post` and `pre`) or in the queries (`none`), and in o_proj;
+    what their means add is the constant key in domain `pre`, a bias of o_proj for values, and nothing after RoPE:
+    except under a soft cap, where codes must have means of -s/2 (an asymmetry that the softmax would see).
 
     Args:
         query: [batch_size, num_heads, seq_len, head_dim], rotated, KV heads in the order of the layout; in domain
             `none` [batch_size, seq_len, sum over query heads of qk_rank].
         key, value: rows of bytes, [batch_size, 1, kv_len, bytes], uint8; their columns of 16 bits in query's dtype.
-        heads_per_kv, scaling: as in the uncompressed model.
-        query_basis: [group_size * head_dim, qk_width], except in domain `none`.
         key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`; or of places that differ, [batch_size, 1 or
             groups, kv_len, rotary_dim].
-        constant_key: [num_kv_heads, head_dim], in domain `pre`: added to the rebuilt keys of each KV head, before they
-            are rotated.
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the model's order; bool
             (True: attend) or added to the logits; None is causal.
-        softcap: bound that the logits are pressed below, before the mask; None for none.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, groups in the order of the layout.
     """
-    alone = query.shape[1] == 1 if layout.domain == "none" else query.shape[2] == 1
+    alone = seq_len_of(query) == 1
     if alone and serves(query) and (key_rotation is None or key_rotation[0].dim() == 2):
-        return _decode(
-            query, key, value, layout, heads_per_kv, scaling, query_basis, key_rotation, constant_key, attention_mask,
-            softcap,
-        )  # fmt: skip
-    output, _ = partial_attention(
-        query, key, value, layout, heads_per_kv, scaling, query_basis, key_rotation, constant_key, attention_mask,
-        softcap,
-    )  # fmt: skip
-    return output.to(query.dtype)
-
-
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: LayerLayout,
-    heads_per_kv: int,
-    scaling: float,
-    query_basis: Tensor | None,
-    key_rotation: tuple[Tensor, Tensor] | None,
-    constant_key: Tensor | None,
-    attention_mask: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """`coded_attention` for one query position of each sequence, on a CPU."""
-    domain, size = layout.domain, layout.group_size
-    of_group = size * heads_per_kv
-    outputs = []
-    for cls in layout.classes():
-        keys, values = _class_rows(key, value, layout, cls, query.dtype)
-        heads = slice(cls.start * of_group, (cls.start + cls.count) * of_group)
-        basis = constant = None
-        if domain == "none":
-            first = cls.qk_offset * of_group
-            queries = query[:, 0, first : first + cls.count * of_group * cls.qk_rank].unflatten(
-                -1, (cls.count, -1, cls.qk_rank)
+        outputs = []
+        for cls in parameters.layout.classes():
+            keys, values = _class_rows(key, value, parameters.layout, cls, query.dtype)
+            mask = parameters.mask(attention_mask, parameters.heads(cls))
+            columns = cls.qk_columns, cls.v_columns
+            queries = parameters.queries(query, cls)
+            outputs.append(
+                decode_class(queries, keys.groups, values.groups, columns, parameters, cls, mask, key_rotation)
             )
-        else:
-            assert query_basis is not None
-            queries = query[:, heads, 0].unflatten(1, (cls.count, of_group))
-            basis = class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
-        if domain == "post":
-            split = queries.unflatten(2, (size, heads_per_kv))
-            queries, basis = torch.einsum("bngpd,ngdr->bngpr", split, basis).flatten(2, 3), None
-        elif domain == "pre" and constant_key is not None:
-            constant = constant_key[cls.start * size : (cls.start + cls.count) * size].unflatten(0, (cls.count, size))
-        mask = class_mask(attention_mask, layout, heads, heads_per_kv)
-        if mask is not None:
-            mask = mask[..., 0, :].unflatten(1, (1, 1) if mask.shape[1] == 1 else (cls.count, of_group))
-        outputs.append(
-            decode_class(
-                queries, keys.groups, values.groups, (cls.qk_columns, cls.v_columns), scaling, mask, softcap, basis,
-                key_rotation, constant,
-            )
-        )  # fmt: skip
-    return torch.cat(outputs, dim=-1)
+        return torch.cat(outputs, dim=-1)
+    return partial_attention(query, key, value, parameters, key_rotation, attention_mask)[0].to(query.dtype)
 
 
 def partial_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: LayerLayout,
-    heads_per_kv: int,
-    scaling: float,
-    query_basis: Tensor | None = None,
+    parameters: AttentionParameters,
     key_rotation: tuple[Tensor, Tensor] | None = None,
-    constant_key: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, and what it takes to join it with attention over the others.
 
@@ -138,13 +78,13 @@ def partial_attention(
         [batch_size, seq_len, num_heads], -inf where a query attends to none of the keys; float32 or wider, groups in
         the order of the layout.
     """
-    seq_len = query.shape[1] if layout.domain == "none" else query.shape[2]
+    seq_len = seq_len_of(query)
     causal = attention_mask is None and seq_len > 1
     # A prefill into an empty static cache: nothing attends behind the new keys.
     kv_len = seq_len if causal else key.shape[2]
 
     def rows(cls: GroupClass) -> tuple[_Rows, _Rows]:
-        return _class_rows(key[:, :, :kv_len], value[:, :, :kv_len], layout, cls, query.dtype)
+        return _class_rows(key[:, :, :kv_len], value[:, :, :kv_len], parameters.layout, cls, query.dtype)
 
     index = torch.arange(seq_len, device=query.device)
     masks: dict[int, Tensor | None] = {}
@@ -153,7 +93,7 @@ def partial_attention(
         if causal:
             return index[start:end] <= index[start:, None]
         if of_heads.start not in masks:
-            masks[of_heads.start] = class_mask(attention_mask, layout, of_heads, heads_per_kv)
+            masks[of_heads.start] = parameters.mask(attention_mask, of_heads)
         own = masks[of_heads.start]
         return own if own is None or own.shape[-1] == 1 else own[..., start:end]
 
@@ -165,10 +105,7 @@ def partial_attention(
             cos, sin = class_rotation(tables, cls)
             return cos[..., start:end, :], sin[..., start:end, :]
 
-    return attend_in_blocks(
-        query, rows, layout, heads_per_kv, scaling, kv_len, mask, layout.domain == "none", query_basis, rotation,
-        constant_key, softcap, causal,
-    )  # fmt: skip
+    return attend_in_blocks(query, rows, parameters, kv_len, mask, rotation, causal)
 
 
 @dataclass(frozen=True)

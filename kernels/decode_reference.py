@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor.format.columns import Columns
+from rotor.format.layout import GroupClass
 
+from .parameters import AttentionParameters
 from .rows import byte_order, unpack_transposed
 
 BLOCK_ELEMENTS = 1 << 18
@@ -159,28 +161,28 @@ def decode_class(
     key: Tensor,
     value: Tensor,
     columns: tuple[Columns | None, Columns | None],
-    scaling: float,
+    parameters: AttentionParameters,
+    cls: GroupClass,
     mask: Tensor | None,
-    softcap: float | None,
-    basis: Tensor | None = None,
     key_rotation: tuple[Tensor, Tensor] | None = None,
-    constant: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query position of each sequence, for the groups of a class.
 
     Args:
-        queries: [batch_size, count, heads of a group, width], in the model's dtype: projected, of a latent's width, or
-            where keys are rebuilt rotated, of head_dim.
+        queries: [batch_size, count, heads of a group, 1, width], in the model's dtype, of `parameters.queries`.
         key, value: [batch_size, kv_len, count, rank], or of codes [batch_size, kv_len, count, bytes], uint8.
         columns: of keys and values, of codes.
-        mask: [batch_size or 1, count or 1, heads of a group or 1, kv_len or 1], bool (True: attend) or added to the
-            logits; None for all keys.
-        basis, key_rotation, constant: where keys are rebuilt: [count, size, head_dim, rank], cos and sin [kv_len,
-            rotary_dim], and [count, size, head_dim] or None.
+        mask: of the class: [batch_size or 1, heads of the class or 1, 1, kv_len or 1], bool (True: attend) or added to
+            the logits; None for all keys.
+        key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`.
     Returns:
         [batch_size, 1, count * heads of a group * v_rank], in the model's dtype.
     """
-    outputs = []
+    queries, outputs = queries.squeeze(3), []
+    rebuilt = parameters.layout.domain == "pre"
+    basis, constant = (parameters.basis(cls), parameters.constant(cls)) if rebuilt else (None, None)
+    if mask is not None:
+        mask = mask[..., 0, :].unflatten(1, (1, 1) if mask.shape[1] == 1 else queries.shape[1:3])
     for b, of_sequence in enumerate(queries):
         keys, values = (Latents(rows[b], side, queries.dtype) for rows, side in zip((key, value), columns, strict=True))
         rebuilding = None
@@ -196,7 +198,9 @@ def decode_class(
                 rotary_dim,
             )
         own = None if mask is None else mask[b if len(mask) > 1 else 0]
-        attended = attend_one_position(of_sequence, keys, values, rebuilding, scaling, own, softcap)
+        attended = attend_one_position(
+            of_sequence, keys, values, rebuilding, parameters.scaling, own, parameters.softcap
+        )
         outputs.append(attended.to(queries.dtype).flatten())
     return torch.stack(outputs).unsqueeze(1)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rotor.format.columns import Columns
-from rotor.format.layout import GroupClass, LayerLayout
+from rotor.format.layout import GroupClass
 
+from .parameters import AttentionParameters
 from .rows import unpack
 from .running_softmax import attend_in_blocks
 
@@ -22,18 +23,13 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: LayerLayout,
-    heads_per_kv: int,
-    scaling: float,
+    parameters: AttentionParameters,
     block_table: Tensor,
     kv_lens: Tensor,
     longest: int,
     *,
-    query_basis: Tensor | None = None,
     key_rotation: tuple[Tensor, Tensor] | None = None,
-    constant_key: Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of each sequence over its pages, which hold these tokens' own rows already.
 
@@ -44,8 +40,7 @@ def paged_attention(
         block_table: [batch_size, pages of a sequence], integers.
         kv_lens: [batch_size]: tokens of each sequence, the new ones among them.
         longest: at least the largest of these, known to the host.
-        query_basis, key_rotation, constant_key: domain `pre`: [group_size * head_dim, qk_width], cos and sin by
-            position, and with codes what is added to rebuilt keys, [num_kv_heads, head_dim].
+        key_rotation: in domain `pre`: cos and sin by position, [positions, rotary_dim].
         window: a query attends to itself and the window - 1 keys before it.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype.
@@ -60,7 +55,7 @@ def paged_attention(
     pages = _Pages(block_table, kv_lens.long(), first_page, page_size)
 
     def rows(cls: GroupClass) -> tuple[_PagedRows, _PagedRows]:
-        qk_byte, v_byte = layout.byte_offsets(query.element_size())[cls.start]
+        qk_byte, v_byte = parameters.layout.byte_offsets(query.element_size())[cls.start]
         return (
             _PagedRows(key, pages, qk_byte, cls.count, cls.qk_rank, cls.qk_columns, query.dtype),
             _PagedRows(value, pages, v_byte, cls.count, cls.v_rank, cls.v_columns, query.dtype),
@@ -74,19 +69,15 @@ def paged_attention(
         return seen[:, None]
 
     rotation = None
-    if layout.domain == "pre":
-        assert key_rotation is not None
+    if key_rotation is not None:
         cos, sin = key_rotation
 
         def rotation(cls: GroupClass, start: int, end: int) -> tuple[Tensor, Tensor]:
             keys = pages.positions(start, end).clamp(max=len(cos) - 1)[:, None, None]
             return cos[keys], sin[keys]
 
-    pre = layout.domain == "pre"
-    output, _ = attend_in_blocks(
-        query.transpose(1, 2) if pre else query, rows, layout, heads_per_kv, scaling, span, mask, not pre, query_basis,
-        rotation, constant_key, softcap, step=page_size,
-    )  # fmt: skip
+    heads_first = query.transpose(1, 2) if query.dim() == 4 else query
+    output, _ = attend_in_blocks(heads_first, rows, parameters, span, mask, rotation, step=page_size)
     return output.to(query.dtype)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.format.layout import GroupClass, LayerLayout
+from rotor.format.layout import LayerLayout
 
 from .decode_reference import decode_class, serves
+from .parameters import AttentionParameters, class_basis, class_rotation, masked, pressed, seq_len_of
 
 REBUILT_ELEMENTS_CPU = 1 << 18
 REBUILT_ELEMENTS_GPU = 1 << 26
@@ -81,116 +82,59 @@ def grouped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: LayerLayout,
-    heads_per_kv: int,
-    scaling: float,
-    query_basis: Tensor | None = None,
+    parameters: AttentionParameters,
     key_rotation: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     dropout: float = 0.0,
-    softcap: float | None = None,
 ) -> Tensor:
     """Attention of all query heads over the packed rows of a layer.
 
-    post: queries are projected by `query_basis` and multiplied with the key latents; nothing is rebuilt.
-    pre: keys of each KV head are rebuilt by `query_basis` and rotated by `key_rotation`; queries come rotated.
+    post: queries are projected by the query basis and multiplied with the key latents; nothing is rebuilt.
+    pre: keys of each KV head are rebuilt by the query basis and rotated by `key_rotation`; queries come rotated.
     none: queries come projected.
 
     Args:
         query: [batch_size, num_heads, seq_len, head_dim], rotated, KV heads in the order of the layout; in domain
             `none` [batch_size, seq_len, sum over query heads of qk_rank].
         key, value: [batch_size, 1, kv_len, qk_width] and [batch_size, 1, kv_len, v_width].
-        heads_per_kv: query heads per KV head.
-        scaling: factor on the logits; the one of the uncompressed model.
-        query_basis: [group_size * head_dim, qk_width], except in domain `none`.
         key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`; or of places that differ, [batch_size, 1 or
             groups, kv_len, rotary_dim].
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the order of the
             uncompressed model; bool (True: attend) or added to the logits; None is causal.
-        softcap: bound that the logits are pressed below, before the mask; None for none.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank], groups in the order of the layout.
     Source: FDC section 4.1 for `post`, Palu for `pre`; docs/design.md.
     """
     outputs = []
-    size = layout.group_size
-    batch_size, kv_len = key.shape[0], key.shape[2]
-    folded_offset = 0
+    layout, scaling, softcap = parameters.layout, parameters.scaling, parameters.softcap
+    rebuilt = layout.domain == "pre"
+    one_rebuilt = rebuilt and seq_len_of(query) == 1 and dropout == 0.0
     for cls in layout.classes():
-        heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
-        mask = class_mask(attention_mask, layout, heads, heads_per_kv)
-        latents = _class_rows(key, cls.qk_offset, cls.count, cls.qk_rank)
+        mask = parameters.mask(attention_mask, parameters.heads(cls))
+        queries = parameters.queries(query, cls)
+        keys = _class_rows(key, cls.qk_offset, cls.count, cls.qk_rank)
         values = _class_rows(value, cls.v_offset, cls.count, cls.v_rank)
-        if layout.domain == "none":
-            width = cls.count * size * heads_per_kv * cls.qk_rank
-            packed = query[..., folded_offset : folded_offset + width]
-            folded_offset += width
-            queries = packed.unflatten(-1, (-1, cls.qk_rank)).transpose(1, 2)
-            keys = latents
+        if not rebuilt:
+            outputs.append(attend(queries.flatten(1, 2), keys, values, scaling, mask, dropout, softcap))
+            continue
+        assert key_rotation is not None
+        basis, rotation = parameters.basis(cls), class_rotation(key_rotation, cls)
+        if one_rebuilt and key_rotation[0].dim() == 2 and serves(query, key, value):
+            rows = keys.transpose(1, 2), values.transpose(1, 2)
+            outputs.append(decode_class(queries, *rows, (None, None), parameters, cls, mask, key_rotation))
+        elif one_rebuilt:
+            logits = _rebuilt_logits(queries, keys, basis, rotation)
+            outputs.append(_softmax_attention(logits, values, scaling, mask, softcap))
         else:
-            assert query_basis is not None
-            queries = query[:, heads]
-            basis = class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
-            if layout.domain == "post":
-                split = queries.unflatten(1, (cls.count, size, heads_per_kv))
-                queries = torch.einsum("bngpsd,ngdr->bngpsr", split, basis).flatten(1, 3)
-                keys = latents
-            else:
-                assert key_rotation is not None
-                rotation = class_rotation(key_rotation, cls)
-                if queries.shape[2] == 1 and dropout == 0.0:
-                    if serves(query, key, value) and key_rotation[0].dim() == 2:
-                        rows = latents.transpose(1, 2), values.transpose(1, 2)
-                        folded = queries.view(batch_size, cls.count, -1, queries.shape[-1])
-                        own = (
-                            None
-                            if mask is None
-                            else mask.unflatten(1, (cls.count, -1) if mask.shape[1] > 1 else (1, 1))[:, :, :, 0]
-                        )
-                        outputs.append(
-                            decode_class(folded, *rows, (None, None), scaling, own, softcap, basis, key_rotation)
-                        )
-                        continue
-                    logits = _rebuilt_logits(queries, latents, basis, rotation)
-                    outputs.append(_softmax_attention(logits, values, scaling, mask, softcap))
-                    continue
-                rebuilt = torch.einsum("bnlr,ngdr->bngld", latents, basis)
-                keys = rotate(rebuilt, *rotation).flatten(1, 2)
-                values = values.unsqueeze(2).expand(-1, -1, size, -1, -1).reshape(batch_size, -1, kv_len, cls.v_rank)
-        outputs.append(attend(queries, keys, values, scaling, mask, dropout, softcap))
+            keys = rotate(torch.einsum("bnlr,ngdr->bngld", keys, basis), *rotation).flatten(1, 2)
+            values = values.repeat_interleave(layout.group_size, dim=1)
+            outputs.append(attend(queries.flatten(1, 2), keys, values, scaling, mask, dropout, softcap))
     return torch.cat(outputs, dim=-1)
 
 
 def _class_rows(rows: Tensor, offset: int, count: int, rank: int) -> Tensor:
     """[batch_size, 1, kv_len, width] -> the latents of a class, [batch_size, count, kv_len, rank]; a view."""
     return rows[:, 0, :, offset : offset + count * rank].unflatten(-1, (count, rank)).transpose(1, 2)
-
-
-def class_mask(mask: Tensor | None, layout: LayerLayout, heads: slice, heads_per_kv: int) -> Tensor | None:
-    """The rows of a mask that are of some query heads, counted in the order of the layout."""
-    if mask is None or mask.shape[1] == 1:
-        return mask
-    order = torch.tensor(layout.kv_head_order)[:, None] * heads_per_kv + torch.arange(heads_per_kv)
-    return mask[:, order.flatten()[heads].to(mask.device)]
-
-
-def class_basis(basis: Tensor, cls: GroupClass) -> Tensor:
-    """[rows, qk_width] -> the bases of a class, [count, rows, rank]; a view."""
-    columns = basis[:, cls.qk_offset : cls.qk_offset + cls.count * cls.qk_rank]
-    return columns.unflatten(-1, (cls.count, cls.qk_rank)).transpose(0, 1)
-
-
-def class_rotation(rotation: tuple[Tensor, Tensor], cls: GroupClass) -> tuple[Tensor, Tensor]:
-    """cos and sin of a class, broadcastable to its keys [batch_size, count, size, kv_len, rotary_dim].
-
-    Args:
-        rotation: each [kv_len, rotary_dim], or [batch_size, 1 or groups, kv_len, rotary_dim].
-    """
-    cos, sin = rotation
-    if cos.dim() == 2:
-        return cos, sin
-    groups = slice(cls.start, cls.start + cls.count) if cos.shape[1] > 1 else slice(None)
-    return cos[:, groups].unsqueeze(2), sin[:, groups].unsqueeze(2)
 
 
 def attend(
@@ -248,7 +192,7 @@ def _rebuilt_logits(query: Tensor, latents: Tensor, basis: Tensor, key_rotation:
     """Unscaled logits of one query position against keys rebuilt block by block, so that a block stays in the cache.
 
     Args:
-        query: [batch_size, heads, 1, head_dim].
+        query: [batch_size, count, heads of a group, 1, head_dim].
         latents: [batch_size, count, kv_len, qk_rank].
         basis: [count, size, head_dim, qk_rank].
         key_rotation: cos and sin [..., kv_len, head_dim].
@@ -257,7 +201,7 @@ def _rebuilt_logits(query: Tensor, latents: Tensor, basis: Tensor, key_rotation:
     """
     count, size, head_dim, _ = basis.shape
     batch_size, _, kv_len, _ = latents.shape
-    queries = query.reshape(batch_size, count, size, -1, head_dim)
+    queries = query.squeeze(3).unflatten(2, (size, -1))
     dtype = torch.promote_types(query.dtype, torch.float32)
     queries = queries.to(dtype)
     elements = REBUILT_ELEMENTS_CPU if query.device.type == "cpu" else REBUILT_ELEMENTS_GPU
@@ -283,12 +227,7 @@ def _softmax_attention(
 
     `value` is [batch_size, count, kv_len, v_rank]. Returns [batch_size, seq_len, heads * v_rank].
     """
-    logits = logits * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if attention_mask is not None:
-        mask = attention_mask.unflatten(1, (1, 1) if attention_mask.shape[1] == 1 else logits.shape[1:3])
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    logits = masked(pressed(logits, scaling, softcap), attention_mask)
     # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
     probabilities = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)
     probabilities = functional.dropout(probabilities, dropout)

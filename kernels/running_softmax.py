@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rotor.format.layout import GroupClass, LayerLayout
+from rotor.format.layout import GroupClass
 
-from .reference import class_basis, rotate
+from .parameters import AttentionParameters, masked, pressed
+from .reference import rotate
 
 BLOCK_ELEMENTS_CPU = 1 << 18
 BLOCK_ELEMENTS_GPU = 1 << 26
@@ -48,28 +49,19 @@ end - start]; bool (True: attend), added to the logits, or None where all is see
 def attend_in_blocks(
     query: Tensor,
     rows: Callable[[GroupClass], tuple[Rows, Rows]],
-    layout: LayerLayout,
-    heads_per_kv: int,
-    scaling: float,
+    parameters: AttentionParameters,
     kv_len: int,
     mask: Mask,
-    projected: bool,
-    query_basis: Tensor | None = None,
     rotation: Rotation | None = None,
-    constant_key: Tensor | None = None,
-    softcap: float | None = None,
     causal: bool = False,
     step: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Attention of all query heads, class by class.
 
     Args:
-        query: [batch_size, num_heads, seq_len, head_dim], rotated, KV heads in the order of the layout; if `projected`,
-            [batch_size, seq_len, sum over query heads of qk_rank].
+        query: as `AttentionParameters.queries` takes it.
         rows: of a class its keys and its values.
-        query_basis: [group_size * head_dim, qk_width], unless `projected`.
-        rotation, constant_key: in domain `pre`; the latter, [num_kv_heads, head_dim], is added to rebuilt keys.
-        softcap: bound that the logits are pressed below, before the mask; None for none.
+        rotation: in domain `pre`.
         causal: queries are the keys: those before a block see nothing of it, and the mask leaves them out.
         step: what the first key of a block is a multiple of.
     Returns:
@@ -77,31 +69,17 @@ def attend_in_blocks(
         [batch_size, seq_len, num_heads], -inf where it attends to nothing; float32 or wider, groups in the order of the
         layout.
     """
-    size = layout.group_size
-    wide = torch.promote_types(query.dtype, torch.float32)
+    dtype = torch.promote_types(query.dtype, torch.float32)
     outputs, sums = [], []
-    for cls in layout.classes():
-        keys, values = rows(cls)
-        of_heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
+    for cls in parameters.layout.classes():
         rebuilding = None
-        if projected:
-            first = cls.qk_offset * size * heads_per_kv
-            width = cls.count * size * heads_per_kv * cls.qk_rank
-            packed = query[..., first : first + width].unflatten(-1, (cls.count, -1, cls.qk_rank))
-            queries = packed.permute(0, 2, 3, 1, 4)
-        else:
-            assert query_basis is not None
-            queries = query[:, of_heads].unflatten(1, (cls.count, size * heads_per_kv))
-            basis = class_basis(query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
-            if layout.domain == "post":
-                split = queries.unflatten(2, (size, heads_per_kv))
-                queries = torch.einsum("bngpsd,ngdr->bngpsr", split, basis).flatten(2, 3)
-            else:
-                assert rotation is not None
-                rebuilding = _Rebuilding(basis, _of_class(constant_key, cls, size), partial(rotation, cls))
+        if parameters.layout.domain == "pre":
+            assert rotation is not None
+            rebuilding = _Rebuilding(parameters.basis(cls), parameters.constant(cls), partial(rotation, cls))
         attended, log_sums = _running_softmax(
-            queries.to(wide), keys, values, rebuilding, scaling, of_heads, mask, causal, softcap, kv_len, step
-        )
+            parameters.queries(query, cls).to(dtype), *rows(cls), rebuilding, parameters, parameters.heads(cls), mask,
+            causal, kv_len, step,
+        )  # fmt: skip
         outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2))
         sums.append(log_sums.permute(0, 3, 1, 2, 4).flatten(2))
     return torch.cat(outputs, dim=-1), torch.cat(sums, dim=-1)
@@ -109,8 +87,8 @@ def attend_in_blocks(
 
 @dataclass(frozen=True)
 class _Rebuilding:
-    """Keys of domain `pre` from their latents: basis [count, size, head_dim, rank], constant [count, size, 1, head_dim]
-    or None.
+    """Keys of domain `pre` from their latents: basis [count, size, head_dim, rank], constant [count, size, head_dim] or
+    None.
     """
 
     basis: Tensor
@@ -121,14 +99,8 @@ class _Rebuilding:
         """[batch_size, count, block, rank] -> rotated keys [batch_size, count, size, block, head_dim]."""
         keys = latents[:, :, None] @ self.basis.mT
         if self.constant is not None:
-            keys = keys + self.constant
+            keys = keys + self.constant.unsqueeze(2)
         return rotate(keys, *self.rotation(start, start + keys.shape[3]))
-
-
-def _of_class(constant_key: Tensor | None, cls: GroupClass, size: int) -> Tensor | None:
-    if constant_key is None:
-        return None
-    return constant_key[cls.start * size : (cls.start + cls.count) * size].unflatten(0, (cls.count, size)).unsqueeze(2)
 
 
 def _running_softmax(
@@ -136,11 +108,10 @@ def _running_softmax(
     keys: Rows,
     values: Rows,
     rebuilding: _Rebuilding | None,
-    scaling: float,
+    parameters: AttentionParameters,
     of_heads: slice,
     mask: Mask,
     causal: bool,
-    softcap: float | None,
     kv_len: int,
     step: int,
 ) -> tuple[Tensor, Tensor]:
@@ -170,14 +141,8 @@ def _running_softmax(
             grouped = own.unflatten(2, (rebuilt.shape[2], -1))
             logits = grouped.flatten(3, 4) @ rebuilt.mT
             logits = logits.unflatten(3, grouped.shape[3:5]).flatten(2, 3)
-        logits = logits * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        seen = mask(of_heads, start, end)
-        if seen is not None:
-            if seen.dim() == 4:
-                seen = seen.unflatten(1, (1, 1) if seen.shape[1] == 1 else logits.shape[1:3])
-            logits = logits.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else logits + seen
+        logits = pressed(logits, parameters.scaling, parameters.softcap)
+        logits = masked(logits, mask(of_heads, start, end))
         new_largest = torch.maximum(largest[..., rows, :], logits.amax(-1, keepdim=True))
         reference = new_largest.masked_fill(new_largest == -torch.inf, 0.0)
         weight = torch.exp(logits - reference)

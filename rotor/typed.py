@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import yaml
@@ -104,6 +105,16 @@ class Reader:
         if missing:
             raise self.error(f"{self.where}: missing key {join(name, missing[0])!r}.", self.hint)
         return kind(**values) if strict else values
+
+
+def read_text(path: Path, where: str) -> str:
+    """The text of a file that a user named. Raises RecipeError where it cannot be read, or is no text."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            f"{where}: cannot be read ({' '.join(str(error).split())}).", "Give a YAML file in UTF-8."
+        ) from error
 
 
 def read_yaml(text: str, where: str) -> Any:

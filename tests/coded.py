@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rotor.format.columns import Columns
 from rotor.format.layout import Domain, GroupLayout, LayerLayout
+from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 
 MIXTURES = [
@@ -56,6 +57,12 @@ class CodedCase:
     query: Tensor
     query_basis: Tensor | None
     constant_key: Tensor | None
+
+    def parameters(self, softcap: float | None = None) -> AttentionParameters:
+        floats = self.floats
+        return AttentionParameters(
+            self.layout, floats.heads_per_kv, floats.scaling, self.query_basis, self.constant_key, softcap
+        )
 
     def to(self, device: str) -> CodedCase:
         moved = [None if x is None else x.to(device) for x in (self.key, self.value, self.query)]

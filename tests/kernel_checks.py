@@ -41,10 +41,7 @@ def allowed_error(case: RaggedCase, exact: Tensor, mask: Tensor) -> float:
             case.query,
             case.key.unsqueeze(1),
             case.value.unsqueeze(1),
-            case.layout,
-            case.heads_per_kv,
-            case.scaling,
-            case.query_basis,
+            case.parameters(),
             rotation,  # type: ignore[arg-type]
             mask.to(case.key.device),
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rotor.format.layout import Domain, GroupLayout, LayerLayout
+from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import rotate
 
 
@@ -42,6 +43,11 @@ class RaggedCase:
     @property
     def scaling(self) -> float:
         return self.head_dim**-0.5
+
+    def parameters(self, softcap: float | None = None) -> AttentionParameters:
+        return AttentionParameters(
+            self.layout, self.heads_per_kv, self.scaling, self.query_basis, constant_key=None, softcap=softcap
+        )
 
     def to(self, device: str, dtype: torch.dtype) -> RaggedCase:
         """Rounded to dtype; the rotation stays in float32."""

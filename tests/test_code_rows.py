@@ -145,12 +145,11 @@ def test_attention_over_codes_is_that_over_their_numbers(domain: str, seq_len: i
         attention_mask = torch.zeros(attention_mask.shape, dtype=torch.float64).masked_fill(~attention_mask, -torch.inf)
     for softcap in (None, 3.0):
         got = coded_attention(
-            case.query, case.key[:, None], case.value[:, None], layout, 2, 0.25, case.query_basis, rotation,
-            case.constant_key, attention_mask, softcap,
-        )  # fmt: skip
+            case.query, case.key[:, None], case.value[:, None], case.parameters(softcap), rotation, attention_mask
+        )
         expected = grouped_attention(
-            floats.query, floats.key[:, None], floats.value[:, None], floats.layout, 2, 0.25, floats.query_basis,
-            rotation, attention_mask, softcap=softcap,
+            floats.query, floats.key[:, None], floats.value[:, None], floats.parameters(softcap), rotation,
+            attention_mask,
         )  # fmt: skip
         # softcap's logits are in float32 in the other.
         torch.testing.assert_close(got, expected.nan_to_num(), rtol=1e-9, atol=1e-9 if softcap is None else 1e-4)

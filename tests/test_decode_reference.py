@@ -16,7 +16,7 @@ from rotor.kernels.code_reference import coded_attention
 from rotor.kernels.reference import grouped_attention
 from rotor.kernels.rows import byte_order, pack, unpack, unpack_transposed
 from rotor.kernels.truth import Sequence, ragged_attention
-from rotor.runtime.attention import RotaryTable
+from rotor.runtime.rotary_table import RotaryTable
 
 HEADS_PER_KV, HEAD_DIM, KV_LEN = 3, 16, 90
 PRE = {
@@ -34,9 +34,8 @@ def plain(case: RaggedCase, mask: Tensor | None, softcap: float | None) -> Tenso
     rotation = None if case.key_rotation is None else tuple(t.to(case.key.dtype) for t in case.key_rotation)
     with patch.object(reference, "serves", return_value=False):
         return grouped_attention(
-            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.layout, HEADS_PER_KV, case.scaling,
-            case.query_basis, rotation, mask, softcap=softcap,
-        )  # fmt: skip
+            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(softcap), rotation, mask
+        )
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -74,8 +73,8 @@ def test_keys_before_rope(name: str, dtype: torch.dtype) -> None:
     case = random_case(PRE[name], HEADS_PER_KV, HEAD_DIM, 3, 1, KV_LEN).to("cpu", dtype)
     for mask, softcap in ((None, None), (masks(3), None), (masks(3), 3.0)):
         got = grouped_attention(
-            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.layout, HEADS_PER_KV, case.scaling,
-            case.query_basis, case.key_rotation, mask, softcap=softcap,
+            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(softcap), case.key_rotation,
+            mask,
         )  # fmt: skip
         check(case, got, mask, softcap)
 
@@ -89,8 +88,8 @@ def test_codes(layout, dtype: torch.dtype, has_products: bool, monkeypatch: pyte
     case = random_coded_case(layout, HEADS_PER_KV, HEAD_DIM, 3, 1, KV_LEN, dtype)
     for mask, softcap in ((None, None), (masks(3), None), (masks(3), 3.0)):
         got = coded_attention(
-            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), layout, HEADS_PER_KV, case.floats.scaling,
-            case.query_basis, case.floats.key_rotation, case.constant_key, mask, softcap,
+            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(softcap),
+            case.floats.key_rotation, mask,
         )  # fmt: skip
         check(case.floats, got, mask, softcap)
 
@@ -110,9 +109,8 @@ def test_any_mask_and_partial_rotary_as_in_one_piece(kind: str, rotary_dim: int)
     elif kind == "broadcast":
         mask = mask[:1, :1]
     got = grouped_attention(
-        case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.layout, HEADS_PER_KV, case.scaling,
-        case.query_basis, case.key_rotation, mask,
-    )  # fmt: skip
+        case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), case.key_rotation, mask
+    )
     assert error(got, plain(case, mask, None).double()) < 1e-6
     assert kind != "per head" or not got[1].any()
 
@@ -124,9 +122,8 @@ def test_what_nothing_attends_to_is_not_read() -> None:
 
     def attend(key: Tensor, value: Tensor) -> Tensor:
         return coded_attention(
-            case.query, key.unsqueeze(1), value.unsqueeze(1), case.layout, HEADS_PER_KV, case.floats.scaling,
-            case.query_basis, case.floats.key_rotation, case.constant_key, mask,
-        )  # fmt: skip
+            case.query, key.unsqueeze(1), value.unsqueeze(1), case.parameters(), case.floats.key_rotation, mask
+        )
 
     expected, poison = attend(case.key, case.value), (~mask[:, 0, 0]).unsqueeze(-1)
     assert torch.equal(attend(case.key.masked_fill(poison, 255), case.value.masked_fill(poison, 255)), expected)
@@ -139,9 +136,8 @@ def test_float64_stays_float64() -> None:
         case.query_basis.double(), tuple(t.double() for t in case.key_rotation),
     )  # fmt: skip
     got = grouped_attention(
-        case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.layout, HEADS_PER_KV, case.scaling,
-        case.query_basis, case.key_rotation,
-    )  # fmt: skip
+        case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), case.key_rotation
+    )
     exact, _ = ragged_attention(
         case.query, case.key, case.value, case.layout, HEADS_PER_KV, case.scaling, [Sequence(1, 0, KV_LEN)] * 2,
         case.query_basis, case.key_rotation,
@@ -154,9 +150,8 @@ def test_gradients_go_the_other_way() -> None:
     case = random_case(PRE["heads"], HEADS_PER_KV, HEAD_DIM, 2, 1, KV_LEN)
     query = case.query.requires_grad_()
     output = grouped_attention(
-        query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.layout, HEADS_PER_KV, case.scaling,
-        case.query_basis, case.key_rotation,
-    )  # fmt: skip
+        query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), case.key_rotation
+    )
     output.sum().backward()
     assert query.grad is not None
     assert bool(query.grad.isfinite().all())

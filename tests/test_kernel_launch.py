@@ -94,8 +94,8 @@ def test_a_later_layer_of_a_decoding_step_launches_two_kernels_and_nothing_else(
 
     def attend(layer_idx: int) -> None:
         attention.packed_attention(
-            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.layout, 2, 32, case.scaling,
-            case.query_basis, case.key_rotation, attention_mask=mask, layer_idx=layer_idx,
+            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), 32, case.key_rotation, mask,
+            layer_idx=layer_idx,
         )  # fmt: skip
 
     with torch.inference_mode():

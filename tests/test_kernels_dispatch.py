@@ -136,9 +136,8 @@ def test_masks_that_differ_between_heads(domain, seq_len, softcap, additive) -> 
 
     def attend(mask: torch.Tensor) -> torch.Tensor:
         return grouped_attention(
-            case.query, case.key[:, None], case.value[:, None], layout, heads_per_kv, case.scaling, case.query_basis,
-            case.key_rotation, mask, softcap=softcap,
-        )  # fmt: skip
+            case.query, case.key[:, None], case.value[:, None], case.parameters(softcap), case.key_rotation, mask
+        )
 
     got, column = attend(mask), 0
     for group in groups:

@@ -130,12 +130,8 @@ def test_the_cpu_path_equals_the_float64_attention(layout, seq_len, masked, soft
         case.query,
         case.key.unsqueeze(1),
         case.value.unsqueeze(1),
-        layout,
-        HEADS_PER_KV,
-        case.scaling,
-        case.query_basis,
+        case.parameters(softcap),
         case.key_rotation,
         mask,
-        softcap=softcap,
     )
     torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)

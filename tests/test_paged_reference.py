@@ -11,6 +11,7 @@ from rotor.format.layout import LayerLayout
 from rotor.kernels import running_softmax
 from rotor.kernels.code_reference import coded_attention
 from rotor.kernels.paged_reference import paged_attention
+from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import grouped_attention, project_queries
 
 HEADS_PER_KV, HEAD_DIM, BATCH, KV_LEN, PAGE = 2, 16, 3, 150, 16
@@ -49,10 +50,8 @@ def test_pages_give_what_rows_in_one_piece_give(coded: bool, domain: str, seq_le
     mask = (index <= position) & (index > position - (window or KV_LEN))
     attention = coded_attention if coded else grouped_attention
     for softcap in (None, 3.0):
-        expected = attention(
-            query, key[:, None], value[:, None], layout, HEADS_PER_KV, 0.25, query_basis=basis, key_rotation=rotation,
-            attention_mask=mask[None, None], softcap=softcap, **({"constant_key": constant} if coded else {}),
-        )  # fmt: skip
+        parameters = AttentionParameters(layout, HEADS_PER_KV, 0.25, basis, constant, softcap)
+        expected = attention(query, key[:, None], value[:, None], parameters, rotation, mask[None, None])
 
         generator = torch.Generator().manual_seed(0)
         rows = torch.cat([x.contiguous().view(torch.uint8) for x in (key, value)], -1)
@@ -67,9 +66,8 @@ def test_pages_give_what_rows_in_one_piece_give(coded: bool, domain: str, seq_le
             flat = query.transpose(1, 2).flatten(0, 1)
             own = project_queries(flat, basis, layout, HEADS_PER_KV).unflatten(0, (BATCH, seq_len))
         got = paged_attention(
-            own, pages[..., :split], pages[..., split : rows.shape[-1]], layout, HEADS_PER_KV, 0.25, block_table,
-            torch.full((BATCH,), KV_LEN), KV_LEN, query_basis=basis, key_rotation=rotation, constant_key=constant,
-            window=window, softcap=softcap,
+            own, pages[..., :split], pages[..., split : rows.shape[-1]], parameters, block_table,
+            torch.full((BATCH,), KV_LEN), KV_LEN, key_rotation=rotation, window=window,
         )  # fmt: skip
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9 if softcap is None else 1e-4)
 
@@ -91,9 +89,9 @@ def test_sequences_of_a_batch_may_differ_in_length(coded: bool, window: int | No
 
     def attended(rows: slice, longest: int) -> torch.Tensor:
         return paged_attention(
-            plain.query.transpose(1, 2)[rows], pages[..., :split], pages[..., split:], layout, HEADS_PER_KV, 0.25,
-            table[rows], lengths[rows], longest, query_basis=basis, key_rotation=plain.key_rotation,
-            constant_key=constant, window=window,
+            plain.query.transpose(1, 2)[rows], pages[..., :split], pages[..., split:],
+            AttentionParameters(layout, HEADS_PER_KV, 0.25, basis, constant), table[rows], lengths[rows], longest,
+            key_rotation=plain.key_rotation, window=window,
         )  # fmt: skip
 
     together = attended(slice(None), KV_LEN)

@@ -88,13 +88,11 @@ def test_parts_of_the_keys_join_to_the_whole(domain: str, seq_len: int, coded: b
     if coded:
         layout = coded_layer(domain, 2, (MIXTURES[0], MIXTURES[2]), (MIXTURES[3], MIXTURES[4]))  # type: ignore[arg-type]
         case = random_coded_case(layout, hpk, 16, 2, seq_len, length)
-        key, value, query, basis, constant = case.key, case.value, case.query, case.query_basis, case.constant_key
-        rotation, scaling = case.floats.key_rotation, 0.25
+        rotation = case.floats.key_rotation
     else:
         layout = layer(domain, 2, (16, 8), (8, 8))  # type: ignore[arg-type]
-        plain = random_case(layout, hpk, 16, 2, seq_len, length)
-        key, value, query, basis, constant = plain.key, plain.value, plain.query, plain.query_basis, None
-        rotation, scaling = plain.key_rotation, 0.25
+        case = random_case(layout, hpk, 16, 2, seq_len, length)
+        rotation = case.key_rotation
     attended = torch.ones(2, length, dtype=torch.bool)
     attended[0, :40] = False
     queries, every = torch.arange(length - seq_len, length), torch.arange(length)
@@ -102,8 +100,8 @@ def test_parts_of_the_keys_join_to_the_whole(domain: str, seq_len: int, coded: b
     def attend(indices: torch.Tensor, window: int | None = 120) -> tuple[torch.Tensor, torch.Tensor]:
         turned = None if rotation is None else (rotation[0][indices], rotation[1][indices])
         mask = visible(queries, indices, attended, window)
-        rows = key[:, None, indices], value[:, None, indices]
-        return partial_attention(query, *rows, layout, hpk, scaling, basis, turned, constant, mask)
+        rows = case.key[:, None, indices], case.value[:, None, indices]
+        return partial_attention(case.query, *rows, case.parameters(), turned, mask)
 
     whole, _ = attend(every)
     shuffled = torch.randperm(length, generator=torch.Generator().manual_seed(0))
@@ -114,12 +112,8 @@ def test_parts_of_the_keys_join_to_the_whole(domain: str, seq_len: int, coded: b
     joined, _ = join(*(list(side) for side in zip(*found, strict=True)), widths)  # type: ignore[misc]
     torch.testing.assert_close(joined, whole)
     mask = visible(queries, every, attended, 120)
-    more = {"constant_key": constant} if coded else {}
     attention = coded_attention if coded else grouped_attention
-    expected = attention(
-        query, key[:, None], value[:, None], layout, hpk, scaling, query_basis=basis, key_rotation=rotation,
-        attention_mask=mask, **more,
-    )  # type: ignore[operator]  # fmt: skip
+    expected = attention(case.query, case.key[:, None], case.value[:, None], case.parameters(), rotation, mask)
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)  # codes reach 128, logits are float32
     nothing, _ = join([found[0][0]] * 2, [found[0][1]] * 2, widths)
     assert torch.equal(nothing, torch.zeros_like(nothing))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from rotor.errors import UsageError
 from rotor.format.columns import Columns
 from rotor.format.layout import GroupLayout, LayerLayout
 from rotor.kernels.code_reference import partial_attention
+from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 from rotor.runtime.cache import Tiers
 from rotor.runtime.cache.tier_index import HIGH, LOW, right_aligned
@@ -54,9 +54,7 @@ class Case:
             plain = random_case(layout, HPK, HEAD_DIM, 2, TOKENS, TOKENS).to("cpu", self.dtype)
             self.rotation, constant, basis = plain.key_rotation, None, plain.query_basis
             self.key, self.value, self.query = plain.key, plain.value, plain.query
-        self.module = SimpleNamespace(
-            layout=layout, heads_per_kv=HPK, scaling=0.25, query_basis=basis, key_constant=constant, softcap=None
-        )
+        self.parameters = AttentionParameters(layout, HPK, 0.25, basis, constant)
         real = torch.arange(TOKENS) >= torch.tensor(PADS)[:, None]
         self.mask = (torch.ones(TOKENS, TOKENS).tril().bool() & real[:, None])[:, None]
 
@@ -82,10 +80,13 @@ class Case:
                     offset += rank
             sides.append(pack_layer(found, columns[side]) if self.layout.coded else found)
         return partial_attention(
-            self.queries(tokens), sides[0][:, None], sides[1][:, None], self.layout, HPK, 0.25,
-            self.module.query_basis, self.tables(tokens.stop), self.module.key_constant,
-            self.mask[:, :, tokens, : tokens.stop], None,
-        )  # fmt: skip
+            self.queries(tokens),
+            sides[0][:, None],
+            sides[1][:, None],
+            self.parameters,
+            self.tables(tokens.stop),
+            self.mask[:, :, tokens, : tokens.stop],
+        )
 
 
 def settle(policy: Tiers, tiers: np.ndarray, scores: np.ndarray) -> None:
@@ -118,7 +119,7 @@ def test_attention_to_tiers_is_that_to_whole_rows_with_zeros(policy: Tiers, kind
             layer_.follow(case.layout, HPK, size)
             layer_.begin(mask, 2, length, torch.device("cpu"))
             layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
-            got, log_sum = attend_to_tiers(case.module, layer_, case.queries(tokens), mask, case.tables(tokens.stop))  # type: ignore[arg-type]
+            got, log_sum = attend_to_tiers(case.parameters, layer_, case.queries(tokens), mask, case.tables(tokens.stop))  # type: ignore[arg-type]
             expected, expected_sum = case.expected(policy, tokens, tiers)
             same(got, expected, real, case.dtype)
             same(log_sum, expected_sum, real, case.dtype)
@@ -157,7 +158,7 @@ def test_cropped_rows_stay_as_they_were_cut() -> None:
         kept.follow(case.layout, HPK, 8)
         kept.begin(mask, 2, tokens.stop - tokens.start, torch.device("cpu"))
         kept.update(case.key[:, None, tokens], case.value[:, None, tokens])
-        got, log_sum = attend_to_tiers(case.module, kept, case.queries(tokens), mask, None)  # type: ignore[arg-type]
+        got, log_sum = attend_to_tiers(case.parameters, kept, case.queries(tokens), mask, None)  # type: ignore[arg-type]
         kept.finish_step(log_sum)
         return got
 

@@ -20,6 +20,7 @@ from rotor.errors import CheckpointError, UsageError
 from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.format.section import CompressedSection
 from rotor.kernels.code_reference import coded_attention
+from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import grouped_attention, project_keys
 from rotor.kernels.rows import key_columns, pack_layer, value_columns
 from rotor.models.checkpoint import Checkpoint
@@ -99,17 +100,13 @@ def attended(
         heads = key[:, 0].unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
         key = project_keys(heads, tensors["key_basis"], key_layout, tensors.get("key_shift"))
     length = hidden.shape[1]
-    options = {
-        "query_basis": tensors.get("query_basis"),
-        "key_rotation": (torch.ones(length, shape.head_dim), torch.zeros(length, shape.head_dim)),
-    }
+    rotation = torch.ones(length, shape.head_dim), torch.zeros(length, shape.head_dim)
+    constant = tensors.get("key_constant")
+    parameters = AttentionParameters(layout, shape.heads_per_kv, 0.25, tensors.get("query_basis"), constant)
+    attention = coded_attention if layout.coded else grouped_attention
     if layout.coded:
         key, value = pack_layer(key, key_columns(layout)), pack_layer(value, value_columns(layout))
-        output = coded_attention(
-            query, key, value, layout, shape.heads_per_kv, 0.25, constant_key=tensors.get("key_constant"), **options
-        )
-    else:
-        output = grouped_attention(query, key, value, layout, shape.heads_per_kv, 0.25, **options)
+    output = attention(query, key, value, parameters, rotation)
     return output @ tensors["o_proj.weight"].mT + tensors.get("o_proj.bias", 0.0)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..format.columns import Columns
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
+from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import rotate
 from ..kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 from ..kernels.truth import Sequence, ragged_attention
@@ -27,8 +28,8 @@ class Problem:
     query: domain `pre` [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, sum over query
         heads of qk_rank].
     key, value: packed rows, [batch_size, 1, kv_len, width], or rows of codes [batch_size, 1, kv_len, bytes], uint8.
-    query_basis, key_rotation: of domain `pre`, as in `kernels.reference.grouped_attention`.
-    constant_key: of domain `pre` with codes, as in `kernels.code_reference.coded_attention`.
+    query_basis, constant_key: of domain `pre`, as in `kernels.parameters.AttentionParameters`.
+    key_rotation: of domain `pre`, as in `kernels.reference.grouped_attention`.
     """
 
     layout: LayerLayout
@@ -67,7 +68,13 @@ class Problem:
 
     @property
     def seq_len(self) -> int:
-        return self.query.shape[2] if self.layout.domain == "pre" else self.query.shape[1]
+        return seq_len_of(self.query)
+
+    @property
+    def parameters(self) -> AttentionParameters:
+        return AttentionParameters(
+            self.layout, self.shape.heads_per_kv, self.scaling, self.query_basis, self.constant_key
+        )
 
     @property
     def work(self) -> Work:

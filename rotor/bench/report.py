@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from ..errors import UsageError
+from ..format.atomic import write_text
 from ..format.json_files import json_text
 from ..prediction.devices import parse_devices
 from .models import physical_memory
@@ -62,7 +63,7 @@ def add_device(file: Path, name: str, report: dict[str, Any]) -> None:
             "memory_bytes": float(report["device"]["memory_bytes"]),
             "source": "measured",
         }
-        file.write_text(yaml.safe_dump(devices, sort_keys=False), "utf-8")
+        write_text(file, yaml.safe_dump(devices, sort_keys=False))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--device-file {file}: {error}", "Give a YAML file in a folder that exists.") from error
 

@@ -135,13 +135,9 @@ def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
         problem.query,
         problem.key,
         problem.value,
-        problem.layout,
-        problem.shape.heads_per_kv,
+        problem.parameters,
         problem.shape.head_dim,
-        problem.scaling,
-        query_basis=problem.query_basis,
-        key_rotation=problem.key_rotation,
-        constant_key=problem.constant_key,
+        problem.key_rotation,
     )
 
 
@@ -150,19 +146,8 @@ def pytorch_path(problem: Problem) -> Callable[[], Tensor]:
     rotation = problem.key_rotation
     if rotation is not None:
         rotation = rotation[0].to(problem.dtype), rotation[1].to(problem.dtype)
-    attention = grouped_attention
-    if problem.layout.coded:
-        attention = partial(coded_attention, constant_key=problem.constant_key)
-    return lambda: attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        problem.layout,
-        problem.shape.heads_per_kv,
-        problem.scaling,
-        query_basis=problem.query_basis,
-        key_rotation=rotation,
-    )
+    attention = coded_attention if problem.layout.coded else grouped_attention
+    return lambda: attention(problem.query, problem.key, problem.value, problem.parameters, rotation)
 
 
 def uncompressed_heads(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..format.layout import LayerLayout
 from ..kernels.code_reference import coded_attention, partial_attention
 from ..kernels.joining import join
-from ..kernels.reference import class_basis, grouped_attention
+from ..kernels.parameters import AttentionParameters, seq_len_of
+from ..kernels.reference import grouped_attention
 from ..runtime.attention import RotorAttention
 from .plan import LayerPlan, Part
 from .wire import Expected, Parcel, Wire
@@ -144,14 +145,10 @@ def attend_by_rows(
         rotation = None if key_rotation is None else (key_rotation[0][:end], key_rotation[1][:end])
         outputs.append(
             _attention(
-                module,
                 query.narrow(dim, begin, len(run)),
                 keys[:, :, :end],
                 values[:, :, :end],
-                layout,
-                module.heads_per_kv,
-                module.query_basis,
-                module.key_constant,
+                module.parameters_of_attention(),
                 rotation,
                 mask_of(run),
             )
@@ -178,7 +175,7 @@ def attend_to_spread_rows(
         [batch_size, new tokens, sum over query heads of v_rank], the same numbers in every process.
     """
     layout, hpk = module.layout, module.heads_per_kv
-    seq_len = query.shape[1] if layout.domain == "none" else query.shape[2]
+    seq_len = seq_len_of(query)
     widths = [group.v_rank for group in layout.groups for _ in range(layout.group_size * hpk)]
     wide = torch.promote_types(query.dtype, torch.float32)
     batch_size = query.shape[0]
@@ -187,14 +184,9 @@ def attend_to_spread_rows(
             query,
             key,
             value,
-            layout,
-            hpk,
-            module.scaling,
-            query_basis=module.query_basis,
-            key_rotation=key_rotation,
-            constant_key=module.key_constant,
-            attention_mask=mask,
-            softcap=module.softcap,
+            module.parameters_of_attention(),
+            key_rotation,
+            mask,
         )
     else:
         output = query.new_zeros(batch_size, seq_len, sum(widths), dtype=wide)
@@ -209,21 +201,9 @@ def attend_to_spread_rows(
 
 def _by_group(module: RotorAttention, query: Tensor) -> list[Tensor]:
     """What travels of the queries of each group, [batch_size, seq_len, heads, width]."""
-    layout, hpk, size = module.layout, module.heads_per_kv, module.layout.group_size
-    if layout.domain == "none":
-        widths = [size * hpk * group.qk_rank for group in layout.groups]
-        return [part.unflatten(-1, (size * hpk, -1)) for part in query.split(widths, dim=-1)]
-    by_group = query.unflatten(1, (-1, size * hpk))  # [batch_size, groups, heads, seq_len, head_dim]
-    if layout.domain == "pre":
-        return list(by_group.transpose(2, 3).unbind(1))
-    assert module.query_basis is not None
-    found: list[Tensor] = []
-    for cls in layout.classes():
-        basis = class_basis(module.query_basis, cls).unflatten(1, (size, -1))  # [count, size, head_dim, rank]
-        split = by_group[:, cls.start : cls.start + cls.count].unflatten(2, (size, hpk))
-        latents = torch.einsum("bngpsd,ngdr->bnsgpr", split, basis)
-        found += latents.flatten(3, 4).unbind(1)
-    return found
+    parameters = module.parameters_of_attention()
+    of_classes = [parameters.queries(query, cls).transpose(2, 3) for cls in module.layout.classes()]
+    return [queries for of_class in of_classes for queries in of_class.unbind(1)]
 
 
 def _row_slices(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, slice]]:
@@ -254,7 +234,8 @@ def _call(
     else:
         query = torch.cat([one.flatten(2) for one in own], dim=-1)
     key, value = (torch.cat([rows[part.group][side] for part in parts], dim=-1).unsqueeze(1) for side in (0, 1))
-    output = _attention(module, query, key, value, layout, heads_per_kv, basis, constant, key_rotation, mask)
+    parameters = AttentionParameters(layout, heads_per_kv, module.scaling, basis, constant, module.softcap)
+    output = _attention(query, key, value, parameters, key_rotation, mask)
     widths = [part.num_heads * group.v_rank for part, group in zip(parts, layout.groups, strict=True)]
     pieces = output.split(widths, dim=-1)
     return {part: piece.unflatten(-1, (part.num_heads, -1)) for part, piece in zip(parts, pieces, strict=True)}
@@ -283,29 +264,13 @@ def _bases(module: RotorAttention, parts: list[Part]) -> tuple[Tensor, Tensor | 
 
 
 def _attention(
-    module: RotorAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: LayerLayout,
-    heads_per_kv: int,
-    basis: Tensor | None,
-    constant: Tensor | None,
+    parameters: AttentionParameters,
     key_rotation: Rotation,
     mask: Tensor | None,
 ) -> Tensor:
-    """Attention over rows of codes or of numbers, as `layout` says; the others as in `coded_attention`."""
-    attention, codes = (coded_attention, {"constant_key": constant}) if layout.coded else (grouped_attention, {})
-    return attention(
-        query,
-        key,
-        value,
-        layout,
-        heads_per_kv,
-        module.scaling,
-        query_basis=basis,
-        key_rotation=key_rotation,
-        attention_mask=mask,
-        softcap=module.softcap,
-        **codes,
-    )
+    """Attention over rows of codes or of numbers, as the layout says; the others as in `coded_attention`."""
+    attention = coded_attention if parameters.layout.coded else grouped_attention
+    return attention(query, key, value, parameters, key_rotation, mask)

@@ -98,7 +98,7 @@ class SequenceParallel:
         past_key_values: Any,
         key_rotation: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """See `rotor.runtime.attention.Spread`."""
+        """See `rotor.runtime.spread.Spread`."""
         now, wire, window = self.now, self.wire, self.windows[module.layer_idx]
         if past_key_values is None:
             rows = now.share.of(key, value)

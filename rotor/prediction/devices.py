@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import RecipeError
-from ..typed import Reader, nearest_name, read_yaml, shorten
+from ..typed import Reader, nearest_name, read_text, read_yaml, shorten
 
 RATES = (
     "bandwidth_bytes_per_s",
@@ -71,11 +71,7 @@ def find_device(name: str, device_file: str | None = None) -> Device:
     """
     devices = bundled_devices()
     if device_file is not None:
-        try:
-            text = Path(device_file).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"device file {device_file}: cannot be read ({error}).", "Give a YAML file.") from error
-        devices |= parse_devices(text, device_file)
+        devices |= parse_devices(read_text(Path(device_file), f"device file {device_file}"), device_file)
     if name not in devices:
         raise RecipeError(
             f"device {name!r} is not known{nearest_name(name, devices)}",

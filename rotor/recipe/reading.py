@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError
-from ..typed import Reader, nearest_name, read_yaml
+from ..typed import Reader, nearest_name, read_text, read_yaml
 from .checks import check
 from .recipe import Recipe
 
@@ -47,11 +47,7 @@ def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens",
 def _find_recipe(name_or_path: str) -> Recipe:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or path.is_file():
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"recipe {name_or_path}: cannot be read ({error}).", "Give a YAML file.") from error
-        return parse_recipe(text, name_or_path)
+        return parse_recipe(read_text(path, f"recipe {name_or_path}"), name_or_path)
     recipes = bundled_recipes()
     if name_or_path not in recipes:
         raise RecipeError(

@@ -7,7 +7,7 @@ codes, and calls the `rotor` attention function. transformers' own cache classes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ..format.layout import AttentionShape, LayerLayout
 from ..kernels.code_reference import coded_attention
 from ..kernels.defaults import SCHEDULE, default_layer
 from ..kernels.dispatch import kernels_serve
+from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import grouped_attention, project_keys, rotate
 from ..kernels.weights import attention_weights
 from .cache.adoption import policy_layer
@@ -26,95 +27,13 @@ from .cache.policy import Policy
 from .cache.tiered_layer import TieredLayer
 from .code_rows import CodeRows, check_cache
 from .families import Family
-from .positions import PositionCheck
+from .rotary_table import RotaryTable
+from .spread import Spread
 from .tiered_attention import attend_to_tiers
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 FLOAT32 = ("key_shift", "key_constant")
 """Parameters that keep their dtype: they are added before anything is rounded."""
-
-TABLE_ROWS = 1024
-"""Rows by which a table of cosines and sines grows."""
-
-
-class RotaryTable:
-    """Cosines and sines by index in the cache, from the model's own rotary embedding, shared by the layers of a type.
-
-    Holds the embedding without registering it as a submodule: it stays where the model has it.
-
-    Args:
-        layer_type: passed to the embedding, where it takes one.
-
-    depends_on_length: whether frequencies do, so that a table holds only for the positions it was made for. Otherwise
-        positions may count from the first key that the cache still holds, since only differences matter.
-    """
-
-    def __init__(self, rotary: nn.Module, layer_type: str | None = None) -> None:
-        self._rotary = rotary
-        self._arguments = () if layer_type is None else (layer_type,)
-        kinds: Any = rotary.rope_type
-        kind = kinds if layer_type is None else kinds[layer_type]
-        self.depends_on_length = kind == "longrope" or "dynamic" in kind
-        self.check_positions = PositionCheck()
-        self._key: tuple[Any, ...] | None = None
-        self._table: tuple[Tensor, Tensor] | None = None
-        self._rows: tuple[int, tuple[Tensor, Tensor]] | None = None
-
-    def __call__(
-        self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [length, rotary_dim], of positions offset ... offset + length - 1, or 0 ... length - 1.
-
-        From position `end` on nothing is stored yet (a static cache); the table may hold anything there.
-        """
-        key: tuple[Any, ...] = (device, dtype)
-        rows = -(-int(length) // TABLE_ROWS) * TABLE_ROWS  # a step of decoding adds one key: not a new table each time
-        if self.depends_on_length:
-            # The empty rest of a static cache must not be seen.
-            key, rows = (int(offset), int(length), int(end), device, dtype), int(length)
-        if key != self._key or self._table is None or len(self._table[0]) < length:
-            positions = torch.arange(rows, device=device)
-            if self.depends_on_length:
-                positions = (positions + offset).clamp(max=int(end) - 1)
-            like = torch.empty(0, device=device, dtype=dtype)
-            cos, sin = self._rotary(like, positions[None], *self._arguments)
-            self._key, self._table, self._rows = key, (cos[0].to(device), sin[0].to(device)), None
-        if torch.compiler.is_compiling():
-            return self._table[0][:length], self._table[1][:length]
-        if self._rows is None or self._rows[0] != length:
-            # The same tensors for all layers of a step: what follows from them is made once.
-            self._rows = length, (self._table[0][:length], self._table[1][:length])
-        return self._rows[1]
-
-
-class Spread(Protocol):
-    """How queries meet rows where a sequence lies on several processes: what `rotor.parallel` puts into `spread`."""
-
-    @property
-    def indices(self) -> Tensor:
-        """Indices in the whole sequence of the tokens that this process was given, [seq_len]."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of the whole sequence, those of this pass among them."""
-
-    def attend(
-        self,
-        module: RotorAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        past_key_values: Any,
-        key_rotation: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """Store the rows, and let all queries attend to all rows that they see, wherever these are.
-
-        Args:
-            query, key, value: as in `grouped_attention`, of this process's tokens.
-            key_rotation: in domain `pre`, of all indices of the whole sequence.
-        Returns:
-            [batch_size, seq_len, sum over query heads of v_rank] of this process's tokens.
-        """
 
 
 class RotorAttention(nn.Module):
@@ -311,7 +230,8 @@ class RotorAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         if tiered is not None:
-            output, log_sums = attend_to_tiers(self, tiered, query, attention_mask, key_rotation)
+            parameters = self.parameters_of_attention()
+            output, log_sums = attend_to_tiers(parameters, tiered, query, attention_mask, key_rotation)
             tiered.finish_step(log_sums)
             return self.o_proj(output), None
         output = rotor_attention_forward(
@@ -326,8 +246,22 @@ class RotorAttention(nn.Module):
             **kwargs,
         )[0]
         if held is not None:
-            held.finish(self._weights(query, key, attention_mask, key_rotation) if held.policy.needs_weights else None)
+            weights = None
+            if held.policy.needs_weights:
+                weights = attention_weights(query, key, self.parameters_of_attention(), key_rotation, attention_mask)
+            held.finish(weights)
         return self.o_proj(output), None
+
+    def parameters_of_attention(self, scaling: float | None = None) -> AttentionParameters:
+        """What attention goes by beside queries and rows; `scaling` in place of the layer's own."""
+        return AttentionParameters(
+            self.layout,
+            self.heads_per_kv,
+            self.scaling if scaling is None else scaling,
+            self.query_basis,
+            self.key_constant,
+            self.softcap,
+        )
 
     def _as_held(
         self,
@@ -348,22 +282,6 @@ class RotorAttention(nn.Module):
             places = layer.positions.clamp(min=0).long()
             rotation = rotation[0][places], rotation[1][places]
         return mask, rotation
-
-    def _weights(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        return attention_weights(
-            query,
-            key,
-            self.layout,
-            self.heads_per_kv,
-            self.scaling,
-            query_basis=self.query_basis,
-            key_rotation=rotation,
-            constant_key=self.key_constant,
-            attention_mask=mask,
-            softcap=self.softcap,
-        )
 
     def _turn_planes(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on latents that are whole rotary planes: two neighbouring columns of each, of its own frequency.
@@ -436,14 +354,13 @@ def rotor_attention_forward(
             "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
         )
     if attention_mask is not None:
-        _check_mask(attention_mask, module, value.shape[0], query.shape[1 if query.dim() == 3 else 2], value.shape[2])
+        _check_mask(attention_mask, module, value.shape[0], seq_len_of(query), value.shape[2])
     if module.layout.coded and dropout:
         raise UsageError(
             f"layer {module.layer_idx}: dropout of {dropout} in attention over rows of codes, which has none.",
             "Call model.eval(); a checkpoint with codes is for inference.",
         )
-    if scaling is None:
-        scaling = module.scaling
+    parameters = module.parameters_of_attention(scaling)
     if use_kernels:
         from ..kernels.attention import packed_attention  # imports Triton
 
@@ -451,50 +368,20 @@ def rotor_attention_forward(
             query,
             key,
             value,
-            module.layout,
-            module.heads_per_kv,
+            parameters,
             module.head_dim,
-            scaling,
-            query_basis=module.query_basis,
-            key_rotation=key_rotation,
-            constant_key=module.key_constant,
-            attention_mask=attention_mask,
-            softcap=module.softcap,
+            key_rotation,
+            attention_mask,
             schedule=module.schedule,
             kernels=module.kernels,
             layer_idx=module.layer_idx,
         )
-        return output, None
-    if module.layout.coded:
-        output = coded_attention(
-            query,
-            key,
-            value,
-            module.layout,
-            module.heads_per_kv,
-            scaling,
-            query_basis=module.query_basis,
-            key_rotation=key_rotation,
-            constant_key=module.key_constant,
-            attention_mask=attention_mask,
-            softcap=module.softcap,
-        )
+    elif module.layout.coded:
+        output = coded_attention(query, key, value, parameters, key_rotation, attention_mask)
         if output.requires_grad and not torch.compiler.is_compiling():
             output.register_hook(_refuse_gradients)
-        return output, None
-    output = grouped_attention(
-        query,
-        key,
-        value,
-        module.layout,
-        module.heads_per_kv,
-        scaling,
-        query_basis=module.query_basis,
-        key_rotation=key_rotation,
-        attention_mask=attention_mask,
-        dropout=dropout,
-        softcap=module.softcap,
-    )
+    else:
+        output = grouped_attention(query, key, value, parameters, key_rotation, attention_mask, dropout)
     return output, None
 
 

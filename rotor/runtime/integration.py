@@ -24,11 +24,12 @@ from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout, LayerRanks
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from ..format.truncation import truncate_layer
-from .attention import NO_GRADIENTS, RotaryTable, RotorAttention, rotor_attention_forward
+from .attention import NO_GRADIENTS, RotorAttention, rotor_attention_forward
 from .cache.adoption import attach_stored
 from .cache.bundled import read_stored
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
+from .rotary_table import RotaryTable
 
 log = logging.getLogger("rotor")
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..kernels.code_reference import partial_attention
 from ..kernels.joining import join
+from ..kernels.parameters import AttentionParameters
 from .cache.tiered_layer import Block, TieredLayer
-
-if TYPE_CHECKING:
-    from .attention import RotorAttention
 
 
 def attend_to_tiers(
-    module: RotorAttention,
+    parameters: AttentionParameters,
     layer: TieredLayer,
     query: Tensor,
     mask: Tensor | None,
@@ -25,16 +22,17 @@ def attend_to_tiers(
     """Attention to all blocks that a layer holds.
 
     Args:
+        parameters: of the layer, whole.
         query, mask: as in `grouped_attention`, over all tokens so far. key_rotation: in domain `pre`, of all of them.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the log-sum-exp of each query head's
         logits, [batch_size, seq_len, num_heads].
     """
-    layout = module.layout
-    widths = [group.v_rank for group in layout.groups for _ in range(layout.group_size * module.heads_per_kv)]
+    layout = parameters.layout
+    widths = [group.v_rank for group in layout.groups for _ in range(layout.group_size * parameters.heads_per_kv)]
     outputs, log_sums = [], []
     for block in layer.blocks:
-        output, log_sum = _block_attention(module, block, query, layer.mask_of(block, mask), key_rotation)
+        output, log_sum = _block_attention(parameters, block, query, layer.mask_of(block, mask), key_rotation)
         if output.shape[-1] < sum(widths):
             whole = output.new_zeros(*output.shape[:-1], sum(widths))
             whole[..., block.rows.output.to(output.device)] = output
@@ -46,14 +44,14 @@ def attend_to_tiers(
 
 
 def _block_attention(
-    module: RotorAttention,
+    parameters: AttentionParameters,
     block: Block,
     query: Tensor,
     mask: Tensor | None,
     key_rotation: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    rows, basis = block.rows, module.query_basis
-    cut = rows.layout.qk_width < module.layout.qk_width
+    rows, basis = block.rows, parameters.query_basis
+    cut = rows.layout.qk_width < parameters.layout.qk_width
     if cut and basis is not None:
         basis = basis[:, rows.basis.to(basis.device)]
     elif cut:
@@ -61,16 +59,5 @@ def _block_attention(
     if key_rotation is not None and block.places is not None:
         places = block.places.clamp(min=0).unsqueeze(1)
         key_rotation = key_rotation[0][places], key_rotation[1][places]
-    return partial_attention(
-        query,
-        block.key,
-        block.value,
-        rows.layout,
-        module.heads_per_kv,
-        module.scaling,
-        query_basis=basis,
-        key_rotation=key_rotation,
-        constant_key=module.key_constant,
-        attention_mask=mask,
-        softcap=module.softcap,
-    )
+    own = replace(parameters, layout=rows.layout, query_basis=basis)
+    return partial_attention(query, block.key, block.value, own, key_rotation, mask)

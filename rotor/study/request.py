@@ -10,7 +10,7 @@ from pathlib import Path
 from ..allocation.registry import CHOOSING
 from ..errors import RecipeError, UsageError
 from ..recipe import Recipe, load_recipe, override
-from ..typed import read_yaml
+from ..typed import read_text, read_yaml
 
 CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
 """Policies of the cache."""
@@ -102,11 +102,7 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
             )
         found.append((name.strip(), changes.split()))
     if path is not None:
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"--ablations {path}: cannot be read ({' '.join(str(error).split())}).") from error
-        data = read_yaml(text, f"--ablations {path}")
+        data = read_yaml(read_text(path, f"--ablations {path}"), f"--ablations {path}")
         if not isinstance(data, dict):
             raise RecipeError(f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.")
         for name, changes in data.items():

@@ -20,13 +20,10 @@ def attend(case: RaggedCase, mask: Tensor, layer_idx: int | None = None) -> Tens
         case.query,
         case.key.unsqueeze(1),
         case.value.unsqueeze(1),
-        case.layout,
-        case.heads_per_kv,
+        case.parameters(),
         case.head_dim,
-        case.scaling,
-        case.query_basis,
         case.key_rotation,
-        attention_mask=mask,
+        mask,
         layer_idx=layer_idx,
     )
 

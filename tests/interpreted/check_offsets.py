@@ -41,9 +41,8 @@ def far_apart(tmp_path):
 
 def attend(case: RaggedCase, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return packed_attention(
-        query, key.unsqueeze(1), value.unsqueeze(1), case.layout, case.heads_per_kv, case.head_dim, case.scaling,
-        case.query_basis, case.key_rotation,
-    )  # fmt: skip
+        query, key.unsqueeze(1), value.unsqueeze(1), case.parameters(), case.head_dim, case.key_rotation
+    )
 
 
 @pytest.mark.parametrize("domain", ["none", "pre"])

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ...format.kernel_config import LayerKernels, Schedule
 from ...kernels.dispatch import layer_served
 from ...kernels.paged_reference import paged_attention
+from ...kernels.parameters import AttentionParameters
 from .metadata import ReferenceMetadataBuilder, RotorMetadata, RotorMetadataBuilder
 from .pages import LayerPages
 
@@ -195,17 +196,14 @@ class RotorImpl(AttentionImpl[RotorMetadata]):
             query,
             keys,
             values,
-            self.layout,
-            self.heads_per_kv,
-            self.scale,
+            AttentionParameters(
+                self.layout, self.heads_per_kv, self.scale, self.query_basis, self.key_constant, self.softcap
+            ),
             batch.block_table[sequences],
             batch.seq_lens[sequences],
             longest,
-            query_basis=self.query_basis,
-            key_rotation=self.key_rotation,
-            constant_key=self.key_constant,
+            key_rotation=self.key_rotation if self.layout.domain == "pre" else None,
             window=self.sliding_window,
-            softcap=self.softcap,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import CheckpointError, RecipeError
 from ...format.section import EDITED
-from ...typed import Reader, nearest_name, read_yaml
+from ...typed import Reader, nearest_name, read_text, read_yaml
 from .fp8 import FP8
 from .gear import GEAR
 from .h2o import H2O
@@ -50,11 +50,7 @@ def find_policy(name: str) -> Policy | None:
         return None
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"cache policy {name}: cannot be read ({error}).", "Give a YAML file.") from error
-        return _parse(text, name)
+        return _parse(read_text(path, f"cache policy {name}"), name)
     names = bundled_names()
     if name not in names:
         raise RecipeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from .noise import TokenNoise
 
 if TYPE_CHECKING:
     from .eviction import Eviction
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A policy that scores tokens by the attention they draw."""
+
+    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
+        """What a step adds to the scores, [batch_size, groups, slots]."""
 
 
 class EvictingLayer(PolicyLayer):
@@ -129,7 +137,7 @@ class EvictingLayer(PolicyLayer):
         assert self._places is not None
         if self._places.shape[1] < self._groups:
             self._places = self._places.expand(-1, self._groups, -1)
-        if self.policy.needs_weights:
+        if isinstance(self.policy, Scoring):
             assert weights is not None
             held = 0 if self.scores is None else self.scores.shape[2]
             fresh = torch.zeros(*self._places.shape[:2], self._places.shape[2] - held, device=self._places.device)

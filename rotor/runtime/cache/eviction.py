@@ -79,15 +79,37 @@ class Eviction(Policy):
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the first and of the newest tokens stay, whatever their scores, of budgets [batch_size]."""
 
+    def priority(self, layer: EvictingLayer) -> Tensor:
+        """What is kept first, [batch_size, 1 or groups, slots]; of equals the older."""
+        assert layer.scores is not None
+        return layer.scores
+
+
+@dataclass(frozen=True)
+class ScoringEviction(Eviction):
+    """Keeps the tokens of the highest scores, which attention weights add to in every step, and the newest.
+
+    Args:
+        recent: share of the budget that the newest tokens have; the heavy hitters have the rest.
+    """
+
+    recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0 <= self.recent <= 1, "recent", "a share from 0 to 1")
+
+    @property
+    def needs_weights(self) -> bool:
+        return True
+
+    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(budget), (budget * self.recent).round().long()
+
+    @abstractmethod
     def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
         """What a step adds to the scores, [batch_size, groups, slots].
 
         Args:
             weights: [batch_size, groups, heads of a group, length, slots] float32, 0 in rows of padding.
         """
-        raise NotImplementedError
-
-    def priority(self, layer: EvictingLayer) -> Tensor:
-        """What is kept first, [batch_size, 1 or groups, slots]; of equals the older."""
-        assert layer.scores is not None
-        return layer.scores

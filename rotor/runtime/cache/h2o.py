@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from .evicting_layer import EvictingLayer
-from .eviction import Eviction
+from .eviction import ScoringEviction
 
 
 @dataclass(frozen=True)
-class H2O(Eviction):
+class H2O(ScoringEviction):
     """A token's score is the sum of the attention weights that later tokens and itself gave it, the mean over the query
     heads that share it: s_j = sum_i softmax(q_i K^T)_j.
 
     Args:
-        recent: share of the budget that the newest tokens have; the heavy hitters have the rest.
         average: divide each prompt's sums by the number of queries that could see the token, as kvpress's
             ObservedAttention does; older tokens lose their lead.
 
@@ -27,19 +26,7 @@ class H2O(Eviction):
     """
 
     method: ClassVar[str] = "h2o"
-    recent: float = 0.5
     average: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0 <= self.recent <= 1, "recent", "a share from 0 to 1")
-
-    @property
-    def needs_weights(self) -> bool:
-        return True
-
-    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(budget), (budget * self.recent).round().long()
 
     def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
         return weights.mean(2).sum(2)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from .evicting_layer import EvictingLayer
-from .eviction import Eviction
+from .eviction import ScoringEviction
 
 
 @dataclass(frozen=True)
-class Keyformer(Eviction):
+class Keyformer(ScoringEviction):
     """f(j) = sum_i softmax_j((x_ij + zeta_j) / tau), x the logits, zeta_j a standard Gumbel number of the token; the
     mean over the query heads that share it. tau grows from tau_first in the prompt to tau_last after `steps` tokens.
 
     Args:
-        recent: share of the budget that the newest tokens have. seed: of the noise, which depends on layer, group and
+        seed: of the noise, which depends on layer, group and
             the token's place in its row alone.
 
     The logits are taken from the attention weights, from which they differ by a number a query, which softmax does not
@@ -36,18 +36,10 @@ class Keyformer(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(0 <= self.recent <= 1, "recent", "a share from 0 to 1")
         for name in ("tau_first", "tau_last"):
             self.require(getattr(self, name) > 0, name, "a number above 0")
         self.require(self.steps >= 1, "steps", "at least 1")
         self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
-
-    @property
-    def needs_weights(self) -> bool:
-        return True
-
-    def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(budget), (budget * self.recent).round().long()
 
     def temperature(self, generated: int) -> float:
         """tau after so many generated tokens; 0 in the prompt."""
