@@ -108,18 +108,23 @@ def same(got: Tensor, expected: Tensor, real: Tensor, dtype: torch.dtype) -> Non
 def test_attention_to_tiers_is_that_to_whole_rows_with_zeros(policy: Tiers, kind: str) -> None:
     case, start = Case(kind), 0
     size = case.dtype.itemsize
-    chooser, follower = layers = Tiers(**{**vars(policy), "leaders": (0, 0)}).layers(2)
+    chooser, _ = layers = Tiers(**{**vars(policy), "leaders": (0, 0)}).layers(2)
     tiers, scores = np.zeros((2, 0), int), np.zeros((2, 0))
     for length in STEPS:
         tokens = slice(start, start + length)
-        mask, real = case.mask[:, :, tokens, : tokens.stop], torch.arange(start, tokens.stop) >= torch.tensor(PADS)[:, None]
+        mask, real = (
+            case.mask[:, :, tokens, : tokens.stop],
+            torch.arange(start, tokens.stop) >= torch.tensor(PADS)[:, None],
+        )
         tiers = np.concatenate([tiers, np.where(real, HIGH, 0)], axis=1)
         for layer_ in layers:
             assert isinstance(layer_, TieredLayer)
             layer_.follow(case.layout, HPK, size)
             layer_.begin(mask, 2, length, torch.device("cpu"))
             layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
-            got, log_sum = attend_to_tiers(case.parameters, layer_, case.queries(tokens), mask, case.tables(tokens.stop))  # type: ignore[arg-type]
+            got, log_sum = attend_to_tiers(
+                case.parameters, layer_, case.queries(tokens), mask, case.tables(tokens.stop)
+            )  # type: ignore[arg-type]
             expected, expected_sum = case.expected(policy, tokens, tiers)
             same(got, expected, real, case.dtype)
             same(log_sum, expected_sum, real, case.dtype)

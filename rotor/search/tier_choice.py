@@ -71,14 +71,12 @@ def with_leaders(policy: Tiers, found: Tensor, threshold: float) -> Tiers:
     return replace(policy, leaders=leaders, layer_important=tuple(policy.layer_important[i] for i in leaders))
 
 
-def within(
-    candidates: Candidates, limit: float, measure: Callable[[Tiers], Tried], one_ratio: bool = False
-) -> list[Tried]:
+def within(candidates: Candidates, limit: float, measure: Callable[[Tiers], Tried]) -> list[Tried]:
     """Choices that were measured to cost at most `limit` of Q_d: each the best that is predicted to cost at most what
     the one before should have had."""
     allowed, fitting, seen = log1p(limit), list[Tried](), set[Tiers]()
     for _ in range(TRIES):
-        policy = candidates.best(allowed, one_ratio)
+        policy = candidates.best(allowed)
         if policy is None or policy in seen:
             break
         seen.add(policy)

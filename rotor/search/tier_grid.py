@@ -17,7 +17,7 @@ from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
 from ..runtime.cache import Policy, Tiers, cache_policy
 
-SHARES = (0.0, 0.3, 0.6)
+SHARES = (0.0, 0.5)
 """g of the layer that is cut, in the grid."""
 
 RATIOS = (0.3, 0.6, 0.85)
@@ -178,15 +178,23 @@ class Candidates:
     removed: np.ndarray
     layers: int
 
-    def best(self, cost: float, one_ratio: bool = False) -> Tiers | None:
-        """What removes most at a predicted cost of at most so much; None where nothing does.
+    def tiered(self, alike: bool = False) -> Candidates:
+        """Those that treat tokens differently: unimportant ones lose more, of keys and of values, and deeper layers
+        have more important ones, or with `alike` as many."""
+        rows = self.rows
+        fits = (rows[:, 2] < rows[:, 3]) & (rows[:, 4] < rows[:, 5]) & (rows[:, 1] > 0)
+        return self._only(fits & ((rows[:, 0] == rows[:, 1]) if alike else (rows[:, 0] < rows[:, 1])))
 
-        Args:
-            one_ratio: the same for all tokens, of each side.
-        """
+    def one_ratio(self) -> Candidates:
+        """Those with one ratio for all tokens, of each side."""
+        return self._only((self.rows[:, 2] == self.rows[:, 3]) & (self.rows[:, 4] == self.rows[:, 5]))
+
+    def _only(self, fits: np.ndarray) -> Candidates:
+        return Candidates(self.rows[fits], self.costs[fits], self.removed[fits], self.layers)
+
+    def best(self, cost: float) -> Tiers | None:
+        """What removes most at a predicted cost of at most so much; None where nothing costs so little."""
         fits = self.costs <= cost
-        if one_ratio:
-            fits &= (self.rows[:, 2] == self.rows[:, 3]) & (self.rows[:, 4] == self.rows[:, 5])
         if not fits.any():
             return None
         order = np.lexsort((self.costs, -self.removed))

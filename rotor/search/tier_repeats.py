@@ -20,7 +20,7 @@ def importances(network: CompressibleModel, rows: Tensor, policy: Policy) -> Ten
 
     Args:
         rows: [n, seq_len] tokens, without padding; seen in one step.
-        policy: `Tiers` or `H2O`, with which everything is kept.
+        policy: `Tiers` in which all tokens are important, or an eviction by scores of whole layers that drops none.
     Returns:
         [layers, n, seq_len] float32.
     """
@@ -29,17 +29,16 @@ def importances(network: CompressibleModel, rows: Tensor, policy: Policy) -> Ten
         for part in network.batches(rows):
             cache = DynamicCache(config=network.config)
             network.decoder(input_ids=rows[part].to(network.device), past_key_values=cache, use_cache=True)
-            found.append(torch.stack([_scores(layer, policy) for layer in cache.layers]).cpu())
+            found.append(torch.stack([_scores(layer) for layer in cache.layers]).cpu())
     return torch.cat(found, dim=1)
 
 
-def _scores(layer: Any, policy: Policy) -> Tensor:
+def _scores(layer: Any) -> Tensor:
     if isinstance(layer, TieredLayer):
         assert layer.index.scores is not None
         return layer.index.scores
     assert isinstance(layer, EvictingLayer)
-    assert isinstance(policy, H2O)
-    return policy.priority(layer)[:, 0]
+    return layer.policy.priority(layer)[:, 0]
 
 
 def by_denominator() -> Tiers:

@@ -16,10 +16,12 @@ from .peers_plot import draw_peers
 from .quantities import quantity
 from .store import StudyStore
 from .tables import SIDE_LABELS, Curves, ablation_curves, curves
+from .tiers_plot import draw_tiers
+from .tiers_tables import tiers_of_recipes
 
 FOLDER = "plots"
-SIZES = {"peers": (15.0, 8.5)}
-"""Inches of the plots that have more than one row of axes."""
+SIZES = {"peers": (15.0, 8.5), "tiers": (20.0, 4.8)}
+"""Inches of the plots that have more axes than two."""
 
 
 def require_matplotlib() -> None:
@@ -55,6 +57,7 @@ def write_plots(store: StudyStore) -> list[Path]:
             ("pruning", lambda figure: _draw_pruning(figure, store.part("pruning"))),
             ("front", lambda figure: _draw_front(figure, store.part("front"))),
             ("peers", lambda figure: draw_peers(figure, peer_records(store))),
+            ("tiers", lambda figure: draw_tiers(figure, tiers_of_recipes(store))),
             ("pruning-spectra", lambda figure: _draw_pruning_spectra(figure, store.part("pruning"), of)),
         ):
             figure = Figure(figsize=SIZES.get(name, (11, 4.5)), dpi=120)

@@ -150,8 +150,8 @@ class _Attachment:
         compressed = [hasattr(module, "cache_policy") for module in modules]
         if policy.rows_only and not all(compressed):
             raise UnsupportedModelError(
-                f"cache policy {policy.method}: layer {compressed.index(False)} is not compressed, and only a compressed "
-                "layer's columns come in the order of what they are worth.",
+                f"cache policy {policy.method}: layer {compressed.index(False)} is not compressed, and only a "
+                "compressed layer's columns come in the order of what they are worth.",
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
         if any(module.layout.coded for module, has in zip(modules, compressed, strict=True) if has):

@@ -73,7 +73,7 @@ class PolicyLayer(DynamicLayer):
         hidden_size] each; only for policies that need them."""
 
     def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
-        """Before anything is stored of a compressed model: what its rows are, and the bytes of a number of its dtype."""
+        """Before anything is stored of a compressed model: what its rows are, and the bytes of a number in them."""
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store tokens whose attention is not known, for counting bytes."""
@@ -96,9 +96,7 @@ class PolicyLayer(DynamicLayer):
         return min(-tokens_to_remove, self.seen)
 
 
-def mask_of_places(
-    mask: Tensor | None, places: Tensor, seen: int, length: int, additive: torch.dtype | None
-) -> Tensor:
+def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int, additive: torch.dtype | None) -> Tensor:
     """The columns of a mask that rows at some places have.
 
     Args:

@@ -76,13 +76,14 @@ def tier_rows(whole: LayerLayout, outer: LayerLayout, inner: LayerLayout, heads_
     """
     unit = 1 if whole.coded else size
     stored, kept = ([group.row_bytes(size) for group in layout.groups] for layout in (outer, inner))
-    sides = [_beginnings([s[side] // unit for s in stored], [k[side] // unit for k in kept]) for side in (0, 1)]
+    key, value = (_beginnings([s[side] // unit for s in stored], [k[side] // unit for k in kept]) for side in (0, 1))
     heads = whole.group_size * heads_per_kv
     qk, v = ([(group.qk_rank, group.v_rank)[side] for group in whole.groups] for side in (0, 1))
     own_qk, own_v = ([(group.qk_rank, group.v_rank)[side] for group in inner.groups] for side in (0, 1))
     return TierRows(
         inner,
-        *sides,
+        key,
+        value,
         _beginnings(qk, own_qk),
         _beginnings(_each(qk, heads), _each(own_qk, heads)),
         _beginnings(_each(v, heads), _each(own_v, heads)),

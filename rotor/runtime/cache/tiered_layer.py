@@ -130,8 +130,9 @@ class TieredLayer(PolicyLayer):
         assert self.low_values is not None
         slots = self.keys.shape[2], self.low_keys.shape[2]
         places = [self.index.places(tier, count) for tier, count in zip((HIGH, LOW), slots, strict=True)]
-        both = Block(self._tiers[0], self.keys, self.values, places[0]), Block(
-            self._tiers[1], self.low_keys, self.low_values, places[1]
+        both = (
+            Block(self._tiers[0], self.keys, self.values, places[0]),
+            Block(self._tiers[1], self.low_keys, self.low_values, places[1]),
         )
         found = [block for block in both if block.key.shape[2]]
         if len(found) == 1 and found[0].key.shape[2] == self.seen:
