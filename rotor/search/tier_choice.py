@@ -1,6 +1,7 @@
 """The choice of tiers: ratios per token that cost at most so much quality, measured; and a regression that predicts it.
 
-Source: ZDC section 5.2, equations 5 and 6 (the order of the ratios by the text, which equation 6 contradicts).
+Source: ZDC section 5.2, equations 5 and 6: of the constraints on ratios, p^u >= p^i as the text has it, which equation 6
+contradicts. That keys lose more than values, of which the two say the opposite as well, is left to what is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..runtime.cache import Tiers
 from .tier_grid import Candidates, TierGrid, TierMeter, row_of, tiers_of
 from .tier_repeats import by_denominator, importances, leaders_of
 
-TRIES = 6
+TRIES = 4
 """Choices that are measured at most for one limit."""
 
 NEAR = 0.9
@@ -107,10 +108,9 @@ class RatioRegression:
         self._model.fit(self._inputs(limits), np.array([row_of(choice) for choice in choices]))
 
     def predict(self, limit: float) -> Tiers:
-        """The ratios for a Q_d, within what the constraints allow."""
+        """The ratios for a Q_d; unimportant tokens lose no less, deeper layers have no fewer important ones."""
         first, last, qk_i, qk_u, v_i, v_u = np.clip(self._model.predict(self._inputs([limit]))[0], 0.0, 0.95)
-        qk_i, v_i = min(qk_i, qk_u), min(v_i, v_u)
-        return tiers_of([min(first, last), last, qk_i, qk_u, min(v_i, qk_i), min(v_u, qk_u)], self._layers)
+        return tiers_of([min(first, last), last, min(qk_i, qk_u), qk_u, min(v_i, v_u), v_u], self._layers)
 
     @staticmethod
     def _inputs(limits: Sequence[float]) -> np.ndarray:

@@ -137,14 +137,14 @@ class TierGrid:
         return total / sum(map(sum, self.row_bytes))
 
     def candidates(self) -> Candidates:
-        """All choices that the text's constraints allow: LEVELS for ratios, g from a first to a last layer's level.
+        """All choices of LEVELS for ratios, and of g from a first to a last layer's level.
 
-        Unimportant tokens lose no less than important ones, keys no less than values, and deeper layers have no fewer
-        important tokens. Equal ones are allowed, so that one ratio for all tokens is among them.
+        Unimportant tokens lose no less than important ones, and deeper layers have no fewer important tokens. Equal
+        ones are allowed, so that one ratio for all tokens is among them.
         """
         levels = [(i, u) for i in LEVELS for u in LEVELS if i <= u]
         inner, outer = np.array([i for i, _ in levels]), np.array([u for _, u in levels])
-        keeps = (inner[:, None] >= inner) & (outer[:, None] >= outer)  # keys down, values across
+        qk, v = (index.ravel() for index in np.indices((len(levels), len(levels))))
         sizes = np.array(self.row_bytes, dtype=np.float64)
         none, layers = np.zeros(len(sizes)), len(sizes)
         rows, costs, saved = [], [], []
@@ -157,7 +157,6 @@ class TierGrid:
                     cost.append(all_of + self.cost(side, shares, outer) - self.cost(side, shares, inner))
                     part = float(sizes[:, side] @ shares), float(sizes[:, side] @ (1 - shares))
                     gain.append((inner * part[0] + outer * part[1]) / sizes.sum())
-                qk, v = np.nonzero(keeps)
                 costs.append(cost[0][qk] + cost[1][v])
                 saved.append(gain[0][qk] + gain[1][v])
                 ends = np.broadcast_to([first, last], (len(qk), 2))
@@ -184,6 +183,10 @@ class Candidates:
         rows = self.rows
         fits = (rows[:, 2] < rows[:, 3]) & (rows[:, 4] < rows[:, 5]) & (rows[:, 1] > 0)
         return self._only(fits & ((rows[:, 0] == rows[:, 1]) if alike else (rows[:, 0] < rows[:, 1])))
+
+    def ordered(self) -> Candidates:
+        """Those in which keys lose no less than values, as ZDC's text has it."""
+        return self._only((self.rows[:, 2] >= self.rows[:, 4]) & (self.rows[:, 3] >= self.rows[:, 5]))
 
     def one_ratio(self) -> Candidates:
         """Those with one ratio for all tokens, of each side."""

@@ -70,7 +70,7 @@ def leaders_of(found: Tensor, shares: Sequence[float], threshold: float) -> tupl
     """For each layer the one whose choice it repeats, itself where it repeats none.
 
     A layer goes by the last leader before it where more than `threshold` of both their important and their unimportant
-    tokens are the same.
+    tokens are the same, and so nearly as many.
 
     Args:
         shares: g of each layer; a layer that repeats takes its leader's.
@@ -79,9 +79,17 @@ def leaders_of(found: Tensor, shares: Sequence[float], threshold: float) -> tupl
     leaders: list[int] = []
     for layer in range(len(found)):
         leader = leaders[-1] if leaders else layer
-        repeats = 1.0 if layer == leader else repeated(found[[leader, layer]], shares[leader])
-        leaders.append(leader if repeats > threshold else layer)
+        alike = layer == leader or (
+            all(min(sizes) >= threshold * max(sizes) for sizes in _sizes(shares[leader], shares[layer]))
+            and repeated(found[[leader, layer]], shares[leader]) > threshold
+        )
+        leaders.append(leader if alike else layer)
     return tuple(leaders)
+
+
+def _sizes(first: float, second: float) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Of the sets of important, and of unimportant tokens, of two layers."""
+    return (first, second), (1 - first, 1 - second)
 
 
 def repeated(pair: Tensor, share: float) -> float:

@@ -26,10 +26,10 @@ from .peers_part import PeersPart
 
 PART = "tiers"
 
-LIMITS = (0.02, 0.05, 0.1, 0.2, 0.3)
+LIMITS = (0.02, 0.05, 0.1, 0.2)
 """Q_d for which ratios are chosen."""
 
-COMPARED = (0.05, 0.1, 0.2)
+COMPARED = (0.1,)
 """Of these, those at which tiers are compared with one ratio at equal bytes."""
 
 SET_SHARE = 0.35
@@ -38,7 +38,7 @@ SET_SHARE = 0.35
 IMPORTANT = (0.4, 0.7)
 """p^i and p^u where g is varied (ZDC section 6.6)."""
 
-STEP = 8
+STEP = 16
 """Tokens of a step where many choices are measured; they see each other's whole rows."""
 
 BY: dict[str, Literal["denominator", "mean", "random"]] = {
@@ -175,6 +175,8 @@ class _Recipe:
             policy = with_leaders(policy, found, THRESHOLD)
             if policy not in every:
                 every[policy] = Tried(policy, degradation(self.meter.cost(policy, STEP)))
+                found_of = f"{grid.removed(policy):.3f} of the rows removed, Q_d {every[policy].degradation:.4f}"
+                self.progress.message(f"{PART}: {self.name}: {found_of}")
             return every[policy]
 
         def best(tried: Sequence[Tried], limit: float) -> Tried | None:
@@ -183,6 +185,7 @@ class _Recipe:
 
         kinds = {
             "tiers": candidates.tiered(),
+            "tiers, keys lose more": candidates.tiered().ordered(),
             "g alike": candidates.tiered(alike=True),
             "one ratio": candidates.one_ratio(),
         }

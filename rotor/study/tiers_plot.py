@@ -35,6 +35,11 @@ def _line(axes: Any, index: int, x: list[float], y: list[float], label: str, **o
     axes.plot(x, y, marker=MARKERS[index % len(MARKERS)], markersize=5, color=f"C{index % 10}", label=label, **options)
 
 
+def _legend(axes: Any) -> None:
+    if axes.lines:
+        axes.legend(fontsize=7)
+
+
 def _repetition(axes: Any, record: dict[str, Any]) -> None:
     for index, (measure, both) in enumerate(record["repetition"].items()):
         for which, style in (("most", "-"), ("least", "--")):
@@ -43,7 +48,7 @@ def _repetition(axes: Any, record: dict[str, Any]) -> None:
     axes.axhline(0.95, color="0.5", linewidth=1)
     axes.axhline(record["share"], color="0.5", linewidth=1, linestyle=":")
     axes.set(xlabel="layers apart", ylabel="tokens shared (lines: 0.95, chance)", ylim=(0, 1))
-    axes.legend(fontsize=7)
+    _legend(axes)
 
 
 def _sweeps(axes: Any, shares: dict[str, Any], ratios: dict[str, Any]) -> None:
@@ -53,7 +58,7 @@ def _sweeps(axes: Any, shares: dict[str, Any], ratios: dict[str, Any]) -> None:
     for index, (label, found) in enumerate(series.items()):
         _line(axes, index, [one["removed"] for one in found], [max(one["degradation"], 1e-4) for one in found], label)
     axes.set(xlabel="share of the rows removed", ylabel="Q_d", yscale="log")
-    axes.legend(fontsize=7)
+    _legend(axes)
 
 
 def _choices(axes: Any, record: dict[str, Any]) -> None:
@@ -64,7 +69,7 @@ def _choices(axes: Any, record: dict[str, Any]) -> None:
             x, y = (list(column) for column in zip(*sorted(points), strict=True))
             _line(axes, index, x, y, kind, linestyle=":")
     axes.set(xlabel="Q_d measured", ylabel="share of the rows removed", xscale="log")
-    axes.legend(fontsize=7)
+    _legend(axes)
 
 
 def _records(axes: Any, records: dict[str, Any]) -> None:
@@ -76,4 +81,4 @@ def _records(axes: Any, records: dict[str, Any]) -> None:
             x, y = (list(column) for column in zip(*sorted(points), strict=True))
             _line(axes, index, x, y, kind, linestyle=":")
     axes.set(xlabel="bytes of cache per token", ylabel="KL divergence (nats per token)", yscale="log")
-    axes.legend(fontsize=7)
+    _legend(axes)

@@ -13,7 +13,7 @@ from .store import StudyStore
 from .tiers_part import IMPORTANT, LIMITS, PART, SET_SHARE
 
 Table = tuple[str, list[str], list[list[str]]]
-KINDS = ("tiers", "g alike", "one ratio", "regression", "oracle")
+KINDS = ("tiers", "tiers, keys lose more", "g alike", "one ratio", "regression", "oracle")
 
 
 def tiers_of_recipes(store: StudyStore) -> dict[str, dict[str, Any]]:
