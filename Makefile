@@ -3,6 +3,8 @@
 # make test-slow the tests marked slow: more kills, more mutations
 # make fuzz      whole commands with drawn paths, damage, environments and faults: 2,000 examples of each
 # make test-min  the tests on the oldest versions that pyproject.toml allows
+# make gpu       on a GPU: tests, kernels, an 8B, vLLM, in at most 40 minutes, resumable; make gpu DRY=1 shows without one
+#                that it would run
 # make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 WORKERS ?= auto
 TARGETS := 0.99 0.95 0.90
 
-.PHONY: demo test test-slow test-vllm fuzz test-min lint setup clean
+.PHONY: demo gpu test test-slow test-vllm fuzz test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -53,6 +55,9 @@ test-min:
 		$$(sed -n 's/^ *"\([A-Za-z_-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml | grep -v -e ruff -e mypy -e types- -e import-linter)
 	.venv-min/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	OMP_NUM_THREADS=1 .venv-min/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+gpu: setup
+	$(BIN)/rotor gpu $(if $(DRY),--dry -o runs/gpu-dry.jsonl,-o artifacts/benchmarks/gpu.jsonl)
 
 # vLLM for CPUs, without what it needs for pictures and sounds (torchvision, torchaudio, torchcodec).
 test-vllm: .venv-vllm/.done

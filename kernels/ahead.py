@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
@@ -70,6 +71,8 @@ class Resources:
     async_copies, scalar_loads: instructions in the PTX; scalar ones load 16 bits.
     async_bytes: the kernel's arguments from which asynchronous copies read, with the fewest bytes that a thread copies
         at once.
+    flight_bytes: the arguments from which a pipelined loop reads, with the bytes of them that a program has asked for
+        when the loop begins, and thereafter while it computes; of several loops the fewest.
     """
 
     registers: int
@@ -79,6 +82,7 @@ class Resources:
     scalar_loads: int
     matrix_products: int
     async_bytes: dict[str, int]
+    flight_bytes: dict[str, int]
 
 
 def compile_variant(variant: Variant, capability: int) -> Resources:
@@ -86,6 +90,7 @@ def compile_variant(variant: Variant, capability: int) -> Resources:
     compiled = triton.compile(variant.source(), target=GPUTarget("cuda", capability, 32), options=variant.options)
     registers, spill_bytes = _usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
+    copies = async_copies(compiled.asm["ttgir"])
     return Resources(
         registers,
         spill_bytes,
@@ -93,29 +98,86 @@ def compile_variant(variant: Variant, capability: int) -> Resources:
         len(re.findall(r"cp\.async\.c[ag]|cp\.async\.bulk", ptx)),
         len(re.findall(r"ld\.global[.\w:]*\.[bus]16\s", ptx)),
         len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma\.", ptx)),
-        _async_bytes(compiled.asm["ttgir"]),
+        smallest_copies(copies),
+        bytes_in_flight(compiled.asm["ttgir"], copies),
     )
 
 
-def _async_bytes(ttgir: str) -> dict[str, int]:
-    """Traces the pointers of asynchronous copies back to the arguments of the kernel, in Triton's own representation.
+@dataclass(frozen=True)
+class AsyncCopy:
+    """One in Triton's own representation: its line there, the kernel's argument that it reads, the bytes that a thread
+    copies at once, and those of the whole.
+    """
+
+    line: int
+    argument: str
+    thread_bytes: int
+    tile_bytes: int
+
+
+COPY = re.compile(
+    r"ttg\.async_copy_global_to_local (%[\w.]+),[^\n]*?(?:contiguity = (\d+)[^\n]*?)? : "
+    r"tensor<([\dx]+)x!tt\.ptr<[a-z]+(\d+)>"
+)
+
+
+def async_copies(ttgir: str) -> list[AsyncCopy]:
+    """The asynchronous copies of a kernel, their pointers traced back to its arguments.
 
     The pointer is the first operand of all that pointers pass through; a loop's has the one that it begins with.
     """
     origins = dict(re.findall(r"^\s*(%[\w.]+) = [\w.]+ (%[\w.#]+)", ttgir, re.MULTILINE))
     for loop in re.findall(r"iter_args\((.*?)\) ->", ttgir):
         origins |= dict(re.findall(r"(%[\w.]+) = (%[\w.#]+)", loop))
-    copy = (
-        r"ttg\.async_copy_global_to_local (%[\w.]+),[^\n]*?(?:contiguity = (\d+)[^\n]*?)? : "
-        r"tensor<[\dx]+!tt\.ptr<[a-z]+(\d+)>"
-    )
+    found = []
+    for number, line in enumerate(ttgir.splitlines()):
+        for pointer, contiguity, sizes, bits in COPY.findall(line):
+            while pointer in origins:
+                pointer = origins[pointer]
+            elements = math.prod(int(size) for size in sizes.split("x"))
+            thread_bytes = int(contiguity or 1) * int(bits) // 8
+            found.append(AsyncCopy(number, pointer[1:], thread_bytes, elements * int(bits) // 8))
+    return found
+
+
+def smallest_copies(copies: list[AsyncCopy]) -> dict[str, int]:
+    """Of each argument the fewest bytes that a thread copies at once."""
     smallest: dict[str, int] = {}
-    for pointer, contiguity, bits in re.findall(copy, ttgir):
-        while pointer in origins:
-            pointer = origins[pointer]
-        size = int(contiguity or 1) * int(bits) // 8
-        smallest[pointer[1:]] = min(size, smallest.get(pointer[1:], size))
+    for copy in copies:
+        smallest[copy.argument] = min(copy.thread_bytes, smallest.get(copy.argument, copy.thread_bytes))
     return smallest
+
+
+def bytes_in_flight(ttgir: str, copies: list[AsyncCopy]) -> dict[str, int]:
+    """Of each argument what a pipelined loop keeps in flight: what is copied before it, in the block that holds it.
+
+    The loop then waits for the oldest of these copies, and asks for as much before it computes.
+    """
+    by_line = {copy.line: copy for copy in copies}
+    least: dict[str, int] = {}
+    asked: list[dict[str, int]] = [{}]  # by argument, since the last loop, in every block that is open
+    loops: list[tuple[dict[str, int], set[str]] | None] = [None]
+    for number, line in enumerate(ttgir.splitlines()):
+        text = line.strip()
+        if text.startswith("}"):
+            closed = loops.pop()
+            asked.pop()
+            if closed is not None:
+                before, inside = closed
+                for argument in inside & before.keys():
+                    least[argument] = min(before[argument], least.get(argument, before[argument]))
+        if number in by_line:
+            copy = by_line[number]
+            asked[-1][copy.argument] = asked[-1].get(copy.argument, 0) + copy.tile_bytes
+            if loops[-1] is not None:
+                loops[-1][1].add(copy.argument)
+        if text.partition(" loc(")[0].rstrip().endswith("{"):
+            is_loop = "scf.for" in text
+            loops.append((asked[-1], set()) if is_loop else None)
+            asked.append({})
+            if is_loop:
+                asked[-2] = {}  # a later loop begins with copies of its own
+    return least
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

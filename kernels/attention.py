@@ -17,7 +17,7 @@ from .defaults import SCHEDULE
 from .key_ranges import DecodeKeys, PrefillKeys
 from .layer_table import layer_parts
 from .parameters import AttentionParameters, seq_len_of
-from .prefill.kernel import prefill_attention
+from .prefill.launch import prefill_attention
 
 _ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Mask -> its ranges: all layers of a step share one mask."""
@@ -74,10 +74,28 @@ def packed_attention(
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank].
     """
+    shape = key.shape[0], seq_len_of(query), key.shape[2]
+    if attention_mask is None:
+        keys = _known_without_mask(shape, key.device)
+    else:
+        keys = _known_of_mask(attention_mask, shape, layer_idx)
+    return attend(query, key, value, parameters, head_dim, keys, key_rotation, schedule, kernels)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    head_dim: int,
+    keys: DecodeKeys | PrefillKeys,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    schedule: Schedule = SCHEDULE,
+    kernels: LayerKernels | None = None,
+) -> Tensor:
+    """As `packed_attention`, with the ranges of keys that queries attend to: DecodeKeys where there is one query."""
     layout, key, value = parameters.layout, key[:, 0], value[:, 0]
     pre = layout.domain == "pre"
-    batch_size, kv_len = key.shape[:2]
-    seq_len = seq_len_of(query)
     common: dict[str, Any] = {"softcap": parameters.softcap}
     if pre:
         common |= {
@@ -85,12 +103,7 @@ def packed_attention(
             "key_rotation": key_rotation,
             "constant_key": parameters.constant_key,
         }
-    if seq_len == 1:
-        if attention_mask is None:
-            keys = _all_keys(batch_size, kv_len, key.device)
-        else:
-            keys = _ranges_of(attention_mask, (batch_size, seq_len, kv_len), layer_idx)
-        assert isinstance(keys, DecodeKeys)
+    if isinstance(keys, DecodeKeys):
         output, _ = decode_attention(
             query[:, :, 0] if pre else query[:, 0],
             key,
@@ -103,17 +116,12 @@ def packed_attention(
             **common,
         )
         return output.unsqueeze(1)
-    if attention_mask is None:
-        chunk = _causal(batch_size, seq_len, key.device)
-    else:
-        chunk = _ranges_of(attention_mask, (batch_size, seq_len, kv_len), layer_idx)
-    assert isinstance(chunk, PrefillKeys)
     return prefill_attention(
         query,
         key,
         value,
         layout,
-        chunk,
+        keys,
         parameters.heads_per_kv,
         parameters.scaling,
         kernels=kernels,
@@ -125,7 +133,7 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _ranges_of(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> DecodeKeys | PrefillKeys:
+def _known_of_mask(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> DecodeKeys | PrefillKeys:
     """The ranges of a mask, computed once a step; in a CUDA graph as part of it.
 
     Args:
@@ -137,33 +145,35 @@ def _ranges_of(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> 
     capturing = _capturing()
     known = _ranges.get(mask)
     if known is None or not known.serves(shape, version, capturing, layer):
-        known = _ranges[mask] = _Known(shape, version, capturing, layer, _new_ranges(mask, shape))
+        known = _ranges[mask] = _Known(shape, version, capturing, layer, ranges_of(mask, shape, mask.device))
     known.layer = layer
     return known.ranges
 
 
-def _new_ranges(mask: Tensor, shape: tuple[int, int, int]) -> DecodeKeys | PrefillKeys:
-    rows = mask[:, 0].expand(shape)
-    return DecodeKeys.from_mask(rows[:, 0]) if shape[1] == 1 else PrefillKeys.from_mask(rows)
+def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> DecodeKeys | PrefillKeys:
+    """The keys that queries attend to, by a mask or, without one, causally; nothing is remembered.
 
-
-def _all_keys(batch_size: int, kv_len: int, device: torch.device) -> DecodeKeys:
-    if _capturing():
+    Args:
+        mask: broadcastable to [batch_size, 1, seq_len, kv_len], bool.
+        shape: batch_size, seq_len, kv_len.
+    """
+    batch_size, seq_len, kv_len = shape
+    if mask is not None:
+        rows = mask[:, 0].expand(shape)
+        return DecodeKeys.from_mask(rows[:, 0]) if seq_len == 1 else PrefillKeys.from_mask(rows)
+    if seq_len == 1:
         return DecodeKeys.all_of(batch_size, kv_len, device)
-    return _all_keys_cached(batch_size, kv_len, device)
-
-
-_all_keys_cached = lru_cache(maxsize=8)(DecodeKeys.all_of)
-
-
-def _causal(batch_size: int, seq_len: int, device: torch.device) -> PrefillKeys:
-    return (_new_causal if _capturing() else _causal_cached)(batch_size, seq_len, device)
-
-
-def _new_causal(batch_size: int, seq_len: int, device: torch.device) -> PrefillKeys:
-    """Without a mask nothing lies before the new keys: a static cache holds only its empty rest behind them."""
+    # Nothing lies before the new keys then: a static cache holds only its empty rest behind them.
     lengths = torch.full((batch_size,), seq_len, device=device)
     return PrefillKeys.causal(lengths, torch.zeros_like(lengths), lengths, seq_len)
 
 
-_causal_cached = lru_cache(maxsize=8)(_new_causal)
+def _known_without_mask(shape: tuple[int, int, int], device: torch.device) -> DecodeKeys | PrefillKeys:
+    """Of what does not depend on kv_len, one for all; in a CUDA graph as part of it."""
+    if _capturing():
+        return ranges_of(None, shape, device)
+    batch_size, seq_len, kv_len = shape
+    return _ranges_cached(None, (batch_size, seq_len, kv_len if seq_len == 1 else 0), device)
+
+
+_ranges_cached = lru_cache(maxsize=16)(ranges_of)

@@ -116,6 +116,7 @@ def _fits_shared_memory(
     return fits
 
 
+@torch.compiler.assume_constant_result
 def layer_served(
     layout: LayerLayout,
     heads_per_kv: int,
@@ -160,7 +161,7 @@ def kernels_serve(
         rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
         kernels: the launches of the layer; by default by rule.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not kernels_wanted(hidden_states.device):
+    if torch.is_grad_enabled():
         return False
     dtype, device = hidden_states.dtype, hidden_states.device
     return (

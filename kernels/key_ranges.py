@@ -7,7 +7,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,18 @@ class DecodeKeys:
     @classmethod
     def from_mask(cls, mask: Tensor) -> DecodeKeys:
         """From a bool mask [batch_size, kv_len] (True: attend)."""
-        some = mask.any(-1)
-        marks = mask.to(torch.uint8)
-        first = torch.where(some, marks.argmax(-1), 0)
-        end = torch.where(some, mask.shape[-1] - marks.flip(-1).argmax(-1), 0)
-        holes = mask.sum(-1) != end - first
-        return cls(first.int(), end.int(), mask.contiguous().view(torch.uint8), holes.int())
+        from .masks import mask_ranges  # imports Triton
+
+        first, end, holes, _ = mask_ranges(mask.unsqueeze(1), words=False)
+        marks = mask if mask.stride(-1) == 1 else mask.contiguous()
+        return cls(first.squeeze(1), end.squeeze(1), marks.view(torch.uint8), holes.squeeze(1))
 
     def tile_prefix(self, tile: int) -> Tensor:
         """[batch_size + 1], int64: tiles of keys in the sequences before each; tiles begin at multiples of `tile`."""
         if tile not in self._prefixes:
-            tiles = (self.end + tile - 1) // tile - self.first // tile
-            tiles = torch.where(self.end > self.first, tiles, 0)
-            prefix = torch.zeros(len(tiles) + 1, dtype=torch.int64, device=tiles.device)
-            torch.cumsum(tiles, 0, out=prefix[1:])
-            self._prefixes[tile] = prefix
+            from .masks import tile_prefix  # imports Triton
+
+            self._prefixes[tile] = tile_prefix(self.first, self.end, tile)
         return self._prefixes[tile]
 
 
@@ -64,6 +60,7 @@ class PrefillKeys:
         [batch_size, seq_len], int32: whether a query's range has keys that are not attended. The mask is only read
         where it has.
     past: keys before the queries' own as far as the host knows: only the order of launches goes by it.
+    plans: how their keys are split over programs, as `prefill.slices` remembers it for all layers of a step.
     """
 
     first: Tensor
@@ -71,6 +68,9 @@ class PrefillKeys:
     mask: Tensor | None = None
     holes: Tensor | None = None
     past: int = 0
+    plans: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @cached_property
     def union(self) -> tuple[Tensor, Tensor]:
@@ -100,15 +100,7 @@ class PrefillKeys:
     @classmethod
     def from_mask(cls, mask: Tensor) -> PrefillKeys:
         """From a bool mask [batch_size, seq_len, kv_len] (True: attend)."""
-        flat = DecodeKeys.from_mask(mask.flatten(0, 1))
-        assert flat.holes is not None
-        shape = mask.shape[:2]
-        past = mask.shape[2] - mask.shape[1]
-        return cls(flat.first.view(shape), flat.end.view(shape), packed_bits(mask), flat.holes.view(shape), past)
+        from .masks import mask_ranges  # imports Triton
 
-
-def packed_bits(mask: Tensor) -> Tensor:
-    """A bool mask [..., length] in words of 64 bits, the lowest first: [..., length / 64, rounded up], int64."""
-    bytes_of_bits = functional.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 64)).unflatten(-1, (-1, 8))
-    place = torch.arange(8, device=mask.device, dtype=torch.uint8)
-    return (bytes_of_bits << place).sum(-1, dtype=torch.uint8).view(torch.int64)
+        first, end, holes, words = mask_ranges(mask, words=True)
+        return cls(first, end, words, holes, past=mask.shape[2] - mask.shape[1])

@@ -107,6 +107,16 @@ def last_round(seq_len: int, past: int, rows: int, pack: int, others: int, worke
     return (whole, True) if cut else (tasks, False)
 
 
+def split_programs(tasks: int, units: int, programs: int) -> int:
+    """Programs that share the keys of each unit of a prefill; 0 where its tasks fill the GPU as they are.
+
+    Args:
+        tasks: row blocks times sequences. units: groups, or heads, that each have these tasks. programs: in all.
+    """
+    share = programs // units
+    return share if share >= 2 * tasks else 0
+
+
 def row_block_costs(seq_len: int, past: int, rows: int, pack: int, others: int) -> list[float]:
     """Keys that each row block of a causal prefill meets, the longest first, `others` times each."""
     blocks = -(-seq_len * pack // rows)

@@ -13,7 +13,7 @@ from rotor.format.layout import AttentionShape, LayerLayout
 from .ahead import Variant
 from .decode.variants import decode_variants
 from .layer_table import layer_parts
-from .prefill.kernel import prefill_variants
+from .prefill.variants import prefill_variants
 from .projection.append import append_variant
 from .projection.rotation import rotation_variants
 from .rows import key_columns, value_columns

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from rotor.format.columns import WORD_BYTES, Columns
-from rotor.format.kernel_config import Blocks, LayerKernels
+from rotor.format.kernel_config import DEFAULT_SLICES, Blocks, LayerKernels
 from rotor.format.layout import GroupClass, LayerLayout
 
 from .defaults import default_layer
 from .layer_table import REGISTER_COLUMNS, Bodies, Column, LayerParts, Piece, layer_parts
 from .schedule import PIECES
+from .tuning import chosen_constants
 from .widths import chunks, padded
 
 SHARED_KB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -83,9 +84,10 @@ def decode_config(
 ) -> dict[str, Any]:
     """Constants of the decode kernel that follow from the layer alone, with num_warps and num_stages.
 
-    head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory.
+    head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory. `tuning.decode_constants`
+    puts others in their place.
     """
-    return dict(_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu))
+    return {**_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu), **chosen_constants()}
 
 
 @lru_cache(maxsize=4096)
@@ -290,6 +292,7 @@ def prefill_constants(
             "TILE": tile,
             "PRECISION": precision(element_bytes),
             "COLUMNS": REBUILT_COLUMNS if wide else 0,
+            "SLICED": False,
             "num_warps": warps,
             "num_stages": 2,
         }
@@ -373,6 +376,29 @@ def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
     rows = constants["ROWS"] // PIECES
     tile = min(16 if rows * value > 2048 else 32, constants["TILE"])
     return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
+
+
+SLICED_ROWS = 16, 64
+"""Rows of a tile of a prefill kernel whose keys are split: two kernels serve all numbers of queries."""
+
+
+def sliced(constants: dict[str, Any], seq_len: int, element_bytes: int, gpu: Gpu) -> dict[str, Any]:
+    """The constants of a prefill kernel for so few queries that their keys are split: bound by memory, so no more rows
+    than there are, and one tile of keys more in flight.
+    """
+    few, many = SLICED_ROWS
+    rows = min(constants["ROWS"], few if seq_len * constants["PACK"] <= few else many)
+    shape = constants | {"ROWS": rows, "SLICED": True}
+    if rows == few and not constants["PRE"]:
+        shape["num_warps"] = 4
+    deeper = shape | {"num_stages": 3}
+    fits = not constants["PRE"] and prefill_shared_bytes(deeper, element_bytes) <= gpu.shared_bytes
+    return deeper if fits else shape
+
+
+def chunk_programs(kernels: LayerKernels | None, sms: int) -> int:
+    """Programs over which the keys of few queries are split; 0 where they never are."""
+    return sms * (DEFAULT_SLICES if kernels is None else kernels.slices_per_sm)
 
 
 def prefill_workers(constants: dict[str, Any], sms: int) -> int:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .calibration.calibrate import calibrate
     from .calibration.run import Run
     from .errors import RotorError
+    from .evaluation.fitting import fit_cache_policy
     from .export.export import ExportResult, export
     from .planning.inspection import Inspection, inspect
     from .progress import Progress
@@ -59,6 +60,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "export",
+    "fit_cache_policy",
     "inspect",
     "study",
     "use_cache_policy",
@@ -74,6 +76,7 @@ _MODULES = {
     "Validation": "validation.integrity",
     "calibrate": "calibration.calibrate",
     "export": "export.export",
+    "fit_cache_policy": "evaluation.fitting",
     "inspect": "planning.inspection",
     "study": "study.study",
     "use_cache_policy": "runtime.cache",

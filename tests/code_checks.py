@@ -11,7 +11,7 @@ from torch import Tensor
 from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill.kernel import prefill_attention
+from rotor.kernels.prefill.launch import prefill_attention
 from rotor.kernels.truth import Sequence, ragged_attention
 
 
@@ -101,6 +101,7 @@ def check_coded_prefill(
     softcap: float | None = None,
     mask: Tensor | None = None,
     rebuilt: bool | None = None,
+    programs: int | None = None,
 ) -> None:
     """As `kernel_checks.check_prefill`."""
     floats, device = case.floats, case.key.device
@@ -144,6 +145,7 @@ def check_coded_prefill(
         block_table=table,
         softcap=softcap,
         rebuilt=rebuilt,
+        programs=programs,
     )
     limit = limit_of(case, expected, full_mask[:, None], softcap)
     assert relative_error(got, expected) <= limit

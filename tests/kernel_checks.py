@@ -12,7 +12,7 @@ from rotor.kernels import reference
 from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill.kernel import prefill_attention
+from rotor.kernels.prefill.launch import prefill_attention
 from rotor.kernels.reference import grouped_attention
 from rotor.kernels.truth import Sequence, ragged_attention
 
@@ -126,6 +126,7 @@ def check_prefill(
     softcap: float | None = None,
     mask: Tensor | None = None,
     rebuilt: bool | None = None,
+    programs: int | None = None,
 ) -> None:
     """Prefill the queries of each sequence; keys outside of a sequence's range are poisoned with NaN.
 
@@ -177,6 +178,7 @@ def check_prefill(
         block_table=table,
         softcap=softcap,
         rebuilt=rebuilt,
+        programs=programs,
     )
     limit = FLOAT32_ERROR
     if case.key.dtype != torch.float32:

@@ -274,6 +274,7 @@ def test_an_engine_that_is_not_there_and_options_that_it_does_not_take_are_refus
         (["--engine", "vllm"], "vLLM is not installed"),
         (["--engine", "vllm", "--lengths", "64", "--device", "cpu"], "--lengths, --device: not with --engine vllm"),
         (["--engine", "vllm", "--layers", "2"], "--layers: not with --engine vllm"),
+        (["--engine", "vllm", "--cache", "gear-2"], "--cache: not with --engine vllm"),
         (["--engine", "vllm", "--new-tokens", "0"], "at least 2 new tokens"),
         (["--engine", "other"], "expected transformers or vllm"),
     ):

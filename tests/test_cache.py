@@ -355,7 +355,7 @@ def test_a_policy_is_stored_and_read(policy) -> None:
         ([1], "expected a mapping"),
         (
             {"method": "kiwi"},
-            "one of per-token, kcvt, kivi, nuq, fp8, gear, .*; did you mean 'kivi'",
+            "one of per-token, kcvt, kivi, nuq, kvquant, fp8, gear, .*; did you mean 'kivi'",
         ),
         ({"method": ["kivi"]}, "cache.method"),
         ({"method": "kivi", "bits": 5}, "bits: got 5, expected one of"),

@@ -65,6 +65,7 @@ LOSSY: list[Policy] = [
     H2O(share=0.4),
     H2O(share=0.4, scope="layer", squeeze=0.4),
     Keyformer(share=0.4),
+    Keyformer(share=0.4, bits=4, group=8),
     Random(share=0.5),
     Tiers(important=0.4, qk_important=0.1, qk_unimportant=0.6, v_unimportant=0.5),
     Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, leaders=(0, 0), importance="mean"),
@@ -76,7 +77,7 @@ def serves(policy: Policy, kind: str) -> bool:
     """Quantisers want rows of numbers, tiers rows of any kind."""
     if policy.rows_only:
         return kind != "plain"
-    return kind != "codes" or policy.evicts
+    return kind != "codes" or (policy.evicts and getattr(policy, "bits", 16) == 16)
 
 
 def prompts(batch: int, length: int) -> Tensor:
@@ -187,7 +188,9 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
         assert layer.stored_bytes() == sum(t.nbytes for t in held if t is not None)
     if isinstance(layer, EvictingLayer):
         held = [layer.keys, layer.values, layer.positions, layer.scores]
-        assert layer.stored_bytes() == sum(t.nbytes for t in held if t is not None)
+        coded = [part for codes in layer._codes for parts in codes._parts for part in parts]
+        assert bool(coded) == (policy.bits < 16)
+        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes for t in [*held, *coded] if t is not None)
     assert 0 < stored_bytes(cache) == sum(layer.stored_bytes() for layer in cache.layers)
     plain = model(rows, use_cache=True).past_key_values
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
@@ -279,6 +282,8 @@ def test_what_a_policy_cannot_serve_is_said(models, tiny, checkpoints, tmp_path)
         plain(rows, past_key_values=make_cache(Tiers(), plain.config))
     with pytest.raises(UsageError, match="rows are codes already"):
         use_cache_policy(models("codes"), KIVI())
+    with pytest.raises(UsageError, match="bits 4: this checkpoint's rows are codes already"):
+        use_cache_policy(models("codes"), H2O(bits=4))
     with pytest.raises(RecipeError, match="did you mean 'gear-2'"):
         find_policy("gear2")
     holes = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]])

@@ -305,6 +305,13 @@ def test_json_output_of_every_command(model: Path, tmp_path: Path, capsys) -> No
     assert {"fdc", "rotor"} <= set(json.loads(text))
 
 
+def test_a_quiet_generate_prints_its_text_and_the_help_says_so(capsys) -> None:
+    code, text, error = rotor(capsys, "generate", DEMO_MODEL, "def main(", "--max-new-tokens", "2", "-q")
+    assert (code, error) == (0, "")
+    assert text.startswith("def main(")
+    assert "Print nothing but errors and the text itself." in " ".join(rotor(capsys, "generate", "--help")[1].split())
+
+
 def load_tokenizer():
     from transformers import AutoTokenizer
 

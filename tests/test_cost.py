@@ -20,8 +20,6 @@ from rotor.prediction.cost import (
     UNPACK_FLOPS,
     DecodeStep,
     Objective,
-    Tiling,
-    Work,
     decode_flops_per_token,
     decode_seconds,
     group_bytes_per_token,
@@ -33,6 +31,8 @@ from rotor.prediction.cost import (
     value_work,
 )
 from rotor.prediction.devices import Device, bundled_devices, find_device, parse_devices
+from rotor.prediction.roofline import Work
+from rotor.prediction.tiling import Tiling
 from rotor.recipe import EXPORT_SECTIONS, ObjectiveSettings, load_recipe, override, parse_recipe
 
 LLAMA = AttentionShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)

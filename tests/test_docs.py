@@ -40,6 +40,7 @@ QUICKER = {
 PARSED_ALONE = {
     "bench": "test_bench.py",
     "compile": "test_precompile.py",
+    "gpu": "test_gpu_suite.py",
     "run": "test_autoload.py",
     "study": "test_study.py",
     "torchrun": "test_resume.py",
@@ -71,6 +72,16 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), flags=re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, target
+
+
+def test_docstrings_cite_what_a_reader_can_find() -> None:
+    """Papers, or a page of docs/ that is there; never a plan of the authors'."""
+    for folder in ("rotor", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text("utf-8")
+            assert "DESIGN" not in text, path
+            for page in re.findall(r"docs/[\w-]+\.md", text):
+                assert (ROOT / page).is_file(), (path, page)
 
 
 def test_the_readme_leads_to_every_page() -> None:

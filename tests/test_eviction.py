@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rotor.errors import UsageError
-from rotor.runtime.cache import H2O, EvictingLayer, Eviction, Keyformer, Random, Streaming, Window
+from rotor.runtime.cache import H2O, EvictingLayer, Eviction, Keyformer, LayerSample, Random, Streaming, Window
+from rotor.runtime.cache.affine import AffineCode
 from rotor.runtime.cache.budgets import sensitivity_shares, squeeze_shares, three_means
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
@@ -51,7 +52,7 @@ def drive(policy: Eviction, x: np.ndarray) -> EvictingLayer:
             for row, query in enumerate(step):
                 seen = held[group] <= query
                 weights[0, group, :, row, seen] = softmax(x[group][:, query, held[group][seen]]).T
-        layer.finish(torch.tensor(weights).float() if policy.needs_weights else None)
+        layer.finish(layer.sums_of(torch.tensor(weights).float()))
     return layer
 
 
@@ -100,7 +101,8 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
     layer = drive(policy, x)
     assert layer.keys is not None
     got = layer.keys[0, :, :, 0].long().tolist()
-    table = torch.cat(layer._noise.blocks, 1).double().numpy() if layer._noise.blocks else np.full((GROUPS, 1024), 0.5)
+    groups = 1 if policy.scope == "layer" else GROUPS
+    table = layer.token_noise.table(getattr(policy, "seed", 0), groups, TOKENS).double().numpy()
     assert got == truth(policy, x, table)
     places = layer.positions
     assert places is not None
@@ -109,6 +111,62 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
     if policy.needs_weights:
         assert layer.scores is not None
         assert layer.scores.shape == places.shape
+
+
+@pytest.mark.parametrize(
+    "spans", [None, [(slice(0, 6), slice(0, 2)), (slice(6, 9), slice(2, 9))]], ids=["heads", "packed"]
+)
+def test_what_is_kept_is_coded_token_by_token(spans) -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads = 2 if spans is None else 1
+    rows = [torch.randn(2, heads, TOKENS, 9, generator=generator) for _ in range(2)]
+    layer, exact = (EvictingLayer(Random(tokens=6, bits=bits, group=4), 0) for bits in (4, 16))
+    for one in (layer, exact):
+        one.spans = spans
+    for step in [slice(0, PROMPT), *(slice(t, t + 1) for t in range(PROMPT, TOKENS))]:
+        for one in (layer, exact):
+            one.begin(None, 2, step.stop - step.start, torch.device("cpu"))
+            seen = one.update(*(part[:, :, step] for part in rows))
+            if one is layer:  # a token is exact in its own step
+                assert all(
+                    torch.equal(s[:, :, -1], part[:, :, step.stop - 1]) for s, part in zip(seen, rows, strict=True)
+                )
+            one.finish(None)
+    assert torch.equal(layer.positions, exact.positions)
+    assert layer.keys.shape[2] == 0
+    code = AffineCode(4, 1, 4)
+    for side, (codes, kept) in enumerate(zip(layer._codes, (exact.keys, exact.values), strict=True)):
+        own = [slice(None)] if spans is None else [span[side] for span in spans]
+        pieces = [code.decode(code.encode(kept[..., s]), heads, kept[..., s].shape[-1]) for s in own]
+        assert torch.equal(codes.decode(), torch.cat(pieces, dim=-1))
+    assert 0 < float((codes.decode() - kept).abs().max()) < 0.3
+    slots = 2 * heads * 6
+    coded = sum(-(-width * 4 // 8) + 4 * -(-width // 4) for width in ((9, 9) if spans is None else (6, 3, 2, 7)))
+    assert layer.stored_bytes() == slots * coded + layer.positions.numel() * 4
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([3, 0]))
+    layer.offload()
+    layer.prefetch()
+    layer.begin(None, 2, 1, torch.device("cpu"))
+    key, _ = layer.update(*(part[:, :, :1] for part in rows))
+    assert torch.equal(key[:, :, :6], layer._codes[0].decode())
+    assert key.shape[2] == 7
+    layer.reset()
+    assert layer.stored_bytes() == 0
+
+
+def test_squeeze_can_be_measured_once_before() -> None:
+    empty = torch.zeros(1, 2, 4)
+    samples = [LayerSample(empty, empty, empty, empty, cosine) for cosine in (0.2, 0.99, 0.98, 0.6, 0.97)]
+    policy = H2O(share=0.2, squeeze=0.4, squeeze_on="calibration")
+    assert policy.needs_samples
+    assert not policy.needs_states
+    with pytest.raises(UsageError, match="budgets of layers have not been found"):
+        policy.layers(5)
+    fitted = policy.fitted(samples)
+    assert fitted == H2O(share=0.2, layer_shares=tuple(squeeze_shares([0.2, 0.99, 0.98, 0.6, 0.97], 0.4)))
+    assert len(fitted.layers(5)) == 5
+    assert fitted.fitted(samples) is fitted
 
 
 def test_noise_is_a_tokens_own() -> None:
@@ -187,6 +245,7 @@ def test_kvpress_keeps_the_same_tokens(ratio: float) -> None:
     keys = torch.zeros(1, GROUPS, PROMPT, 4)
     for press, policy in (
         (kvpress.StreamingLLMPress(compression_ratio=ratio, n_sink=4), Streaming(share=share)),
+        (kvpress.StreamingLLMPress(compression_ratio=ratio, n_sink=0), Window(share=share)),
         (kvpress.ObservedAttentionPress(compression_ratio=ratio), H2O(share=share, recent=0.0, average=True)),
     ):
         scores = press.score(module, torch.zeros(1, PROMPT, 8), keys, keys, attention, {})
@@ -194,6 +253,6 @@ def test_kvpress_keeps_the_same_tokens(ratio: float) -> None:
         layer = EvictingLayer(policy, 0)
         layer.begin(None, 1, PROMPT, torch.device("cpu"))
         layer.update(keys, keys)
-        layer.finish(attention.unflatten(1, (GROUPS, HEADS)) if policy.needs_weights else None)
+        layer.finish(layer.sums_of(attention.unflatten(1, (GROUPS, HEADS))))
         assert layer.positions is not None
         assert torch.equal(layer.positions.expand(1, GROUPS, -1).long(), kept)

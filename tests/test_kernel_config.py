@@ -97,6 +97,7 @@ CHANGES = [
     ("schedule", "fastest", r"schedule: got 'fastest', expected one of stream, lpt, none"),
     ("tile", "48", r"layers\[0\].tile: got '48', expected int"),
     ("layers.0.tile", 48, r"layers\[0\].tile: got 48, expected one of 16, 32, 64, 128"),
+    ("layers.0.slices_per_sm", 17, r"layers\[0\].slices_per_sm: got 17, expected a number from 0 to 16"),
     ("layers.0.tiles", 64, r"unknown key 'layers\[0\].tiles'; did you mean 'tile'"),
     ("layers", [], r"layers: got '0 layers', expected 2, as in config.json"),
     ("layers.0.classes.0.qk_rank", 32, r"layers\[0\].classes: got .*, expected the ranks of the groups in config.json"),
@@ -193,5 +194,5 @@ def test_classes_and_specialisations_decide_what_is_compiled() -> None:
     config = KernelConfig.from_dict(data)
     config.check(LAYOUTS)
     parts = layer_parts(LAYOUTS[0], 2, 32, config.layers[0])
-    (attention, _) = decode_variants(parts, 2, 32, torch.bfloat16)
+    attention, *_ = decode_variants(parts, 2, 32, torch.bfloat16)
     assert attention.constants["BODIES"] == ((((0, 0, 64),), ((0, 0, 32),)),)

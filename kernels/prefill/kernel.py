@@ -11,39 +11,15 @@ no memory for it, by each row block for itself, in registers.
 Rows of a tile are (position, query head) pairs of the heads that share keys, positions slowest, so that a chunk of few
 positions still fills a tile. Rows know the range of keys that they attend to: causal, windows, padding, chunks
 against an existing cache and sequences of different lengths are all ranges. The longest row blocks are launched first,
-and those of a last round that would not fill the GPU in pieces, by a launch of their own.
+and those of a last round that would not fill the GPU in pieces, by a launch of their own. Where there are so few row
+blocks that most of a GPU would idle, the keys of each are split as well (`slices`).
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from rotor.format.columns import WORD_BYTES
-from rotor.format.kernel_config import LayerKernels
-from rotor.format.layout import LayerLayout
-
-from ..ahead import Variant
-from ..key_ranges import PrefillKeys
-from ..launch import launch
-from ..schedule import last_round
-from ..strides import alignment_of, as_words, check_page
-from ..tile_sizes import (
-    HOPPER,
-    Gpu,
-    can_be_cut,
-    gpu_of,
-    pieces_of,
-    prefill_constants,
-    prefill_workers,
-    rebuilding_pays,
-    sm_count,
-)
 from ..tiles import (
     key_rows,
     load_basis,
@@ -55,7 +31,6 @@ from ..tiles import (
     rotate_tile,
     scaled_logits,
 )
-from .rebuild import rebuild_keys, rebuild_variant
 
 INTEGERS = [
     "batch_size", "units", "blocks", "seq_len", "query_offset", "query_batch", "query_head", "query_position",
@@ -64,6 +39,9 @@ INTEGERS = [
     "rotation_stride", "basis_stride", "basis_offset", "constant_offset", "first_task",
 ]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
+
+SLICE_FIELDS = tl.constexpr(3)
+"""Numbers of a slice of a task's keys: the task (row block times batch_size plus sequence), its first tile, its end."""
 
 
 @triton.jit
@@ -77,9 +55,9 @@ def _load_queries(base, rows, head_stride, position_stride, valid, WIDTH: tl.con
 
 @triton.jit(do_not_specialize=INTEGERS)
 def prefill_kernel(
-    query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, constant, batch_size,
-    units, blocks, seq_len, query_offset, query_batch, query_head, query_position, key_offset, key_block, key_row,
-    value_offset, value_block, value_row, output_offset, output_batch, output_position, lse_offset, lse_batch,
+    query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, constant, slices,
+    batch_size, units, blocks, seq_len, query_offset, query_batch, query_head, query_position, key_offset, key_block,
+    key_row, value_offset, value_block, value_row, output_offset, output_batch, output_position, lse_offset, lse_batch,
     lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, basis_offset, constant_offset,
     first_task, scale, softcap,
     QK: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, QK_ROW: tl.constexpr,
@@ -87,18 +65,27 @@ def prefill_kernel(
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIGN: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, COLUMNS: tl.constexpr, SLICED: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the ROWS * SPLIT of a task, a row block of one unit of one sequence; see `prefill_attention`. Offsets and
     strides in units of ALIGN, of the key and value rows in KEY_ALIGN and VALUE_ALIGN.
+
+    SLICED: of the keys of a task only the tiles that `slices` names, into `output` [programs, ROWS, V] and `lse`
+    [programs, ROWS] (base 2), both float32, which `slices.join_slices` joins.
 
     A unit is a group, or in domain `pre` one of the HEADS KV heads of a group; PACK query heads share its keys. PRE:
     keys are rebuilt here; else `key` has them, QK columns a unit. KEYS and VALUES are the pieces of a unit (see
     `shapes.static_pieces`), QK_ROW and V_ROW its elements in the rows.
     """
-    task = first_task + tl.program_id(0) // SPLIT
-    row_block = blocks - 1 - task // (units * batch_size)
-    unit = task // batch_size % units
+    if SLICED:
+        unit = tl.program_id(0) % units
+        slice_of = slices + tl.program_id(0) // units * SLICE_FIELDS
+        task = tl.load(slice_of)
+        row_block = task // batch_size
+    else:
+        task = first_task + tl.program_id(0) // SPLIT
+        row_block = blocks - 1 - task // (units * batch_size)
+        unit = task // batch_size % units
     sequence = task % batch_size
     group = unit // HEADS
     rows = (row_block * SPLIT + tl.program_id(0) % SPLIT) * ROWS + tl.arange(0, ROWS)
@@ -107,8 +94,12 @@ def prefill_kernel(
     first = tl.load(first_key + place, mask=in_range, other=0)
     end = tl.load(end_key + place, mask=in_range, other=0)
     attends = first < end
-    tile_begin = tl.min(tl.where(attends, first, 2147483647), 0) // TILE
-    tile_end = (tl.max(tl.where(attends, end, 0), 0) + TILE - 1) // TILE
+    if SLICED:
+        tile_begin = tl.load(slice_of + 1)
+        tile_end = tl.load(slice_of + 2)
+    else:
+        tile_begin = tl.min(tl.where(attends, first, 2147483647), 0) // TILE
+        tile_end = (tl.max(tl.where(attends, end, 0), 0) + TILE - 1) // TILE
 
     # Of 64 bits: a large cache, or a long prompt, has more than 2^31 elements.
     key_block = key_block.to(tl.int64) * KEY_ALIGN
@@ -227,196 +218,19 @@ def prefill_kernel(
         weighted = added
 
     safe_total = tl.where(total == 0.0, 1.0, total)
-    head = unit * PACK + rows % PACK
-    natural = (largest + tl.log2(safe_total)) * 0.6931471805599453
-    lse_place = lse + sequence.to(tl.int64) * lse_batch + (lse_offset + head).to(tl.int64) * lse_head + rows // PACK
-    tl.store(lse_place, natural, mask=in_range)
-    offset = sequence * (output_batch.to(tl.int64) * ALIGN) + rows // PACK * (output_position.to(tl.int64) * ALIGN)
-    out = output + (offset + output_offset * ALIGN + head * V)[:, None]
+    base_2_lse = largest + tl.log2(safe_total)
+    if SLICED:
+        slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        tl.store(lse + slot, base_2_lse, mask=in_range)
+        out = output + (slot * V)[:, None]
+    else:
+        head = unit * PACK + rows % PACK
+        lse_place = lse + sequence.to(tl.int64) * lse_batch + (lse_offset + head).to(tl.int64) * lse_head + rows // PACK
+        tl.store(lse_place, base_2_lse * 0.6931471805599453, mask=in_range)
+        offset = sequence * (output_batch.to(tl.int64) * ALIGN) + rows // PACK * (output_position.to(tl.int64) * ALIGN)
+        out = output + (offset + output_offset * ALIGN + head * V)[:, None]
     for p in tl.static_range(len(VALUES)):
         column = tl.arange(0, VALUES[p][5])[None, :]
         some = in_range[:, None] & (column < VALUES[p][2])
         result = (weighted[p] / safe_total[:, None]).to(output.dtype.element_ty)
         tl.store(out + VALUES[p][1] + column, result, mask=some)
-
-
-def prefill_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: LayerLayout,
-    keys: PrefillKeys,
-    heads_per_kv: int,
-    scaling: float,
-    *,
-    query_basis: Tensor | None = None,
-    key_rotation: tuple[Tensor, Tensor] | None = None,
-    constant_key: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softcap: float | None = None,
-    rebuilt: bool | None = None,
-    kernels: LayerKernels | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of several query positions of each sequence over a layer's packed rows.
-
-    Args:
-        query: domain `pre`: [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, width],
-            projected, the rows of a group beside each other. The innermost stride is 1.
-        key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width], or rows of codes
-            [batch_size, kv_len, bytes], uint8; with a block table [num_pages, page_size, .]. They hold the new keys.
-        keys: which keys each query attends to.
-        query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
-            cache, [at least kv_len, head_dim].
-        constant_key, block_table, softcap: as in `decode_attention`.
-        rebuilt: domain `pre`, contiguous: whether keys are rebuilt in memory first; by default where that pays.
-        kernels: the classes, one launch each, and their blocks; by default by rule.
-    Returns:
-        [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
-        logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity.
-    """
-    pre, head_dim = layout.domain == "pre", query.shape[-1]
-    batch_size, seq_len = keys.first.shape
-    if rebuilt is None:
-        tokens = key.shape[0] * key.shape[1]
-        rebuilt = block_table is None and rebuilding_pays(
-            layout, heads_per_kv, head_dim, seq_len, tokens, query.element_size()
-        )
-    page = check_page(key, block_table)
-    if layout.coded:
-        key, value = as_words(key), as_words(value)
-    if rebuilt:
-        assert query_basis is not None
-        assert key_rotation is not None
-        first, end = keys.union
-        key = rebuild_keys(key, layout, query_basis, key_rotation, first, end, constant_key)
-    group_rows = layout.group_size * heads_per_kv
-    num_heads = group_rows * len(layout.groups)
-    output = torch.empty(batch_size, seq_len, group_rows * layout.v_width, dtype=query.dtype, device=query.device)
-    lse = torch.empty(batch_size, num_heads, seq_len, dtype=torch.float32, device=query.device)
-    cos, sin = key_rotation if key_rotation is not None else (query, query)
-    basis = query if query_basis is None else query_basis
-    constant = lse if constant_key is None else constant_key
-    empty = keys.first
-    for cls, constants in prefill_constants(
-        layout, heads_per_kv, query.element_size(), head_dim, rebuilt, gpu_of(query.device), kernels
-    ):
-        units = cls.count * constants["HEADS"]
-        if pre:
-            strides = [cls.start * group_rows * query.stride(1), query.stride(0), query.stride(1), query.stride(2)]
-        else:
-            strides = [group_rows * cls.qk_offset, query.stride(0), cls.qk_rank, query.stride(1)]
-        strides += [group_rows * cls.v_offset, output.stride(0), output.stride(1)]
-        strides += [cos.stride(0), basis.stride(0), cls.qk_offset] if constants["PRE"] else [0, 0, 0]
-        places = row_places(layout, cls.start, query.element_size(), head_dim if rebuilt else 0)
-        key_strides, value_strides = [places[0], *key.stride()[:2]], [places[1], *value.stride()[:2]]
-        align, key_align, value_align = prefill_alignment(constants, strides, key_strides, value_strides)
-        blocks = triton.cdiv(seq_len * constants["PACK"], constants["ROWS"])
-        arguments: list[Any] = [
-            query, key, value, output, lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
-            empty if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
-            constant, batch_size, units, blocks, seq_len, *(stride // align for stride in strides[:4]),
-            *(stride // key_align for stride in key_strides), *(stride // value_align for stride in value_strides),
-            *(stride // align for stride in strides[4:7]), cls.start * group_rows, lse.stride(0), lse.stride(1),
-            0 if block_table is None else block_table.stride(0),
-            *((0, 0) if keys.mask is None else (keys.mask.stride(0), keys.mask.stride(1))),
-            *(stride // align for stride in strides[7:]), cls.start * layout.group_size,
-        ]  # fmt: skip
-        real = scaling, 1.0 if softcap is None else softcap
-        flags = {"PAGE": page, "MASK": keys.mask is not None, "SOFT_CAP": softcap is not None, "ALIGN": align}
-        flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
-        flags["CONSTANT"] = constants["PRE"] and constant_key is not None
-        tasks, workers = blocks * units * batch_size, prefill_workers(constants, sm_count(query.device))
-        whole, cut = tasks, False
-        if can_be_cut(constants):
-            rows, pack = constants["ROWS"], constants["PACK"]
-            whole, cut = last_round(seq_len, keys.past, rows, pack, units * batch_size, workers)
-        if whole:
-            launch(prefill_kernel, (whole,), *arguments, 0, *real, **constants, **flags)
-        if cut:
-            pieces = pieces_of(constants)
-            grid = ((tasks - whole) * pieces["SPLIT"],)
-            launch(prefill_kernel, grid, *arguments, whole, *real, **pieces, **flags)
-    return output, lse
-
-
-def row_elements(layout: LayerLayout, element_bytes: int) -> tuple[int, int]:
-    """Elements of the key and value rows of a layer: numbers, or words of codes."""
-    if not layout.coded:
-        return layout.qk_width, layout.v_width
-    qk_bytes, v_bytes = layout.row_bytes(element_bytes)
-    return qk_bytes // WORD_BYTES, v_bytes // WORD_BYTES
-
-
-def row_places(layout: LayerLayout, group: int, element_bytes: int, rebuilt_dim: int = 0) -> tuple[int, int]:
-    """Elements before a group in the key and value rows; of keys that were rebuilt, heads of rebuilt_dim numbers."""
-    if layout.coded:
-        qk_byte, v_byte = layout.byte_offsets(element_bytes)[group]
-        place = qk_byte // WORD_BYTES, v_byte // WORD_BYTES
-    else:
-        place = layout.offsets()[group]
-    return (group * layout.group_size * rebuilt_dim, place[1]) if rebuilt_dim else place
-
-
-def prefill_alignment(
-    constants: dict[str, Any], strides: list[int], key_strides: list[int], value_strides: list[int]
-) -> tuple[int, int, int]:
-    """ALIGN, KEY_ALIGN and VALUE_ALIGN: what divides widths and strides of queries, bases and outputs, and those of the
-    rows. In rows of the model's dtype all are one, so that fewer kernels are compiled.
-    """
-    counts = [piece[2] for name in ("KEYS", "VALUES") for piece in constants[name]]
-    keys = alignment_of(*key_strides, constants["QK_ROW"], *(piece[4] for piece in constants["KEYS"]))
-    values = alignment_of(*value_strides, constants["V_ROW"], *(piece[4] for piece in constants["VALUES"]))
-    both = alignment_of(*strides, constants["QK"], constants["V"])
-    if constants["VALUES"][0][0] == 0:
-        return (math.gcd(both, keys, values),) * 3
-    return math.gcd(both, *counts), keys, min(values, 4)
-
-
-def prefill_variants(
-    layout: LayerLayout,
-    heads_per_kv: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    page: int = 0,
-    mask: bool = False,
-    softcap: bool = False,
-    gpu: Gpu = HOPPER,
-    kernels: LayerKernels | None = None,
-) -> list[Variant]:
-    """What `prefill_attention` compiles for a layer whose widths and strides are multiples of 8 elements."""
-    pointers = {
-        **dict.fromkeys(("query", "output", "basis"), dtype),
-        **dict.fromkeys(("cos", "sin"), torch.float32 if layout.domain == "pre" else dtype),
-        **dict.fromkeys(("first_key", "end_key", "holes", "block_table"), torch.int32),
-        **dict.fromkeys(("lse", "constant"), torch.float32),
-        "mask": torch.int64 if mask else torch.float32,
-    }
-    groups = len(layout.groups)
-    row_widths = row_elements(layout, dtype.itemsize)
-    once = layout.domain == "pre" and page == 0
-    variants = [rebuild_variant(layout, head_dim, dtype)] if once else []
-    for rebuilt in (True, False) if once else (False,):
-        for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt, gpu, kernels):
-            places = [list(row_places(layout, g, dtype.itemsize, head_dim if rebuilt else 0)) for g in range(groups)]
-            widths = [head_dim if rebuilt else row_widths[0], row_widths[1]]
-            align, key_align, value_align = prefill_alignment(
-                constants,
-                [cls.qk_offset, cls.v_offset],
-                *([place[side] for place in places] + [widths[side]] for side in (0, 1)),
-            )
-            flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
-            flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
-            flags["CONSTANT"] = constants["PRE"] and layout.coded
-            row = torch.int32 if layout.coded else dtype
-            pointers |= {"key": dtype if rebuilt else row, "value": row}
-            keys = f"{cls.qk_rank} rebuilt" if rebuilt else str(cls.qk_rank)
-            name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {keys}+{cls.v_rank}"
-            for shape in (constants, pieces_of(constants)) if can_be_cut(constants) else (constants,):
-                options = {option: shape[option] for option in ("num_warps", "num_stages")}
-                fixed = {k: v for k, v in shape.items() if k not in options} | flags
-                pieces = ", pieces" if shape["SPLIT"] > 1 else ""
-                variants.append(
-                    Variant(name + pieces, prefill_kernel, dict(pointers), fixed, ("scale", "softcap"), options)
-                )
-    return variants

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..codes.allocation import BitCurve, BitPath, bit_curve, bit_path
+from ..codes.allocation import BitCurve, BitPath, bit_curve, bit_path, equal_path
 from ..codes.layer import GroupColumns, LayerCodes
 from ..errors import RecipeError
 from ..format.columns import WIDTHS, WORD_BYTES, Columns
@@ -24,13 +24,17 @@ GRAIN = f"at least one word of {WORD_BYTES} bytes a side of each group", "calibr
 
 @dataclass(frozen=True)
 class _Candidate:
-    """The curves of one candidate of a layer, key and value side of each group in turn, and their best split."""
+    """The curves of one candidate of a layer, key and value side of each group in turn, and their best split.
+
+    exact: of words that are all filled.
+    """
 
     curves: tuple[BitCurve, ...]
+    exact: bool
 
     @cached_property
     def path(self) -> BitPath:
-        return bit_path([curve.loss for curve in self.curves])
+        return bit_path([curve.exact_loss if self.exact else curve.loss for curve in self.curves])
 
     def columns(self, words: int) -> GroupColumns:
         """The columns of each group when there are so many words for all of them."""
@@ -49,9 +53,10 @@ class BitsPath(RankPath):
         codes: per layer, by candidate.
         widths: bits that a column may have, 0 among them.
         element_bytes: of one number of the model's dtype: what is compressed, and columns of 16 bits.
+        uniform_rows: all layers store rows of as many bytes.
     Raises:
         RecipeError: groups have too few columns for a word of the narrowest width.
-    Source: DESIGN section 7.
+    Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3).
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class BitsPath(RankPath):
         shape: AttentionShape,
         widths: tuple[int, ...],
         element_bytes: int,
+        uniform_rows: bool = False,
     ) -> None:
         super().__init__((), shape, 1)
         self.element_bytes = element_bytes
@@ -71,14 +77,18 @@ class BitsPath(RankPath):
                         bit_curve(side.losses(group, widths), widths, element_words=element_words)
                         for group in range(len(found.qk.weight))
                         for side in (found.qk, found.vo)
-                    )
+                    ),
+                    exact=uniform_rows,
                 )
                 for key, found in layer.items()
             }
             for layer in codes
         ]
-        self._best = [_least([candidate.path.loss for candidate in layer.values()]) for layer in self._layers]
-        self._path = bit_path([loss for loss, _ in self._best])
+        self._best = [
+            least_loss([candidate.path.loss for candidate in layer.values()], exact=uniform_rows)
+            for layer in self._layers
+        ]
+        self._path = (equal_path if uniform_rows else bit_path)([loss for loss, _ in self._best])
         self._least_words = int(np.isfinite(self._path.loss).argmax())
         if not np.isfinite(self._path.loss[self._least_words]):
             raise no_word(widths, shape)
@@ -135,10 +145,15 @@ def no_word(widths: tuple[int, ...], shape: AttentionShape) -> RecipeError:
     )
 
 
-def _least(losses: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The least loss of several candidates for each number of words, and which of them gives it."""
+def least_loss(losses: list[np.ndarray], exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The least loss of several candidates for each number of words, and which of them gives it.
+
+    Args:
+        exact: of words that are all filled; else more words than a candidate can fill are as good as its most.
+    """
     size = max(map(len, losses))
-    padded = np.stack([np.pad(loss, (0, size - len(loss)), mode="edge") for loss in losses])
+    beyond = [np.full(size - len(loss), np.inf if exact else loss[-1]) for loss in losses]
+    padded = np.stack([np.concatenate(parts) for parts in zip(losses, beyond, strict=True)])
     best = padded.argmin(0)
     return padded[best, np.arange(size)], best
 

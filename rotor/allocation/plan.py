@@ -92,6 +92,7 @@ class RankInputs:
     squares: a removal rate is a share of squared singular values.
     gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
     sensitivities: per layer, by candidate. costs: `cost` and `group_cost` of WaterFillingPath.
+    uniform_rows: all layers store rows of one width.
     """
 
     spectra: Sequence[dict[str, Spectra]]
@@ -101,6 +102,7 @@ class RankInputs:
     gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
     sensitivities: Sequence[Sensitivity] | None
     costs: Callable[[], Costs]
+    uniform_rows: bool = False
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:

@@ -6,7 +6,8 @@ reading the cache, plus a share of all else, at many prices and for several shar
 group's real cost, and what lies on their lower hull stays. A sweep over prices takes from there the best columns of
 each group, and the candidate of each layer of least loss plus price times cost.
 
-Source: DESIGN section 7; Lagrangian bit allocation (Shoham and Gersho, 1988).
+Source: docs/design.md, Mathematics, Codes; Shoham and Gersho, "Efficient bit allocation for an arbitrary set of
+quantizers", 1988.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ class RankMethod:
     needs: what has to be measured beside the spectra.
     chooses: takes domain and group size of each layer too, where the recipe leaves them open, and weighs costs other
         than bytes.
+    uniform_rows: can give all layers rows of one width.
     """
 
     name: str
@@ -33,6 +34,7 @@ class RankMethod:
     module: str
     needs: frozenset[Need] = frozenset()
     chooses: bool = False
+    uniform_rows: bool = False
 
     @property
     def path(self) -> Callable[[RankInputs], RankPath]:
@@ -48,7 +50,7 @@ _METHODS = (
         "equation 1)",
         "removal_rate",
     ),
-    RankMethod("uniform", "the same share of columns everywhere (FDC section 6.6, /AC)", "uniform"),
+    RankMethod("uniform", "the same share of columns everywhere (FDC section 6.6, /AC)", "uniform", uniform_rows=True),
     RankMethod(
         "fisher",
         "in proportion to squared gradients of W_k and W_v (Palu section 3.2)",
@@ -61,6 +63,7 @@ _METHODS = (
         "water_filling",
         frozenset({"sensitivities"}),
         chooses=True,
+        uniform_rows=True,
     ),
 )
 
@@ -69,3 +72,6 @@ RANK_METHODS = {method.name: method for method in _METHODS}
 
 CHOOSING = ", ".join(name for name, method in RANK_METHODS.items() if method.chooses)
 """Names of those that choose domain and group size too, for messages."""
+
+OF_ONE_WIDTH = " or ".join(name for name, method in RANK_METHODS.items() if method.uniform_rows)
+"""Names of those that can give all layers rows of one width, for messages."""

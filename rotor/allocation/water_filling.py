@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..codes.allocation import bit_path, equal_path
 from ..format.layout import AttentionShape, LayerRanks
+from .bits import least_loss
 from .plan import Cost, GroupCost, RankInputs, RankPath, RankPlan, Sensitivity, SideSensitivity, Spectra
 from .sweep import sweep
 
@@ -116,6 +118,42 @@ class WaterFillingPath(RankPath):
         return chosen_keys, per_price
 
 
+class UniformRowsPath(WaterFillingPath):
+    """Path of the plans of least predicted loss whose layers all store rows of one width: one for each width.
+
+    Exact, by dynamic programming over the groups and sides of a layer; nothing is priced.
+    """
+
+    def _plans(self) -> list[RankPlan]:
+        layers = []
+        for spectra, sensitivity in zip(self.spectra, self.sensitivities, strict=True):
+            curves = {key: self._curves(key, s, sensitivity[key]) for key, s in spectra.items()}
+            layers.append({key: bit_path(_by_width(sides)) for key, sides in curves.items()})
+        best = [least_loss([path.loss for path in layer.values()], exact=True) for layer in layers]
+        widths = np.unique(equal_path([loss for loss, _ in best]).each)
+        plans = []
+        for width in widths[widths > 0].tolist():
+            choice = tuple(list(layer)[int(which[width])] for layer, (_, which) in zip(layers, best, strict=True))
+            ranks = []
+            for layer, key in zip(layers, choice, strict=True):
+                split = layer[key].split(width)
+                groups = len(split) // 2
+                ranks.append(list(zip(split[:groups], split[groups:], strict=True)))
+            plans.append(self._make(float(width), choice, ranks))
+        return plans
+
+
+def _by_width(sides: list[Curve]) -> list[np.ndarray]:
+    """The loss of each group at exactly 0, 1, ... columns, infinite at what is no rank; keys of all, then values."""
+    found = []
+    for ranks, losses, _ in sides:
+        for loss in losses:
+            curve = np.full(int(ranks[-1]) + 1, np.inf)
+            curve[ranks.numpy()] = loss.numpy()
+            found.append(curve)
+    return found
+
+
 def interpolated(sensitivity: SideSensitivity, ranks: Tensor) -> Tensor:
     """The sensitivity at any ranks: its logarithm is linear in that of the rank, and constant beyond the probes."""
     if not sensitivity:
@@ -129,4 +167,5 @@ def path(inputs: RankInputs) -> WaterFillingPath:
     assert inputs.sensitivities is not None  # who makes the inputs has probed
     costs = inputs.costs()
     sizes = inputs.spectra, inputs.shape, inputs.multiple_of
-    return WaterFillingPath(*sizes, inputs.sensitivities, costs.sides, costs.group)
+    kind = UniformRowsPath if inputs.uniform_rows else WaterFillingPath
+    return kind(*sizes, inputs.sensitivities, costs.sides, costs.group)

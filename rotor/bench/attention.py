@@ -89,9 +89,7 @@ def _bench_layer(
     problems = {kind: make() for kind, make in makers.items()}
     of_row: dict[str, Problem] = {}
     for kind, problem in problems.items():
-        exact = truth(problem)
-        plain = relative_error(checked_output(problem, pytorch_path(problem)()), exact)
-        limit = max(2 * plain, ERROR_FLOOR[problem.dtype])
+        exact, limit = truth_and_limit(problem)
         for row in attention_rows():
             if row.kind != kind or phase not in row.phases:
                 continue
@@ -134,6 +132,13 @@ def _try(
     result.checks.append({"row": row.name, **load, "error": error_size, "limit": limit})
     calls[row.name] = call
     return None
+
+
+def truth_and_limit(problem: Problem) -> tuple[Tensor, float]:
+    """What of a problem is compared, in float64, and the relative error that a row may have there."""
+    exact = truth(problem)
+    plain = relative_error(checked_output(problem, pytorch_path(problem)()), exact)
+    return exact, max(2 * plain, ERROR_FLOOR[problem.dtype])
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import UsageError
+from ..format.kernel_config import KernelConfig
+from ..format.layout import LayerLayout
 from ..installing import pip_install
 from ..kernels.dispatch import DTYPES, triton_installed
 from ..models.compressed import CompressedCheckpoint
+from ..prediction.kernels import Floor
 from ..progress import Progress
 from ..runtime.families import FAMILIES
 
@@ -21,10 +27,12 @@ from ..runtime.families import FAMILIES
 class Compiled:
     """One specialisation for one architecture; `error` is the compiler's, and then the numbers are None.
 
-    mask: whether it reads one. batch_size: largest of a decode step; None where it does not matter.
+    constants: that it is compiled for. mask: whether it reads one. batch_size: largest of a decode step; None where it
+    does not matter. warps: of a program.
     registers, spill_bytes: per thread. shared_bytes: per program. async_copies, scalar_loads, matrix_products:
     instructions in the PTX; scalar loads are those of 16 bits. async_bytes: of each argument, the fewest bytes that a
-    thread copies asynchronously.
+    thread copies asynchronously. flight_bytes: of each argument, bytes that a program has in flight while it computes.
+    floors: what is predicted at each load; see `rotor.bench.floors`.
     """
 
     name: str
@@ -32,6 +40,8 @@ class Compiled:
     mask: bool
     batch_size: int | None
     seconds: float
+    constants: dict[str, Any]
+    warps: int
     registers: int | None = None
     spill_bytes: int | None = None
     shared_bytes: int | None = None
@@ -39,7 +49,9 @@ class Compiled:
     scalar_loads: int | None = None
     matrix_products: int | None = None
     async_bytes: dict[str, int] | None = None
+    flight_bytes: dict[str, int] | None = None
     error: str | None = None
+    floors: tuple[Floor, ...] = ()
 
 
 def parse_archs(text: str) -> list[int]:
@@ -90,13 +102,22 @@ def precompile(
                     numbers = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
                 mask, batch_size = bool(variant.constants.get("MASK")), variant.constants.get("BATCH_PADDED")
                 seconds = time.perf_counter() - begin
-                found.append(Compiled(variant.name, f"sm_{arch}", mask, batch_size, seconds, **numbers))
+                warps = variant.options.get("num_warps", 4)  # Triton's own default
+                about = mask, batch_size, seconds, dict(variant.constants), warps
+                found.append(Compiled(variant.name, f"sm_{arch}", *about, **numbers))
                 advance(1)
     return found
 
 
 def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: int) -> list[Any]:
     """The distinct variants for a folder on an architecture, of `specialise.model_variants`; see `precompile`."""
+    return [variant for variant, _ in variants_of_layers(folder, dtype, batch_sizes, arch)]
+
+
+def variants_of_layers(
+    folder: Path, dtype: str, batch_sizes: Sequence[int], arch: int
+) -> list[tuple[Any, list[LayerLayout]]]:
+    """The same, each with the layers that launch it."""
     if not triton_installed():
         raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
     from ..kernels.specialise import model_variants
@@ -104,24 +125,35 @@ def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: 
 
     checkpoint = CompressedCheckpoint(folder)
     config, kernels = checkpoint.config, checkpoint.kernel_config
-    by_name = {str(t).removeprefix("torch."): t for t in DTYPES}
-    chosen = config.dtype if dtype == "auto" else by_name.get(dtype)
-    if chosen not in DTYPES:
-        raise UsageError(f"--dtype {dtype}: the kernels have {', '.join(by_name)}.", "Choose one of them.")
+    chosen = kernel_dtype(config.dtype, dtype)
     softcap = FAMILIES[config.model_type].softcap if config.model_type in FAMILIES else None
-    distinct = {}
+    distinct: dict[Any, tuple[Any, list[LayerLayout]]] = {}
+    layers = list(zip(checkpoint.default_layouts, kernels.layers, strict=True))
     for batch_size in batch_sizes:
-        for variant in model_variants(
-            kernels,
-            checkpoint.default_layouts,
-            checkpoint.shape,
-            chosen,
-            batch_size=batch_size,
-            softcap=bool(softcap and getattr(config, softcap, None)),
-            gpu=Gpu.of_capability(arch),
-        ):
-            distinct[variant.name, tuple(sorted(variant.constants.items(), key=lambda item: item[0]))] = variant
+        for (layout, of_layer), count in Counter(layers).items():
+            for variant in model_variants(
+                KernelConfig(kernels.schedule, (of_layer,)),
+                [layout],
+                checkpoint.shape,
+                chosen,
+                batch_size=batch_size,
+                softcap=bool(softcap and getattr(config, softcap, None)),
+                gpu=Gpu.of_capability(arch),
+            ):
+                key = variant.name, tuple(sorted(variant.constants.items(), key=lambda item: item[0]))
+                found = distinct.setdefault(key, (variant, []))[1]
+                if layout not in found:  # another batch size may need the same kernel
+                    found += [layout] * count
     return list(distinct.values())
+
+
+def kernel_dtype(own: torch.dtype, name: str) -> torch.dtype:
+    """The dtype of activations and cache that kernels are compiled for: by name, or a checkpoint's own with `auto`."""
+    by_name = {str(t).removeprefix("torch."): t for t in DTYPES}
+    chosen = own if name == "auto" else by_name.get(name)
+    if chosen is None or chosen not in DTYPES:
+        raise UsageError(f"--dtype {name}: the kernels have {', '.join(by_name)}.", "Choose one of them.")
+    return chosen
 
 
 def cache_folder() -> str:

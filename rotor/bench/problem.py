@@ -13,7 +13,8 @@ from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import rotate
 from ..kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 from ..kernels.truth import Sequence, ragged_attention
-from ..prediction.cost import DecodeStep, Work, layer_work, prefill_work
+from ..prediction.cost import DecodeStep, layer_work, prefill_work
+from ..prediction.roofline import Work
 
 ROPE_THETA = 10000.0
 CHECKED_QUERIES = 32
@@ -77,11 +78,21 @@ class Problem:
         )
 
     @property
+    def mask(self) -> Tensor | None:
+        """What a model passes for several queries behind cached keys, [1, 1, seq_len, kv_len], bool; else None."""
+        if self.seq_len in (1, self.kv_len):
+            return None
+        every = torch.ones(self.seq_len, self.kv_len, dtype=torch.bool, device=self.key.device)
+        return every.tril(self.kv_len - self.seq_len)[None, None]
+
+    @property
     def work(self) -> Work:
         """Bytes and FLOPs of attention over the cache; nothing of the projections."""
         size = self.dtype.itemsize
         if self.seq_len > 1:
-            return prefill_work(self.layout, self.shape, self.kv_len, self.batch_size, size)
+            return prefill_work(
+                self.layout, self.shape, self.seq_len, self.batch_size, size, self.kv_len - self.seq_len
+            )
         whole = layer_work(self.layout, self.shape, DecodeStep(self.kv_len, self.batch_size, size))
         return Work(whole.cache_bytes, whole.cache_flops)
 
@@ -131,6 +142,29 @@ def random_problem(
     value = normal(batch_size, 1, kv_len, layout.v_width)
     problem = Problem(layout, shape, shape.head_dim**-0.5, query, key, value, basis, rotation)
     return _coded(problem) if layout.coded else problem
+
+
+def paged_rows(problem: Problem, page: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of a problem in permuted pages of `page` keys, which divides its keys.
+
+    Returns:
+        Keys and values [num_pages, page, width], and the block table [batch_size, pages of a sequence], int32.
+    """
+    batch_size, count = problem.batch_size, problem.kv_len // page
+    order = torch.randperm(batch_size * count, generator=generator, device=generator.device)
+    table = order.view(batch_size, count).to(torch.int32)
+
+    def pages(rows: Tensor) -> Tensor:
+        found = torch.empty(batch_size * count, page, rows.shape[-1], dtype=rows.dtype, device=rows.device)
+        found[order] = rows[:, 0].reshape(batch_size * count, page, -1)
+        return found
+
+    return pages(problem.key), pages(problem.value), table
+
+
+def copied(problem: Problem) -> Problem:
+    """The same problem over a cache of its own."""
+    return replace(problem, key=problem.key.clone(), value=problem.value.clone())
 
 
 def _coded(problem: Problem) -> Problem:

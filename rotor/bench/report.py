@@ -62,6 +62,7 @@ def add_device(file: Path, name: str, report: dict[str, Any]) -> None:
             "matmul_flops_per_s": rates["bfloat16_flops_per_s"],
             "memory_bytes": float(report["device"]["memory_bytes"]),
             "source": "measured",
+            **({"sms": report["device"]["sms"]} if "sms" in report["device"] else {}),
         }
         write_text(file, yaml.safe_dump(devices, sort_keys=False))
     except (OSError, UnicodeDecodeError) as error:

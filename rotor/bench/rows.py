@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from ..installing import pip_install
 from ..kernels.code_reference import coded_attention
 from ..kernels.dispatch import DTYPES, triton_installed, widths_fit
 from ..kernels.reference import attend, grouped_attention, rotate
-from .problem import Problem
+from .problem import Problem, paged_rows
 
 Phase = Literal["decode", "prefill"]
 Kind = Literal["compressed", "uncompressed", "rebuilt"]
@@ -69,6 +71,7 @@ def attention_rows() -> list[Row]:
         run, why_not = partial(sdpa, backend=backend), partial(no_sdpa, backend=backend)
         rows.append(Row(f"SDPA {name}", "uncompressed", BOTH, run, why_not, refusals))
     rows.append(Row("flex attention", "uncompressed", BOTH, flex, no_flex, refusals))
+    rows.append(Row("FlashInfer", "uncompressed", decode, flashinfer_decode, no_flashinfer, refusals))
     rows.append(Row("keys rebuilt in memory, SDPA (Palu)", "rebuilt", BOTH, rebuilt_in_memory, _always))
     return rows
 
@@ -95,8 +98,10 @@ def no_kernel(problem: Problem) -> str | None:
     return None
 
 
-def kernel_decode(problem: Problem, schedule: str) -> Callable[[], Tensor]:
-    """The decode kernel under one schedule, over contiguous packed rows."""
+def kernel_decode(
+    problem: Problem, schedule: str = "stream", programs: int | None = None, page: int = 0
+) -> Callable[[], Tensor]:
+    """The decode kernel under one schedule, over contiguous packed rows or permuted pages of so many keys."""
     from ..kernels.decode.launch import decode_attention
     from ..kernels.key_ranges import DecodeKeys
     from ..kernels.layer_table import layer_parts
@@ -106,7 +111,9 @@ def kernel_decode(problem: Problem, schedule: str) -> Callable[[], Tensor]:
     parts = layer_parts(problem.layout, shape.heads_per_kv, shape.head_dim, element_bytes=element_bytes)
     keys = DecodeKeys.all_of(problem.batch_size, problem.kv_len, problem.key.device)
     query = problem.query[:, :, 0] if pre else problem.query[:, 0]
-    key, value = problem.key[:, 0], problem.value[:, 0]
+    key, value, table = problem.key[:, 0], problem.value[:, 0], None
+    if page:
+        key, value, table = paged_rows(problem, page, torch.Generator(key.device).manual_seed(0))
 
     def run() -> Tensor:
         output, _ = decode_attention(
@@ -120,7 +127,9 @@ def kernel_decode(problem: Problem, schedule: str) -> Callable[[], Tensor]:
             query_basis=problem.query_basis,
             key_rotation=problem.key_rotation,
             constant_key=problem.constant_key,
+            block_table=table,
             schedule=schedule,
+            programs=programs,
         )
         return output.unsqueeze(1)
 
@@ -128,9 +137,10 @@ def kernel_decode(problem: Problem, schedule: str) -> Callable[[], Tensor]:
 
 
 def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
-    """The prefill kernels, as a layer of a model calls them."""
+    """The kernels for several new tokens, as a layer of a model calls them: a prompt, or behind cached keys."""
     from ..kernels.attention import packed_attention
 
+    mask = problem.mask
     return lambda: packed_attention(
         problem.query,
         problem.key,
@@ -138,6 +148,7 @@ def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
         problem.parameters,
         problem.shape.head_dim,
         problem.key_rotation,
+        mask,
     )
 
 
@@ -146,8 +157,8 @@ def pytorch_path(problem: Problem) -> Callable[[], Tensor]:
     rotation = problem.key_rotation
     if rotation is not None:
         rotation = rotation[0].to(problem.dtype), rotation[1].to(problem.dtype)
-    attention = coded_attention if problem.layout.coded else grouped_attention
-    return lambda: attention(problem.query, problem.key, problem.value, problem.parameters, rotation)
+    attention, mask = coded_attention if problem.layout.coded else grouped_attention, problem.mask
+    return lambda: attention(problem.query, problem.key, problem.value, problem.parameters, rotation, mask)
 
 
 def uncompressed_heads(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,14 +174,21 @@ def sdpa(problem: Problem, backend: SDPBackend) -> Callable[[], Tensor]:
     backend takes, and which reads the keys once.
     """
     query, key, value = uncompressed_heads(problem)
-    causal = problem.seq_len > 1
+    causal, behind = problem.seq_len > 1, 1 < problem.seq_len < problem.kv_len
     if not causal:
         query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
+    mask = causal_lower_right(problem.seq_len, problem.kv_len) if behind else None
 
     def run() -> Tensor:
         with sdpa_kernel(backend):
             output = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=causal, scale=problem.scaling, enable_gqa=query.shape[1] != key.shape[1]
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=causal and not behind,
+                scale=problem.scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
         return output.transpose(1, 2).flatten(2) if causal else output.reshape(output.shape[0], 1, -1)
 
@@ -182,6 +200,56 @@ def no_sdpa(problem: Problem, backend: SDPBackend) -> str | None:
     if problem.key.device.type == "cpu" and backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         return "this backend is for GPUs"
     return None
+
+
+FLASHINFER_PAGE = 16
+FLASHINFER_WORKSPACE_BYTES = 128 << 20
+
+
+def no_flashinfer(problem: Problem) -> str | None:
+    if problem.key.device.type != "cuda":
+        return "FlashInfer needs a CUDA device"
+    return (
+        None
+        if importlib.util.find_spec("flashinfer")
+        else "FlashInfer is not installed (pip install flashinfer-python)"
+    )
+
+
+def flashinfer_decode(problem: Problem) -> Callable[[], Tensor]:
+    """FlashInfer's decoding over pages of 16 keys, planned once, as a serving engine's captured step runs it."""
+    import flashinfer
+
+    head_dim, num_heads = problem.shape.head_dim, problem.shape.num_heads
+    device, batch_size = problem.key.device, problem.batch_size
+    key, value, table = paged_rows(problem, FLASHINFER_PAGE, torch.Generator(device).manual_seed(0))
+    pages = tuple(rows.unflatten(-1, (-1, head_dim)) for rows in (key, value))  # [pages, page, heads, head_dim]: NHD
+    indices = table.flatten()
+    starts = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * table.shape[1]
+    last = torch.full((batch_size,), FLASHINFER_PAGE, dtype=torch.int32, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=problem.shape.heads_per_kv >= 4,
+        paged_kv_indptr_buffer=starts.clone(),
+        paged_kv_indices_buffer=indices.clone(),
+        paged_kv_last_page_len_buffer=last.clone(),
+    )
+    wrapper.plan(
+        starts,
+        indices,
+        last,
+        num_heads,
+        problem.shape.num_kv_heads,
+        head_dim,
+        FLASHINFER_PAGE,
+        q_data_type=problem.dtype,
+        kv_data_type=problem.dtype,
+        sm_scale=problem.scaling,
+    )
+    query = problem.query[:, 0].unflatten(-1, (num_heads, head_dim)).contiguous()
+    return lambda: wrapper.run(query, pages).flatten(1).unsqueeze(1)
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ from .app import (
     Device,
     Dtype,
     Model,
-    Quiet,
+    QuietText,
     RecipeOverrides,
     Revision,
     app,
@@ -67,7 +67,7 @@ def generate(
         float, typer.Option(min=1.0, help="Seconds that a process waits for another before all end.")
     ] = 300.0,
     as_json: AsJson = False,
-    quiet: Quiet = False,
+    quiet: QuietText = False,
 ) -> None:
     """Continue a prompt with transformers' generate(); a model with a chat template answers it.
 

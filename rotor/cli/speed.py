@@ -19,6 +19,7 @@ from .app import (
     Dtype,
     Quiet,
     SourceModel,
+    TargetDevice,
     app,
     check_folder,
     command_line,
@@ -26,6 +27,9 @@ from .app import (
     print_json,
 )
 from .console import in_bytes, print_table, say, show_progress
+
+LAYERS = 4
+"""Layers that `rotor bench` measures unless it is told otherwise."""
 
 
 @app.command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
@@ -37,7 +41,7 @@ def bench(
     ] = None,
     prefill: Annotated[str | None, typer.Option(help="Tokens of a prompt. [8192; on a CPU 512]")] = None,
     batch: Annotated[str | None, typer.Option(help="Sequences in a batch. [1,8; on a CPU 1]")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = LAYERS,
     repetitions: Annotated[int, typer.Option(min=1, help="Of every row of the attention; of a model a quarter.")] = 20,
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that whole models generate; 0 leaves them out.")] = 32,
     memory_gb: Annotated[
@@ -63,17 +67,23 @@ def bench(
 
     With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
     requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
-    --layers, --device and --device-file do not apply.
+    --layers, --cache, --device and --device-file do not apply.
     """
     from ..recipe.settings import Compute
 
     if engine != "transformers":
         if engine != "vllm":
             raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
-        given_in_vain = {"--lengths": lengths, "--device-file": device_file, "--device": device != "auto" or None}
-        in_vain = [option for option, value in given_in_vain.items() if value is not None]
-        if in_vain or layers != 4:
-            raise UsageError(f"{', '.join(in_vain or ['--layers'])}: not with --engine vllm.", "Leave it out.")
+        given_in_vain = {
+            "--lengths": lengths is not None,
+            "--layers": layers != LAYERS,
+            "--cache": cache is not None,
+            "--device-file": device_file is not None,
+            "--device": device != "auto",
+        }
+        in_vain = [option for option, given in given_in_vain.items() if given]
+        if in_vain:
+            raise UsageError(f"{', '.join(in_vain)}: not with --engine vllm.", "Leave it out.")
         Compute("auto", dtype).check()
         check_folder(folder)
         show_progress(quiet)
@@ -213,7 +223,11 @@ def _load(row: dict[str, Any], *more: str) -> tuple[str, ...]:
     return row["row"], row["device"], *(row[key] for key in more), f"{row['batch_size']} x {row['length']}"
 
 
-@app.command("compile", epilog="Example: rotor compile out/demo --arch sm_80,sm_90")
+@app.command(
+    "compile",
+    epilog="Example: rotor compile out/demo --arch sm_80,sm_90. At other loads: rotor compile out/demo --batch 1,64 "
+    "--lengths 8192 --target-device h100-sxm",
+)
 def compile_kernels(
     folder: Checkpoint,
     arch: Annotated[str, typer.Option(help="Architectures of NVIDIA GPUs, as in sm_80,sm_90.")] = "sm_90",
@@ -223,32 +237,46 @@ def compile_kernels(
     batch: Annotated[
         str, typer.Option(help="Sequences of a decode step, as in 1,8; rounded up to powers of two.")
     ] = "1",
+    lengths: Annotated[str, typer.Option(help="Cached tokens of a decode step that is predicted.")] = "32768",
+    prefill: Annotated[str, typer.Option(help="Tokens of a prompt that is predicted.")] = "8192",
+    target_device: TargetDevice = None,
+    device_file: DeviceFile = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Compile the Triton kernels of a checkpoint ahead of time and show what each takes; no GPU is needed.
 
-    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Exit code 1 if one cannot be
-    compiled.
+    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Of each it is predicted what it
+    reads and multiplies, what of it is on an SM, and what share of its floor follows, on --target-device or, where that
+    is not given, on an A100, L40S, H200 or B200 by the architecture. Exit code 1 if one cannot be compiled.
     """
     from ..recipe.settings import Compute
 
     batch_sizes = numbers("--batch", batch)
+    cached, prompts = numbers("--lengths", lengths), numbers("--prefill", prefill)
     Compute(dtype=dtype).check()
     check_folder(folder)
 
+    from ..bench.floors import DEVICE_OF_ARCH, with_floors
     from ..bench.precompile import cache_folder, parse_archs, precompile
     from ..bench.provenance import provenance
+    from ..prediction.devices import find_device
 
     archs = parse_archs(arch)
+    names = {f"sm_{number}": target_device or DEVICE_OF_ARCH.get(number) for number in archs}
+    where = None if device_file is None else str(device_file)
+    devices = {name: find_device(device, where) for name, device in names.items() if device is not None}
     kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=show_progress(quiet))
     failed = [kernel for kernel in kernels if kernel.error is not None]
+    loads = {"batch_sizes": batch_sizes, "lengths": cached, "prompts": prompts}
+    kernels = with_floors(folder, kernels, devices, dtype=dtype, **loads)
     if as_json:
         entries = [dataclasses.asdict(kernel) for kernel in kernels]
-        about = {**provenance(command_line()), "folder": str(folder)}
+        about = {**provenance(command_line()), "folder": str(folder), "predicted_for": names}
         print_json({**about, "cache": cache_folder(), "failed": len(failed), "kernels": entries})
     else:
         _print_kernels(kernels)
+        _print_floors(kernels, names)
         say(f"{len(kernels) - len(failed)} compiled, {len(failed)} failed; cache: {cache_folder()}")
     if failed:
         raise typer.Exit(1)
@@ -267,6 +295,26 @@ def _print_kernels(kernels: list[Any]) -> None:
     for k in kernels:
         if k.error is not None:
             say(f"{k.name}, {k.arch}: {k.error[:400]}")
+
+
+def _print_floors(kernels: list[Any], devices: dict[str, str | None]) -> None:
+    """One line a kernel and load: what it reads and multiplies in all layers, and what follows."""
+    rows = []
+    for k in kernels:
+        for floor in k.floors:
+            new = "" if floor.new_tokens == 1 else f"{floor.new_tokens} new"
+            load = f"{floor.batch_size} x {new or floor.past + 1}"
+            flight = "-" if floor.flight_bytes is None else f"{floor.flight_bytes / 1024:.1f}"
+            sizes = in_bytes(floor.memory_bytes), in_bytes(floor.l2_bytes), f"{floor.flops / 1e9:.3g}"
+            times = f"{1e6 * floor.seconds:.1f}", floor.limit, f"{floor.share:.0%}"
+            rows.append((k.name, k.arch, load, floor.launches, *sizes, floor.programs_per_sm, flight, *times))
+    if not rows:
+        return
+    right = "layers", "memory", "L2 besides", "GFLOP", "programs/SM", "KB in flight/SM", "us", "limit", "of the floor"
+    named = ", ".join(f"{arch}: {device}" for arch, device in devices.items() if device is not None)
+    print_table(
+        f"Predicted, all layers that launch it together ({named})", ("kernel", "arch", "batch x tokens"), right, rows
+    )
 
 
 @app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200 --plot balance.png")

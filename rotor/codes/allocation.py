@@ -6,7 +6,8 @@ in descending order of w sigma^2 (which becomes their order in the checkpoint) t
 follow exactly by dynamic programming, and from such curves of all sides of a model the best split of every number of
 words.
 
-Source: DESIGN section 7; reverse water-filling of transform coding, with whole words inside the optimisation.
+Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3) with whole words
+inside the optimisation.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ class BitCurve:
     """The least loss of one side of a group for every number of words from 0 on, and the columns that give it.
 
     loss: [words + 1], float64, never rising; infinite where no column is stored. counts: [words + 1, widths], columns
-        at each of `widths` (bits, widest first); the columns after them have 0 bits. order: [columns], the column that
-        stands at each place.
+        at each of `widths` (bits, widest first); the columns after them have 0 bits. filled: [words + 1], the words
+        that these take, which may be fewer. order: [columns], the column that stands at each place.
     """
 
     widths: tuple[int, ...]
     loss: np.ndarray
     counts: np.ndarray
+    filled: np.ndarray
     order: np.ndarray
+
+    @property
+    def exact_loss(self) -> np.ndarray:
+        """The loss for each number of words where all of them are filled, elsewhere infinite, [words + 1]."""
+        return np.where(self.filled == np.arange(len(self.loss)), self.loss, np.inf)
 
     def bits(self, words: int) -> np.ndarray:
         """Bits of each column, in the columns' own order, [columns]."""
@@ -79,7 +86,8 @@ def bit_curve(losses: Tensor, widths: Sequence[int], word_bits: int = WORD_BITS,
                 left, start = left - units[i][1], start - units[i][0]
             counts[words, i] = end - start
             end = start
-    return BitCurve(used, whole.sum() - saved, counts, order)
+    filled = sum(counts[:, i] // columns_each * words_each for i, (columns_each, words_each) in enumerate(units))
+    return BitCurve(used, whole.sum() - saved, counts, np.asarray(filled), order)
 
 
 def _add_segment(best: np.ndarray, gain: np.ndarray, unit_columns: int, unit_words: int) -> np.ndarray:
@@ -194,3 +202,37 @@ def bit_path(curves: Sequence[np.ndarray]) -> BitPath:
         total = merged
         taken.append(words)
     return BitPath(total, tuple(taken))
+
+
+@dataclass(frozen=True)
+class EqualPath:
+    """For every number of words the best split into as many for each curve, which may leave some over.
+
+    loss: [words + 1], the least total, never rising; infinite where there is no such split. each: [words + 1], words of
+        a curve, 0 where there is none.
+    """
+
+    loss: np.ndarray
+    each: np.ndarray
+    _curves: int
+
+    def split(self, words: int) -> list[int]:
+        """Words of each curve, when there are at most `words` in all."""
+        return [int(self.each[words])] * self._curves
+
+
+def equal_path(curves: Sequence[np.ndarray]) -> EqualPath:
+    """Give each curve as many words.
+
+    Args:
+        curves: the loss of each at exactly 0, 1, ... words, infinite where it cannot fill them: see
+            `BitCurve.exact_loss`.
+    """
+    rows = min(map(len, curves))
+    total = np.sum([loss[:rows] for loss in curves], axis=0)
+    best = np.zeros(rows, dtype=np.int64)
+    for words in range(1, rows):
+        best[words] = words if total[words] < total[best[words - 1]] else best[words - 1]
+    best[~np.isfinite(total[best])] = 0
+    each = np.repeat(best, len(curves))[: (rows - 1) * len(curves) + 1]
+    return EqualPath(total[each], each, len(curves))

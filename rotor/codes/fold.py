@@ -9,7 +9,7 @@ With z = mean + scale (n + 1/2), n = code - 2^(bits-1), as rows of codes are rea
   of a query, which softmax does not see: there it is dropped, unless a soft cap stands between. Attention weights sum
   to one, so the constant value is a bias of o_proj.
 
-Source: DESIGN section 7, "It folds".
+Source: docs/design.md, Mathematics, Codes: "Steps and means are folded".
 """
 
 from __future__ import annotations

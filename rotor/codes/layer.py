@@ -94,7 +94,7 @@ def layer_codes(bases: LayerBases, gradients: Gradients, softcapped: bool) -> La
 
     Args:
         softcapped: the model presses its logits below a bound.
-    Source: DESIGN section 7; the weight is half the Fisher information, B^T E[g g^T] B on the diagonal.
+    Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
     key = "key_pre" if bases.domain == "pre" else "key_post"
     no_constant = softcapped and bases.domain != "pre"

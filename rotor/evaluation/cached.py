@@ -157,6 +157,30 @@ def _score_batch(
     return {name: torch.cat(values, dim=1) for name, values in parts.items()}, stored_bytes(cache)
 
 
+@torch.no_grad()
+def greedy_through_cache(
+    model: Any, rows: Tensor, make_cache: Callable[[], Cache], prefill: int, tokens: int, batch_size: int = 16
+) -> Tensor:
+    """What a model writes behind each row's first `prefill` tokens, choosing the likeliest, [n, tokens] int64.
+
+    Args:
+        model, make_cache, batch_size: as for `score_through_cache`. rows: [n, seq_len] int64.
+    """
+    found = []
+    for batch in rows[:, :prefill].split(batch_size):
+        cache, inputs, written = make_cache(), batch.to(model.device), []
+        for _ in range(tokens):
+            inputs = _step(model, inputs, cache, keep=1)[:, -1:].argmax(-1)
+            written.append(inputs.cpu())
+        found.append(torch.cat(written, dim=1))
+    return torch.cat(found)
+
+
+def same_beginning(first: Tensor, second: Tensor) -> float:
+    """The share of [n, tokens] before the first that differs, the mean over rows."""
+    return float((first == second).long().cumprod(-1).double().mean())
+
+
 class _Reference:
     """The reference's logits of a batch from the prefill on, a block of positions at a time."""
 
@@ -186,6 +210,15 @@ def _step(model: Any, inputs: Tensor, cache: Cache, keep: int) -> Tensor:
     return logits
 
 
+def check_in_memory(network: LayerwiseModel, policy: Policy) -> None:
+    """Raises UsageError where weights are read layer by layer: what a policy does shows only step by step."""
+    if network.source.streamed:
+        raise UsageError(
+            f"cache policy {policy.method}: is judged step by step, which needs all weights in memory.",
+            "Give --offload never on a machine that can hold them, or --cache none.",
+        )
+
+
 @torch.inference_mode()
 def final_states_through_cache(
     network: LayerwiseModel, rows: Tensor, policy: Policy, prefill: int, advance: Advance = lambda done: None
@@ -199,11 +232,7 @@ def final_states_through_cache(
     Raises:
         UsageError: weights are read layer by layer.
     """
-    if network.source.streamed:
-        raise UsageError(
-            f"cache policy {policy.method}: is judged step by step, which needs all weights in memory.",
-            "Give --offload never on a machine that can hold them, or --cache none.",
-        )
+    check_in_memory(network, policy)
     states, found = network.states_like(rows), []
 
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:

@@ -17,7 +17,8 @@ from ..progress import Progress
 from ..recipe.metric_registry import METRICS, accuracy_field, metric_info, primitive_metrics
 from ..runtime.cache import Policy
 from ..typed import Reader
-from .cached import PREFILL_SHARE, final_states_through_cache
+from .cached import PREFILL_SHARE, check_in_memory, final_states_through_cache
+from .fitting import fit_cache_policy
 from .metrics import EvaluationContext, Measurement, Metric, Seen, make_metric, smallest
 from .scoring import Scores, score
 
@@ -160,7 +161,18 @@ class FidelityMeter:
     def look(self, network: LayerwiseModel, split: str) -> View:
         """Run a compressed model over a split's text and prompts."""
         rows = {name: self._made(name).rows(split) for name in self.measured(split)}
-        return self._run(network, split, rows, self._references.get(split), self.policy)
+        return self._run(network, split, rows, self._references.get(split), self.fitted_policy(network))
+
+    def fitted_policy(self, network: LayerwiseModel) -> Policy | None:
+        """The policy, with what it has to know of the network as it is found on the search split, where it needs that.
+
+        Raises:
+            UsageError: weights are read layer by layer.
+        """
+        if self.policy is None or not self.policy.needs_samples:
+            return self.policy
+        check_in_memory(network, self.policy)
+        return fit_cache_policy(network.model, self.policy, self.context.rows["search"])
 
     def judge(self, view: View, split: str) -> Fidelity:
         """Compare what a compressed model made of a split with the uncompressed one."""

@@ -34,7 +34,7 @@ from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
 from ..rewriting.compressible import bias_names
 from ..rewriting.shards import ShardContents, planned_layouts
-from ..runtime.cache import LONG_TOKENS, packed_bytes_per_token
+from ..runtime.cache import LONG_TOKENS, Policy, packed_bytes_per_token
 from ..search.export_job import ExportJob
 from ..search.point import Point
 from ..search.rank_search import RankSearch, stored_ranks
@@ -135,6 +135,7 @@ def _export(job: ExportJob, search: RankSearch) -> ExportResult:
         search = search.with_tiers()
         job = search.job
     point = search.point()
+    policy = search.policy(point)
     profiles = search.profiles(point) if job.settings.elastic else {}
     if not job.settings.elastic:
         search.search_targets()
@@ -142,7 +143,7 @@ def _export(job: ExportJob, search: RankSearch) -> ExportResult:
     table, times = None if job.unmeasured else search.table, search.times
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
         chosen = search.bases.select(point.choice, point.columns)
-        report, digest = _write(staging, job, chosen, point, table, profiles, search.progress)
+        report, digest = _write(staging, job, policy, chosen, point, table, profiles, search.progress)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
     log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
@@ -152,6 +153,7 @@ def _export(job: ExportJob, search: RankSearch) -> ExportResult:
 def _write(
     staging: Path,
     job: ExportJob,
+    policy: Policy | None,
     bases: Sequence[LayerBases],
     point: Point,
     table: RankTable | None,
@@ -180,7 +182,7 @@ def _write(
         "biases": sorted(bias_names(first)),
         "layers": {str(i): layout.to_dict() for i, layout in enumerate(stored)},
     }
-    cache = None if job.policy is None else job.policy.as_dict()
+    cache = None if policy is None else policy.as_dict()
     if cache is not None:
         config["quantization_config"]["cache"] = cache
     if profiles:
@@ -195,12 +197,12 @@ def _write(
     write_text(staging / RECIPE, recipe.to_yaml())
     accuracy_info = _unmeasured(job) if table is None else _accuracy(recipe, point, table, job.goal)
     report = _report(run, recipe, checkpoint, layouts, point, accuracy_info, tensors, first.v_weight.element_size())
-    if job.policy is not None:
+    if policy is not None:
         dtype = first.v_weight.dtype
         report["cache"] = {
             "policy": cache,
             "kv_bytes_per_token": {
-                str(tokens): packed_bytes_per_token(job.policy, layouts, dtype, tokens)
+                str(tokens): packed_bytes_per_token(policy, layouts, dtype, tokens)
                 for tokens in (recipe.evaluation.seq_len, LONG_TOKENS)
             },
         }

@@ -5,7 +5,7 @@ Pure data: the values that a launch goes by. The rules that choose them are in `
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ Schedule = Literal["stream", "lpt", "none"]
 SMALLEST_BLOCK, LARGEST_ROW_BLOCK = 16, 1 << 16
 COLUMN_BLOCKS = (16, 32, 64)
 TILES = (16, 32, 64, 128)
+DEFAULT_SLICES, MOST_SLICES = 2, 16
 EDITED = "Undo the edit, or remove the file: without it the kernels go by their own rules."
 
 
@@ -70,15 +71,18 @@ class LayerKernels:
     specialisations: (qk_rank, v_rank) that the decode kernel is compiled for; the narrowest that is wide enough serves
         a group.
     tile: keys of a tile in decoding, of 16-bit numbers; fewer where registers or shared memory hold no more.
+    slices_per_sm: programs an SM over which a prefill of so few queries that its row blocks are less than half as many
+        splits their keys; 0 for never.
     """
 
     classes: tuple[ClassKernels, ...]
     specialisations: tuple[tuple[int, int], ...]
     tile: int
+    slices_per_sm: int = DEFAULT_SLICES
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.classes, self.specialisations, self.tile))
+        return hash((self.classes, self.specialisations, self.tile, self.slices_per_sm))
 
     def __hash__(self) -> int:
         """Computed once: every launch looks the layer up in caches."""
@@ -110,7 +114,8 @@ class KernelConfig:
                 for c in layer.classes
             ]
             pairs = [list(pair) for pair in layer.specialisations]
-            layers.append({"classes": classes, "specialisations": pairs, "tile": layer.tile})
+            numbers = {"tile": layer.tile, "slices_per_sm": layer.slices_per_sm}
+            layers.append({"classes": classes, "specialisations": pairs, **numbers})
         cache = {} if self.cache is None else {"cache": self.cache}
         return {"version": VERSION, "schedule": self.schedule, "layers": layers, **cache}
 
@@ -133,7 +138,7 @@ class KernelConfig:
             _check_values(layer, f"layers[{index}]", reader)
             # A pair in JSON is a list.
             pairs = tuple((qk_rank, v_rank) for qk_rank, v_rank in layer.specialisations)
-            layers.append(LayerKernels(layer.classes, pairs, layer.tile))
+            layers.append(replace(layer, specialisations=pairs))
         return cls(config.schedule, tuple(layers), config.cache)
 
     @classmethod
@@ -184,6 +189,8 @@ def _check_values(layer: LayerKernels, name: str, reader: Reader) -> None:
     """What can be said of a layer without its layout."""
     if layer.tile not in TILES:
         raise reader.fail(f"{name}.tile", layer.tile, f"one of {', '.join(map(str, TILES))}")
+    if not 0 <= layer.slices_per_sm <= MOST_SLICES:
+        raise reader.fail(f"{name}.slices_per_sm", layer.slices_per_sm, f"a number from 0 to {MOST_SLICES}")
     for number, cls in enumerate(layer.classes):
         place = f"{name}.classes[{number}]"
         if cls.groups < 1 or cls.groups > 1 << 16:

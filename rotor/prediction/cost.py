@@ -3,11 +3,10 @@
 Pure arithmetic on numbers. The work of a group of KV heads has a key side, which depends on `qk_rank`, and a value
 side, which depends on `v_rank`; both are affine in their rank. A multiply-add counts two FLOPs.
 
-Predicted seconds are a roofline. Two stages run one after the other: the projections (q, k, v, o and the bases), whose
-weights are read once for the whole batch, and attention over the cache, which is read once. Each takes the longest of
-what it reads and what it computes, which overlap fully. Attention has four limits: bytes of the cache over the memory's
-bandwidth; matrix products; what goes through the L2 cache; and what is computed beside the matrix products. In the
-compressed model they count what the decode kernel does beyond the least (`Tiling`):
+Predicted seconds are those of `rotor.prediction.roofline`. Two stages run one after the other: the projections (q, k,
+v, o and the bases), whose weights are read once for the whole batch, and attention over the cache, which is read once.
+Each takes the longest of what it reads and what it computes. In the compressed model attention counts what the decode
+kernel does beyond the least (`tiling.Tiling`):
 
 - rows: matrix products are of 16 query rows at least, powers of two, and keys that are rebuilt meet the rows of all
   heads of their part.
@@ -15,27 +14,27 @@ compressed model they count what the decode kernel does beyond the least (`Tilin
 - bases: keys before RoPE are rebuilt tile by tile, and a basis that does not fit into an SM's L1 cache, with the table
   of rotations, comes out of L2 for each tile: wide groups have few keys a tile and bases of half a megabyte.
 - unpacking of codes, rotating of rebuilt keys, and of the queries back to each tile's start.
+- bytes in flight, where the device's SMs are known: of the tiles that a program asks for ahead, or waits for.
 
 The uncompressed model is counted by its least work. Left out in both alike: softmax, RoPE of new queries and keys,
 norms, biases, writing the new token, columns masked in tiles, launches, and everything outside attention.
 
-Source: the roofline model (Williams, Waterman and Patterson, 2009), on the sizes of docs/design.md.
+Source: the roofline model (Williams, Waterman and Patterson, 2009), on the sizes of docs/design.md, Mathematics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ..format.columns import Columns
 from ..format.layout import AttentionShape, Domain, GroupLayout, LayerLayout
-from ..kernels.layer_table import MAX_TILE_ELEMENTS, REGISTER_COLUMNS
-from ..kernels.widths import padded
+from ..kernels.layer_table import layer_parts
+from ..kernels.tile_sizes import decode_config
 from ..recipe import ObjectiveSettings
 from .devices import Device
-
-Latent = float | Columns
-"""One side of a group: a rank, of numbers in the model's dtype, or columns by bits."""
+from .roofline import Residency, Work
+from .tiling import ELEMENT_BYTES, Latent, Tiling
 
 L1_BYTES = 64 << 10
 """What an SM's L1 cache holds of bases, beside the shared memory of the programs on it."""
@@ -106,83 +105,6 @@ class DecodeStep:
     element_bytes: int = 2
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How the decode kernel cuts the work of a group; see `kernels/layer_table.py` and `kernels/tile_sizes.py`.
-
-    parts: each reads the group's latents. rows: query rows of a part's tile, padded. keys: of a tile that is rebuilt.
-    heads: KV heads of a group for each of which the latents are loaded again, 0 where they stay in registers.
-    """
-
-    parts: int
-    rows: int
-    keys: int
-    heads: int = 0
-
-    @classmethod
-    def of(cls, domain: Domain, group_size: int, heads_per_kv: int, qk: Latent, v: Latent) -> Tiling:
-        """By the kernels' rules for 16-bit models on Hopper; ranks that are no whole number are rounded."""
-        units, parts = (group_size if domain == "pre" else group_size * heads_per_kv), 1
-        rows, v_rank = group_size * heads_per_kv, max(1, round(rank_of(v)))
-        widest, coded = max(_padded_columns(qk), _padded_columns(v)), isinstance(qk, Columns)
-        in_pieces = domain == "pre" and widest > (REGISTER_COLUMNS if coded else 128)
-        most = MAX_TILE_ELEMENTS // (2 if domain == "pre" and widest > REGISTER_COLUMNS else 1)
-        while padded(rows) * padded(v_rank) > most and units % 2 == 0 and (domain == "pre" or rows > 16):
-            units, rows, parts = units // 2, rows // 2, 2 * parts
-        if in_pieces:
-            return cls(parts, padded(rows), 16 if coded else 64, group_size)
-        wide = domain == "pre" and (coded or widest > 128)
-        return cls(parts, max(32, padded(rows)) if wide else padded(rows), 64 if widest <= 128 else 16)
-
-
-def _padded_columns(latent: Latent) -> int:
-    """Columns of the tiles of a latent; those of each width have their own."""
-    if isinstance(latent, Columns):
-        return sum(padded(count) for count in latent.counts if count)
-    return padded(max(1, round(latent)))
-
-
-@dataclass(frozen=True)
-class Work:
-    """Bytes and FLOPs of a decode step in its two stages: attention over the cache, and the projections' weights.
-
-    cache_bytes, cache_flops: the least that attention over the cache reads and multiplies. tile_flops: matrix products
-    beyond that. l2_bytes: read from the L2 cache alone. vector_flops: beside the matrix products.
-    """
-
-    cache_bytes: float = 0.0
-    cache_flops: float = 0.0
-    weight_bytes: float = 0.0
-    weight_flops: float = 0.0
-    tile_flops: float = 0.0
-    l2_bytes: float = 0.0
-    vector_flops: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
-
-    def cache_seconds(self, device: Device) -> float:
-        """Roofline of attention over the cache."""
-        return max(
-            self.cache_bytes / device.bandwidth_bytes_per_s,
-            (self.cache_flops + self.tile_flops) / device.matmul_flops_per_s,
-            (self.cache_bytes + self.l2_bytes) / device.l2_rate,
-            self.vector_flops / device.vector_rate,
-        )
-
-    def seconds(self, device: Device) -> float:
-        """Roofline of both stages, one after the other."""
-        weights = max(self.weight_bytes / device.bandwidth_bytes_per_s, self.weight_flops / device.matmul_flops_per_s)
-        return self.cache_seconds(device) + weights
-
-    def serial_seconds(self, device: Device) -> float:
-        """Seconds if nothing ever overlapped: linear in the work, from 1 to 4 times `seconds`."""
-        weights = self.weight_bytes / device.bandwidth_bytes_per_s + self.weight_flops / device.matmul_flops_per_s
-        matmul = (self.cache_flops + self.tile_flops) / device.matmul_flops_per_s
-        beside = self.l2_bytes / device.l2_rate + self.vector_flops / device.vector_rate
-        return self.cache_bytes / device.bandwidth_bytes_per_s + matmul + beside + weights
-
-
 def key_work(
     domain: Domain,
     folded_keys: bool,
@@ -251,7 +173,7 @@ def group_work(
     step: DecodeStep,
 ) -> Work:
     """The work of one compressed group, as the kernels do it."""
-    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, v)
+    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, v, shape.head_dim)
     keys = key_work(domain, folded_keys, group_size, qk, shape, step, tiling)
     return keys + value_work(group_size, v, shape, step, tiling)
 
@@ -262,16 +184,29 @@ def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep) -> 
     return sum((group_work(*sizes, *latents_of(group), shape, step) for group in layout.groups), Work())
 
 
+def layer_residency(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> Residency:
+    """What of a layer's decode kernel is on an SM, before it is compiled; of unlike groups, on the average."""
+    parts = layer_parts(layout, shape.heads_per_kv, shape.head_dim)
+    head_dim = shape.head_dim if layout.domain == "pre" else 0
+    config = decode_config(parts, shape.heads_per_kv, ELEMENT_BYTES, head_dim)
+    tiling = Tiling.of_kernel(parts, config, len(layout.groups))
+    qk_bytes, v_bytes = (size / len(layout.groups) for size in layout.row_bytes(element_bytes))
+    return tiling.residency(qk_bytes, v_bytes)
+
+
 def prefill_work(
-    layout: LayerLayout, shape: AttentionShape, seq_len: int, batch_size: int, element_bytes: int = 2
+    layout: LayerLayout, shape: AttentionShape, seq_len: int, batch_size: int, element_bytes: int = 2, past: int = 0
 ) -> Work:
-    """Attention of a layer over a causal prompt: the least that has to be read and multiplied; no projections.
+    """Attention of a layer over new tokens: the least that has to be read and multiplied; no projections.
 
     Each query meets the keys up to its own. Keys of domain `pre` are counted as rebuilt once, whatever a kernel does;
     bytes are the cache's, read once.
+
+    Args:
+        seq_len: new tokens of a sequence. past: cached ones before them.
     """
-    pairs = batch_size * seq_len * (seq_len + 1) / 2
-    tokens = batch_size * seq_len
+    pairs = batch_size * (seq_len * (seq_len + 1) / 2 + seq_len * past)
+    tokens = batch_size * (seq_len + past)
     flops = 0.0
     for group in layout.groups:
         query_heads = len(group.kv_heads) * shape.heads_per_kv
@@ -289,7 +224,10 @@ def uncompressed_group_work(shape: AttentionShape, step: DecodeStep) -> Work:
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Predicted time of attention in all layers in one decode step; the module says what is left out."""
-    return sum(layer_work(layout, shape, step).seconds(device) for layout in layouts)
+    return sum(
+        layer_work(layout, shape, step).seconds(device, layer_residency(layout, shape, step.element_bytes))
+        for layout in layouts
+    )
 
 
 def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:
@@ -327,7 +265,8 @@ class Objective:
     def group_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, v: Latent) -> float:
         """The cost of one group; for comparing domains and group sizes."""
         work = group_work(domain, folded_keys, group_size, qk, v, self.shape, self.step)
-        return self._mixed(group_bytes_per_token(qk, v, self.step.element_bytes), work.seconds(self.device))
+        seconds = work.seconds(self.device, self._residency(domain, group_size, qk, v))
+        return self._mixed(group_bytes_per_token(qk, v, self.step.element_bytes), seconds)
 
     def key_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> float:
         """The key side of a group's cost, rising with its columns; for allocating them side by side.
@@ -336,32 +275,41 @@ class Objective:
         its limits one after the other instead, and values of as many columns as keys for the tiles: key_cost +
         value_cost then lies between group_cost and a few times as much, nearest where one limit dominates.
         """
-        work = self._key_work(domain, folded_keys, group_size, qk)
-        return self._mixed(latent_bytes(qk, self.step.element_bytes), work.serial_seconds(self.device))
+        seconds = self._key_seconds(domain, folded_keys, group_size, qk)[1]
+        return self._mixed(latent_bytes(qk, self.step.element_bytes), seconds)
 
     def value_cost(self, group_size: int, v: Latent) -> float:
         """The value side of a group's cost, rising with its columns; see `key_cost`."""
-        work = self._value_work(group_size, v)
-        return self._mixed(latent_bytes(v, self.step.element_bytes), work.serial_seconds(self.device))
+        return self._mixed(latent_bytes(v, self.step.element_bytes), self._value_seconds(group_size, v)[1])
 
     def key_parts(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> tuple[float, float]:
         """Predicted time of the key side of a group, whatever the weight: reading the cache, and all else after it."""
-        return self._parts(self._key_work(domain, folded_keys, group_size, qk))
+        return self._parts(*self._key_seconds(domain, folded_keys, group_size, qk))
 
     def value_parts(self, group_size: int, v: Latent) -> tuple[float, float]:
         """The same of the value side."""
-        return self._parts(self._value_work(group_size, v))
+        return self._parts(*self._value_seconds(group_size, v))
 
-    def _key_work(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> Work:
-        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, qk)
-        return key_work(domain, folded_keys, group_size, qk, self.shape, self.step, tiling)
+    def _residency(self, domain: Domain, group_size: int, qk: Latent, v: Latent) -> Residency:
+        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, v, self.shape.head_dim)
+        return tiling.residency(*(latent_bytes(side, self.step.element_bytes) for side in (qk, v)))
 
-    def _value_work(self, group_size: int, v: Latent) -> Work:
-        tiling = Tiling.of("post", group_size, self.shape.heads_per_kv, v, v)
-        return value_work(group_size, v, self.shape, self.step, tiling)
+    def _key_seconds(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> tuple[float, float]:
+        """Seconds of reading the cache, and of all of the key side one after the other."""
+        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, qk, self.shape.head_dim)
+        work = key_work(domain, folded_keys, group_size, qk, self.shape, self.step, tiling)
+        return self._serial(work, self._residency(domain, group_size, qk, qk))
 
-    def _parts(self, work: Work) -> tuple[float, float]:
-        reading, all_of_it = work.cache_bytes / self.device.bandwidth_bytes_per_s, work.serial_seconds(self.device)
+    def _value_seconds(self, group_size: int, v: Latent) -> tuple[float, float]:
+        """The same of the value side."""
+        tiling = Tiling.of("post", group_size, self.shape.heads_per_kv, v, v, self.shape.head_dim)
+        work = value_work(group_size, v, self.shape, self.step, tiling)
+        return self._serial(work, self._residency("post", group_size, v, v))
+
+    def _serial(self, work: Work, residency: Residency) -> tuple[float, float]:
+        return work.cache_bytes / self.device.bandwidth_bytes_per_s, work.serial_seconds(self.device, residency)
+
+    def _parts(self, reading: float, all_of_it: float) -> tuple[float, float]:
         return reading / self._uncompressed_seconds, (all_of_it - reading) / self._uncompressed_seconds
 
     @property

@@ -19,6 +19,7 @@ RATES = (
     "vector_flops_per_s",
     "link_bytes_per_s",
 )
+COUNTS = ("sms",)
 
 L2_RATIO, VECTOR_RATIO = 2.0, 1 / 16
 """What a device whose file does not say reads from its L2 cache, against its memory, and what it computes outside of
@@ -35,6 +36,7 @@ class Device:
     source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
     l2_bytes_per_s: reading of the L2 cache. vector_flops_per_s: float32 outside of matrix products. None: not known,
         and then taken by L2_RATIO and VECTOR_RATIO.
+    sms: streaming multiprocessors; None: not known, and then what waits for memory is not predicted.
     link_bytes_per_s: what it sends to its neighbours in one machine (NVLink, Infinity Fabric, PCIe), in one direction;
         None: not known, and times of traffic are not predicted for it.
     """
@@ -46,6 +48,7 @@ class Device:
     l2_bytes_per_s: float | None = None
     vector_flops_per_s: float | None = None
     link_bytes_per_s: float | None = None
+    sms: int | None = None
 
     @property
     def l2_rate(self) -> float:
@@ -97,7 +100,7 @@ def parse_devices(text: str, where: str) -> dict[str, Device]:
         if isinstance(fields, Mapping):
             fields = {field: _number(value) if field in RATES else value for field, value in fields.items()}
         device: Device = Reader(where).read(Device, fields, name)
-        for rate in RATES:
+        for rate in (*RATES, *COUNTS):
             value = getattr(device, rate)
             if value is not None and value <= 0:
                 raise RecipeError(f"{where}: {name}.{rate}: got {value}, expected a positive number.")

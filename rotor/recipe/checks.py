@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, Literal
 
-from ..allocation.registry import CHOOSING, RANK_METHODS, RankMethod
+from ..allocation.registry import CHOOSING, OF_ONE_WIDTH, RANK_METHODS, RankMethod
 from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 from ..errors import RecipeError
 from ..format.columns import WIDTHS
@@ -145,6 +145,16 @@ CONDITIONS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]],
         "ranks.method",
         lambda r: r.coded or r.ranks.rule.chooses or "any" not in (r.groups.size, r.groups.domain),
         lambda r: f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any",
+    ),
+    (
+        "ranks.rows",
+        lambda r: not r.ranks.uniform_rows or r.coded or r.ranks.rule.uniform_rows,
+        lambda r: f"ragged, as ranks.method is {r.ranks.method}: {OF_ONE_WIDTH}, or bits of codes, can do uniform",
+    ),
+    (
+        "ranks.rows",
+        lambda r: not r.ranks.uniform_rows or r.objective.weight == 0,
+        lambda r: f"ragged, as objective.kind is {r.objective.kind}: of uniform rows bytes are what is saved",
     ),
     (
         "bases.qk",

@@ -98,6 +98,8 @@ class Ranks:
     method: a name in rotor.allocation (`rotor recipes` lists them).
     spectrum: whether the removal rate is a share of the sum of singular values (the papers) or of their squares.
     multiple_of: stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide.
+    rows: `ragged` gives each layer as many bytes a token as pay there; `uniform` gives all layers as many, at the least
+        loss, for engines that pad rows to the widest (see docs/serving.md). Bits of codes heed it too.
     probe_shares: shares of columns kept in the probes of `global`; each layer and side is probed at each.
     probe_tokens: tokens of the search split that the probes run on.
     fisher_tokens: calibration tokens whose gradients `fisher` sums.
@@ -106,9 +108,15 @@ class Ranks:
     method: str = "removal-rate"
     spectrum: Literal["values", "squares"] = "values"
     multiple_of: int = 16
+    rows: Literal["ragged", "uniform"] = "ragged"
     probe_shares: tuple[float, ...] = (0.35, 0.125)
     probe_tokens: int = 4096
     fisher_tokens: int = 4096
+
+    @property
+    def uniform_rows(self) -> bool:
+        """Whether all layers store rows of one width."""
+        return self.rows == "uniform"
 
     @property
     def rule(self) -> RankMethod:
@@ -122,7 +130,7 @@ class Codes:
 
     bits: widths that a column may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
         many. With 8, 4 or 2 among them, columns are codes: bits are allocated over all layers, sides and candidates by
-        what an error in each column costs the model's own loss, and `ranks` is not used.
+        what an error in each column costs the model's own loss, and of `ranks` only `rows` is used.
     tokens: calibration tokens, the first ones, whose gradients say that.
     repeats: share of their rows in which a span of the text is stated again further on: gradients of text alone say
         little of what a model looks far back by.

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..format.kernel_config import LayerKernels, Schedule
 from ..format.layout import AttentionShape, LayerLayout
-from ..kernels.code_reference import coded_attention
+from ..kernels.code_reference import coded_attention, partial_attention
 from ..kernels.defaults import SCHEDULE, default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import grouped_attention, project_keys, rotate
-from ..kernels.weights import attention_weights
+from ..kernels.scores.column_sums import column_sums
 from .cache.adoption import policy_layer
-from .cache.evicting_layer import EvictingLayer, spans_of
+from .cache.evicting_layer import EvictingLayer
 from .cache.policy import Policy
+from .cache.spans import spans_of
 from .cache.tiered_layer import TieredLayer
 from .code_rows import CodeRows, check_cache
 from .families import Family
@@ -177,7 +178,13 @@ class RotorAttention(nn.Module):
             key = self._heads(key, "k_norm")
         if layout.domain == "post":
             assert position_embeddings is not None
-            if use_kernels:
+            if use_kernels and torch.compiler.is_compiling():
+                from ..kernels import operators  # imports Triton
+
+                query, key = operators.rotate_and_project(
+                    query, key, *position_embeddings, self.query_basis, self.key_basis, self.key_shift, self.described
+                )
+            elif use_kernels:
                 from ..kernels.projection.rotation import rotate_and_project
 
                 query, key = rotate_and_project(
@@ -216,7 +223,12 @@ class RotorAttention(nn.Module):
         value = value.unsqueeze(1)
         check_cache(past_key_values, self.layer_idx, layout)
         if self._code_rows is not None:
-            key, value = self._code_rows.pack(key, value, use_kernels)
+            if use_kernels and torch.compiler.is_compiling():
+                from ..kernels import operators
+
+                key, value = operators.pack_rows(key, value, self.described)
+            else:
+                key, value = self._code_rows.pack(key, value, use_kernels)
         if self.spread is not None:
             return self.o_proj(self.spread.attend(self, query, key, value, past_key_values, key_rotation)), None
         if cache_layer is not None:
@@ -231,26 +243,41 @@ class RotorAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         if tiered is not None:
             parameters = self.parameters_of_attention()
-            output, log_sums = attend_to_tiers(parameters, tiered, query, attention_mask, key_rotation)
-            tiered.finish_step(log_sums)
+            output, of_queries = attend_to_tiers(parameters, tiered, query, attention_mask, key_rotation)
+            tiered.finish_step(of_queries)
             return self.o_proj(output), None
-        output = rotor_attention_forward(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            key_rotation=key_rotation,
-            use_kernels=use_kernels,
-            **kwargs,
-        )[0]
+        scored, log_sums = None if held is None else held.softening(), None
+        if scored is not None and scored.none and seq_len > 1 and not kwargs.get("dropout"):
+            # Attention's own log-sum-exp is what sums of its columns need.
+            parameters = self.parameters_of_attention()
+            wide, log_sums = partial_attention(query, key, value, parameters, key_rotation, attention_mask)
+            output = wide.to(query.dtype)
+        else:
+            output = rotor_attention_forward(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=self.scaling,
+                key_rotation=key_rotation,
+                use_kernels=use_kernels,
+                **kwargs,
+            )[0]
         if held is not None:
-            weights = None
-            if held.policy.needs_weights:
-                weights = attention_weights(query, key, self.parameters_of_attention(), key_rotation, attention_mask)
-            held.finish(weights)
+            sums = None
+            if scored is not None:
+                parameters, counted = self.parameters_of_attention(), held.newest
+                sums = column_sums(query, key, parameters, key_rotation, attention_mask, log_sums, scored, counted)
+            held.finish(sums)
         return self.o_proj(output), None
+
+    @property
+    def described(self) -> str:
+        """The layer as the kernels' operators take it."""
+        from ..kernels.operators import describe  # imports Triton
+
+        return describe(self.layout, self.schedule, self.kernels, self.heads_per_kv, self.head_dim)
 
     def parameters_of_attention(self, scaling: float | None = None) -> AttentionParameters:
         """What attention goes by beside queries and rows; `scaling` in place of the layer's own."""
@@ -361,7 +388,22 @@ def rotor_attention_forward(
             "Call model.eval(); a checkpoint with codes is for inference.",
         )
     parameters = module.parameters_of_attention(scaling)
-    if use_kernels:
+    if use_kernels and torch.compiler.is_compiling():
+        from ..kernels import operators  # imports Triton
+
+        output = operators.attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            parameters.query_basis,
+            *(key_rotation or (None, None)),
+            parameters.constant_key,
+            parameters.scaling,
+            parameters.softcap,
+            module.described,
+        )
+    elif use_kernels:
         from ..kernels.attention import packed_attention  # imports Triton
 
         output = packed_attention(

@@ -89,7 +89,11 @@ class ExportJob:
         checkpoint = Checkpoint(opened.fetch_model())
         policy = None if settings.cache is None else find_policy(settings.cache)
         if policy is not None:
-            policy.layers(check_config(policy, checkpoint.config))  # what it cannot serve is said now
+            count = check_config(policy, checkpoint.config)
+            if policy.needs_samples:
+                _check_fitting(policy, settings)
+            else:
+                policy.layers(count)  # what it cannot serve is said now
             if recipe.coded:
                 policy.check_coded()
             if recipe.evaluation.metric.startswith(LM_EVAL):
@@ -154,3 +158,17 @@ class ExportJob:
             raise CheckpointError(
                 f"{self.checkpoint.folder / file}: changed since calibration.", "Calibrate again, or restore the file."
             )
+
+
+def _check_fitting(policy: Policy, settings: ExportSettings) -> None:
+    """Raises UsageError where a policy that is fitted to the compressed model cannot be."""
+    if not settings.measure:
+        raise UsageError(
+            f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
+            "Leave --no-measure out, or take another --cache.",
+        )
+    if settings.elastic:
+        raise UsageError(
+            f"--elastic: cache policy {policy.method} is fitted to the rows of one set of ranks.",
+            "Export once for each accuracy, or take another --cache.",
+        )

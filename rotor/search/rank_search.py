@@ -21,6 +21,7 @@ from ..format.layout import LayerRanks, profile_name
 from ..models.hardware import pick_device, pick_dtype
 from ..progress import Progress, StageTimes, in_time
 from ..rewriting.compressible import CompressibleModel
+from ..runtime.cache import Policy
 from .export_job import ExportJob
 from .point import Point
 from .probe import full_ranks
@@ -182,6 +183,16 @@ class RankSearch:
             if plan.choice == point.choice:
                 found[profile_name(target)] = [[list(pair) for pair in layer] for layer in plan.rounded]
         return found
+
+    def policy(self, point: Point) -> Policy | None:
+        """The cache policy that is stored: with what is found of the model at this point, on the search split."""
+        policy = self.job.policy
+        if policy is None or not policy.needs_samples:
+            return policy
+        measurer = self._measuring()
+        with self.times.stage("fit cache policy"), self.progress.task("fit cache policy", None, ""):
+            measurer.network.compress(self.bases.select(point.choice, point.columns), point.ranks)
+            return measurer.meter.fitted_policy(measurer.network)
 
     def search_targets(self) -> None:
         """Measure what further targets need, so that they are in the table; one out of reach is noted there."""

@@ -42,7 +42,7 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
         codes = [run.layer_codes(layer) for layer in range(len(bases))]
         sizes = run.shape, recipe.codes.bits, int(run.info["element_bytes"])
         if recipe.objective.weight == 0:
-            return BitsPath(codes, *sizes)
+            return BitsPath(codes, *sizes, uniform_rows=recipe.ranks.uniform_rows)
         costs = RunCosts.of(run, recipe)
         return PricedBitsPath(codes, *sizes, costs.parts, costs.group)
     layers = [bases.spectra(layer) for layer in range(len(bases))]
@@ -55,6 +55,7 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
         gradients=lambda: _gradients(run),
         sensitivities=sensitivities,
         costs=lambda: RunCosts.of(run, recipe),
+        uniform_rows=ranks.uniform_rows,
     )
     return ranks.rule.path(inputs)
 

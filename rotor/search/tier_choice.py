@@ -1,7 +1,7 @@
 """The choice of tiers: ratios per token that cost at most so much quality, measured; and a regression that predicts it.
 
-Source: ZDC section 5.2, equations 5 and 6: of the constraints on ratios, p^u >= p^i as the text has it, which equation 6
-contradicts. That keys lose more than values, of which the two say the opposite as well, is left to what is measured.
+Source: ZDC section 5.2, equations 5 and 6: of the constraints on ratios, p^u >= p^i as the text has it, which equation
+6 contradicts. That keys lose more than values, of which the two say the opposite as well, is left to what is measured.
 """
 
 from __future__ import annotations

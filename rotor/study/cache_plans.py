@@ -13,6 +13,7 @@ from ..runtime.cache import (
     NUQ,
     Eviction,
     Keyformer,
+    KVQuant,
     PerToken,
     Policy,
     Random,
@@ -24,7 +25,10 @@ SHARES = (0.5, 0.25, 0.125)
 """Of a prompt's tokens that evicting policies keep."""
 
 BUDGET_SHARE = 0.2
-"""Of a prompt's tokens, where budgets of layers are compared (SqueezeAttention section 4, 20 %)."""
+"""Of a prompt's tokens, where budgets by measured sensitivity are tried (SqueezeAttention section 4, 20 %)."""
+
+BUDGET_SHARES = (BUDGET_SHARE, 0.4, 0.7)
+"""Of a prompt's tokens, where budgets of layers are compared (SqueezeAttention figure 3)."""
 
 SQUEEZE = 0.3
 """p of SqueezeAttention where it is compared."""
@@ -43,8 +47,12 @@ CONTROL = PerToken(4, 64)
 """What every part measures beside its own: plain codes of four bits, the control for bytes."""
 
 
+ABLATED = "GEAR KCVT-2"
+"""What GEAR's ablations change."""
+
+
 def quantisers() -> dict[str, Policy]:
-    """GEAR's tables 1, 2 and 8 in shape: its methods and KVQuant's levels at 4 and 2 bits; at 2 GEAR's ablations."""
+    """What GEAR's tables 1, 2 and 8 compare, and KVQuant, at 4 and 2 bits; at 2 GEAR's ablations."""
     found: dict[str, Policy] = {}
     for bits in (4, 2):
         found |= {
@@ -52,21 +60,25 @@ def quantisers() -> dict[str, Policy]:
             f"KCVT-{bits}": KCVT(bits),
             f"KIVI-{bits}": KIVI(bits, 64, 64),
             f"NUQ-{bits}": NUQ(bits),
+            f"KVQuant-{bits}": KVQuant(bits),
             f"GEAR-L KCVT-{bits}": GEAR(bits, sparsity=0.0),
             f"GEAR KCVT-{bits}": GEAR(bits),
             f"GEAR-L KIVI-{bits}": GEAR(bits, backbone="kivi", buffer=64, sparsity=0.0),
             f"GEAR KIVI-{bits}": GEAR(bits, backbone="kivi", buffer=64),
         }
+    found["Outlier-A. KIVI-2"] = GEAR(2, backbone="kivi", buffer=64, rank=0, new_rank=0)
+    found["GEAR-L prefill KCVT-2"] = GEAR(2, sparsity=0.0, new_rank=0)
     found["fp8"] = FP8("token")
-    for name, values in {
-        "sparsity": (0.01, 0.05, 0.1),
-        "rank": (0, 2, 8),
-        "buffer": (10, 40),
-        "loops": (1, 4),
-    }.items():
-        for value in values:
-            found[f"GEAR KCVT-2, {name} {value:g}"] = replace(GEAR(2), **{name: value})  # type: ignore[arg-type]
-    return found
+    return found | {name: policy for of_name in ablations().values() for name, policy in of_name.items()}
+
+
+def ablations() -> dict[str, dict[str, Policy]]:
+    """By parameter, GEAR of 2 bits with other values of it, by name (GEAR figure 4a)."""
+    values = {"sparsity": (0.01, 0.05, 0.1), "rank": (0, 2, 8), "buffer": (10, 40), "loops": (1, 4)}
+    return {
+        name: {f"{ABLATED}, {name} {value:g}": replace(GEAR(2), **{name: value}) for value in of_name}  # type: ignore[arg-type]
+        for name, of_name in values.items()
+    }
 
 
 def evictions(share: float) -> dict[str, Eviction]:
@@ -81,14 +93,14 @@ def evictions(share: float) -> dict[str, Eviction]:
     }
 
 
-def budget_methods() -> dict[str, Eviction]:
+def budget_methods(share: float) -> dict[str, Eviction]:
     """What budgets of layers are compared for: those of SqueezeAttention's table 2, and the control."""
-    found = evictions(BUDGET_SHARE)
+    found = evictions(share)
     return {name: found[name] for name in ("window", "StreamingLLM", "H2O", "random")}
 
 
 def combined_policies(share: float, coded: bool) -> dict[str, Policy]:
-    """What goes on top of a recipe's rows: tokens kept by a share, and where rows are numbers, codes.
+    """What goes on top of a recipe's rows: tokens kept by a share, and where rows are numbers, codes, or both at once.
 
     Args:
         share: of the prompt's tokens that is kept.
@@ -96,7 +108,8 @@ def combined_policies(share: float, coded: bool) -> dict[str, Policy]:
     kept = evictions(share)
     found: dict[str, Policy] = {name: kept[name] for name in ON_TOP}
     if not coded:
-        found |= {EQUAL_BYTES: CONTROL, "KIVI-4": KIVI(4, 64, 64), "GEAR KCVT-4": GEAR(4)}
+        found |= {f"{name} at {1 - share:.2f} with 4 bits": replace(kept[name], bits=4) for name in ON_TOP}
+        found |= {EQUAL_BYTES: CONTROL, "KIVI-4": KIVI(4, 64, 64), "GEAR KCVT-4": GEAR(4), "KVQuant-4": KVQuant(4)}
     return found
 
 

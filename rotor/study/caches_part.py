@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ..calibration.run import Run
 from ..evaluation.cached import PREFILL_SHARE
-from ..format.atomic import write_text
+from ..evaluation.fitting import FIT_TOKENS, attention_cosines, fit_cache_policy
 from ..recipe import Recipe
 from ..runtime.cache import Eviction, Policy
 from ..runtime.cache.budgets import sensitivity_shares
 from .cache_bench import PolicyModel
 from .cache_plans import (
     BUDGET_SHARE,
+    BUDGET_SHARES,
     CONTROL,
     EQUAL_BYTES,
     ON_TOP,
@@ -32,12 +32,13 @@ from .cache_plans import (
     quantisers,
 )
 from .peers import PeerRecord
-from .peers_part import PeersPart, peer_rows
-from .request import CACHE_PARTS
+from .peers_part import PeersPart
 
-CSV = "caches.csv"
-TARGETS = (0.99, 0.95, 0.90)
-SENSITIVITY = "sensitivities"
+SENSITIVITY, COSINES = "sensitivities", "cosines"
+"""Records of `budgets` that are no cache."""
+
+COSINE_BLOCKS = 16
+"""Runs of tokens of a prompt whose cosines are kept apart (SqueezeAttention figure 2)."""
 
 
 class CachesPart(PeersPart):
@@ -53,11 +54,15 @@ class CachesPart(PeersPart):
 
     def budgets(self) -> None:
         """Budgets per layer: alike, by SqueezeAttention, and by measured sensitivity."""
+        if self.store.get(f"budgets/{COSINES}") is None:
+            self.store.put(f"budgets/{COSINES}", {"cosines": self._cosines()})
         self._measure("budgets", budgeted())
         for name, policy in sensitive().items():
             shares = sensitivity_shares(self._sensitivities(name, policy), PROBE_SHARES, BUDGET_SHARE)
             by_layer = tuple(share / BUDGET_SHARE for share in shares)
-            self._measure("budgets", {f"{name}, by sensitivity": replace(policy, layer_shares=by_layer)})
+            self._measure(
+                "budgets", {of_budget(name, "by sensitivity", BUDGET_SHARE): replace(policy, layer_shares=by_layer)}
+            )
 
     def combine(self, name: str, recipe: Recipe, run: Callable[[], Run]) -> None:
         """A recipe's rows with a policy on top, both removing as much (see equal_contribution), and each alone.
@@ -80,6 +85,8 @@ class CachesPart(PeersPart):
                     continue
                 bench, network = self._bench(), self._in_checkpoint_dtype()
                 network.compress(plan.select(measurer.bases), plan.rounded)
+                if above is not None:
+                    above = self._fitted(above, network.model)
                 if above is None:
                     self._keep("combine", bench.checkpoint(label, network.model))
                 else:
@@ -89,8 +96,27 @@ class CachesPart(PeersPart):
         """Records of the uncompressed model with each policy."""
         for name, policy in policies.items():
             if self.store.get(f"{part}/{name}") is None:
-                model = PolicyModel(self._in_checkpoint_dtype(), policy, compressed=False)
+                network = self._in_checkpoint_dtype()
+                with network.uncompressed() as plain:
+                    policy = self._fitted(policy, plain)
+                model = PolicyModel(network, policy, compressed=False)
                 self._keep(part, self._bench().policy(name, model))
+
+    def _fitted(self, policy: Policy, model: Any) -> Policy:
+        """With what it finds of the model on the text that is kept for calibrations."""
+        if not policy.needs_samples:
+            return policy
+        return fit_cache_policy(model, policy, self._calibration_rows(FIT_TOKENS))
+
+    def _calibration_rows(self, tokens: int) -> Tensor:
+        return self.subject.calibration_rows(max(1, tokens // self.subject.data.report.shape[1]))
+
+    def _cosines(self) -> list[list[float]]:
+        """Before and after the attention of each layer, over prompts of the calibration text: [layers][blocks]."""
+        rows = self._calibration_rows(FIT_TOKENS)
+        with self._in_checkpoint_dtype().uncompressed() as plain:
+            found = attention_cosines(plain, rows)
+        return [[float(part.mean()) for part in layer.tensor_split(COSINE_BLOCKS) if len(part)] for layer in found]
 
     def _sensitivities(self, name: str, policy: Eviction) -> list[list[float]]:
         """KL of each layer cut alone at PROBE_SHARES of the tokens, nats a token: [layers][shares]."""
@@ -121,21 +147,33 @@ def evicted() -> dict[str, Policy]:
     """What `evict` measures, by name."""
     found: dict[str, Policy] = {EQUAL_BYTES: CONTROL}
     for share in SHARES:
-        found |= {f"{name}, {share:g} of the tokens": policy for name, policy in evictions(share).items()}
+        found |= {of_share(name, share): policy for name, policy in evictions(share).items()}
     return found
 
 
 def budgeted() -> dict[str, Policy]:
     """What `budgets` measures, by name, but for the budgets that have to be measured first."""
     found: dict[str, Policy] = {EQUAL_BYTES: CONTROL}
-    for name, policy in budget_methods().items():
-        found |= {f"{name}, alike": policy, f"{name}, SqueezeAttention": replace(policy, squeeze=SQUEEZE)}
+    for share in BUDGET_SHARES:
+        for name, policy in budget_methods(share).items():
+            found[of_budget(name, "alike", share)] = policy
+            found[of_budget(name, "SqueezeAttention", share)] = replace(policy, squeeze=SQUEEZE)
     return found
+
+
+def of_budget(name: str, how: str, share: float) -> str:
+    """The name of a record of `budgets`."""
+    return f"{name}, {how}, {share:g} of the tokens"
+
+
+def of_share(name: str, share: float) -> str:
+    """The name of a record of `evict`."""
+    return f"{name}, {share:g} of the tokens"
 
 
 def sensitive() -> dict[str, Eviction]:
     """The methods whose layers are probed for budgets of their own."""
-    return {name: policy for name, policy in budget_methods().items() if name != "random"}
+    return {name: policy for name, policy in budget_methods(BUDGET_SHARE).items() if name != "random"}
 
 
 def alone() -> dict[str, Policy]:
@@ -156,66 +194,8 @@ def combinations(name: str, coded: bool) -> list[dict[str, tuple[float, Policy |
         plans: dict[str, tuple[float, Policy | None]] = {f"{name} alone, {total:g} removed": (total, None)}
         for label, above in combined_policies(1 - each, coded).items():
             together = f"{name} and {label}, {total:g} removed"
-            plans[together if above.evicts else f"{name} at {each:.2f} and {label}"] = (each, above)
+            # What is coded removes more than the total.
+            alike = isinstance(above, Eviction) and above.bits == 16
+            plans[together if alike else f"{name} at {each:.2f} and {label}"] = (each, above)
         found.append(plans)
     return found
-
-
-def cache_records(store: Any, part: str) -> list[PeerRecord]:
-    """The records of a part, in order of arrival."""
-    return [PeerRecord(**record) for key, record in store.part(part).items() if not key.startswith(SENSITIVITY)]
-
-
-def accuracy(record: PeerRecord) -> float:
-    """The smallest ratio to the uncompressed model: next tokens, perplexity, and each task's answers."""
-    return min(record.token_accuracy, record.ppl_ratio, *record.answers.values())
-
-
-def best_mixtures(records: Sequence[PeerRecord]) -> list[list[str]]:
-    """At each accuracy what takes fewest bytes a token, of a complete row and of a long context."""
-    rows = []
-    for target in TARGETS:
-        fitting = [record for record in records if not record.skipped and accuracy(record) >= target]
-        cells = [f"{target:g}"]
-        for size in ("kv_bytes_per_token", "long_kv_bytes_per_token"):
-            best = min(fitting, key=lambda record: getattr(record, size), default=None)
-            cells += ["none measured", ""] if best is None else [best.name, f"{getattr(best, size):.1f}"]
-        rows.append(cells)
-    return rows
-
-
-def cache_tables(store: Any) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and cells of a table for each of the four parts, and of the best mixtures over all of them."""
-    titles = {
-        "quantise": "Quantised caches (GEAR tables 1, 2, 8 to 10)",
-        "evict": "Evicted tokens",
-        "budgets": f"Budgets of layers, {BUDGET_SHARE:g} of the tokens in the mean (SqueezeAttention table 2)",
-        "combine": "Compressed rows and a policy on top (FDC and ZACK: 1 - p = (1 - p_dim)(1 - p_tok))",
-    }
-    found = {part: records for part in CACHE_PARTS if (records := cache_records(store, part))}
-    tables = [(titles[part], *peer_rows(records)) for part, records in found.items()]
-    if found:
-        header = ["accuracy", "fewest bytes, complete row", "bytes", "fewest bytes, 32K tokens", "bytes at 32K tokens"]
-        every = [record for records in found.values() for record in records]
-        title = "Of all these, the fewest bytes at an accuracy: the smallest of a row's ratios"
-        tables.append((title, header, best_mixtures(every)))
-    return tables
-
-
-def write_caches_csv(store: Any) -> Path | None:
-    """One row a record of the four parts; None without any."""
-    parts = {part: cache_records(store, part) for part in CACHE_PARTS}
-    tasks = list(dict.fromkeys(task for records in parts.values() for record in records for task in record.answers))
-    if not any(parts.values()):
-        return None
-    plain = [name for name in asdict(PeerRecord("")) if name not in ("answers", "hits")]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["part", *plain, *(f"{task}_answers" for task in tasks)])
-    for part, records in parts.items():
-        for record in records:
-            own = [getattr(record, name) for name in plain]
-            writer.writerow([part, *own, *(record.answers.get(task, "") for task in tasks)])
-    path = store.folder / CSV
-    write_text(path, text.getvalue())
-    return path

@@ -13,7 +13,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 
 from ..errors import DataError, UnsupportedModelError
-from ..evaluation.cached import LONGEST_CHUNK, CachedScores, prefill_of, score_through_cache
+from ..evaluation.cached import (
+    LONGEST_CHUNK,
+    CachedScores,
+    greedy_through_cache,
+    prefill_of,
+    same_beginning,
+    score_through_cache,
+)
 from ..evaluation.metrics.distance import Prompts, check_base
 from ..evaluation.scoring import AnswerScores
 from ..progress import Progress
@@ -22,6 +29,13 @@ from .cache_bench import PolicyModel
 
 GROUP = 64
 """Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
+
+
+KL_STEPS = 8
+"""Blocks of scored tokens whose KL is kept apart."""
+
+GREEDY_TOKENS = 32
+"""Tokens that are written greedily behind each prompt."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,9 @@ class PeerRecord:
     """What was measured of one cache; `skipped` says why nothing was.
 
     kl_div: nats a token against the uncompressed model. token_accuracy, ppl_ratio: ratios to it. top1_agreement: share.
+    kl_by_step: the mean of KL over rows, in KL_STEPS blocks of scored tokens one behind the other (GEAR figure 1b).
+    greedy_agreement: of GREEDY_TOKENS that are written greedily, the share before the first that differs from the
+    uncompressed model's; None where it was not measured.
     answers: by task, the mean probability of the answers over the uncompressed model's. hits: the same of the answer
     tokens predicted right.
     kv_bytes_per_token: of a complete row, everything counted; mean_: its mean over the scored lengths; long_: of
@@ -60,6 +77,8 @@ class PeerRecord:
     mean_kv_bytes_per_token: float = 0.0
     long_kv_bytes_per_token: float = 0.0
     compression: float = 0.0
+    kl_by_step: list[float] = field(default_factory=list)
+    greedy_agreement: float | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +155,13 @@ class PeerBench:
             found[name] = answers
         return text, found
 
+    @cached_property
+    def _base_greedy(self) -> Tensor:
+        return self._greedy(self.model, self._plain_cache(self.model))
+
+    def _greedy(self, model: Any, make: Callable[[], Cache]) -> Tensor:
+        return greedy_through_cache(model, self.data.text, make, self.data.prefill, GREEDY_TOKENS, self.batch_size)
+
     def peer(self, peer: Peer) -> PeerRecord:
         """Measure a cache of the uncompressed model, unless it is not installed or cannot serve the model."""
         try:
@@ -194,6 +220,8 @@ class PeerBench:
             kv_bytes_per_token=text.kv_bytes_per_token,
             mean_kv_bytes_per_token=mean,
             long_kv_bytes_per_token=long,
+            kl_by_step=[float(block.mean()) for block in text.kl_div.tensor_split(KL_STEPS, dim=1) if block.numel()],
+            greedy_agreement=same_beginning(self._greedy(model, make), self._base_greedy),
             compression=1 - text.kv_bytes_per_token / base.kv_bytes_per_token,
         )
 

@@ -32,6 +32,9 @@ SHARES = (0.5, 0.375, 0.28, 0.2, 0.15, 0.125, 0.1, 0.075, 0.05, 0.0375)
 
 TASKS = ("lookup", "copy")
 
+LISTS = ("answers", "hits", "kl_by_step")
+"""Fields of a record that are no single number."""
+
 
 class UncompressedModel:
     """The uncompressed model of a network whose attention may be compressed at the moment: both share their weights.
@@ -162,7 +165,7 @@ def write_peers_csv(store: StudyStore) -> Path | None:
     if not records:
         return None
     tasks = _tasks_of(records)
-    plain = [name for name in asdict(records[0]) if name not in ("answers", "hits")]
+    plain = [name for name in asdict(records[0]) if name not in LISTS]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*plain, *(f"{task}_{what}" for task in tasks for what in ("answers", "hits"))])
@@ -179,6 +182,8 @@ def peer_rows(records: Sequence[PeerRecord]) -> tuple[list[str], list[list[str]]
     """Header and cells of a table, by falling mean bytes; what was skipped, with its reason, at the end."""
     tasks = _tasks_of(records)
     header = ["cache", "bytes", "mean", "at 32K tokens", "removed", "KL", "token accuracy", "perplexity", "top-1"]
+    greedy = any(record.greedy_agreement is not None for record in records)
+    header += ["greedy"] if greedy else []
     measured = sorted((r for r in records if not r.skipped), key=lambda r: -r.mean_kv_bytes_per_token)
     rows = [
         [
@@ -189,6 +194,7 @@ def peer_rows(records: Sequence[PeerRecord]) -> tuple[list[str], list[list[str]]
             f"{record.compression:.3f}",
             f"{record.kl_div:.5f}",
             *(f"{value:.4f}" for value in (record.token_accuracy, record.ppl_ratio, record.top1_agreement)),
+            *([] if not greedy else [_number(record.greedy_agreement)]),
             *(_ratio(record.answers, task) for task in tasks),
         ]
         for record in measured
@@ -200,6 +206,10 @@ def peer_rows(records: Sequence[PeerRecord]) -> tuple[list[str], list[list[str]]
 
 def _tasks_of(records: Sequence[PeerRecord]) -> list[str]:
     return list(dict.fromkeys(task for record in records for task in record.answers))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _ratio(found: Mapping[str, float], task: str) -> str:

@@ -10,6 +10,7 @@ from ..errors import UsageError
 from ..installing import pip_install
 from ..prediction.simulation import Balance
 from ..report.style import MARKERS, STYLE
+from .caches_plot import draw_budgets, draw_combine, draw_evict, draw_quantise
 from .curves_plot import Quantity, draw_curves, draw_spectra
 from .peers_part import peer_records
 from .peers_plot import draw_peers
@@ -20,8 +21,13 @@ from .tiers_plot import draw_tiers
 from .tiers_tables import tiers_of_recipes
 
 FOLDER = "plots"
-SIZES = {"peers": (15.0, 8.5), "tiers": (20.0, 4.8)}
-"""Inches of the plots that have more axes than two."""
+SIZES = {
+    "peers": (15.0, 8.5),
+    "combine": (17.0, 9.0),
+    "tiers": (20.0, 4.8),
+    **dict.fromkeys(("quantise", "evict", "budgets"), (16.0, 5.0)),
+}
+"""Inches of the plots that have more than two axes."""
 
 
 def require_matplotlib() -> None:
@@ -58,6 +64,10 @@ def write_plots(store: StudyStore) -> list[Path]:
             ("front", lambda figure: _draw_front(figure, store.part("front"))),
             ("peers", lambda figure: draw_peers(figure, peer_records(store))),
             ("tiers", lambda figure: draw_tiers(figure, tiers_of_recipes(store))),
+            ("quantise", lambda figure: draw_quantise(figure, store)),
+            ("evict", lambda figure: draw_evict(figure, store)),
+            ("budgets", lambda figure: draw_budgets(figure, store)),
+            ("combine", lambda figure: draw_combine(figure, store)),
             ("pruning-spectra", lambda figure: _draw_pruning_spectra(figure, store.part("pruning"), of)),
         ):
             figure = Figure(figsize=SIZES.get(name, (11, 4.5)), dpi=120)

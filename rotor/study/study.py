@@ -26,7 +26,7 @@ from ..models.hub import find_model
 from ..progress import Progress
 from ..recipe import Recipe
 from ..recipe.settings import Compute
-from .caches_part import write_caches_csv
+from .cache_tables import write_caches_csv
 from .measure import StudySubject
 from .outlook import Outlook, StudyOutlook, Tally, Timer, part_outlook
 from .parts import StudyParts

@@ -11,7 +11,7 @@ from typing import Any
 from ..data.splits import SPLITS
 from ..format.atomic import write_text
 from ..recipe.metric_registry import describe
-from .caches_part import cache_tables
+from .cache_tables import cache_tables
 from .measure import COLUMNS
 from .peers_part import peer_records, peer_rows
 from .quantities import token_sides

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..calibration.run import Run
 from ..data.splits import EvaluationData, evaluation_data
 from ..data.tokens import random_tokens
-from ..errors import RotorError
+from ..errors import RotorError, UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
@@ -83,6 +83,11 @@ def validate(
     times = StageTimes()
     result = Validation(Path(folder))
     asked = None if cache is None else find_policy(cache)
+    if asked is not None and asked.needs_samples:
+        raise UsageError(
+            f"--cache {cache}: cache policy {asked.method} is fitted when a checkpoint is exported, and stored in it.",
+            f"`rotor export RUN -o OUT --cache {cache}` writes one; leave --cache out to validate what it stores.",
+        )
     with times.stage("integrity"):
         checkpoint = check_integrity(result, progress, digest)
     report = checkpoint.report

@@ -58,8 +58,10 @@ def test_a_mask_that_hides_everything_gives_zeros(seq_len) -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes for which ranges were computed."""
     shapes: list[Any] = []
-    new = attention._new_ranges
-    monkeypatch.setattr(attention, "_new_ranges", lambda mask, shape: shapes.append(shape) or new(mask, shape))
+    new = attention.ranges_of
+    monkeypatch.setattr(
+        attention, "ranges_of", lambda mask, shape, device: shapes.append(shape) or new(mask, shape, device)
+    )
     return shapes
 
 

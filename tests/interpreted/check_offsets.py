@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotor.kernels.attention import packed_attention
 from rotor.kernels.key_ranges import PrefillKeys
-from rotor.kernels.prefill.kernel import prefill_attention
+from rotor.kernels.prefill.launch import prefill_attention
 from rotor.kernels.projection.rotation import rotate_and_project
 
 STRIDE = 1 << 32

@@ -7,7 +7,8 @@ import torch
 from kernel_checks import check_prefill
 from ragged import layer, random_case
 
-from rotor.kernels.key_ranges import PrefillKeys, packed_bits
+from rotor.kernels.key_ranges import PrefillKeys
+from rotor.kernels.masks import mask_ranges
 from rotor.kernels.schedule import last_round
 from rotor.kernels.tile_sizes import prefill_constants, prefill_workers, sm_count
 from rotor.kernels.truth import Sequence
@@ -90,8 +91,12 @@ def test_ranges_of_causal_queries() -> None:
 def test_a_mask_as_words_of_bits() -> None:
     mask = torch.rand(2, 3, 131, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[..., 63] = True  # the sign
-    words = packed_bits(mask)
+    first, end, holes, words = mask_ranges(mask, words=True)
     assert words.shape == (2, 3, 3)
     bits = (words.unsqueeze(-1) >> torch.arange(64)) & 1
     assert torch.equal(bits.flatten(-2)[..., :131].bool(), mask)
     assert not bits.flatten(-2)[..., 131:].any()
+    index = torch.arange(131)
+    assert torch.equal(first, torch.where(mask, index, 131).amin(-1))
+    assert torch.equal(end, torch.where(mask, index + 1, 0).amax(-1))
+    assert torch.equal(holes.bool(), mask.sum(-1) != end - first)

@@ -136,7 +136,7 @@ class RotorImpl(AttentionImpl[RotorMetadata]):
     def _by_kernels(self, query: Tensor, rows: Tensor, batch: RotorMetadata, output: Tensor) -> None:
         from ...kernels.decode.launch import decode_attention  # imports Triton
         from ...kernels.layer_table import layer_parts
-        from ...kernels.prefill.kernel import prefill_attention
+        from ...kernels.prefill.launch import prefill_attention
 
         keys, values = self.pages.numbers(rows)
         pre, decodes = self.layout.domain == "pre", batch.num_decodes

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError
 from ...format.file_names import KERNEL_CONFIG
 from ...format.section import CompressedSection
 from ...format.truncation import truncate_layer
@@ -26,7 +25,8 @@ from ...runtime.families import FAMILIES, attention_shape
 from ...runtime.kernel_choice import kernels_of
 from .architectures import PREFIX
 from .attention import LayerPlan, RotorSelfAttention
-from .shards import check_size, padded_rows, row_bytes
+from .requests import beside_weights
+from .shards import padded_rows, row_bytes
 
 __all__: list[str] = []
 
@@ -35,7 +35,6 @@ class Compressed:
     """Before a native model class: builds it with compressed attention, and loads that."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        _check_request(vllm_config)
         model_config = vllm_config.model_config
         hf_config = model_config.hf_config
         family, shape = FAMILIES[hf_config.model_type], attention_shape(hf_config)
@@ -43,10 +42,9 @@ class Compressed:
         chosen = getattr(hf_config, "rank_profile", None)
         stored, layouts = section.layouts(shape), section.cut_layouts(shape, chosen)
         size, element_bytes = vllm_config.parallel_config.tensor_parallel_size, model_config.dtype.itemsize
-        check_size(layouts, shape, size)
         kinds = getattr(hf_config, "layer_types", None)
         rows = padded_rows([row_bytes(layout, size, element_bytes) for layout in layouts], kinds)
-        kernels = kernels_of(section, _kernel_config(model_config), shape, chosen)
+        kernels = kernels_of(section, beside_weights(model_config, KERNEL_CONFIG), shape, chosen)
         loading = _Loading(family, shape, stored, section.profile_ranks(chosen))
         self.__dict__["_rotor"] = loading  # before nn.Module's own __init__
 
@@ -134,39 +132,6 @@ def _replaced_attention(name: str, build: Callable[[nn.Module], nn.Module]) -> I
         yield
     finally:
         handle.remove()
-
-
-def _check_request(vllm_config: Any) -> None:
-    """Raises UsageError for what vLLM is asked for and a compressed checkpoint cannot do."""
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype != "auto":
-        raise UsageError(
-            f"--kv-cache-dtype {cache_dtype}: what a compressed checkpoint caches has its own bits per column already.",
-            "Leave it out, or export with fewer bits.",
-        )
-    if vllm_config.lora_config is not None:
-        raise UsageError(
-            "LoRA: adapters are trained on projections that compression has rewritten.",
-            "Merge the adapter into the source model and compress that.",
-        )
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        raise UsageError(
-            "--decode-context-parallel-size: not supported for compressed checkpoints.", "Use tensor parallelism."
-        )
-
-
-def _kernel_config(model_config: Any) -> Path | None:
-    """kernel_config.json beside the weights; None where there is none, or the hub cannot be asked."""
-    folder = Path(model_config.model)
-    if folder.is_dir():
-        path = folder / KERNEL_CONFIG
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model_config.model, KERNEL_CONFIG, revision=model_config.revision))
-    except (OSError, ValueError):  # what the hub's own errors are
-        return None
 
 
 def __getattr__(name: str) -> type[nn.Module]:

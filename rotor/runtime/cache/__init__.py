@@ -20,10 +20,11 @@ from .h2o import H2O
 from .kcvt import KCVT
 from .keyformer import Keyformer
 from .kivi import KIVI
+from .kvquant import KVQuant
 from .layer import PolicyLayer
 from .nuq import NUQ
 from .per_token import PerToken
-from .policy import Policy, read_policy, stored_bytes
+from .policy import LayerSample, Policy, read_policy, stored_bytes
 from .quantiser import CodedLayer, Quantiser
 from .random_eviction import Random
 from .sizes import LONG_TOKENS, packed_bytes_per_token
@@ -44,7 +45,9 @@ __all__ = [
     "CodedLayer",
     "EvictingLayer",
     "Eviction",
+    "KVQuant",
     "Keyformer",
+    "LayerSample",
     "PerToken",
     "Policy",
     "PolicyLayer",

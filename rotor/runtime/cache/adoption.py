@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ...errors import UnsupportedModelError, UsageError
-from ..families import FAMILIES, Family, find_family
+from ..families import FAMILIES, Family, attention_shape, find_family
 from .bundled import find_policy
+from .evicting_layer import EvictingLayer
 from .layer import PolicyLayer, check_left
-from .policy import Policy, check_config
+from .policy import Policy, check_config, check_widths
 from .quantiser import CodedLayer
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
@@ -154,6 +155,9 @@ class _Attachment:
                 "compressed layer's columns come in the order of what they are worth.",
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
+        width = _key_width(model.config)
+        widths = [m.layout.qk_width if has else width for m, has in zip(modules, compressed, strict=True)]
+        check_widths(policy, widths)
         if any(module.layout.coded for module, has in zip(modules, compressed, strict=True) if has):
             policy.check_coded()
         for index, (module, has) in enumerate(zip(modules, compressed, strict=True)):
@@ -208,11 +212,11 @@ class _AttentionHooks:
         layer = None if cache is None else cache.layers[module.layer_idx]
         if not isinstance(layer, PolicyLayer):
             return
-        weights = None
-        if self.policy.needs_weights:
-            heads = layer.keys.shape[1]  # type: ignore[union-attr]
-            weights = output[1].float().unflatten(1, (heads, -1))
-        layer.finish(weights)
+        sums = None
+        if isinstance(layer, EvictingLayer) and self.policy.needs_weights:
+            assert layer.keys is not None
+            sums = layer.sums_of(output[1].float().unflatten(1, (layer.keys.shape[1], -1)))
+        layer.finish(sums)
 
 
 class _StateHooks:
@@ -231,6 +235,12 @@ class _StateHooks:
         layer = None if cache is None else cache.layers[self.index]
         if entered is not None and isinstance(layer, PolicyLayer):
             layer.observe_states(entered, entered + output[0])
+
+
+def _key_width(config: Any) -> int:
+    """Numbers of a token's keys in a layer of an uncompressed model."""
+    shape = attention_shape(config)
+    return shape.num_kv_heads * shape.head_dim
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .codec import Codec, Parts
+from .codec import Codec, Parts, heads_apart, heads_together
 from .packing import pack, unpack
 
 LARGEST = torch.finfo(torch.float16).max
@@ -60,10 +60,10 @@ class AffineCode(Codec):
         codes = unpack(packed, self.bits, laid).float()
         tokens, columns = codes.shape[2] // scale.shape[2], min(self.columns or laid, laid)
         numbers = codes.mul_(_spread(scale, tokens, columns, laid)).add_(_spread(zero, tokens, columns, laid))
-        return numbers.unflatten(-1, (num_heads, width))[:, 0].transpose(1, 2) if self.heads_together else numbers
+        return heads_apart(numbers, num_heads) if self.heads_together else numbers
 
     def _lay(self, states: Tensor) -> Tensor:
-        return states.transpose(1, 2).flatten(2).unsqueeze(1) if self.heads_together else states
+        return heads_together(states) if self.heads_together else states
 
 
 def _spread(values: Tensor, tokens: int, columns: int, width: int) -> Tensor:

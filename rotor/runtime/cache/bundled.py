@@ -15,6 +15,7 @@ from .h2o import H2O
 from .kcvt import KCVT
 from .keyformer import Keyformer
 from .kivi import KIVI
+from .kvquant import KVQuant
 from .nuq import NUQ
 from .per_token import PerToken
 from .policy import Policy, read_policy
@@ -25,7 +26,7 @@ from .window import Window
 
 METHODS: dict[str, type[Policy]] = {
     policy.method: policy
-    for policy in (PerToken, KCVT, KIVI, NUQ, FP8, GEAR, Window, Streaming, H2O, Keyformer, Random, Tiers)
+    for policy in (PerToken, KCVT, KIVI, NUQ, KVQuant, FP8, GEAR, Window, Streaming, H2O, Keyformer, Random, Tiers)
 }
 NONE = "none"
 

@@ -57,6 +57,16 @@ def _grouping(parts: Parts) -> list[tuple[float, torch.Size]]:
     return [(tokens / part.shape[2], part.shape[3:]) for part in parts]
 
 
+def heads_together(states: Tensor) -> Tensor:
+    """[batch_size, num_heads, tokens, width] -> [batch_size, 1, tokens, num_heads * width]."""
+    return states.transpose(1, 2).flatten(2).unsqueeze(1)
+
+
+def heads_apart(rows: Tensor, num_heads: int) -> Tensor:
+    """The inverse of heads_together."""
+    return rows[:, 0].unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
 def stored_tensors(value: Any) -> Iterator[Tensor]:
     """The plain tensors in nested lists, tuples, dicts and tensor subclasses (as quanto's), each where it occurs."""
     if isinstance(value, Tensor):

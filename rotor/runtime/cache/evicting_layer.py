@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -11,10 +10,13 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...format.layout import LayerLayout
+from ...kernels.scores.column_sums import Softening
 from .budgets import SqueezeBudgets
 from .codec import tensor_bytes
+from .kept_codes import KeptCodes
 from .layer import PolicyLayer, check_left, mask_of_places, seen_by_last
-from .noise import TokenNoise
+from .spans import slots_of, spans_of
+from .token_noise import TokenNoise
 
 if TYPE_CHECKING:
     from .eviction import Eviction
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 class Scoring(Protocol):
     """A policy that scores tokens by the attention they draw."""
 
-    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
-        """What a step adds to the scores, [batch_size, groups, slots]."""
+    def softening(self, layer: EvictingLayer) -> Softening:
+        """What is done to this step's logits before the softmax whose columns are the scores."""
 
 
 class EvictingLayer(PolicyLayer):
@@ -33,7 +35,8 @@ class EvictingLayer(PolicyLayer):
 
     It works on a model's heads, on packed rows and on rows of codes.
 
-    keys, values: [batch_size, heads, slots, width]. scores: [batch_size, 1 or groups, slots] float32, where the policy
+    keys, values: [batch_size, heads, slots, width]; of a policy that codes rows, those that are not yet coded.
+    scores: [batch_size, 1 or groups, slots] float32, where the policy
     has any. start: [batch_size], the place of each row's first token. A row with fewer tokens than slots has places of
     -1.
     spans: of packed rows, the columns of each group in keys and values.
@@ -50,7 +53,8 @@ class EvictingLayer(PolicyLayer):
         self._places: Tensor | None = None
         self._length = self._prompt = 0
         self._ragged = False
-        self._noise = TokenNoise(index)
+        self.token_noise = TokenNoise(index)
+        self._codes: list[KeptCodes] = []
 
     @property
     def positions(self) -> Tensor | None:
@@ -117,14 +121,19 @@ class EvictingLayer(PolicyLayer):
             self.keys = torch.cat([self.keys, key_states], dim=2)
             self.values = torch.cat([self.values, value_states], dim=2)
         self.seen += length
-        return self.keys, self.values
+        if not self._codes:
+            return self.keys, self.values
+        coded = (codes.decode() for codes in self._codes)
+        key, value = (torch.cat(both, dim=2) for both in zip(coded, (self.keys, self.values), strict=True))
+        return key, value
 
     def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
         self.spans = spans_of(layout, element_bytes)
 
     @property
     def _held(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+        exact = 0 if self.keys is None else self.keys.shape[2]
+        return exact + (self._codes[0].tokens if self._codes else 0)
 
     @property
     def _groups(self) -> int:
@@ -133,18 +142,38 @@ class EvictingLayer(PolicyLayer):
             return 1
         return self.keys.shape[1] if self.spans is None else len(self.spans)
 
-    def finish(self, weights: Tensor | None) -> None:
+    def softening(self) -> Softening | None:
+        """How the attention that this step's queries give is to be summed for `finish`; None: it is not needed."""
+        if not isinstance(self.policy, Scoring):
+            return None
+        self._spread_places()
+        return self.policy.softening(self)
+
+    def sums_of(self, weights: Tensor) -> Tensor | None:
+        """What `finish` takes, of weights [batch_size, groups, heads of a group, length, slots] float32."""
+        softening = self.softening()
+        if softening is None:
+            return None
+        if not softening.none:
+            bias = 0.0 if softening.bias is None else softening.bias[:, :, None, None]
+            weights = ((weights.log() + bias) / softening.temperature).softmax(-1)
+        weights = torch.nan_to_num(weights) * self.newest[:, None, None, :, None]
+        return weights.mean(2).sum(2)
+
+    def _spread_places(self) -> None:
+        """From now on each group has places of its own."""
         assert self._places is not None
         if self._places.shape[1] < self._groups:
             self._places = self._places.expand(-1, self._groups, -1)
-        if isinstance(self.policy, Scoring):
-            assert weights is not None
+
+    def finish(self, sums: Tensor | None) -> None:
+        self._spread_places()
+        assert self._places is not None
+        if sums is not None:
             held = 0 if self.scores is None else self.scores.shape[2]
             fresh = torch.zeros(*self._places.shape[:2], self._places.shape[2] - held, device=self._places.device)
             self.scores = fresh if self.scores is None else torch.cat([self.scores, fresh], dim=2)
-            weights = torch.nan_to_num(weights) * self.newest[:, None, None, :, None]
-            step = self.policy.scored(self, weights)
-            self.scores = self.scores + (step.mean(1, keepdim=True) if self.policy.scope == "layer" else step)
+            self.scores = self.scores + (sums.mean(1, keepdim=True) if self.policy.scope == "layer" else sums)
         if self.budget is None and self.seen == self._length:
             self.budget = self.policy.budget_of(self.newest.sum(-1), self.index)
         if self.budgets is None or self.budgets.done:
@@ -165,7 +194,30 @@ class EvictingLayer(PolicyLayer):
             self.budgets.observe(self.index, before, after, self.newest)
 
     def evict(self) -> None:
-        """Drop what is over the budget."""
+        """Drop what is over the budget; of a policy that codes rows, code what is kept."""
+        if self._codes:
+            self._encode()
+        self._drop()
+        if self.policy.bits < 16:
+            self._encode()
+
+    def _encode(self) -> None:
+        """Code the rows that came last."""
+        assert self.keys is not None
+        assert self.values is not None
+        if not self.keys.shape[2]:
+            return
+        if not self._codes:
+            sides = zip(*self.spans, strict=True) if self.spans is not None else (None, None)
+            self._codes = [
+                KeptCodes(self.policy.bits, self.policy.group, spans, like)
+                for spans, like in zip(sides, (self.keys, self.values), strict=True)
+            ]
+        for codes, states in zip(self._codes, (self.keys, self.values), strict=True):
+            codes.append(states)
+        self.keys, self.values = self.keys[:, :, :0].clone(), self.values[:, :, :0].clone()
+
+    def _drop(self) -> None:
         assert self._places is not None
         assert self.budget is not None
         places, budget = self._places, self.budget.to(self._places.device)
@@ -190,34 +242,33 @@ class EvictingLayer(PolicyLayer):
         self._places = chosen.gather(-1, by_place)
         if self.scores is not None:
             self.scores = self.scores.gather(-1, order)
-        self.keys, self.values = self._taken(self.keys, order, 0), self._taken(self.values, order, 1)
+        if self._codes:
+            for codes in self._codes:
+                codes.take(order)
+        else:
+            self.keys, self.values = self._taken(self.keys, order, 0), self._taken(self.values, order, 1)
 
     def _taken(self, states: Tensor | None, order: Tensor, side: int) -> Tensor:
         """The slots `order`, [batch_size, 1 or groups, kept], of [batch_size, heads, slots, width]."""
         assert states is not None
-        order = order.to(states.device)  # an offloaded layer's
-        if self.spans is not None and order.shape[1] > 1:
-            parts = [states[..., spans[side]] for spans in self.spans]
-            index = [order[:, group, :, None].unsqueeze(1) for group in range(len(parts))]
-            pairs = zip(parts, index, strict=True)
-            return torch.cat([part.gather(2, i.expand(-1, -1, -1, part.shape[-1])) for part, i in pairs], dim=-1)
-        index = order.expand(-1, states.shape[1], -1).unsqueeze(-1)  # type: ignore[assignment]
-        return states.gather(2, index.expand(-1, -1, -1, states.shape[-1]))  # type: ignore[attr-defined]
+        if self.spans is None or order.shape[1] == 1:
+            return slots_of(states, order)
+        spans = enumerate(spans[side] for spans in self.spans)
+        return torch.cat([slots_of(states[..., span], order[:, group : group + 1]) for group, span in spans], dim=-1)
 
     def noise(self, seed: int) -> Tensor:
-        """A number from (0, 1) for each token, the same wherever its row lies, [batch_size, groups, slots].
-
-        See TokenNoise.
-        """
-        return self._noise(self.index_in_row, seed)
+        """A number from (0, 1) for each token, the same wherever its row lies, [batch_size, groups, slots]."""
+        return self.token_noise.of(self.index_in_row, seed)
 
     def stored_bytes(self) -> int:
-        return tensor_bytes([self.keys, self.values, self._places, self.scores])
+        coded = sum(codes.stored_bytes for codes in self._codes)
+        return coded + tensor_bytes([self.keys, self.values, self._places, self.scores])
 
     def reset(self) -> None:
         self.keys = self.values = self.scores = self.start = self.budget = self._places = None
         self.seen = self._length = self._prompt = 0
         self.is_initialized = self._ragged = False
+        self._codes = []
         if self.budgets is not None:
             self.budgets.reset()
 
@@ -246,6 +297,8 @@ class EvictingLayer(PolicyLayer):
         assert self.keys is not None
         assert self.values is not None
         self.keys, self.values = self.keys[:, :, :rest].clone(), self.values[:, :, :rest].clone()
+        for codes in self._codes:  # by then none waits
+            codes.cut(rest)
         self.scores = None if self.scores is None else self.scores[..., :rest].clone()
 
     def offload(self) -> None:
@@ -253,24 +306,21 @@ class EvictingLayer(PolicyLayer):
             assert self.keys is not None
             assert self.values is not None
             self.keys, self.values = (t.to("cpu", non_blocking=True) for t in (self.keys, self.values))
+            for codes in self._codes:
+                codes.map(lambda part: part.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         if self.is_initialized:
             assert self.keys is not None
             assert self.values is not None
             self.keys, self.values = (t.to(self.device, non_blocking=True) for t in (self.keys, self.values))
+            for codes in self._codes:
+                codes.map(lambda part: part.to(self.device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for name in ("keys", "values", "scores", "start", "budget", "_places"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
-
-
-def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, slice]]:
-    """Where each group lies in the elements (of rows of codes: bytes) of a compressed layer's key and value rows."""
-    unit = 1 if layout.coded else element_bytes
-    sizes = [group.row_bytes(element_bytes) for group in layout.groups]
-    sides = [[size // unit for size in side] for side in zip(*sizes, strict=True)]
-    spans = [[slice(end - size, end) for size, end in zip(side, accumulate(side), strict=True)] for side in sides]
-    return list(zip(spans[0], spans[1], strict=True))
+        for codes in self._codes:
+            codes.map(function)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from .affine import LARGEST
-from .codec import Codec, Parts
+from .codec import Codec, Parts, heads_apart, heads_together
 from .kcvt import KCVT
 from .kivi import KIVI
 from .low_rank import low_rank
+from .outliers import stored_index, take_out
 from .quantiser import Quantiser
 from .store import Stream
 
@@ -84,18 +84,14 @@ class GEARCode(Codec):
 
     def encode(self, states: Tensor) -> Parts:
         numbers = states.float().clamp(-LARGEST, LARGEST)
-        vectors = numbers if self.per_channel else _tokens(numbers)
-        outliers, index, rest = self._take_out(vectors)
-        rest = rest if self.per_channel else _heads(rest, numbers.shape[1])
+        heads, vectors = numbers.shape[1], self._vectors(numbers)
+        outliers, index, rest = take_out(vectors, self.sparsity, self._dim)
+        rest = self._numbers(rest, heads)
         parts = self.backbone.encode(rest)
-        lost = rest - self.backbone.decode(parts, numbers.shape[1], numbers.shape[-1])
-        lost = lost if self.per_channel else _tokens(lost)
-        dim = 2 if self.per_channel else 3
-        lost = lost.scatter(dim, index, 0.0)  # S holds these
-        lost = lost if self.per_channel else _heads(lost, numbers.shape[1])
+        lost = self._vectors(rest - self.backbone.decode(parts, heads, numbers.shape[-1]))
+        lost = self._numbers(lost.scatter(self._dim, index, 0.0), heads)  # S holds these
         left, right = low_rank(lost, self.rank, self.loops)
-        width = torch.int16 if vectors.shape[dim] <= torch.iinfo(torch.int16).max else torch.int32
-        sparse = [outliers.half(), index.to(width)]
+        sparse = [outliers.half(), stored_index(index, vectors.shape[self._dim])]
         if self.per_channel:
             sparse = [part.unsqueeze(2) for part in sparse]
         return *parts, left.half(), right.half().unsqueeze(2), *sparse
@@ -104,31 +100,19 @@ class GEARCode(Codec):
         left, right, outliers, index = parts[BACKBONE_PARTS:]
         numbers = self.backbone.decode(parts[:BACKBONE_PARTS], num_heads, width)
         runs = right.shape[2]
-        left = left.float().unflatten(2, (runs, -1))
-        numbers = numbers + (left @ right.float().mT).flatten(2, 3)
+        numbers = numbers + (left.float().unflatten(2, (runs, -1)) @ right.float().mT).flatten(2, 3)
         if self.per_channel:
             spread = numbers.unflatten(2, (runs, -1)).scatter(3, index.long(), outliers.float())
             return spread.flatten(2, 3)
-        return _heads(_tokens(numbers).scatter(3, index.long(), outliers.float()), num_heads)
+        return self._numbers(self._vectors(numbers).scatter(3, index.long(), outliers.float()), num_heads)
 
-    def _take_out(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Outliers and their indices along a channel's tokens or a token's numbers; and the vectors with the mean of
-        what remains in their place, so that they do not widen the range."""
-        dim = 2 if self.per_channel else 3
-        length = vectors.shape[dim]
-        count = int(self.sparsity / 2 * length)
-        order = vectors.argsort(dim)
-        index = torch.cat([order.narrow(dim, 0, count), order.narrow(dim, length - count, count)], dim)
-        outliers = vectors.gather(dim, index)
-        mean = (vectors.sum(dim, keepdim=True) - outliers.sum(dim, keepdim=True)) / (length - 2 * count)
-        return outliers, index, vectors.scatter(dim, index, mean.expand_as(outliers))
+    @property
+    def _dim(self) -> int:
+        """Along which a vector lies: the tokens of a channel, or the numbers of a token."""
+        return 2 if self.per_channel else 3
 
+    def _vectors(self, numbers: Tensor) -> Tensor:
+        return numbers if self.per_channel else heads_together(numbers)
 
-def _tokens(numbers: Tensor) -> Tensor:
-    """[batch_size, num_heads, tokens, width] -> [batch_size, 1, tokens, num_heads * width]."""
-    return numbers.transpose(1, 2).flatten(2).unsqueeze(1)
-
-
-def _heads(numbers: Tensor, num_heads: int) -> Tensor:
-    """The inverse of _tokens."""
-    return numbers[:, 0].unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    def _numbers(self, vectors: Tensor, num_heads: int) -> Tensor:
+        return vectors if self.per_channel else heads_apart(vectors, num_heads)

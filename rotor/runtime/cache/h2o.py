@@ -21,15 +21,12 @@ class H2O(ScoringEviction):
         average: divide each prompt's sums by the number of queries that could see the token, as kvpress's
             ObservedAttention does; older tokens lose their lead.
 
-    Limits: weights of a whole prompt are stored while it is scored, length^2 a head.
+    Limits: an uncompressed model stores all weights of a step, length^2 a head; a compressed one sums their columns.
     Source: Zhang et al., H2O (arXiv 2306.14048), algorithm 1, half recent and half heavy.
     """
 
     method: ClassVar[str] = "h2o"
     average: bool = False
-
-    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
-        return weights.mean(2).sum(2)
 
     def priority(self, layer: EvictingLayer) -> Tensor:
         assert layer.scores is not None

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from ...kernels.scores.column_sums import Softening
 from .evicting_layer import EvictingLayer
 from .eviction import ScoringEviction
 
@@ -18,12 +18,11 @@ class Keyformer(ScoringEviction):
     mean over the query heads that share it. tau grows from tau_first in the prompt to tau_last after `steps` tokens.
 
     Args:
-        seed: of the noise, which depends on layer, group and
-            the token's place in its row alone.
+        seed: of the noise, which depends on layer, group and the token's place in its row alone.
 
-    The logits are taken from the attention weights, from which they differ by a number a query, which softmax does not
-    see.
-    Limits: weights of a whole prompt are stored while it is scored, length^2 a head.
+    An uncompressed model's logits are taken from the attention weights, from which they differ by a number a query,
+    which softmax does not see.
+    Limits: an uncompressed model stores all weights of a step, length^2 a head; a compressed one sums their columns.
     Source: Adnan et al., Keyformer (arXiv 2403.09054), section 3, equations 7 to 10, algorithm 1.
     """
 
@@ -45,9 +44,6 @@ class Keyformer(ScoringEviction):
         """tau after so many generated tokens; 0 in the prompt."""
         return self.tau_first + (self.tau_last - self.tau_first) * min(1.0, generated / self.steps)
 
-    def scored(self, layer: EvictingLayer, weights: Tensor) -> Tensor:
+    def softening(self, layer: EvictingLayer) -> Softening:
         gumbel = -torch.log(-torch.log(layer.noise(self.seed)))
-        tau = self.temperature(layer.generated)
-        logits = (weights.log() + gumbel[:, :, None, None]) / tau
-        softened = torch.nan_to_num(logits.softmax(-1))
-        return softened.mean(2).sum(2)
+        return Softening(gumbel, self.temperature(layer.generated))

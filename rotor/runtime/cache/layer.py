@@ -6,7 +6,7 @@ One forward pass of an attention module that knows its cache is
     mask = layer.visible(mask, ...)  # columns of the mask that the layer holds
     key, value = cache.update(key, value, layer_idx)
     ...  # attention; keys before RoPE are rotated by layer.positions
-    layer.finish(weights)  # scores are added, tokens dropped
+    layer.finish(sums)  # scores are added, tokens dropped
 
 A layer counts the tokens it has seen as its length, so that masks and positions go by their places in the sequence.
 """
@@ -61,11 +61,12 @@ class PolicyLayer(DynamicLayer):
         """
         return mask
 
-    def finish(self, weights: Tensor | None) -> None:
+    def finish(self, sums: Tensor | None) -> None:
         """Attention is done.
 
         Args:
-            weights: [batch_size, groups, query heads of a group, length, slots]; only for policies that need them.
+            sums: [batch_size, groups, slots], how much attention each token drew, softened as the layer asked for; only
+                where it did.
         """
 
     def observe_states(self, before: Tensor, after: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .affine import LARGEST
 from .codec import Codec, Parts
+from .levels import nearest, nearest_means
 from .packing import pack, unpack
 from .quantiser import Quantiser
 from .store import Stream
@@ -28,10 +29,9 @@ class NUQ(Quantiser):
 
     Bytes of a number: bits / 8, of values + 2 / width; and once, levels of 2 bytes: 2^bits for a channel of keys and a
     head of values.
-    Limits: KVQuant takes levels from calibration text, weighs them by gradients and keeps 1 % of outliers: here they
-    come from the prompt, unweighted, and nothing is taken out. Keys are coded as the cache gets them: before RoPE, as
-    KVQuant wants it, on compressed rows of domain `pre` alone. Padding must be known (make_cache).
-    Source: Hooper et al., KVQuant (arXiv 2401.18079), sections 3.1 to 3.3.
+    Limits: levels come from the prompt, unweighted, and nothing is taken out; for KVQuant's own, see `kvquant`. Padding
+    must be known (make_cache).
+    Source: after Hooper et al., KVQuant (arXiv 2401.18079), sections 3.1 and 3.3.
     """
 
     method: ClassVar[str] = "nuq"
@@ -85,27 +85,4 @@ class LevelCode(Codec):
         return numbers / scale.float(), [scale]
 
     def _codes(self, numbers: Tensor, levels: Tensor) -> Tensor:
-        return pack(_nearest(numbers, levels.float()), self.bits)
-
-
-def nearest_means(numbers: Tensor, count: int, loops: int) -> Tensor:
-    """Levels of numbers [..., n], ascending, [..., count]: quantiles, then `loops` times means of what is nearest."""
-    ordered = numbers.sort(-1).values
-    n = numbers.shape[-1]
-    places = ((torch.arange(count, device=numbers.device) + 0.5) / count * n).long().clamp(max=n - 1)
-    levels = ordered[..., places]
-    for _ in range(loops):
-        codes = _nearest(ordered, levels.unsqueeze(-2))
-        sums = torch.zeros_like(levels).scatter_add(-1, codes, ordered)
-        counts = torch.zeros_like(levels).scatter_add(-1, codes, torch.ones_like(ordered))
-        levels = torch.where(counts > 0, sums / counts.clamp(min=1), levels)
-    return levels
-
-
-def _nearest(numbers: Tensor, levels: Tensor) -> Tensor:
-    """The index of the level nearest to each number: numbers [...], ascending levels broadcastable to [..., count]."""
-    middles = (levels[..., 1:] + levels[..., :-1]) / 2
-    codes = torch.zeros(numbers.shape, dtype=torch.int64, device=numbers.device)
-    for middle in middles.unbind(-1):
-        codes += numbers > middle
-    return codes
+        return pack(nearest(numbers, levels.float()), self.bits)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ...errors import UnsupportedModelError, UsageError
@@ -15,10 +16,27 @@ from .codec import tensor_bytes
 from .layer import PolicyLayer
 
 
+@dataclass(frozen=True)
+class LayerSample:
+    """What a layer's cache is given on calibration text, on the CPU in float32.
+
+    keys, values: [rows, seq_len, width over all heads]. key_gradients, value_gradients: of the model's summed
+    next-token loss by them. cosine: between the hidden states before the layer's attention is added and after it, the
+    mean over tokens.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_gradients: Tensor
+    value_gradients: Tensor
+    cosine: float
+
+
 class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
 
     needs_weights: attention has to hand out its weights. needs_states: and what the layers' hidden states are.
+    needs_samples: something in it is found on calibration text, and has not been.
     evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for the rows of a
     compressed model.
     """
@@ -36,6 +54,14 @@ class Policy(ABC):
         return False
 
     @property
+    def needs_samples(self) -> bool:
+        return False
+
+    def fitted(self, samples: Sequence[LayerSample]) -> Policy:
+        """The policy with what is found on calibration text, of which each layer has a sample."""
+        return self
+
+    @property
     @abstractmethod
     def longest_step(self) -> int | None:
         """The longest step after the prompt whose tokens see what they would see in steps of one; None: any."""
@@ -44,20 +70,32 @@ class Policy(ABC):
     def layers(self, count: int) -> list[PolicyLayer]:
         """Empty layers of one cache, for a model of so many."""
 
+    @property
+    def key_widths(self) -> tuple[int, ...]:
+        """Numbers of a token's keys in each layer that the policy is for; empty where it is for any."""
+        return ()
+
     @abstractmethod
     def check_coded(self) -> None:
         """Raises UsageError unless the policy can hold rows of codes."""
 
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for read_policy."""
-        fields = asdict(self)  # type: ignore[call-overload]
-        return {"method": self.method, **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}}
+        found: dict[str, Any] = _plain({"method": self.method, **asdict(self)})  # type: ignore[call-overload]
+        return found
 
     def require(self, fits: bool, name: str, expected: str) -> None:
         """Raises UsageError, naming the parameter, its value and what was expected, unless it fits."""
         if not fits:
             got = shorten(getattr(self, name))
             raise UsageError(f"cache policy {self.method}: {name}: got {got}, expected {expected}.")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back: lists in place of tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_policy(section: Any, reader: Reader, methods: Mapping[str, type[Policy]]) -> Policy:
@@ -98,6 +136,17 @@ def check_config(policy: Policy, config: Any) -> int:
                 "Use this model without a cache policy.",
             )
     return len(layers)
+
+
+def check_widths(policy: Policy, widths: Sequence[int]) -> None:
+    """Raises UsageError where the policy is for other keys than those of layers of so many numbers a token."""
+    for index, (expected, width) in enumerate(zip(policy.key_widths, widths, strict=False)):
+        if expected != width:
+            raise UsageError(
+                f"cache policy {policy.method}: layer {index}: ranges of {expected} key channels, the layer has "
+                f"{width}.",
+                "They are of one checkpoint: export it with --cache, or fit the policy to it.",
+            )
 
 
 def stored_bytes(cache: Cache) -> int:

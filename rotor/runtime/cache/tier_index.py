@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .layer import check_left, seen_by_last
-from .noise import TokenNoise
+from .token_noise import TokenNoise
 
 if TYPE_CHECKING:
     from .tiers import Tiers
@@ -161,7 +161,7 @@ class TierIndex:
         length = log_sums.shape[1]
         index = (self.tiers != PADDING).cumsum(-1)[:, -length:] - 1  # in its row, without padding
         if importance == "random":
-            return self.noise(index[:, None].to(torch.int32), self.policy.seed)[:, 0]
+            return self.noise.of(index[:, None], self.policy.seed)[:, 0]
         found = torch.logsumexp(log_sums.float(), dim=-1)
         return found - (index + 1).clamp(min=1).log() if importance == "mean" else found
 

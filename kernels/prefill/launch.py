@@ -1,0 +1,181 @@
+"""A prefill launched: what `prefill_attention` passes to the kernels, class by class, in which units."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rotor.format.columns import WORD_BYTES
+from rotor.format.kernel_config import LayerKernels
+from rotor.format.layout import LayerLayout
+
+from ..key_ranges import PrefillKeys
+from ..launch import launch
+from ..schedule import last_round, split_programs
+from ..strides import alignment_of, as_words, check_page
+from ..tile_sizes import (
+    can_be_cut,
+    chunk_programs,
+    gpu_of,
+    pieces_of,
+    prefill_constants,
+    prefill_workers,
+    rebuilding_pays,
+    sliced,
+    sm_count,
+)
+from .kernel import prefill_kernel
+from .rebuild import rebuild_keys
+from .slices import join_slices, planned_slices
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: LayerLayout,
+    keys: PrefillKeys,
+    heads_per_kv: int,
+    scaling: float,
+    *,
+    query_basis: Tensor | None = None,
+    key_rotation: tuple[Tensor, Tensor] | None = None,
+    constant_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softcap: float | None = None,
+    rebuilt: bool | None = None,
+    kernels: LayerKernels | None = None,
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of several query positions of each sequence over a layer's packed rows; nothing waits for the host.
+
+    Args:
+        query: domain `pre`: [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, width],
+            projected, the rows of a group beside each other. The innermost stride is 1.
+        key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width], or rows of codes
+            [batch_size, kv_len, bytes], uint8; with a block table [num_pages, page_size, .]. They hold the new keys.
+        keys: which keys each query attends to.
+        query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
+            cache, [at least kv_len, head_dim].
+        constant_key, block_table, softcap: as in `decode_attention`.
+        rebuilt: domain `pre`, contiguous: whether keys are rebuilt in memory first; by default where that pays.
+        kernels: the classes, one launch each, and their blocks; by default by rule.
+        programs: how many share the keys of a class, where its row blocks are less than half as many; by default as
+            `kernels` says.
+    Returns:
+        [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
+        logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity.
+    """
+    pre, head_dim = layout.domain == "pre", query.shape[-1]
+    batch_size, seq_len = keys.first.shape
+    if rebuilt is None:
+        tokens = key.shape[0] * key.shape[1]
+        rebuilt = block_table is None and rebuilding_pays(
+            layout, heads_per_kv, head_dim, seq_len, tokens, query.element_size()
+        )
+    page = check_page(key, block_table)
+    if layout.coded:
+        key, value = as_words(key), as_words(value)
+    if rebuilt:
+        assert query_basis is not None
+        assert key_rotation is not None
+        first, end = keys.union
+        key = rebuild_keys(key, layout, query_basis, key_rotation, first, end, constant_key)
+    group_rows = layout.group_size * heads_per_kv
+    num_heads = group_rows * len(layout.groups)
+    output = torch.empty(batch_size, seq_len, group_rows * layout.v_width, dtype=query.dtype, device=query.device)
+    lse = torch.empty(batch_size, num_heads, seq_len, dtype=torch.float32, device=query.device)
+    cos, sin = key_rotation if key_rotation is not None else (query, query)
+    basis = query if query_basis is None else query_basis
+    constant = lse if constant_key is None else constant_key
+    empty = keys.first
+    gpu, element_bytes = gpu_of(query.device), query.element_size()
+    programs = chunk_programs(kernels, sm_count(query.device)) if programs is None else programs
+    for cls, whole_blocks in prefill_constants(layout, heads_per_kv, element_bytes, head_dim, rebuilt, gpu, kernels):
+        constants = sliced(whole_blocks, seq_len, element_bytes, gpu)
+        units, pack = cls.count * constants["HEADS"], constants["PACK"]
+        share = split_programs(triton.cdiv(seq_len * pack, constants["ROWS"]) * batch_size, units, programs)
+        if not share:
+            constants = whole_blocks
+        if pre:
+            strides = [cls.start * group_rows * query.stride(1), query.stride(0), query.stride(1), query.stride(2)]
+        else:
+            strides = [group_rows * cls.qk_offset, query.stride(0), cls.qk_rank, query.stride(1)]
+        strides += [group_rows * cls.v_offset, output.stride(0), output.stride(1)]
+        strides += [cos.stride(0), basis.stride(0), cls.qk_offset] if constants["PRE"] else [0, 0, 0]
+        places = row_places(layout, cls.start, element_bytes, head_dim if rebuilt else 0)
+        key_strides, value_strides = [places[0], *key.stride()[:2]], [places[1], *value.stride()[:2]]
+        align, key_align, value_align = prefill_alignment(constants, strides, key_strides, value_strides)
+        rows, first_head = constants["ROWS"], cls.start * group_rows
+        blocks = triton.cdiv(seq_len * pack, rows)
+        out, out_lse, slices, starts = output, lse, empty, empty
+        if share:
+            slices, starts = planned_slices(keys, rows, pack, constants["TILE"], share)
+            out = torch.empty(share, units, rows, cls.v_rank, dtype=torch.float32, device=query.device)
+            out_lse = torch.empty(share, units, rows, dtype=torch.float32, device=query.device)
+        arguments: list[Any] = [
+            query, key, value, out, out_lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
+            empty if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
+            constant, slices, batch_size, units, blocks, seq_len, *(stride // align for stride in strides[:4]),
+            *(stride // key_align for stride in key_strides), *(stride // value_align for stride in value_strides),
+            *(stride // align for stride in strides[4:7]), first_head, lse.stride(0), lse.stride(1),
+            0 if block_table is None else block_table.stride(0),
+            *((0, 0) if keys.mask is None else (keys.mask.stride(0), keys.mask.stride(1))),
+            *(stride // align for stride in strides[7:]), cls.start * layout.group_size,
+        ]  # fmt: skip
+        real = scaling, 1.0 if softcap is None else softcap
+        flags = {"PAGE": page, "MASK": keys.mask is not None, "SOFT_CAP": softcap is not None, "ALIGN": align}
+        flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
+        flags["CONSTANT"] = constants["PRE"] and constant_key is not None
+        if share:
+            launch(prefill_kernel, (share * units,), *arguments, 0, *real, **constants, **flags)
+            join_slices(out, out_lse, output, lse, starts, units, pack, group_rows * cls.v_offset, first_head)
+            continue
+        tasks, workers = blocks * units * batch_size, prefill_workers(constants, sm_count(query.device))
+        whole, cut = tasks, False
+        if can_be_cut(constants):
+            whole, cut = last_round(seq_len, keys.past, rows, pack, units * batch_size, workers)
+        if whole:
+            launch(prefill_kernel, (whole,), *arguments, 0, *real, **constants, **flags)
+        if cut:
+            pieces = pieces_of(constants)
+            grid = ((tasks - whole) * pieces["SPLIT"],)
+            launch(prefill_kernel, grid, *arguments, whole, *real, **pieces, **flags)
+    return output, lse
+
+
+def row_elements(layout: LayerLayout, element_bytes: int) -> tuple[int, int]:
+    """Elements of the key and value rows of a layer: numbers, or words of codes."""
+    if not layout.coded:
+        return layout.qk_width, layout.v_width
+    qk_bytes, v_bytes = layout.row_bytes(element_bytes)
+    return qk_bytes // WORD_BYTES, v_bytes // WORD_BYTES
+
+
+def row_places(layout: LayerLayout, group: int, element_bytes: int, rebuilt_dim: int = 0) -> tuple[int, int]:
+    """Elements before a group in the key and value rows; of keys that were rebuilt, heads of rebuilt_dim numbers."""
+    if layout.coded:
+        qk_byte, v_byte = layout.byte_offsets(element_bytes)[group]
+        place = qk_byte // WORD_BYTES, v_byte // WORD_BYTES
+    else:
+        place = layout.offsets()[group]
+    return (group * layout.group_size * rebuilt_dim, place[1]) if rebuilt_dim else place
+
+
+def prefill_alignment(
+    constants: dict[str, Any], strides: list[int], key_strides: list[int], value_strides: list[int]
+) -> tuple[int, int, int]:
+    """ALIGN, KEY_ALIGN and VALUE_ALIGN: what divides widths and strides of queries, bases and outputs, and those of the
+    rows. In rows of the model's dtype all are one, so that fewer kernels are compiled.
+    """
+    counts = [piece[2] for name in ("KEYS", "VALUES") for piece in constants[name]]
+    keys = alignment_of(*key_strides, constants["QK_ROW"], *(piece[4] for piece in constants["KEYS"]))
+    values = alignment_of(*value_strides, constants["V_ROW"], *(piece[4] for piece in constants["VALUES"]))
+    both = alignment_of(*strides, constants["QK"], constants["V"])
+    if constants["VALUES"][0][0] == 0:
+        return (math.gcd(both, keys, values),) * 3
+    return math.gcd(both, *counts), keys, min(values, 4)

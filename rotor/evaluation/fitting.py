@@ -1,0 +1,139 @@
+"""What a cache policy has to know before it is used: found by running its model over calibration text."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache
+
+from ..errors import DataError, NumericsError
+from ..runtime.cache import LayerSample, Policy, PolicyLayer, cache_policy
+
+FIT_TOKENS = 4096
+"""Tokens that a policy is fitted to, at most; KVQuant takes 16 rows of 2048."""
+
+
+def fit_cache_policy(model: Any, policy: Policy, rows: Tensor) -> Policy:
+    """The policy with everything that is found on calibration text; as it is where it needs nothing.
+
+    Args:
+        model: a causal model of transformers, compressed or not, with all weights in memory.
+        rows: [n, seq_len] int64, text without padding; of more than FIT_TOKENS the first ones are read.
+    Raises:
+        DataError: there is no row of two tokens or more.
+        NumericsError: keys, values or gradients that are not finite; names the layer.
+        UsageError: the policy cannot serve the model.
+    """
+    if not policy.needs_samples:
+        return policy
+    if rows.dim() != 2 or rows.shape[0] == 0 or rows.shape[1] < 2:
+        raise DataError(
+            f"cache policy {policy.method}: rows of shape {list(rows.shape)}, expected rows of two tokens or more.",
+            "Give text of the model's own tokens, [rows, seq_len].",
+        )
+    return policy.fitted(layer_samples(model, rows[: max(1, FIT_TOKENS // rows.shape[1])]))
+
+
+def layer_samples(model: Any, rows: Tensor) -> list[LayerSample]:
+    """What each layer's cache is given for `rows`, [n, seq_len], and the gradients of the summed loss by it.
+
+    Raises:
+        NumericsError: something is not finite; names the layer.
+    """
+    found: list[list[LayerSample]] = []
+    with cache_policy(model, _Recording()):
+        for row in rows.split(1):
+            found.append(_row_samples(model, row.to(model.device)))
+    samples = [_joined(list(of_layer)) for of_layer in zip(*found, strict=True)]
+    for index, sample in enumerate(samples):
+        for name in ("keys", "values", "key_gradients", "value_gradients"):
+            if not bool(torch.isfinite(getattr(sample, name)).all()):
+                raise NumericsError(
+                    f"layer {index}: {name.replace('_', ' ')} on the calibration text are not finite.",
+                    "Fit the policy with the model in float32.",
+                )
+    return samples
+
+
+def _row_samples(model: Any, row: Tensor) -> list[LayerSample]:
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(False), torch.enable_grad():
+        logits = model(input_ids=row.clone(), past_key_values=cache, use_cache=True).logits[0, :-1]
+        loss = functional.cross_entropy(logits.float(), row[0, 1:].clone(), reduction="sum")
+        layers: list[Any] = list(cache.layers)
+        gradients = torch.autograd.grad(loss, [part for layer in layers for part in layer.added])
+    samples = []
+    for index, layer in enumerate(layers):
+        sides = [layer.keys, layer.values, *gradients[2 * index : 2 * index + 2]]
+        rows = [side.detach().float().cpu().transpose(1, 2).flatten(2) for side in sides]
+        samples.append(LayerSample(rows[0], rows[1], rows[2], rows[3], float(layer.cosines.mean())))
+    return samples
+
+
+def _joined(samples: list[LayerSample]) -> LayerSample:
+    names = ("keys", "values", "key_gradients", "value_gradients")
+    parts = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
+    return LayerSample(**parts, cosine=sum(sample.cosine for sample in samples) / len(samples))
+
+
+@torch.no_grad()
+def attention_cosines(model: Any, rows: Tensor) -> Tensor:
+    """Cosine between the hidden states before each layer's attention is added and after it, the mean over rows,
+    [layers, seq_len] float64.
+
+    Source: SqueezeAttention equation 5, figure 2.
+    """
+    total = torch.zeros(())
+    with cache_policy(model, _Recording()):
+        for row in rows.split(1):
+            cache = DynamicCache(config=model.config)
+            model(input_ids=row.to(model.device), past_key_values=cache, use_cache=True)
+            layers: list[Any] = list(cache.layers)
+            total = total + torch.stack([layer.cosines[0] for layer in layers]).cpu()
+    return total / len(rows)
+
+
+class _Recording(Policy):
+    """Keeps everything, and what gradients are taken by."""
+
+    method: ClassVar[str] = "recording"
+
+    @property
+    def needs_states(self) -> bool:
+        return True
+
+    @property
+    def longest_step(self) -> int | None:
+        return None
+
+    def layers(self, count: int) -> list[PolicyLayer]:
+        return [_RecordingLayer() for _ in range(count)]
+
+    def check_coded(self) -> None:
+        """Rows of codes have no gradients; who asks has checked the policy that is fitted."""
+
+
+class _RecordingLayer(PolicyLayer):
+    """added: zeros that are added to keys and to values, whose gradients are those of keys and values. cosines: see
+    attention_cosines, [1, seq_len]."""
+
+    added: tuple[Tensor, Tensor]
+    cosines: Tensor
+
+    def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
+        """Nothing is padding."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        key, value = (torch.zeros_like(states).requires_grad_() for states in (key_states, value_states))
+        self.added, self.seen = (key, value), key_states.shape[2]
+        self.keys, self.values = key_states + key, value_states + value
+        return self.keys, self.values
+
+    def observe_states(self, before: Tensor, after: Tensor) -> None:
+        self.cosines = functional.cosine_similarity(before.detach().double(), after.detach().double(), dim=-1)
+
+    def stored_bytes(self) -> int:
+        return 0

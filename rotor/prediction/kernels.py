@@ -1,0 +1,243 @@
+"""The work of each compiled kernel at a load, and the time and share of its floor that follow: nothing is run.
+
+What a kernel does is counted from the layer that it serves and from the constants that it was compiled for; what of it
+is on an SM from its registers, shared memory and copies. The rule that makes seconds of both is `roofline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..format.columns import Columns
+from ..format.layout import AttentionShape, GroupClass, LayerLayout
+from ..kernels.schedule import row_block_costs
+from .cost import DecodeStep, layer_work
+from .devices import Device
+from .roofline import Residency, Work
+from .tiling import GRID_PROGRAMS
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequences in the batch, new tokens of each, and cached ones before them."""
+
+    batch_size: int
+    new_tokens: int
+    past: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Of a sequence, its new ones among them."""
+        return self.past + self.new_tokens
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it is compiled, for a layer: its name's first word, its constants, and bytes of a number."""
+
+    kind: str
+    constants: Mapping[str, Any]
+    layout: LayerLayout
+    shape: AttentionShape
+    element_bytes: int
+
+    def classes(self) -> Iterator[GroupClass]:
+        """The classes that a prefill kernel serves, whose widths are among its constants."""
+        rebuilt = self.layout.domain == "pre" and not self.constants["PRE"]
+        for cls in self.layout.classes():
+            if cls.v_rank == self.constants["V"] and (rebuilt or cls.qk_rank == self.constants["QK"]):
+                yield cls
+
+    def side_bytes(self) -> tuple[float, float]:
+        """Bytes of a key and of a value of a group, on the average."""
+        qk_bytes, v_bytes = self.layout.row_bytes(self.element_bytes)
+        return qk_bytes / len(self.layout.groups), v_bytes / len(self.layout.groups)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What is predicted of a kernel at a load, over the layers that launch it.
+
+    memory_bytes: read and written once. l2_bytes: beyond these, out of the L2 cache. flops: of matrix products as the
+    kernel does them. programs_per_sm, flight_bytes: of an SM; None where a kernel streams, with no loop that waits.
+    limit: what takes longest: memory, matrix, l2, vector or waiting. floor_seconds: of the least work.
+    """
+
+    batch_size: int
+    new_tokens: int
+    past: int
+    launches: int
+    memory_bytes: float
+    l2_bytes: float
+    flops: float
+    programs_per_sm: int
+    flight_bytes: float | None
+    limit: str
+    seconds: float
+    floor_seconds: float
+    share: float
+
+
+def predicted_floor(
+    launches: list[Launch], load: Load, device: Device, programs: int, flight_bytes: Mapping[str, int]
+) -> Floor | None:
+    """The floor of one compiled kernel in all layers that launch it; None for one whose work is not counted.
+
+    Args:
+        programs: that an SM holds, by its registers and shared memory.
+        flight_bytes: of the kernel's arguments, as `kernels.ahead.Resources` has them.
+    """
+    works = [kernel_work(launch, load, device.sms or 1) for launch in launches]
+    counted = [work for work in works if work is not None]
+    if len(counted) < len(works) or not works:
+        return None
+    first = launches[0]
+    if first.kind == "decode" and first.constants["SCHEDULE"] == "stream":
+        programs = min(GRID_PROGRAMS, programs)
+    residencies = [compiled_residency(launch, programs, flight_bytes) for launch in launches]
+    seconds = sum(work.cache_seconds(device, r) for work, r in zip(counted, residencies, strict=True))
+    least = sum(work.floor_seconds(device) for work in counted)
+    whole = sum(counted, Work())
+    limits = whole.limits(device)
+    limit = max(limits, key=lambda name: limits[name])
+    flight = residencies[0]
+    return Floor(
+        load.batch_size,
+        load.new_tokens,
+        load.past,
+        len(launches),
+        whole.cache_bytes,
+        whole.l2_bytes,
+        whole.cache_flops + whole.tile_flops,
+        programs,
+        None if flight is None else programs * flight.flight_bytes,
+        limit if seconds <= 1.001 * sum(work.cache_seconds(device) for work in counted) else "waiting",
+        seconds,
+        least,
+        least / max(seconds, 1e-30),
+    )
+
+
+def compiled_residency(launch: Launch, programs: int, flight_bytes: Mapping[str, int]) -> Residency | None:
+    """What of a kernel that goes through keys is on an SM; None of others, or where no program fits."""
+    if launch.kind not in ("decode", "prefill") or not programs:
+        return None
+    tile, sides = launch.constants["TILE"], launch.side_bytes()
+    if "key" in flight_bytes and "value" in flight_bytes:
+        return Residency(programs, flight_bytes["key"] + flight_bytes["value"], True)
+    asked = [flight_bytes.get(name, tile * size) for name, size in zip(("key", "value"), sides, strict=True)]
+    return Residency.in_turn(programs, list(zip(sides, asked, strict=True)))
+
+
+def kernel_work(launch: Launch, load: Load, sms: int) -> Work | None:
+    """Of one launch; None for a kernel that is not known here."""
+    count = WORKS.get(launch.kind)
+    return None if count is None else count(launch, load, sms)
+
+
+def _decode(launch: Launch, load: Load, sms: int) -> Work:
+    work = layer_work(launch.layout, launch.shape, DecodeStep(load.keys, load.batch_size, launch.element_bytes))
+    return Work(
+        cache_bytes=work.cache_bytes,
+        cache_flops=work.cache_flops,
+        tile_flops=work.tile_flops,
+        l2_bytes=work.l2_bytes,
+        vector_flops=work.vector_flops,
+    )
+
+
+def _combine(launch: Launch, load: Load, sms: int) -> Work:
+    """Partial results come out of the L2 cache; each slice ends one, and so does each unit but the last."""
+    rows = launch.layout.group_size * launch.shape.heads_per_kv
+    units = load.batch_size * len(launch.layout.groups)
+    width = launch.layout.v_width / len(launch.layout.groups)
+    partial = (GRID_PROGRAMS * sms + units - 1) * rows * width
+    written = units * rows * (width * launch.element_bytes + 4)
+    return Work(cache_bytes=written, l2_bytes=4 * partial * (1 + 1 / width), vector_flops=2 * partial)
+
+
+def _prefill(launch: Launch, load: Load, sms: int) -> Work | None:
+    """Each row block meets the keys up to its last query; keys are read once from memory, and again from L2."""
+    constants, head_dim, element_bytes = launch.constants, launch.shape.head_dim, launch.element_bytes
+    if constants["SPLIT"] > 1:
+        return None  # some of the row blocks of the kernel that is not cut
+    rebuilt, pre = launch.layout.domain == "pre" and not constants["PRE"], constants["PRE"]
+    met = sum(row_block_costs(load.new_tokens, load.past, constants["ROWS"], constants["PACK"], load.batch_size))
+    pairs = load.batch_size * (load.new_tokens * (load.new_tokens + 1) / 2 + load.new_tokens * load.past)
+    keys, queries = load.batch_size * load.keys, load.batch_size * load.new_tokens
+    whole = Work()
+    for cls in launch.classes():
+        units = cls.count * constants["HEADS"]
+        width = head_dim if pre else constants["QK"]
+        both = width + constants["V"]
+        rebuilding = 2 * cls.qk_rank * head_dim if pre else 0
+        key_bytes, value_bytes = _class_bytes(cls, element_bytes)
+        if rebuilt:
+            key_bytes = head_dim * element_bytes * constants["HEADS"]
+        stored = cls.count * (key_bytes + value_bytes)
+        rows_read = queries * units * constants["PACK"] * both * element_bytes
+        read_by_unit = (key_bytes / (constants["HEADS"] if rebuilt else 1)) + value_bytes
+        basis = cls.qk_rank * head_dim * element_bytes / constants["TILE"] if pre else 0
+        least = units * (2 * constants["PACK"] * both * pairs + rebuilding * keys)
+        done = units * met * (2 * constants["ROWS"] * both + rebuilding)
+        whole += Work(
+            cache_bytes=keys * stored + rows_read,
+            cache_flops=least,
+            tile_flops=max(0.0, done - least),
+            l2_bytes=max(0.0, units * met * (read_by_unit + basis) - keys * stored),
+        )
+    return whole
+
+
+def _class_bytes(cls: GroupClass, element_bytes: int) -> tuple[float, float]:
+    """Of a key and of a value of one group."""
+
+    def size(columns: Columns | None, rank: int) -> int:
+        return rank * element_bytes if columns is None else columns.row_bytes(element_bytes)
+
+    return size(cls.qk_columns, cls.qk_rank), size(cls.v_columns, cls.v_rank)
+
+
+def _rebuild(launch: Launch, load: Load, sms: int) -> Work:
+    layout, head_dim = launch.layout, launch.shape.head_dim
+    keys = load.batch_size * load.keys
+    rebuilt = keys * launch.shape.num_kv_heads * head_dim * launch.element_bytes
+    flops = 2 * keys * head_dim * layout.group_size * layout.qk_width
+    return Work(cache_bytes=keys * layout.row_bytes(launch.element_bytes)[0] + rebuilt, cache_flops=flops)
+
+
+def _rotation(launch: Launch, load: Load, sms: int) -> Work:
+    """Queries and keys in, latents of both out, both bases once."""
+    layout, shape = launch.layout, launch.shape
+    tokens = load.batch_size * load.new_tokens
+    rows = layout.group_size * shape.heads_per_kv
+    read = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    written = (rows + 1) * layout.qk_width
+    basis = layout.group_size * shape.head_dim * layout.qk_width
+    flops = 2 * tokens * shape.head_dim * layout.qk_width * (rows + layout.group_size)
+    return Work(cache_bytes=(tokens * (read + written) + 2 * basis) * launch.element_bytes, cache_flops=flops)
+
+
+def _append(launch: Launch, load: Load, sms: int) -> Work:
+    """One launch for keys and one for values: numbers in, words out, on the average of both."""
+    layout = launch.layout
+    numbers = (layout.qk_width + layout.v_width) * launch.element_bytes
+    both = numbers + sum(layout.row_bytes(launch.element_bytes))
+    return Work(cache_bytes=load.batch_size * load.new_tokens * both / 2)
+
+
+WORKS: dict[str, Callable[[Launch, Load, int], Work | None]] = {
+    "decode": _decode,
+    "combine": _combine,
+    "prefill": _prefill,
+    "rebuild": _rebuild,
+    "rotation": _rotation,
+    "append": _append,
+}
+"""By the first word of a variant's name."""
+
+STEPS = {"decode", "combine"}
+PROMPTS = {"prefill", "rebuild"}
+"""Kernels of decoding alone, and of prompts alone; others run in both."""

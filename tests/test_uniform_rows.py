@@ -1,0 +1,176 @@
+"""Rows of one width in all layers: the least loss of each width, for numbers and for codes, as far as checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHORT_TEXT, calibrated
+from test_priced_bits import predicted_loss, side
+
+from rotor.allocation.bits import BitsPath
+from rotor.allocation.plan import Spectra
+from rotor.allocation.water_filling import UniformRowsPath
+from rotor.calibration.calibrate import calibrate
+from rotor.codes.allocation import bit_curve, bit_path, equal_path
+from rotor.codes.layer import LayerCodes
+from rotor.errors import RecipeError
+from rotor.export.export import export
+from rotor.format.layout import AttentionShape
+from rotor.models.compressed import CompressedCheckpoint
+from rotor.recipe import load_recipe, override
+from rotor.search.search import rank_path
+
+UNIFORM = "ranks.rows=uniform"
+SHAPE = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64)
+SENSITIVITIES = ((3.0, 1.0), (0.5, 2.0))
+
+
+def spectra() -> list[dict[str, Spectra]]:
+    """Two candidates a layer: each head's own latent, and one for both."""
+    generator = torch.Generator().manual_seed(3)
+
+    def values(groups: int, columns: int) -> torch.Tensor:
+        found = torch.rand(groups, columns, dtype=torch.float64, generator=generator)
+        return found.pow(3).sort(descending=True).values
+
+    return [
+        {"post-1": Spectra(values(2, 16), values(2, 16)), "pre-2": Spectra(values(1, 32), values(1, 32))}
+        for _ in range(SHAPE.num_layers)
+    ]
+
+
+def ranks_path(multiple_of: int) -> UniformRowsPath:
+    sensitivities = [dict.fromkeys(("post-1", "pre-2"), ([(8, qk)], [(8, vo)])) for qk, vo in SENSITIVITIES]
+    return UniformRowsPath(
+        spectra(),
+        SHAPE,
+        multiple_of,
+        sensitivities,
+        lambda key, ranks: ([r / 128 for r in ranks], [r / 128 for r in ranks]),
+        lambda key, qk, v: (qk + v) / 128,
+    )
+
+
+def test_ranks_of_one_width_lose_the_least_of_all() -> None:
+    """Against enumeration of every layer's candidates and ranks, apart."""
+    expected: dict[int, float] = {}
+    for layer, pair in zip(spectra(), SENSITIVITIES, strict=True):
+        best: dict[int, float] = {}
+        for values in layer.values():
+            sides = [(s, own) for side, s in zip((values.qk, values.vo), pair, strict=True) for own in side]
+            choices = range(8, values.qk.shape[-1] + 1, 8)
+            for ranks in itertools.product(choices, repeat=len(sides)):
+                loss = sum(s * float(own[r:].square().sum()) for (s, own), r in zip(sides, ranks, strict=True))
+                best[sum(ranks)] = min(best.get(sum(ranks), np.inf), loss)
+        expected = best if not expected else {w: expected[w] + best[w] for w in expected.keys() & best.keys()}
+    steps = ranks_path(8).steps()
+    assert [plan.stored for plan in steps] == pytest.approx([1 - w / 64 for w in sorted(expected, reverse=True)])
+    for plan in steps:
+        widths = [sum(qk + v for qk, v in layer) for layer in plan.rounded]
+        assert len(set(widths)) == 1
+        loss = 0.0
+        for layer, key, ranks, pair in zip(spectra(), plan.choice, plan.rounded, SENSITIVITIES, strict=True):
+            for group, (qk, v) in enumerate(ranks):
+                loss += pair[0] * float(layer[key].qk[group, qk:].square().sum())
+                loss += pair[1] * float(layer[key].vo[group, v:].square().sum())
+        assert loss == pytest.approx(expected[widths[0]], abs=1e-9)
+    assert {key for plan in steps for key in plan.choice} == {"post-1", "pre-2"}
+
+
+def test_as_many_words_for_each_curve_are_those_that_each_can_fill() -> None:
+    inf = np.inf
+    path = equal_path([np.array([inf, 5.0, inf, 2.0, 1.0]), np.array([inf, 6.0, 4.0, 9.0, 0.0])])
+    expected = [[0, 0]] * 2 + [[1, 1]] * 6 + [[4, 4]]
+    assert [path.split(words) for words in range(9)] == expected
+    assert path.loss.tolist() == [inf] * 2 + [11.0] * 6 + [1.0]  # three words each lose as much: not better than one
+
+
+def code_losses(columns: int, seed: int) -> torch.Tensor:
+    """[widths, columns] at 8, 4, 2 and 0 bits; the last columns weigh nothing."""
+    weight = torch.rand(columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    weight[-8:] = 0
+    return torch.stack([weight * share for share in (0.001, 0.02, 0.2, 1.0)])
+
+
+def test_an_exact_curve_has_only_words_that_are_filled() -> None:
+    """Columns that weigh nothing are given no words; sums over exact curves then leave none either."""
+    curves = [bit_curve(code_losses(16, seed), (8, 4, 2, 0), word_bits=8) for seed in (1, 2)]
+    for curve in curves:
+        bits = np.array([curve.bits(words).sum() for words in range(len(curve.loss))])
+        assert (curve.filled * 8 == bits).all()
+        assert curve.filled.max() == 8
+        assert np.isfinite(curve.exact_loss).tolist() == [0 < words <= 8 for words in range(17)]
+    path = bit_path([curve.exact_loss for curve in curves])
+    for words in range(2, 17):
+        assert sum(int(c.filled[own]) for c, own in zip(curves, path.split(words), strict=True)) == words
+
+
+def layer_codes(groups: int, columns: int, size: float, seed: int) -> LayerCodes:
+    return LayerCodes(side(groups, columns, size, seed), side(groups, columns, size, seed + 10))
+
+
+@pytest.mark.parametrize(("widths", "element_bytes"), [((0, 2, 4, 8), 2), ((0, 2, 4, 8, 16), 4)], ids=str)
+def test_codes_of_one_width_lose_no_less_than_ragged_ones(widths: tuple[int, ...], element_bytes: int) -> None:
+    """Layers of very different worth: each stores as many bytes, all of them; a target is met by the most that do."""
+    layers = [
+        {"post-1": layer_codes(2, 16, size, seed), "pre-2": layer_codes(1, 32, size, seed + 1)}
+        for seed, size in ((0, 1.0), (2, 100.0))
+    ]
+    uniform, ragged = (BitsPath(layers, SHAPE, widths, element_bytes, rows) for rows in (True, False))
+    before = 2 * 2 * 16 * element_bytes
+    for target in (0.6, 0.7, 0.85):
+        plan, free = uniform.at_compression(target), ragged.at_compression(target)
+        assert plan is not None
+        assert free is not None
+        assert plan.columns is not None
+        sizes = [sum(side.row_bytes(element_bytes) for pair in layer for side in pair) for layer in plan.columns]
+        assert sizes[0] == sizes[1]
+        assert sizes[0] == int((1 - target) * before) // 4 * 4
+        assert len({sum(s.row_bytes(element_bytes) for p in layer for s in p) for layer in free.columns or []}) == 2
+        assert predicted_loss(layers, plan) > predicted_loss(layers, free)
+    for plan in uniform.steps():
+        sizes = [sum(side.row_bytes(element_bytes) for pair in layer for side in pair) for layer in plan.columns or []]
+        assert sizes == [sizes[0]] * 2
+    assert uniform.at_compression(0.999) is None
+
+
+@pytest.fixture(scope="module")
+def coded_run(tiny, tmp_path_factory: pytest.TempPathFactory):
+    overrides = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.seq_len=128", *SHORT_TEXT]
+    return calibrate(tiny("gemma3_text"), tmp_path_factory.mktemp("uniform") / "run", "rotor", overrides)
+
+
+def test_a_checkpoint_of_codes_has_rows_of_one_width(coded_run, tmp_path: Path) -> None:
+    """gemma3_text mixes windows and full attention, for which vLLM pads rows to the widest: nothing is left to pad."""
+    for rows, kinds in (("ragged", 2), ("uniform", 1)):
+        out = export(
+            coded_run.folder, tmp_path / rows, compression=0.8, overrides=[f"ranks.rows={rows}"], measure=False
+        )
+        checkpoint = CompressedCheckpoint(out.folder)
+        sizes = [sum(layout.row_bytes(4)) for layout in checkpoint.layouts]
+        assert len(set(sizes)) == kinds
+        assert out.report["compression"]["stored"] >= 0.8
+        assert all(layout.coded for layout in checkpoint.layouts)
+
+
+def test_a_checkpoint_of_numbers_has_rows_of_one_width(tiny, tmp_path: Path) -> None:
+    run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
+    method = ["ranks.method=global", "ranks.probe_tokens=128"]
+    for rows, kinds in (("ragged", 2), ("uniform", 1)):
+        out = export(run.folder, tmp_path / rows, compression=0.5, overrides=[f"ranks.rows={rows}", *method])
+        layouts = CompressedCheckpoint(out.folder).layouts
+        assert len({sum(layout.row_bytes(4)) for layout in layouts}) == kinds
+    path = rank_path(run.bases(), run, override(run.recipe, [UNIFORM, "ranks.method=uniform"]))
+    assert all(len({sum(map(sum, layer)) for layer in plan.rounded}) == 1 for plan in path.steps())
+
+
+def test_methods_that_give_each_layer_its_own_width_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"ranks\.rows.*ragged, as ranks\.method is removal-rate: uniform or global"):
+        load_recipe("fdc", [UNIFORM])
+    with pytest.raises(RecipeError, match=r"ranks\.rows.*ragged, as objective\.kind is latency"):
+        load_recipe("rotor", [UNIFORM, "objective.kind=latency"])
+    assert load_recipe("rotor", [UNIFORM]).ranks.uniform_rows
