@@ -171,7 +171,7 @@ def test_an_export_chooses_ratios_and_stores_them(tiny, tmp_path, capsys) -> Non
     assert code == 0, error
     stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["cache"]
     assert stored["method"] == "tiers"
-    assert stored["leaders"] == [0, 0]
+    assert len(stored["leaders"]) == len(stored["layer_important"]) == 2
     assert "Cache policy tiers" in said
     report = json.loads((tmp_path / "out" / "rotor.json").read_text())
     assert report["cache"]["policy"] == stored
