@@ -185,12 +185,12 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
     assert cache.get_seq_length() == 21
     if isinstance(layer, TieredLayer):
         held = [layer.keys, layer.values, layer.low_keys, layer.low_values, layer.index.tiers, layer.index.scores]
-        assert layer.stored_bytes() == sum(t.nbytes for t in held if t is not None)
+        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in held)
     if isinstance(layer, EvictingLayer):
         held = [layer.keys, layer.values, layer.positions, layer.scores]
         coded = [part for codes in layer._codes for parts in codes._parts for part in parts]
         assert bool(coded) == (policy.bits < 16)
-        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes for t in [*held, *coded] if t is not None)
+        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in [*held, *coded] if t is not None)
     assert 0 < stored_bytes(cache) == sum(layer.stored_bytes() for layer in cache.layers)
     plain = model(rows, use_cache=True).past_key_values
     assert type(plain.layers[0]).__name__ == "DynamicLayer"

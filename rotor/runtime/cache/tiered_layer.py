@@ -81,7 +81,10 @@ class TieredLayer(PolicyLayer):
         if self.keys is None or self.values is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = new
-            self.low_keys, self.low_values = (x[:, :, :0, : len(c)] for x, c in zip(new, self._kept, strict=True))
+            self.low_keys, self.low_values = (
+                x[:, :, :0, : len(c)].clone()  # a view would keep alive what it was cut from
+                for x, c in zip(new, self._kept, strict=True)
+            )
         else:
             self.keys = torch.cat([self.keys, new[0]], dim=2)
             self.values = torch.cat([self.values, new[1]], dim=2)
