@@ -31,6 +31,8 @@ from rotor.runtime.cache import (
     PolicyLayer,
     Random,
     Streaming,
+    TieredLayer,
+    Tiers,
     Window,
     bundled_policies,
     cache_policy,
@@ -52,6 +54,8 @@ EVERYTHING: list[Policy] = [
     Keyformer(tokens=ALL, scope="layer"),
     Random(tokens=ALL),
     H2O(tokens=ALL, squeeze=0.5),
+    Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9),
+    Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0, leaders=(0, 0)),
 ]
 LOSSY: list[Policy] = [
     PerToken(bits=4, group=8),
@@ -63,8 +67,17 @@ LOSSY: list[Policy] = [
     Keyformer(share=0.4),
     Keyformer(share=0.4, bits=4, group=8),
     Random(share=0.5),
+    Tiers(important=0.4, qk_important=0.1, qk_unimportant=0.6, v_unimportant=0.5),
+    Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, leaders=(0, 0), importance="mean"),
 ]
 NAMES = {"ids": lambda policy: policy.method}
+
+
+def serves(policy: Policy, kind: str) -> bool:
+    """Quantisers want rows of numbers, tiers rows of any kind."""
+    if policy.rows_only:
+        return kind != "plain"
+    return kind != "codes" or (policy.evicts and getattr(policy, "bits", 16) == 16)
 
 
 def prompts(batch: int, length: int) -> Tensor:
@@ -119,7 +132,7 @@ def models(tiny, checkpoints):
 @pytest.mark.parametrize("policy", EVERYTHING, **NAMES)
 def test_with_everything_kept_the_tokens_are_the_same(policy: Policy, kind: str, models) -> None:
     model, rows = models(kind), prompts(2, 16)
-    if kind == "codes" and not policy.evicts:
+    if not serves(policy, kind):
         return
     mask = left_padded(rows, [5, 0])
     for extra in ({}, {"num_beams": 3}):
@@ -134,7 +147,7 @@ def test_with_everything_kept_the_tokens_are_the_same(policy: Policy, kind: str,
 @pytest.mark.parametrize("kind", ["plain", "pre", "post", "codes"])
 @pytest.mark.parametrize("policy", LOSSY, **NAMES)
 def test_a_row_alone_equals_its_row_in_a_batch(policy: Policy, kind: str, models) -> None:
-    if kind == "codes" and (not policy.evicts or policy.bits < 16):
+    if not serves(policy, kind):
         return
     model, rows, pads = models(kind), prompts(3, 24), [0, 9, 2]
     mask = left_padded(rows, pads)
@@ -170,25 +183,29 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
         model(rows[:, :1], past_key_values=cache)
     layer = cache.layers[0]
     assert cache.get_seq_length() == 21
+    if isinstance(layer, TieredLayer):
+        held = [layer.keys, layer.values, layer.low_keys, layer.low_values, layer.index.tiers, layer.index.scores]
+        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in held)
     if isinstance(layer, EvictingLayer):
         held = [layer.keys, layer.values, layer.positions, layer.scores]
         coded = [part for codes in layer._codes for parts in codes._parts for part in parts]
         assert bool(coded) == (policy.bits < 16)
-        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes for t in [*held, *coded] if t is not None)
+        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in [*held, *coded] if t is not None)
     assert 0 < stored_bytes(cache) == sum(layer.stored_bytes() for layer in cache.layers)
     plain = model(rows, use_cache=True).past_key_values
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
 
 
-def test_a_policy_is_exported_loaded_saved_and_validated(tiny, tmp_path) -> None:
+@pytest.mark.parametrize("name", ["gear-2", "tiers-50"])
+def test_a_policy_is_exported_loaded_saved_and_validated(name: str, tiny, tmp_path) -> None:
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 2)
     out, again = tmp_path / "out", tmp_path / "again"
-    export(run.folder, out, compression=0.3, cache="gear-2", measure=False)
+    export(run.folder, out, compression=0.3, cache=name, measure=False)
     stored = json.loads((out / "config.json").read_text())["quantization_config"]["cache"]
-    assert stored == find_policy("gear-2").as_dict()
+    assert stored == find_policy(name).as_dict()
     assert json.loads((out / "kernel_config.json").read_text())["cache"] == stored
     model = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert policy_of(model) == find_policy("gear-2")
+    assert policy_of(model) == find_policy(name)
     rows = prompts(1, 30)
     output = model.generate(
         rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, return_dict_in_generate=True, pad_token_id=0
@@ -217,6 +234,10 @@ def test_a_policy_is_exported_loaded_saved_and_validated(tiny, tmp_path) -> None
         ({"method": "h2o", "share": 2.0}, "share: got 2.0"),
         ({"method": "h2o", "layer_shares": [1.0]}, "one for each of the model's 2 layers"),
         ({"method": "h2o", "tokens": "many"}, "cache.tokens"),
+        ({"method": "tiers", "qk_unimportant": 1.0}, "qk_unimportant: got 1.0"),
+        ({"method": "tiers", "leaders": [1, 0]}, "leaders"),
+        ({"method": "tiers", "leaders": [0, 0, 0]}, "one for each of the model's 2 layers"),
+        ({"method": "tiers", "importance": "score"}, "cache.importance"),
     ],
 )
 def test_a_hostile_section_is_refused(section: object, text: str, checkpoints, tmp_path) -> None:
@@ -257,6 +278,10 @@ def test_what_a_policy_cannot_serve_is_said(models, tiny, checkpoints, tmp_path)
         plain(rows, past_key_values=make_cache(Window(), plain.config))
     with pytest.raises(UnsupportedModelError, match="DynamicSlidingWindowLayer"):
         use_cache_policy(AutoModelForCausalLM.from_pretrained(tiny("mistral")), Window())
+    with pytest.raises(UnsupportedModelError, match="layer 0 is not compressed"):
+        use_cache_policy(plain, Tiers())
+    with pytest.raises(UsageError, match="does not know that its cache has tiers"):
+        plain(rows, past_key_values=make_cache(Tiers(), plain.config))
     with pytest.raises(UsageError, match="rows are codes already"):
         use_cache_policy(models("codes"), KIVI())
     with pytest.raises(UsageError, match="bits 4: this checkpoint's rows are codes already"):
@@ -319,7 +344,35 @@ def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, chec
         assert torch.equal(model.generate(rows, cache_implementation="offloaded", **options), expected)
 
 
-@pytest.mark.parametrize("policy", [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8), H2O(tokens=8)], **NAMES)
+def test_tiers_can_be_cropped_and_regrouped(models) -> None:
+    model, rows = models("pre"), prompts(2, 16)
+    with cache_policy(model, Tiers(important=0.4, qk_unimportant=0.8, leaders=(0, 0))), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(rows, past_key_values=cache)
+        expected = model(rows[:, :1], past_key_values=cache).logits
+        layer = cache.layers[0]
+        tiers = layer.index.tiers.clone()
+        cache.crop(-1)
+        assert cache.get_seq_length() == 16
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        cache.layers[0].offload()
+        cache.layers[0].prefetch()
+        assert torch.equal(layer.index.tiers, tiers[[0, 1], :16])  # what the step cut stays cut
+        held = [(layer.keys, layer.low_keys) for layer in cache.layers]
+        assert all(high.shape[2] + low.shape[2] >= 16 and len(high) == 2 for high, low in held)
+        again = model(rows[:, :1], past_key_values=cache).logits
+        assert not torch.isnan(again).any()
+        assert cache.get_seq_length() == 17
+        cache.reset()
+        assert cache.get_seq_length() == stored_bytes(cache) == 0
+        model(rows, past_key_values=cache)
+        assert torch.allclose(model(rows[:, :1], past_key_values=cache).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy", [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8), H2O(tokens=8), Tiers(leaders=(0, 0))], **NAMES
+)
 def test_a_prompt_in_chunks_goes_on(policy: Policy, models) -> None:
     model, rows = models("post"), prompts(2, 18)
     mask = left_padded(rows, [8, 0])  # the first chunk of a row is padding alone

@@ -14,8 +14,9 @@ from test_cli import rotor
 
 from rotor.format.layout import LayerLayout
 from rotor.kernels.code_reference import coded_attention, partial_attention
+from rotor.kernels.joining import join
 from rotor.kernels.reference import grouped_attention
-from rotor.parallel.attention import join, visible
+from rotor.parallel.attention import visible
 from rotor.parallel.plan import bounds, pieces, plan_layer
 from rotor.parallel.traffic import of_prompt, of_ring
 
@@ -108,12 +109,13 @@ def test_parts_of_the_keys_join_to_the_whole(domain: str, seq_len: int, coded: b
     widths = [group.v_rank for group in layout.groups for _ in range(2 * hpk)]
     found = [attend(part) for part in parts]
     assert torch.isinf(found[0][1]).all()
-    torch.testing.assert_close(join(*(list(side) for side in zip(*found, strict=True)), widths), whole)  # type: ignore[misc]
+    joined, _ = join(*(list(side) for side in zip(*found, strict=True)), widths)  # type: ignore[misc]
+    torch.testing.assert_close(joined, whole)
     mask = visible(queries, every, attended, 120)
     attention = coded_attention if coded else grouped_attention
     expected = attention(case.query, case.key[:, None], case.value[:, None], case.parameters(), rotation, mask)
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)  # codes reach 128, logits are float32
-    nothing = join([found[0][0]] * 2, [found[0][1]] * 2, widths)
+    nothing, _ = join([found[0][0]] * 2, [found[0][1]] * 2, widths)
     assert torch.equal(nothing, torch.zeros_like(nothing))
 
 

@@ -243,7 +243,8 @@ def export(
         if below := below_target(value):
             say(f"On the report split {below} ({value['target']:g}).")
     for tokens, found in report.get("cache", {}).get("kv_bytes_per_token", {}).items():
-        say(f"Cache policy {cache}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
+        name = cache or report["cache"]["policy"]["method"]
+        say(f"Cache policy {name}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {out}")

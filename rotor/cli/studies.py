@@ -42,13 +42,13 @@ def study(
         str | None,
         typer.Option(
             help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, quantise, evict, "
-            "budgets, combine, with commas; default: curves, and ablation where there are ablations. all: all that can "
-            "run (front needs a recipe in focus with ranks.method=global) but peers, which are quantised caches, and "
-            "the recipes at equal bytes, and the four after it, which are cache policies.",
+            "budgets, combine, tiers, with commas; default: curves, and ablation where there are ablations. all: all "
+            "that can run (front needs a recipe in focus with ranks.method=global) but peers, which are quantised "
+            "caches, and the recipes at equal bytes, and the five after it, which are cache policies.",
             autocompletion=completion.one_of(
                 (
                     *("all", "curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", "peers"),
-                    *("quantise", "evict", "budgets", "combine"),
+                    *("quantise", "evict", "budgets", "combine", "tiers"),
                 )
             ),
         ),
@@ -56,7 +56,8 @@ def study(
     focus: Annotated[
         str | None,
         typer.Option(
-            help="Recipes for the parts other than curves, ablation, peers and the four after it; by default the first."
+            help="Recipes for the parts other than curves, ablation, peers, quantise, evict, budgets and combine; by "
+            "default the first."
         ),
     ] = None,
     ablation: Annotated[

@@ -91,7 +91,8 @@ def export(
         targets: further accuracies to search, whose points are then known; of an elastic checkpoint its profiles.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
-        overrides: `section.field=value` for the recipe's ranks, evaluation, search and objective.
+        overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search, objective and cache;
+            `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.runtime.cache.tiers).
         elastic: keep all columns, and store the ranks at each of `targets` (by default the recipe's search targets) as
             profiles, chosen at load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs
             `accuracy`.
@@ -130,6 +131,9 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
 
 
 def _export(job: ExportJob, search: RankSearch) -> ExportResult:
+    if job.recipe.cache.tiers is not None:
+        search = search.with_tiers()
+        job = search.job
     point = search.point()
     policy = search.policy(point)
     profiles = search.profiles(point) if job.settings.elastic else {}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..format.layout import LayerLayout
 from ..kernels.code_reference import coded_attention, partial_attention
+from ..kernels.joining import join
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import grouped_attention
 from ..runtime.attention import RotorAttention
@@ -192,28 +193,10 @@ def attend_to_spread_rows(
         log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)
     both = torch.cat([output, log_sum], dim=-1)
     found = wire.gather(f"attention of layer {module.layer_idx}", "partial", both, [tuple(both.shape)] * wire.count)
-    joined = join(
+    joined, _ = join(
         [piece[..., : sum(widths)] for piece in found], [piece[..., sum(widths) :] for piece in found], widths
     )
     return joined.to(query.dtype)
-
-
-def join(outputs: list[Tensor], log_sums: list[Tensor], widths: list[int]) -> Tensor:
-    """Attention to all keys from that to disjoint sets of them.
-
-    Args:
-        outputs: [..., sum of widths] of each set. log_sums: [..., heads]; -inf where a head sees none of the set.
-        widths: of each head's output.
-    Returns:
-        [..., sum of widths]; zeros for heads that see no key at all.
-    """
-    stacked = torch.stack(log_sums)
-    largest = stacked.amax(0)
-    weights = torch.exp(stacked - largest.masked_fill(largest == -torch.inf, 0.0))
-    total = weights.sum(0)
-    shares = weights / total.masked_fill(total == 0.0, 1.0)
-    heads = torch.repeat_interleave(torch.tensor(widths)).to(shares.device)
-    return (torch.stack(outputs) * shares[..., heads]).sum(0)
 
 
 def _by_group(module: RotorAttention, query: Tensor) -> list[Tensor]:

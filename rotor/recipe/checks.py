@@ -23,6 +23,7 @@ LARGEST: dict[str, int] = {
             "codes.tokens",
             "evaluation.search_tokens",
             "evaluation.report_tokens",
+            "cache.tiers_tokens",
         ),
         1 << 26,
     ),
@@ -100,6 +101,9 @@ RANGES: dict[str, tuple[Test, str]] = {
         _unless_word(lambda weight: 0 <= weight <= 1),
         "memory, latency or a number from 0 (memory) to 1 (latency)",
     ),
+    "cache.tiers": (_unless_null(_positive), "null or a positive number"),
+    "cache.tiers_repeats": (lambda share: 0 < share <= 1, "a share above 0, at most 1"),
+    "cache.tiers_tokens": (_positive, "a positive number of tokens"),
     "objective.context_tokens": (_positive, "a positive number"),
     "objective.batch_size": (_positive, "a positive number"),
 }

@@ -10,9 +10,9 @@ import yaml
 
 from ..allocation.registry import Need
 from ..format.columns import EXACT_BITS
-from .sections import Bases, Codes, Evaluation, Groups, ObjectiveSettings, Prune, Ranks, Search, Tokens
+from .sections import Bases, CacheSettings, Codes, Evaluation, Groups, ObjectiveSettings, Prune, Ranks, Search, Tokens
 
-EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective")
+EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective", "cache")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
 
 
@@ -35,6 +35,7 @@ class Recipe:
     evaluation: Evaluation = field(default_factory=Evaluation)
     search: Search = field(default_factory=Search)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
 
     @property
     def coded(self) -> bool:

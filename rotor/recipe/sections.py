@@ -192,6 +192,22 @@ class Search:
 
 
 @dataclass(frozen=True)
+class CacheSettings:
+    """Ratios per token, chosen by measurement on export (ZDC section 5.2). They become the checkpoint's cache policy.
+
+    tiers: the largest loss of quality that they may cost, (perplexity' - perplexity) / perplexity on the search split,
+        against the same checkpoint without them (ZDC: 0.1); null for none.
+    tiers_repeats: a layer goes by an earlier layer's important tokens where more than this share of these, and of the
+        unimportant ones, are its own as well (ZDC: 0.95).
+    tiers_tokens: tokens of the search split that they are measured on.
+    """
+
+    tiers: float | None = None
+    tiers_repeats: float = 0.95
+    tiers_tokens: int = 4096
+
+
+@dataclass(frozen=True)
 class ObjectiveSettings:
     """Cost of a rank when ranks are chosen, and the serving load for which decode time is predicted.
 

@@ -25,10 +25,12 @@ from .cache.adoption import policy_layer
 from .cache.evicting_layer import EvictingLayer
 from .cache.policy import Policy
 from .cache.spans import spans_of
+from .cache.tiered_layer import TieredLayer
 from .code_rows import CodeRows, check_cache
 from .families import Family
 from .rotary_table import RotaryTable
 from .spread import Spread
+from .tiered_attention import attend_to_tiers
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 FLOAT32 = ("key_shift", "key_constant")
@@ -150,9 +152,11 @@ class RotorAttention(nn.Module):
 
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         held = cache_layer if isinstance(cache_layer, EvictingLayer) else None
+        tiered = cache_layer if isinstance(cache_layer, TieredLayer) else None
         use_kernels = (
             self.spread is None
             and held is None
+            and tiered is None
             and kernels_serve(
                 hidden_states,
                 layout,
@@ -233,8 +237,15 @@ class RotorAttention(nn.Module):
             attention_mask, key_rotation = self._as_held(
                 held, attention_mask, key_rotation, hidden_states.element_size()
             )
+        if tiered is not None:
+            tiered.follow(layout, self.heads_per_kv, hidden_states.element_size())
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        if tiered is not None:
+            parameters = self.parameters_of_attention()
+            output, of_queries = attend_to_tiers(parameters, tiered, query, attention_mask, key_rotation)
+            tiered.finish_step(of_queries)
+            return self.o_proj(output), None
         scored, log_sums = None if held is None else held.softening(), None
         if scored is not None and scored.none and seq_len > 1 and not kwargs.get("dropout"):
             # Attention's own log-sum-exp is what sums of its columns need.

@@ -74,6 +74,17 @@ class ExportJob:
                 f"--no-measure: ranks.method {recipe.ranks.method} chooses ranks by what is measured of every layer.",
                 "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
             )
+        if recipe.cache.tiers is not None and (settings.cache or settings.goal.accuracy is not None):
+            raise UsageError(
+                f"cache.tiers {recipe.cache.tiers:g} chooses ratios per token for ranks that are known, got "
+                f"{f'--cache {settings.cache}' if settings.cache else '--accuracy'} beside it.",
+                "Give --compression or --removal-rate, and no --cache.",
+            )
+        if recipe.cache.tiers is not None and not settings.measure:
+            raise UsageError(
+                f"--no-measure: cache.tiers {recipe.cache.tiers:g} asks for ratios that are measured.",
+                "Leave --no-measure out, or give --cache tiers-50.",
+            )
         out.check(settings.overwrite, [opened.model_folder, opened.folder])
         checkpoint = Checkpoint(opened.fetch_model())
         policy = None if settings.cache is None else find_policy(settings.cache)

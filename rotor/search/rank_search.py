@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -19,12 +20,14 @@ from ..evaluation.placement import Placement
 from ..format.layout import LayerRanks, profile_name
 from ..models.hardware import pick_device, pick_dtype
 from ..progress import Progress, StageTimes, in_time
+from ..rewriting.compressible import CompressibleModel
 from ..runtime.cache import Policy
 from .export_job import ExportJob
 from .point import Point
 from .probe import full_ranks
 from .search import Measurer, find_plan, most_points, plan_for, probe_rows, rank_path, search_target
 from .table import Context, ProbeTable, RankTable
+from .tier_choice import choose_tiers
 
 
 class _Unmeasured(Exception):
@@ -34,8 +37,12 @@ class _Unmeasured(Exception):
 class RankSearch:
     """The ranks that an export's goal asks for."""
 
-    def __init__(self, job: ExportJob, times: StageTimes, progress: Progress) -> None:
+    def __init__(
+        self, job: ExportJob, times: StageTimes, progress: Progress, network: CompressibleModel | None = None
+    ) -> None:
+        """network: the job's model, where it is loaded already."""
         self.job, self.times, self.progress = job, times, progress
+        self._network = network
         self.bases = job.run.bases()
         self._known = 0
         self._measurer: Measurer | None = None
@@ -129,6 +136,38 @@ class RankSearch:
         with self.times.stage("measure"):
             return measurer.measure(plan)
 
+    def with_tiers(self) -> RankSearch:
+        """The search of the same job with the cache policy that `cache.tiers` asks for, chosen for the goal's ranks.
+
+        Raises:
+            UsageError: nothing can be measured, or weights are read layer by layer. Others as `point`, and
+            AccuracyError: no ratios cost so little.
+        """
+        job = self.job
+        settings = job.recipe.cache
+        assert settings.tiers is not None
+        if job.unmeasured:
+            raise UsageError(
+                f"cache.tiers {settings.tiers:g}: {job.unmeasured}, and ratios per token are chosen by measuring.",
+                "Give --cache tiers-50, or the path of a policy.",
+            )
+        if self.needs_probes:
+            with self.times.stage("probe"):
+                self._measuring().probe(job.recipe)
+        plan, network = self.known(), self._loaded()
+        assert plan is not None
+        if network.source.streamed:
+            raise UsageError(
+                f"cache.tiers {settings.tiers:g}: a cache is read step by step, which needs all weights in memory.",
+                "Give --offload never on a machine that can hold them, or --cache tiers-50.",
+            )
+        with self.times.stage("tiers"):
+            network.compress(plan.select(self.bases), plan.rounded)
+            search = self.data.search
+            rows = search[: max(1, settings.tiers_tokens // search.shape[1])]
+            policy, _ = choose_tiers(network, rows, settings.tiers, settings.tiers_repeats, self.progress)
+        return RankSearch(replace(job, policy=policy), self.times, self.progress, network)
+
     def profiles(self, point: Point) -> dict[str, list[list[list[int]]]]:
         """Accuracy -> ranks of every layer and group, for the goal and each further target that can be had.
 
@@ -165,7 +204,7 @@ class RankSearch:
 
     def close(self) -> None:
         """The model is not needed any more."""
-        self._measurer = None
+        self._measurer = self._network = None
 
     def _plan_at(self, target: float) -> RankPlan:
         """The plan of a target, measured where the table lacks something."""
@@ -204,15 +243,7 @@ class RankSearch:
                     f"Copy the run (cp -r {job.run.folder} COPY), and export from the copy.",
                 )
             self.progress.message(f"text: {judged_on(job.recipe.evaluation, checkpoint.tokenizer)}")
-            with self.times.stage("load model"):
-                with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
-                    for file in checkpoint.files:
-                        job.check_unchanged(file)
-                        advance((checkpoint.folder / file).stat().st_size)
-                place = Placement.choose(checkpoint, job.recipe, job.settings.compute, self.progress)
-                with self.progress.task("load model", None, ""):
-                    network = place.model(checkpoint, job.run.folder)
-            spec = job.recipe.evaluation
+            network, spec = self._loaded(), job.recipe.evaluation
             meter = FidelityMeter(
                 EvaluationContext(spec, self.data.rows, checkpoint.tokenizer, checkpoint.config),
                 self.progress,
@@ -220,6 +251,19 @@ class RankSearch:
             )
             self._measurer = Measurer(self.table, self.probes, network, self.bases, meter, self.progress)
         return self._measurer
+
+    def _loaded(self) -> CompressibleModel:
+        if self._network is None:
+            job, checkpoint = self.job, self.job.checkpoint
+            with self.times.stage("load model"):
+                with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
+                    for file in checkpoint.files:
+                        job.check_unchanged(file)
+                        advance((checkpoint.folder / file).stat().st_size)
+                place = Placement.choose(checkpoint, job.recipe, job.settings.compute, self.progress)
+                with self.progress.task("load model", None, ""):
+                    self._network = place.model(checkpoint, job.run.folder)
+        return self._network
 
 
 def _measurements(table: RankTable) -> int:

@@ -10,9 +10,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
-from ..runtime.cache import LONG_TOKENS, EvictingLayer, Policy, cache_policy, stored_bytes
+from ..runtime.cache import LONG_TOKENS, EvictingLayer, Policy, PolicyLayer, cache_policy, stored_bytes
 from ..runtime.cache.sizes import random_rows
-from ..runtime.cache.spans import spans_of
 
 
 class PolicyModel:
@@ -45,12 +44,14 @@ class PolicyModel:
         layers = self.policy.layers(len(plain.layers))
         evicting, known = self.policy.evicts, {}
         likes: list[Any] = list(plain.layers)
+        if self.policy.rows_only:
+            return self._bytes_of_rows(layers, likes, prompt, tokens)
         for index, (layer, like) in enumerate(zip(layers, likes, strict=True)):
             shapes = like.keys.shape, like.values.shape
             if evicting or shapes not in known:
                 states = [random_rows(s[1], tokens, s[3], like.keys.dtype) for s in shapes]
                 if isinstance(layer, EvictingLayer):
-                    layer.spans = self._spans(index)
+                    self._follow(layer, index)
                     layer.fill(states[0][:, :, :prompt], states[1][:, :, :prompt])
                     known[shapes] = [layer.stored_bytes()] * len(total)  # as many stay with each token that comes
                 else:
@@ -71,8 +72,19 @@ class PolicyModel:
         """Of a prompt of LONG_TOKENS."""
         return self.layer_bytes(LONG_TOKENS, LONG_TOKENS)[-1] / LONG_TOKENS
 
-    def _spans(self, index: int) -> Any:
+    def _bytes_of_rows(self, layers: list[PolicyLayer], likes: list[Any], prompt: int, tokens: int) -> list[int]:
+        """`layer_bytes` where layers go by each other: all of them after each step."""
+        states = [[random_rows(s.shape[1], tokens, s.shape[3], s.dtype) for s in (x.keys, x.values)] for x in likes]
+        found = []
+        for index, layer in enumerate(layers):
+            self._follow(layer, index)
+        for start, end in zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True):
+            for layer, (key, value) in zip(layers, states, strict=True):
+                layer.fill(key[:, :, start:end], value[:, :, start:end])
+            found.append(sum(layer.stored_bytes() for layer in layers))
+        return found
+
+    def _follow(self, layer: PolicyLayer, index: int) -> None:
         module = self.network.family.attention_module(self.network.model, index)
-        if not self.compressed or not isinstance(module, RotorAttention):
-            return None
-        return spans_of(module.layout, self.network.dtype.itemsize)
+        if self.compressed and isinstance(module, RotorAttention):
+            layer.follow(module.layout, module.heads_per_kv, self.network.dtype.itemsize)

@@ -35,6 +35,7 @@ from .front import CHANGES, measure_front
 from .measure import StudySubject, target_record, uniform_ranks
 from .peers_part import PeersPart
 from .store import StudyStore
+from .tiers_part import TiersPart
 
 COMPRESSIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 TARGETS = (0.99, 0.95, 0.90)
@@ -174,6 +175,13 @@ class StudyParts:
                 self._caches.combine(name, recipe, partial(self._run, name, recipe))
         else:
             getattr(self._caches, part)()
+
+    def tiers(self, name: str, recipe: Recipe) -> None:
+        """Ratios per token of a recipe's bases against one ratio.
+
+        Source: ZDC section 5.2.
+        """
+        TiersPart(self.subject, self.store, None).measure(name, recipe, partial(self._run, name, recipe))
 
     def pruning(self, name: str, recipe: Recipe) -> None:
         """Error, seconds and spectra by the share of sequences dropped, and by the number of centroids.

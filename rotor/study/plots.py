@@ -17,9 +17,16 @@ from .peers_plot import draw_peers
 from .quantities import quantity
 from .store import StudyStore
 from .tables import SIDE_LABELS, Curves, ablation_curves, curves
+from .tiers_plot import draw_tiers
+from .tiers_tables import tiers_of_recipes
 
 FOLDER = "plots"
-SIZES = {"peers": (15.0, 8.5), "combine": (17.0, 9.0), **dict.fromkeys(("quantise", "evict", "budgets"), (16.0, 5.0))}
+SIZES = {
+    "peers": (15.0, 8.5),
+    "combine": (17.0, 9.0),
+    "tiers": (20.0, 4.8),
+    **dict.fromkeys(("quantise", "evict", "budgets"), (16.0, 5.0)),
+}
 """Inches of the plots that have more than two axes."""
 
 
@@ -56,6 +63,7 @@ def write_plots(store: StudyStore) -> list[Path]:
             ("pruning", lambda figure: _draw_pruning(figure, store.part("pruning"))),
             ("front", lambda figure: _draw_front(figure, store.part("front"))),
             ("peers", lambda figure: draw_peers(figure, peer_records(store))),
+            ("tiers", lambda figure: draw_tiers(figure, tiers_of_recipes(store))),
             ("quantise", lambda figure: draw_quantise(figure, store)),
             ("evict", lambda figure: draw_evict(figure, store)),
             ("budgets", lambda figure: draw_budgets(figure, store)),

@@ -15,7 +15,7 @@ from ..typed import read_text, read_yaml
 CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
 """Policies of the cache."""
 
-ON_REQUEST = ("peers", *CACHE_PARTS)
+ON_REQUEST = ("peers", *CACHE_PARTS, "tiers")
 """Parts that take longest, and are only run when they are named."""
 
 PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", *ON_REQUEST)
@@ -33,9 +33,9 @@ class StudyPlan:
     """A study request, checked before anything is measured.
 
     parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
-    all parts but `curves`, `ablation` and ON_REQUEST are about; allocating: of these, the ones whose ranks choose
-    domain and group size. base: what the ablations change, or None without them; variants: its ablations by name.
-    counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
+    all parts but `curves`, `ablation`, `peers` and CACHE_PARTS are about; allocating: of these, the ones whose ranks
+    choose domain and group size. base: what the ablations change, or None without them; variants: its ablations by
+    name. counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
     """
 
     parts: tuple[str, ...]

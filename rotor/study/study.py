@@ -85,7 +85,8 @@ def study(
         parts: which of PARTS to run; by default `curves`, and `ablation` where there are ablations. `all` stands for
             all that can run but ON_REQUEST, which take longest.
             `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by method `global`.
-        focus: names of the recipes for all parts but `curves`, `ablation` and ON_REQUEST; by default the first.
+        focus: names of the recipes for all parts but `curves`, `ablation`, `peers` and CACHE_PARTS; by default the
+            first.
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` and `pruning` are measured.
         counts: numbers of calibration tokens for `tokens`.
@@ -223,6 +224,7 @@ _PARTS: dict[str, Callable[[StudyParts, StudyPlan], None]] = {
     "front": _front,
     "peers": _peers,
     **{part: _cache_part(part) for part in CACHE_PARTS},
+    "tiers": _each(StudyParts.tiers),
 }
 
 
@@ -273,6 +275,7 @@ _OUTLOOKS: dict[str, Callable[[Outlook, StudyPlan, Tally], None]] = {
     "front": _outlook_front,
     "peers": lambda outlook, plan, tally: outlook.peers(tally, plan.recipes, plan.sizes),
     **{part: _outlook_caches(part) for part in CACHE_PARTS},
+    "tiers": _outlook_each(Outlook.tiers),
 }
 """How each of _PARTS is counted."""
 
@@ -294,4 +297,6 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
 
 def _own_settings(recipe: Recipe) -> dict[str, Any]:
     """What a recipe does not share with the others of the study."""
-    return {key: value for key, value in recipe.to_dict().items() if key not in ("summary", "evaluation", "search")}
+    return {
+        key: value for key, value in recipe.to_dict().items() if key not in ("summary", "evaluation", "search", "cache")
+    }

@@ -16,6 +16,7 @@ from .measure import COLUMNS
 from .peers_part import peer_records, peer_rows
 from .quantities import token_sides
 from .store import StudyStore
+from .tiers_tables import tiers_tables
 
 CSV, SUMMARY = "results.csv", "summary.md"
 CURVE_PARTS = ("curves", "ablation")
@@ -68,6 +69,8 @@ def write_summary(store: StudyStore) -> Path:
         if records:
             lines += ["", f"## {title}", *make(records)]
     for title, header, rows in cache_tables(store):
+        lines += ["", f"## {title}", *table(header, rows)]
+    for title, header, rows in tiers_tables(store):
         lines += ["", f"## {title}", *table(header, rows)]
     return _write(store, SUMMARY, "\n".join(lines) + "\n")
 

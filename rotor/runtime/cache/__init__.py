@@ -1,7 +1,8 @@
 """Caches that need a history: a policy, and the cache layer that follows it. One file a method.
 
 They replace the cache of any causal model that rotor knows, with full attention, and of a compressed checkpoint:
-policies that evict serve every row, those that quantise rows of 16-bit columns. `generate` needs no patch:
+policies that evict serve every row, those that quantise rows of 16-bit columns. Tiers are for compressed checkpoints
+alone. `generate` needs no patch:
 
     use_cache_policy(model, KIVI(bits=2))
     model.generate(**inputs)
@@ -28,6 +29,8 @@ from .quantiser import CodedLayer, Quantiser
 from .random_eviction import Random
 from .sizes import LONG_TOKENS, packed_bytes_per_token
 from .streaming import Streaming
+from .tiered_layer import TieredLayer
+from .tiers import Tiers
 from .window import Window
 
 __all__ = [
@@ -51,6 +54,8 @@ __all__ = [
     "Quantiser",
     "Random",
     "Streaming",
+    "TieredLayer",
+    "Tiers",
     "Window",
     "adopt",
     "bundled_policies",

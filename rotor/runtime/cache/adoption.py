@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...errors import UsageError
+from ...errors import UnsupportedModelError, UsageError
 from ..families import FAMILIES, Family, attention_shape, find_family
 from .bundled import find_policy
 from .evicting_layer import EvictingLayer
@@ -149,6 +149,12 @@ class _Attachment:
         policy.layers(count)  # what does not fit so many is said now
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
         compressed = [hasattr(module, "cache_policy") for module in modules]
+        if policy.rows_only and not all(compressed):
+            raise UnsupportedModelError(
+                f"cache policy {policy.method}: layer {compressed.index(False)} is not compressed, and only a "
+                "compressed layer's columns come in the order of what they are worth.",
+                "Use a checkpoint that `rotor export` wrote, or another policy.",
+            )
         width = _key_width(model.config)
         widths = [m.layout.qk_width if has else width for m, has in zip(modules, compressed, strict=True)]
         check_widths(policy, widths)

@@ -21,11 +21,12 @@ from .per_token import PerToken
 from .policy import Policy, read_policy
 from .random_eviction import Random
 from .streaming import Streaming
+from .tiers import Tiers
 from .window import Window
 
 METHODS: dict[str, type[Policy]] = {
     policy.method: policy
-    for policy in (PerToken, KCVT, KIVI, NUQ, KVQuant, FP8, GEAR, Window, Streaming, H2O, Keyformer, Random)
+    for policy in (PerToken, KCVT, KIVI, NUQ, KVQuant, FP8, GEAR, Window, Streaming, H2O, Keyformer, Random, Tiers)
 }
 NONE = "none"
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
+from ...format.layout import LayerLayout
 from ...kernels.scores.column_sums import Softening
 from .budgets import SqueezeBudgets
 from .codec import tensor_bytes
 from .kept_codes import KeptCodes
-from .layer import PolicyLayer, check_left, seen_by_last
-from .spans import slots_of
+from .layer import PolicyLayer, check_left, mask_of_places, seen_by_last
+from .spans import slots_of, spans_of
 from .token_noise import TokenNoise
 
 if TYPE_CHECKING:
@@ -103,19 +104,7 @@ class EvictingLayer(PolicyLayer):
             return None
         if head_groups is not None and places.shape[1] > 1:
             places = places[:, head_groups.to(places.device)]
-        there = (places >= 0).unsqueeze(2)
-        if mask is None:
-            queries = torch.arange(self.seen, self.seen + self._length, device=places.device)
-            shown = there & (places.unsqueeze(2) <= queries[:, None])
-            if additive is None:
-                return shown
-            least = torch.finfo(additive).min
-            return torch.zeros(shown.shape, dtype=additive, device=shown.device).masked_fill(~shown, least)
-        heads = max(mask.shape[1], places.shape[1])
-        index = places.clamp(min=0).long().unsqueeze(2).expand(-1, heads, self._length, -1)
-        columns = mask.expand(len(places), heads, self._length, -1).gather(-1, index)
-        least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        return columns.masked_fill(~there, least)
+        return mask_of_places(mask, places, self.seen, self._length, additive)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns the keys and values of what is held, in the order of `positions`."""
@@ -137,6 +126,9 @@ class EvictingLayer(PolicyLayer):
         coded = (codes.decode() for codes in self._codes)
         key, value = (torch.cat(both, dim=2) for both in zip(coded, (self.keys, self.values), strict=True))
         return key, value
+
+    def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
+        self.spans = spans_of(layout, element_bytes)
 
     @property
     def _held(self) -> int:

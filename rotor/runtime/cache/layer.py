@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ...errors import UsageError
+from ...format.layout import LayerLayout
 
 
 class PolicyLayer(DynamicLayer):
@@ -72,6 +73,13 @@ class PolicyLayer(DynamicLayer):
         """What a step's hidden states were before this layer's attention was added and after it, [batch_size, length,
         hidden_size] each; only for policies that need them."""
 
+    def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
+        """Before anything is stored of a compressed model: what its rows are, and the bytes of a number in them."""
+
+    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Store tokens whose attention is not known, for counting bytes."""
+        self.update(key_states, value_states)
+
     @abstractmethod
     def stored_bytes(self) -> int:
         """Bytes of all tensors that the layer holds."""
@@ -87,6 +95,32 @@ class PolicyLayer(DynamicLayer):
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): expected a negative number, of tokens to remove.")
         return min(-tokens_to_remove, self.seen)
+
+
+def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int, additive: torch.dtype | None) -> Tensor:
+    """The columns of a mask that rows at some places have.
+
+    Args:
+        mask: [batch_size or 1, heads or 1, length, seen + length], bool (True: attend) or added to the logits; None:
+            causal, without padding.
+        places: [batch_size, heads or 1, slots], -1 where there is nothing.
+        seen: tokens before the step's `length`. additive: the dtype of a mask that has to be made and is to be added
+            to the logits; None: bool.
+    Returns:
+        [batch_size, heads or 1, length, slots].
+    """
+    there = (places >= 0).unsqueeze(2)
+    if mask is None:
+        queries = torch.arange(seen, seen + length, device=places.device)
+        shown = there & (places.unsqueeze(2) <= queries[:, None])
+        if additive is None:
+            return shown
+        least = torch.finfo(additive).min
+        return torch.zeros(shown.shape, dtype=additive, device=shown.device).masked_fill(~shown, least)
+    heads = max(mask.shape[1], places.shape[1])
+    index = places.clamp(min=0).long().unsqueeze(2).expand(-1, heads, length, -1)
+    columns = mask.expand(len(places), heads, length, -1).gather(-1, index)
+    return columns.masked_fill(~there, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
 
 
 def seen_by_last(mask: Tensor, batch_size: int) -> Tensor:

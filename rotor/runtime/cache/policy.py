@@ -37,11 +37,13 @@ class Policy(ABC):
 
     needs_weights: attention has to hand out its weights. needs_states: and what the layers' hidden states are.
     needs_samples: something in it is found on calibration text, and has not been.
-    evicts: tokens are dropped, so that attention has to go by stored positions.
+    evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for the rows of a
+    compressed model.
     """
 
     method: ClassVar[str]
     evicts: ClassVar[bool] = False
+    rows_only: ClassVar[bool] = False
 
     @property
     def needs_weights(self) -> bool:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from ...format.layout import LayerLayout
-from .evicting_layer import EvictingLayer
 from .policy import Policy
-from .spans import spans_of
 
 LONG_TOKENS = 32768
 """Tokens of context to which bytes are extrapolated."""
@@ -25,11 +23,8 @@ def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype
     for layer, layout in zip(policy.layers(len(layouts)), layouts, strict=True):
         widths = [size // (1 if layout.coded else dtype.itemsize) for size in layout.row_bytes(dtype.itemsize)]
         rows = [random_rows(1, tokens, width, torch.uint8 if layout.coded else dtype) for width in widths]
-        if isinstance(layer, EvictingLayer):
-            layer.spans = spans_of(layout, dtype.itemsize)
-            layer.fill(rows[0], rows[1])
-        else:
-            layer.update(rows[0], rows[1])
+        layer.follow(layout, 1, dtype.itemsize)  # of queries nothing is stored
+        layer.fill(rows[0], rows[1])
         total += layer.stored_bytes()
     return total / tokens
 

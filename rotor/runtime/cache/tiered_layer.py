@@ -1,0 +1,213 @@
+"""The cache layer that keeps important tokens with more columns than others: two blocks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...format.layout import LayerLayout
+from .codec import tensor_bytes
+from .layer import PolicyLayer, mask_of_places
+from .tier_index import HIGH, LOW, TierIndex
+from .tier_rows import TierRows, tier_rows
+
+if TYPE_CHECKING:
+    from .tiers import Tiers
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one tier as a step's attention sees them.
+
+    rows: what of the layer's columns they hold. key, value: [batch_size, 1, slots, width]. places: in the sequence,
+    [batch_size, slots] int64, -1 where a slot is empty; None: all tokens in order.
+    """
+
+    rows: TierRows
+    key: Tensor
+    value: Tensor
+    places: Tensor | None
+
+
+class TieredLayer(PolicyLayer):
+    """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer columns.
+
+    A layer that chooses (its index is its own) cuts rows after a step's attention, whose denominators it goes by; one
+    that repeats another's choice cuts them before its own attention.
+
+    Args:
+        index: shared with the layer that chooses, which comes first.
+        chooses: whether this layer does.
+
+    keys, values: rows of important tokens; low_keys, low_values: of the others.
+    """
+
+    def __init__(self, policy: Tiers, index: TierIndex, chooses: bool) -> None:
+        super().__init__()
+        self.policy, self.index, self.chooses = policy, index, chooses
+        self.low_keys: Tensor | None = None
+        self.low_values: Tensor | None = None
+        self.blocks: list[Block] = []
+        self._tiers: tuple[TierRows, TierRows] | None = None
+        self._cut: TierRows | None = None
+        self._length = 0
+
+    def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
+        high, low = self.policy.layouts(layout)
+        parts = heads_per_kv, element_bytes
+        self._tiers = tier_rows(layout, layout, high, *parts), tier_rows(layout, layout, low, *parts)
+        self._cut = tier_rows(layout, high, low, *parts)
+
+    def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
+        self._length = length
+        if self.chooses:
+            self.index.append(mask, batch_size, length, device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the rows of new tokens; `blocks` are then what this step's attention sees. Returns the rows."""
+        length = key_states.shape[2]
+        if self._tiers is None or self._length != length or self.index.seen != self.seen + length:
+            raise UsageError(
+                f"cache policy {self.policy.method}: the model's attention does not know that its cache has tiers.",
+                "Load a checkpoint that `rotor export` wrote, and give it the policy with rotor.use_cache_policy().",
+            )
+        high = self._tiers[0]
+        new = key_states[..., high.key.to(key_states.device)], value_states[..., high.value.to(value_states.device)]
+        if self.keys is None or self.values is None:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.keys, self.values = new
+            self.low_keys, self.low_values = (
+                x[:, :, :0, : len(c)].clone()  # a view would keep alive what it was cut from
+                for x, c in zip(new, self._kept, strict=True)
+            )
+        else:
+            self.keys = torch.cat([self.keys, new[0]], dim=2)
+            self.values = torch.cat([self.values, new[1]], dim=2)
+        self.seen += length
+        if not self.chooses:
+            self._apply()
+        self.blocks = self._blocks()
+        return key_states, value_states
+
+    def finish_step(self, log_sums: Tensor) -> None:
+        """Attention is done.
+
+        Args:
+            log_sums: [batch_size, length, num_heads], the log-sum-exp of each query head's logits over all blocks.
+        """
+        self.blocks = []
+        if self.chooses:
+            self.index.choose(log_sums)
+            self._apply()
+
+    def fill(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.begin(None, len(key_states), key_states.shape[2], key_states.device)
+        self.update(key_states, value_states)
+        self.finish_step(torch.zeros(len(key_states), key_states.shape[2], 1, device=key_states.device))
+
+    def mask_of(self, block: Block, mask: Tensor | None) -> Tensor | None:
+        """The mask of a block, for a layer's mask over all tokens so far; None: all are seen, or causal."""
+        if block.places is None:
+            return mask
+        places = block.places.unsqueeze(1)
+        if mask is None and self._length == 1 and bool((places >= 0).all()):
+            return None
+        return mask_of_places(mask, places, self.seen - self._length, self._length, None)
+
+    @property
+    def _kept(self) -> tuple[Tensor, Tensor]:
+        assert self._cut is not None
+        return self._cut.key, self._cut.value
+
+    def _blocks(self) -> list[Block]:
+        """Those that hold something."""
+        assert self._tiers is not None
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.low_keys is not None
+        assert self.low_values is not None
+        slots = self.keys.shape[2], self.low_keys.shape[2]
+        places = [self.index.places(tier, count) for tier, count in zip((HIGH, LOW), slots, strict=True)]
+        both = (
+            Block(self._tiers[0], self.keys, self.values, places[0]),
+            Block(self._tiers[1], self.low_keys, self.low_values, places[1]),
+        )
+        found = [block for block in both if block.key.shape[2]]
+        if len(found) == 1 and found[0].key.shape[2] == self.seen:
+            whole = found[0]
+            return [Block(whole.rows, whole.key, whole.value, None)]
+        return found
+
+    def _apply(self) -> None:
+        """Take the rows where the index says that they belong."""
+        move = self.index.take(self.seen)
+        if move is None:
+            raise UsageError(
+                f"cache policy {self.policy.method}: a layer was run before the one whose choice it repeats, layer "
+                f"{self.index.layer}.",
+                "Run the whole model on each step.",
+            )
+        if move.high is None or move.low is None:
+            return
+        for high_name, low_name, kept in (("keys", "low_keys", 0), ("values", "low_values", 1)):
+            high, low = getattr(self, high_name), getattr(self, low_name)
+            demoted = _rows(high, move.demoted)[..., self._kept[kept].to(high.device)]
+            setattr(self, low_name, _rows(torch.cat([low, demoted], dim=2), move.low))
+            setattr(self, high_name, _rows(high, move.high))
+
+    def stored_bytes(self) -> int:
+        own = tensor_bytes([self.keys, self.values, self.low_keys, self.low_values])
+        return own + (tensor_bytes([self.index.tiers, self.index.scores]) if self.chooses else 0)
+
+    def reset(self) -> None:
+        self.keys = self.values = self.low_keys = self.low_values = None
+        self.blocks, self.seen, self._length, self.is_initialized = [], 0, 0, False
+        if self.chooses:
+            self.index.reset()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.keys is not None:
+            rows = torch.arange(len(self.keys), device=self.keys.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+        if self.chooses:
+            self.index.select(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens; those before them stay as they were cut.
+
+        Raises:
+            UsageError: a positive number.
+        """
+        count = self.removable(tokens_to_remove)
+        if count == 0:
+            return
+        self.seen -= count
+        if self.chooses:
+            self.index.crop(count)
+        self._apply()
+
+    def offload(self) -> None:
+        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        for name in ("keys", "values", "low_keys", "low_values"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, function(tensor))
+
+
+def _rows(states: Tensor, index: Tensor) -> Tensor:
+    """The rows `index`, [batch_size, slots], of [batch_size, 1, *, width]; any row for an index below 0."""
+    index = index.clamp(min=0).to(states.device)[:, None, :, None]
+    return states.gather(2, index.expand(-1, 1, -1, states.shape[3]))
