@@ -334,6 +334,7 @@ def test_an_offloaded_cache_gives_the_same_tokens(policy: Policy, models) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("policy", LOSSY, **NAMES)
 def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, checkpoints) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoints("pre")).cuda().eval()
