@@ -15,22 +15,18 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..format.kernel_config import LayerKernels, Schedule
 from ..format.layout import AttentionShape, LayerLayout
-from ..kernels.code_reference import coded_attention, partial_attention
+from ..kernels.code_reference import coded_attention
 from ..kernels.defaults import SCHEDULE, default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import grouped_attention, project_keys, rotate
-from ..kernels.scores.column_sums import column_sums
 from .cache.adoption import policy_layer
-from .cache.evicting_layer import EvictingLayer
 from .cache.policy import Policy
-from .cache.spans import spans_of
-from .cache.tiered_layer import TieredLayer
 from .code_rows import CodeRows, check_cache
 from .families import Family
+from .policy_attention import attend_by_policy, in_pytorch
 from .rotary_table import RotaryTable
 from .spread import Spread
-from .tiered_attention import attend_to_tiers
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 FLOAT32 = ("key_shift", "key_constant")
@@ -150,13 +146,9 @@ class RotorAttention(nn.Module):
             query_offset = past_key_values.get_seq_length(self.layer_idx)
             kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
 
-        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        held = cache_layer if isinstance(cache_layer, EvictingLayer) else None
-        tiered = cache_layer if isinstance(cache_layer, TieredLayer) else None
         use_kernels = (
             self.spread is None
-            and held is None
-            and tiered is None
+            and not in_pytorch(cache_layer)
             and kernels_serve(
                 hidden_states,
                 layout,
@@ -168,21 +160,68 @@ class RotorAttention(nn.Module):
                 self.kernels,
             )
         )
-        key_rotation = None
+        key_rotation = index = None
+        if layout.domain == "pre":
+            assert self._rotary is not None
+            if self.spread is None:
+                self._rotary.check_positions(
+                    kwargs.get("position_ids"), attention_mask, past_key_values, query_offset, kv_offset
+                )
+            # The kernels compose rotations, and so want them exact.
+            dtype = torch.float32 if use_kernels else hidden_states.dtype
+            end = query_offset + seq_len if self.spread is None else kv_len
+            key_rotation = self._rotary(kv_offset, kv_len, end, hidden_states.device, dtype)
+            index = torch.arange(seq_len, device=hidden_states.device) + query_offset - kv_offset
+            if self.spread is not None:
+                index = self.spread.indices
+        check_cache(past_key_values, self.layer_idx, layout)
+        rotation = position_embeddings
+        if key_rotation is not None:
+            rotation = key_rotation[0][index], key_rotation[1][index]
+        query, key, value = self._projected(hidden_states, rotation, use_kernels)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, turns: Any) -> Tensor:
+            options = {"scaling": self.scaling, "key_rotation": turns, "use_kernels": use_kernels, **kwargs}
+            return rotor_attention_forward(self, query, key, value, mask, **options)[0]
+
+        if self.spread is not None:
+            output = self.spread.attend(self, query, key, value, past_key_values, key_rotation)
+        elif cache_layer is not None:
+            dropout = kwargs.get("dropout", 0.0)
+            output = attend_by_policy(
+                self, cache_layer, query, key, value, past_key_values, attention_mask, key_rotation, attend, dropout
+            )
+        else:
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, self.layer_idx)
+            output = attend(query, key, value, attention_mask, key_rotation)
+        return self.o_proj(output), None
+
+    def _projected(
+        self, hidden_states: Tensor, rotation: tuple[Tensor, Tensor] | None, use_kernels: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and the rows of keys and values as the cache keeps them, as `grouped_attention` takes all three.
+
+        Args:
+            rotation: cos and sin of these tokens: [batch_size, seq_len, rotary_dim], or in domain `pre` [seq_len,
+                rotary_dim] by which queries alone are rotated.
+        """
+        layout, traced = self.layout, torch.compiler.is_compiling()
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         if layout.domain != "none":
             query = self._heads(query, "q_norm")
         if any(layout.planes):
-            assert position_embeddings is not None
-            query, key = self._turn_planes(query, key, *position_embeddings)
+            assert rotation is not None
+            query, key = self._turn_planes(query, key, *rotation)
         if not layout.folded_keys:
             key = self._heads(key, "k_norm")
         if layout.domain == "post":
-            assert position_embeddings is not None
-            if use_kernels and torch.compiler.is_compiling():
+            assert rotation is not None
+            if use_kernels and traced:
                 from ..kernels import operators  # imports Triton
 
                 query, key = operators.rotate_and_project(
-                    query, key, *position_embeddings, self.query_basis, self.key_basis, self.key_shift, self.described
+                    query, key, *rotation, self.query_basis, self.key_basis, self.key_shift, self.described
                 )
             elif use_kernels:
                 from ..kernels.projection.rotation import rotate_and_project
@@ -190,7 +229,7 @@ class RotorAttention(nn.Module):
                 query, key = rotate_and_project(
                     query,
                     key,
-                    *position_embeddings,
+                    *rotation,
                     layout,
                     self.heads_per_kv,
                     self.query_basis,
@@ -198,22 +237,11 @@ class RotorAttention(nn.Module):
                     self.key_shift,
                 )
             else:
-                cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+                cos, sin = (table.unsqueeze(1) for table in rotation)
                 query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
         elif layout.domain == "pre":
-            assert self._rotary is not None
-            if self.spread is None:
-                self._rotary.check_positions(
-                    kwargs.get("position_ids"), attention_mask, past_key_values, query_offset, kv_offset
-                )
-            # The kernels compose rotations, and so want them exact.
-            dtype = torch.float32 if use_kernels else query.dtype
-            end = query_offset + seq_len if self.spread is None else kv_len
-            key_rotation = self._rotary(kv_offset, kv_len, end, query.device, dtype)
-            index = torch.arange(seq_len, device=query.device) + query_offset - kv_offset
-            if self.spread is not None:
-                index = self.spread.indices
-            query = rotate(query.transpose(1, 2), *(table[index].to(query.dtype) for table in key_rotation))
+            assert rotation is not None
+            query = rotate(query.transpose(1, 2), *(table.to(query.dtype) for table in rotation))
         if layout.folded_keys or key.dim() == 3:
             key = key.unsqueeze(1)
         else:
@@ -221,56 +249,14 @@ class RotorAttention(nn.Module):
             key = project_keys(heads, self.key_basis, layout, self.key_shift)
 
         value = value.unsqueeze(1)
-        check_cache(past_key_values, self.layer_idx, layout)
         if self._code_rows is not None:
-            if use_kernels and torch.compiler.is_compiling():
+            if use_kernels and traced:
                 from ..kernels import operators
 
                 key, value = operators.pack_rows(key, value, self.described)
             else:
                 key, value = self._code_rows.pack(key, value, use_kernels)
-        if self.spread is not None:
-            return self.o_proj(self.spread.attend(self, query, key, value, past_key_values, key_rotation)), None
-        if cache_layer is not None:
-            cache_layer.begin(attention_mask, hidden_states.shape[0], seq_len, hidden_states.device)
-        if held is not None:
-            attention_mask, key_rotation = self._as_held(
-                held, attention_mask, key_rotation, hidden_states.element_size()
-            )
-        if tiered is not None:
-            tiered.follow(layout, self.heads_per_kv, hidden_states.element_size())
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        if tiered is not None:
-            parameters = self.parameters_of_attention()
-            output, of_queries = attend_to_tiers(parameters, tiered, query, attention_mask, key_rotation)
-            tiered.finish_step(of_queries)
-            return self.o_proj(output), None
-        scored, log_sums = None if held is None else held.softening(), None
-        if scored is not None and scored.none and seq_len > 1 and not kwargs.get("dropout"):
-            # Attention's own log-sum-exp is what sums of its columns need.
-            parameters = self.parameters_of_attention()
-            wide, log_sums = partial_attention(query, key, value, parameters, key_rotation, attention_mask)
-            output = wide.to(query.dtype)
-        else:
-            output = rotor_attention_forward(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                scaling=self.scaling,
-                key_rotation=key_rotation,
-                use_kernels=use_kernels,
-                **kwargs,
-            )[0]
-        if held is not None:
-            sums = None
-            if scored is not None:
-                parameters, counted = self.parameters_of_attention(), held.newest
-                sums = column_sums(query, key, parameters, key_rotation, attention_mask, log_sums, scored, counted)
-            held.finish(sums)
-        return self.o_proj(output), None
+        return query, key, value
 
     @property
     def described(self) -> str:
@@ -289,26 +275,6 @@ class RotorAttention(nn.Module):
             self.key_constant,
             self.softcap,
         )
-
-    def _as_held(
-        self,
-        layer: EvictingLayer,
-        mask: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None,
-        element_bytes: int,
-    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """The mask of the tokens that a cache holds, and the rotations of their keys."""
-        groups = self.layout.groups
-        if layer.spans is None:
-            layer.spans = spans_of(self.layout, element_bytes)
-        of_kv_head = {head: index for index, group in enumerate(groups) for head in group.kv_heads}
-        order = torch.tensor([of_kv_head[head] for head in range(len(of_kv_head))])
-        mask = layer.visible(mask, order.repeat_interleave(self.heads_per_kv), None)
-        if rotation is not None:
-            assert layer.positions is not None
-            places = layer.positions.clamp(min=0).long()
-            rotation = rotation[0][places], rotation[1][places]
-        return mask, rotation
 
     def _turn_planes(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on latents that are whole rotary planes: two neighbouring columns of each, of its own frequency.
