@@ -25,12 +25,14 @@ def missing() -> str:
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("check_*.py")))
-def test_in_the_interpreter(name: str) -> None:
+CHECKS = sorted(path.stem for path in FOLDER.glob("check_*.py"))
+SLOW = [name for name in CHECKS if "mark.slow" in (FOLDER / f"{name}.py").read_text("utf-8")]
+
+
+def interpret(name: str, marks: str) -> None:
     paths = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist",
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks,
          str(FOLDER / f"{name}.py")],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
@@ -38,3 +40,16 @@ def test_in_the_interpreter(name: str) -> None:
         cwd=FOLDER.parent.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_the_interpreter(name: str) -> None:
+    interpret(name, "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("name", SLOW)
+def test_more_in_the_interpreter(name: str) -> None:
+    interpret(name, "slow")

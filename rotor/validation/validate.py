@@ -86,7 +86,8 @@ def validate(
     if asked is not None and asked.needs_samples:
         raise UsageError(
             f"--cache {cache}: cache policy {asked.method} is fitted when a checkpoint is exported, and stored in it.",
-            f"`rotor export RUN -o OUT --cache {cache}` writes one; leave --cache out to validate what it stores.",
+            f"`rotor export RUN -o OUT --accuracy 0.99 --cache {cache}` writes one; leave --cache out to "
+            "validate what it stores.",
         )
     with times.stage("integrity"):
         checkpoint = check_integrity(result, progress, digest)

@@ -17,7 +17,10 @@ from rotor.export.export import export
 from rotor.kernels import operators
 from rotor.kernels.defaults import default_layer
 
-CASES = [("llama", "post", 1, False), ("llama", "pre", 2, True)]
+CASES = [
+    ("llama", "post", 1, False),
+    pytest.param(("llama", "pre", 2, True), marks=pytest.mark.slow),
+]
 PROMPT = torch.randint(1, 4096, (2, 13), generator=torch.Generator().manual_seed(5))
 LAYERS = 2
 

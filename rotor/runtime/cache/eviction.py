@@ -85,8 +85,9 @@ class Eviction(Policy):
         if self.needs_samples:
             raise UsageError(
                 f"cache policy {self.method}: squeeze_on calibration: budgets of layers have not been found.",
-                "`rotor export RUN -o OUT --cache NAME` finds and stores them, rotor.fit_cache_policy(model, policy, "
-                "rows) gives a policy that has them; squeeze_on prompt measures each prompt.",
+                "`rotor export RUN -o OUT --accuracy 0.99 --cache NAME` finds and stores them, "
+                "rotor.fit_cache_policy(model, policy, rows) gives a policy that has them; squeeze_on prompt measures "
+                "each prompt.",
             )
         found = [EvictingLayer(self, index) for index in range(count)]
         if self.squeeze is not None:

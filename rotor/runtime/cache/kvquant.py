@@ -84,8 +84,8 @@ class KVQuant(Quantiser):
         if len(self.levels) != count:
             raise UsageError(
                 f"cache policy kvquant: levels of {len(self.levels)} layers, the model has {count}.",
-                "They are found on calibration text: `rotor export RUN -o OUT --cache kvquant-4` stores them, and "
-                "rotor.fit_cache_policy(model, policy, rows) gives a policy that has them.",
+                "They are found on calibration text: `rotor export RUN -o OUT --accuracy 0.99 --cache kvquant-4` "
+                "stores them, and rotor.fit_cache_policy(model, policy, rows) gives a policy that has them.",
             )
         return [CodedLayer(self._streams(levels)) for levels in self.levels]
 
