@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from rotor.errors import UsageError
 from rotor.runtime.cache import H2O, EvictingLayer, Eviction, Keyformer, LayerSample, Random, Streaming, Window
 from rotor.runtime.cache.affine import AffineCode
 from rotor.runtime.cache.budgets import sensitivity_shares, squeeze_shares, three_means
+from rotor.study.cache_tables import cache_tables
+from rotor.study.store import StudyStore
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
 ALL_METHODS = [
@@ -221,6 +224,19 @@ def test_sensitivity_gives_where_it_gains_most() -> None:
     assert sensitivity_shares([[1.0, 0.9, 0.8], [9.0, 1.0, 0.0]], shares, 1.0) == [1.0, 1.0]
     assert sensitivity_shares([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], shares, 1.0) == [0.25, 0.25]
     assert sensitivity_shares([[4.0, 3.9, 0.0]], shares, 0.5) == [0.25]  # 0.5 is above the hull: it gains little
+
+
+def test_a_study_says_the_shares_of_layers_that_a_policy_takes(tmp_path) -> None:
+    """Their mean is the budget, the layer that loses most keeps most, and a policy reads what the table shows."""
+    store = StudyStore(tmp_path, {}, {})
+    losses = [[0.1, 0.05, 0.01], [1.2, 0.7, 0.1], [0.01, 0.0, 0.0]]
+    store.put("budgets/sensitivities/window", {"shares": [0.05, 0.2, 0.6], "kl_div": losses})
+    (rows,) = (rows for title, _, rows in cache_tables(store) if title == "Budgets by measured sensitivity")
+    assert rows[0][0] == "window"
+    shares = tuple(yaml.safe_load(rows[0][1]))
+    assert shares[1] == max(shares)
+    assert sum(shares) / 3 <= 1.001
+    assert Window(layer_shares=shares).layer_shares == shares
 
 
 def test_a_layers_budget_is_its_share() -> None:

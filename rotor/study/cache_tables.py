@@ -11,7 +11,7 @@ from typing import Any
 
 from ..format.atomic import write_text
 from .cache_plans import BUDGET_SHARES, budget_methods
-from .caches_part import COSINES, SENSITIVITY, of_budget, of_share
+from .caches_part import COSINES, SENSITIVITY, of_budget, of_share, shares_of_layers
 from .peers import PeerRecord
 from .peers_part import LISTS, peer_rows
 from .request import CACHE_PARTS
@@ -60,7 +60,7 @@ def cache_tables(store: Any) -> list[Table]:
     found = {part: records for part in CACHE_PARTS if (records := cache_records(store, part))}
     tables = [(titles[part], *peer_rows(records)) for part, records in found.items()]
     named = {record.name: record for records in found.values() for record in records if not record.skipped}
-    tables += [table for table in (*_gear_tables(named), _squeeze_table(named)) if table[2]]
+    tables += [table for table in (*_gear_tables(named), _squeeze_table(named), _shares_table(store)) if table[2]]
     if found:
         header = ["accuracy", "fewest bytes, complete row", "bytes", "fewest bytes, 32K tokens", "bytes at 32K tokens"]
         every = [record for records in found.values() for record in records]
@@ -113,6 +113,16 @@ def _squeeze_table(named: Mapping[str, PeerRecord]) -> Table:
         rows += [cells] if any(cells[1:]) else []
     header = ["method", "alike: token accuracy / budget", f"least for {CLOSE:g}", "SqueezeAttention", "least"]
     return "SqueezeAttention table 2 in shape", header, rows
+
+
+def _shares_table(store: Any) -> Table:
+    """What budgets by measured sensitivity are, to be put into a policy's file."""
+    records = {key: r for key, r in store.part("budgets").items() if key.startswith(SENSITIVITY)}
+    rows = [
+        [key.partition("/")[2], f"[{', '.join(f'{share:.3f}' for share in shares_of_layers(record['kl_div']))}]"]
+        for key, record in records.items()
+    ]
+    return "Budgets by measured sensitivity", ["method", "`layer_shares`"], rows
 
 
 def write_caches_csv(store: Any) -> Path | None:

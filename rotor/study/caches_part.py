@@ -58,8 +58,7 @@ class CachesPart(PeersPart):
             self.store.put(f"budgets/{COSINES}", {"cosines": self._cosines()})
         self._measure("budgets", budgeted())
         for name, policy in sensitive().items():
-            shares = sensitivity_shares(self._sensitivities(name, policy), PROBE_SHARES, BUDGET_SHARE)
-            by_layer = tuple(share / BUDGET_SHARE for share in shares)
+            by_layer = shares_of_layers(self._sensitivities(name, policy))
             self._measure(
                 "budgets", {of_budget(name, "by sensitivity", BUDGET_SHARE): replace(policy, layer_shares=by_layer)}
             )
@@ -141,6 +140,11 @@ class CachesPart(PeersPart):
         self.store.put(f"{part}/{record.name}", asdict(record))
         found = record.skipped or f"{record.mean_kv_bytes_per_token:.1f} bytes a token, KL {record.kl_div:.5f}"
         self.subject.progress.message(f"{part}: {record.name}: {found}")
+
+
+def shares_of_layers(losses: list[list[float]]) -> tuple[float, ...]:
+    """A policy's `layer_shares` at BUDGET_SHARE, by the KL of each layer cut alone at PROBE_SHARES."""
+    return tuple(share / BUDGET_SHARE for share in sensitivity_shares(losses, PROBE_SHARES, BUDGET_SHARE))
 
 
 def evicted() -> dict[str, Policy]:
