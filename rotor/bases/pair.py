@@ -10,9 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BasisPair:
-    """A pair of bases with encode decode^T close to the identity at full rank.
+    """A pair of bases with encode decode^T close to the identity at full rank; of a joint latent, one side's rows of it.
 
-    encode: [num_groups, dim, columns]; latent = x @ encode, for the stacked keys or values x of a group.
+    encode: [num_groups, dim, columns]; latent = x @ encode, for the stacked keys or values x of a group; a joint latent
+        is the sum of that of both sides.
     decode: [num_groups, dim, columns]; x is read as latent @ decode^T, so q . x becomes (q @ decode) . latent.
     singular_values: [num_groups, columns], descending.
     """
