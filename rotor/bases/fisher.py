@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .kq import closed_form
 from .method import Inputs
-from .pair import BasisPair
+from .pair import BasisPair, split_pair
 
 
 def of_keys(inputs: Inputs) -> BasisPair:
@@ -23,13 +23,4 @@ def of_both(inputs: Inputs) -> tuple[BasisPair, BasisPair]:
     Returns:
         qk, vo: of [num_groups, n, 2 n] each; n = group_size * head_dim.
     """
-    pair = closed_form(inputs.information("joint"), inputs.centred("joint"))
-
-    def side(index: int) -> BasisPair:
-        encode, decode = (
-            basis.unflatten(1, (inputs.group_size, 2, -1))[:, :, index].flatten(1, 2)
-            for basis in (pair.encode, pair.decode)
-        )
-        return BasisPair(encode, decode, pair.singular_values)
-
-    return side(0), side(1)
+    return split_pair(closed_form(inputs.information("joint"), inputs.centred("joint")), inputs.group_size)

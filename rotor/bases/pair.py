@@ -27,6 +27,27 @@ class BasisPair:
         return torch.equal(self.encode, self.decode)
 
 
+def split_pair(joint: BasisPair, group_size: int) -> tuple[BasisPair, BasisPair]:
+    """The rows of keys and those of values of bases over both: of each head its key, then its value."""
+
+    def side(index: int) -> BasisPair:
+        def rows(basis: Tensor) -> Tensor:
+            return basis.unflatten(1, (group_size, 2, -1))[:, :, index].flatten(1, 2)
+
+        return BasisPair(rows(joint.encode), rows(joint.decode), joint.singular_values.clone())
+
+    return side(0), side(1)
+
+
+def stacked_pair(keys: BasisPair, values: BasisPair, group_size: int) -> BasisPair:
+    """What `split_pair` took apart."""
+
+    def rows(*sides: Tensor) -> Tensor:
+        return torch.stack([side.unflatten(1, (group_size, -1)) for side in sides], dim=2).flatten(1, 3)
+
+    return BasisPair(rows(keys.encode, values.encode), rows(keys.decode, values.decode), keys.singular_values)
+
+
 def descending_eigh(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (clamped at zero) and eigenvectors in descending order, each vector's largest entry positive.
 

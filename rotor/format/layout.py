@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from ..errors import CheckpointError
 from ..typed import Reader
@@ -18,6 +18,14 @@ from .columns import Columns
 Domain = Literal["post", "pre", "none"]
 """Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or neither: in a model without
 RoPE, or in whole rotary planes, with which RoPE commutes."""
+
+
+class Candidate(NamedTuple):
+    """What a layer may be compressed to. group_size: KV heads that share a latent. joint: values share it too."""
+
+    domain: Domain
+    group_size: int
+    joint: bool = False
 
 
 LayerRanks = list[tuple[int, int]]
@@ -275,7 +283,9 @@ class LayerLayout:
         if len({group.qk_columns is None for group in groups}) != 1:
             raise reader.fail("groups", fields["groups"], "columns by bits in all groups of a layer, or in none")
         if len({group.joint for group in groups}) != 1 or (layout.joint and not (layout.coded and layout.folded_keys)):
-            raise reader.fail("groups", fields["groups"], "joint latents in all groups, of codes folded into k_proj, or in none")
+            raise reader.fail(
+                "groups", fields["groups"], "joint latents in all groups, of codes folded into k_proj, or in none"
+            )
         ranks = [rank for group in groups for rank in (group.qk_rank, group.v_rank)]
         if not all(0 < rank <= MAX_SIZE for rank in ranks):
             raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")

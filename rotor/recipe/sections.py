@@ -66,10 +66,13 @@ class Groups:
         to bits of codes, to choose for each layer among all divisors.
     domain: where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
         `any` leaves it to the ranks likewise. A model without RoPE has neither.
+    joint: keys and values share one latent, kept once, as both come from the same hidden state. It needs keys before
+        RoPE, or a model without it, and codes; a model that norms its keys, and keys after RoPE, keep two latents.
     """
 
     size: int | Literal["all", "any"] = 1
     domain: Literal["post", "pre", "any"] = "post"
+    joint: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ..allocation.registry import RANK_METHODS
 from ..allocation.water_filling import interpolated
 from ..bases.registry import sides_that_read_tokens
 from ..calibration.run import Run
+from ..codes.layer import columns_bytes
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import RECIPE, RESULTS, ROTOR_JSON
@@ -361,7 +362,7 @@ def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
     if point.columns is not None:
-        return before, sum(side.row_bytes(element) for layer in point.columns for pair in layer for side in pair)
+        return before, columns_bytes(point.columns, element)
     return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
 
 
