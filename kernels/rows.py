@@ -115,7 +115,7 @@ def unpack_layer(rows: Tensor, columns: Sequence[Columns], dtype: torch.dtype) -
         groups = rows[..., first : first + count * size].unflatten(-1, (count, size))
         numbers.append(unpack(groups, of_group, dtype).flatten(-2))
         first += count * size
-    return torch.cat(numbers, dim=-1)
+    return torch.cat(numbers, dim=-1) if numbers else rows.new_empty(*rows.shape[:-1], 0, dtype=dtype)
 
 
 def key_columns(layout: LayerLayout) -> list[Columns]:

@@ -263,7 +263,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     network = LayerwiseModel.of(model, batch_tokens=32)
     shape = network.shape
     rows = torch.randint(5, 4000, (3, 16), generator=torch.Generator().manual_seed(0))
-    found = dict(fisher_information(network, rows, shape.num_kv_heads, samples=7))
+    found = dict(fisher_information(network, rows, shape.num_kv_heads, EVERY, samples=7))
     if network.family.bypasses_interface:
         assert set(found[0].samples) == {"key_pre", "key_post", "value"}
         assert found[0].information.tokens == rows.numel()
@@ -302,7 +302,7 @@ def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
     results = []
     for streamed in (False, True):
         weights = weights_of(checkpoint, torch.device("cpu"), torch.float32, streamed)
-        results.append(dict(fisher_information(LayerwiseModel(weights), rows, 2, samples=9)))
+        results.append(dict(fisher_information(LayerwiseModel(weights), rows, 2, EVERY, samples=9)))
     for layer, whole in results[0].items():
         for name in ("key_pre", "key_post", "value"):
             got = results[1][layer].per_token(name, 1)
@@ -322,7 +322,7 @@ def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
     model = load_model(tiny("gpt2"), torch.device("cpu"), torch.float32)
     rows = calibration_tokens(Tokens("synthetic", count=2048, seq_len=64), checkpoint.config, None, model).rows
     network = LayerwiseModel.of(model)
-    found = dict(fisher_information(network, rows, network.shape.num_kv_heads))
+    found = dict(fisher_information(network, rows, network.shape.num_kv_heads, EVERY))
     width = network.shape.num_kv_heads * network.shape.head_dim
     error = 0.02 * torch.randn(rows.shape[0], rows.shape[1], width, generator=torch.Generator().manual_seed(3))
     expected = 0.5 * 0.02**2 * float(found[0].per_token("value", network.shape.num_kv_heads)[0].trace())

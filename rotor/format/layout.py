@@ -161,8 +161,8 @@ class GroupLayout:
         if columns and {name: c.rank for name, c in columns.items()} != ranks:
             raise reader.fail("groups", got, f"columns of both sides, as many as the ranks {ranks}")
         planes, joint = tuple(data.get("planes", ())), data.get("joint", False)
-        if joint and columns.get("qk_columns") != columns.get("v_columns", columns):
-            raise reader.fail("groups", got, "the same columns by bits of keys and values, which are joint")
+        if joint and (data["qk_rank"] != data["v_rank"] or columns.get("qk_columns") != columns.get("v_columns")):
+            raise reader.fail("groups", dict(data), "the same columns of keys and of values, which are joint")
         return cls(tuple(data["kv_heads"]), data["qk_rank"], data["v_rank"], planes, **columns, joint=joint)
 
 
@@ -282,9 +282,9 @@ class LayerLayout:
             raise reader.fail("groups", sorted(sizes), "groups of one size, at least one KV head each")
         if len({group.qk_columns is None for group in groups}) != 1:
             raise reader.fail("groups", fields["groups"], "columns by bits in all groups of a layer, or in none")
-        if len({group.joint for group in groups}) != 1 or (layout.joint and not (layout.coded and layout.folded_keys)):
+        if len({group.joint for group in groups}) != 1 or (layout.joint and not layout.folded_keys):
             raise reader.fail(
-                "groups", fields["groups"], "joint latents in all groups, of codes folded into k_proj, or in none"
+                "groups", fields["groups"], "joint latents in all groups, folded into k_proj, or in none"
             )
         ranks = [rank for group in groups for rank in (group.qk_rank, group.v_rank)]
         if not all(0 < rank <= MAX_SIZE for rank in ranks):

@@ -310,11 +310,11 @@ def _loss(
 
 def _spectrum_names(run: Run, key: str) -> dict[str, str]:
     """By side, what a candidate's singular values are of; those of different names belong into different axes."""
-    candidate = run.info["candidates"][key]
-    where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[candidate["domain"]]
-    heads = int(candidate["group_size"])
+    domain, heads, joint = run.candidates[key]
+    where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[domain]
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
-    return {"qk": where + size, "vo": size}
+    shared = " in one latent with the other side" if joint else ""
+    return {"qk": where + size + shared, "vo": size + shared}
 
 
 def _mean_spectrum(values: Any) -> list[float]:

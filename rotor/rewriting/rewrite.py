@@ -41,7 +41,7 @@ def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tu
         groups = [GroupLayout.coded(own, *columns) for own, columns in zip(heads, bases.columns, strict=True)]
     else:
         groups = [
-            GroupLayout(heads[i], qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]))
+            GroupLayout(heads[i], qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]), joint=bases.joint)
             for i, (qk_rank, v_rank) in enumerate(ranks)
         ]
     return ordered_by_class(domain, folds_keys(domain, has_key_norm), groups)
