@@ -156,7 +156,9 @@ def write_pair(
     for layer in range(shape.num_layers):
         weights = read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)
         if joint:
-            pairs = split_pair(_rotation(shape, 2 * group_size, generator, shape.num_kv_heads // group_size), group_size)
+            pairs = split_pair(
+                _rotation(shape, 2 * group_size, generator, shape.num_kv_heads // group_size), group_size
+            )
         else:
             pairs = _rotation(shape, group_size, generator), _rotation(shape, group_size, generator)
         bases = LayerBases(domain, group_size, *pairs, joint=joint)

@@ -75,9 +75,13 @@ class CodedCache(DynamicCache):
     def __init__(self, layers: list[CodedBases]) -> None:
         super().__init__()
         self.coded = layers
+        self.values: dict[int, Tensor] = {}
+        """Of layers whose values were coded together with their keys by a hook."""
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         bases = self.coded[layer_idx]
+        if bases.joint:
+            return (key, self.values[layer_idx]) if bases.domain == "pre" else fake_both(key, value, bases)
         if bases.domain != "pre":  # else a hook has coded them before they were turned
             key = fake(key, bases.qk, bases.key_codes, bases.group_size)
         return key, fake(value, bases.vo, bases.value_codes, bases.group_size)
@@ -98,15 +102,38 @@ def fake(x: Tensor, pair: BasisPair, codes: tuple[ColumnCode, ...], group_size: 
     return read.unflatten(3, (group_size, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2).to(x.dtype)
 
 
+def fake_both(key: Tensor, value: Tensor, bases: CodedBases) -> tuple[Tensor, Tensor]:
+    """Keys and values [batch_size, num_kv_heads, seq_len, head_dim] through the codes of their joint latents and back."""
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.double().unflatten(1, (-1, bases.group_size)).permute(1, 0, 3, 2, 4).flatten(3)
+
+    latents = [
+        k @ a + v @ b for k, v, a, b in zip(grouped(key), grouped(value), bases.qk.encode, bases.vo.encode, strict=True)
+    ]
+    read = [code.decode(code.encode(z)) for z, code in zip(latents, bases.key_codes, strict=True)]
+
+    def back(pair: BasisPair) -> Tensor:
+        found = torch.stack([z @ decode.T for z, decode in zip(read, pair.decode, strict=True)])
+        return found.unflatten(3, (bases.group_size, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2).to(key.dtype)
+
+    return back(bases.qk), back(bases.vo)
+
+
 def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor:
     """Of the uncompressed model whose keys (by a hook, where they are compressed before RoPE) and values are coded."""
-    model, handles = network.restore(), []
+    model, handles, cache = network.restore(), [], CodedCache(layers)
     model.config._attn_implementation = "eager"
 
     def code_keys(module: Any, inputs: Any, output: Tensor) -> Tensor:
         bases: CodedBases = layers[sources[module]]
         keys = keys_before_rope(network.family, output, network.shape)
         heads = keys.reshape(*output.shape[:2], -1, network.shape.head_dim).transpose(1, 2)
+        if bases.joint:
+            attention = network.family.attention_module(model, sources[module])
+            values = attention.v_proj(inputs[0]).unflatten(-1, (-1, network.shape.head_dim)).transpose(1, 2)
+            coded, cache.values[sources[module]] = fake_both(heads, values, bases)
+            return coded.transpose(1, 2).reshape(output.shape)
         return fake(heads, bases.qk, bases.key_codes, bases.group_size).transpose(1, 2).reshape(output.shape)
 
     sources = {}
@@ -116,7 +143,7 @@ def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor
             sources[source] = index
             handles.append(source.register_forward_hook(code_keys))
     with torch.inference_mode():
-        logits = model(PROMPT, past_key_values=CodedCache(layers), use_cache=True).logits
+        logits = model(PROMPT, past_key_values=cache, use_cache=True).logits
     for handle in handles:
         handle.remove()
     return logits
@@ -126,6 +153,7 @@ CASES = [
     ("llama", "rotor", ()),
     ("llama", "rotor-post", ()),
     ("llama", "rotor", ("groups.size=2",)),
+    ("llama", "rotor", ("groups.joint=false",)),
     ("gpt2", "rotor", ()),
     ("qwen3", "rotor", ()),
     ("gpt_neox", "rotor-post", ()),

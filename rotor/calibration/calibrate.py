@@ -119,6 +119,8 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                 held.enter_context(log_file(partial.folder, "calibrate"))
                 progress.message(line)
                 progress.message(told(job.recipe, job.checkpoint.tokenizer))
+                if job.recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
+                    progress.message("latents: this model norms its keys, so keys and values get a latent each")
         try:
             Calibration(job, partial, streamed, times, progress).run()
         except (NumericsError, DataError):

@@ -283,9 +283,7 @@ class LayerLayout:
         if len({group.qk_columns is None for group in groups}) != 1:
             raise reader.fail("groups", fields["groups"], "columns by bits in all groups of a layer, or in none")
         if len({group.joint for group in groups}) != 1 or (layout.joint and not layout.folded_keys):
-            raise reader.fail(
-                "groups", fields["groups"], "joint latents in all groups, folded into k_proj, or in none"
-            )
+            raise reader.fail("groups", fields["groups"], "joint latents in all groups, folded into k_proj, or in none")
         ranks = [rank for group in groups for rank in (group.qk_rank, group.v_rank)]
         if not all(0 < rank <= MAX_SIZE for rank in ranks):
             raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")
