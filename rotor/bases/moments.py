@@ -22,8 +22,9 @@ CENTRED = ("key_post", "key_pre", "value", "joint")
 
 MOMENTS = ("query", *CENTRED, *(f"{name}_mean" for name in CENTRED), "output")
 """query: after RoPE, per KV head, summed over its query heads. key_post, key_pre: after and before RoPE, stacked over
-the heads of a group. value: stacked likewise. joint: of each head its key, before RoPE, and then its value. key_post_mean and so on: sum of the vectors themselves. output: per query
-head, the group's stacked values averaged with that head's attention weights; its own block is what o_proj receives."""
+the heads of a group. value: stacked likewise. joint: of each head its key, before RoPE, and then its value.
+key_post_mean and so on: sum of the vectors themselves. output: per query head, the group's stacked values averaged with
+that head's attention weights; its own block is what o_proj receives."""
 
 
 @dataclass
@@ -103,7 +104,7 @@ class LayerStatistics:
         return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
 
     def mean(self, group_size: int, name: str = "key_post") -> Tensor:
-        """Sum of the keys or values of one of CENTRED, [num_groups, group_size * head_dim]; of `joint` twice as wide."""
+        """Sum of the vectors of one of CENTRED, [num_groups, group_size * head_dim]; of `joint` twice as wide."""
         total = self.sums[f"{name}_mean"]
         return total.reshape(-1, total.shape[-1] // self.group_size * group_size)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BasisPair:
-    """A pair of bases with encode decode^T close to the identity at full rank; of a joint latent, one side's rows of it.
+    """A pair of bases with encode decode^T close to the identity at full rank; or one side's rows of a joint latent's.
 
     encode: [num_groups, dim, columns]; latent = x @ encode, for the stacked keys or values x of a group; a joint latent
         is the sum of that of both sides.

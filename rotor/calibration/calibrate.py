@@ -120,7 +120,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                 progress.message(line)
                 progress.message(told(job.recipe, job.checkpoint.tokenizer))
                 if job.recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
-                    progress.message("latents: this model norms its keys, so keys and values get a latent each")
+                    progress.message(f"latents: keys and values keep one each: {_not_joint(job)} (groups.joint)")
         try:
             Calibration(job, partial, streamed, times, progress).run()
         except (NumericsError, DataError):
@@ -132,6 +132,15 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                 partial.remove()
             raise
     return Run.open(job.out.path)
+
+
+def _not_joint(job: CalibrationJob) -> str:
+    """Why no candidate has joint latents, though the recipe asks for them where they can be."""
+    if not job.recipe.joins_latents:
+        return "the recipe has no codes in bases by fisher without refit"
+    if all(candidate.domain == "post" for candidate in job.candidates.values()):
+        return "keys are compressed after RoPE"
+    return "this model norms its keys"
 
 
 class Calibration:

@@ -21,7 +21,7 @@ def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Cand
     """
     sizes = _group_sizes(recipe, shape)
     return {
-        f"{domain}-{size}": Candidate(domain, size, recipe.groups.joint and shares_values(domain, family))
+        f"{domain}-{size}": Candidate(domain, size, recipe.joins_latents and shares_values(domain, family))
         for domain in _domains(recipe, family)
         for size in sizes
     }

@@ -157,18 +157,6 @@ CONDITIONS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]],
         lambda r: f"ragged, as objective.kind is {r.objective.kind}: of uniform rows bytes are what is saved",
     ),
     (
-        "groups.joint",
-        lambda r: (
-            not r.groups.joint or (r.coded and (r.bases.qk, r.bases.vo, r.bases.refit) == ("fisher", "fisher", False))
-        ),
-        lambda r: "false, or codes (codes.bits of 8, 4 or 2) in bases by fisher for qk and vo, without bases.refit",
-    ),
-    (
-        "groups.joint",
-        lambda r: not r.groups.joint or r.groups.domain != "post",
-        lambda r: "false, as groups.domain is post: keys after RoPE are no part of the same hidden state",
-    ),
-    (
         "bases.qk",
         lambda r: r.bases.qk in _qk_methods(r),
         lambda r: f"one of {', '.join(_qk_methods(r))}, as groups.domain is {r.groups.domain}",

@@ -58,8 +58,9 @@ def rewrite_layer(
 
     `q_proj` [num_heads * head_dim, hidden] with heads in the order of the layout (without RoPE: rotated and truncated,
     [sum over query heads of qk_rank, hidden]); `k_proj` likewise, or [qk_width, hidden] if the key basis is folded;
-    `v_proj` [v_width, hidden], none where latents are joint: k_proj puts these out; `o_proj` [hidden, sum over query heads of v_rank]. `key_basis` [g * head_dim, qk_width]
-    where keys are projected at run time; `query_basis`, of the same shape, where queries are or keys are rebuilt.
+    `v_proj` [v_width, hidden], none where latents are joint, which k_proj puts out; `o_proj` [hidden, sum over query
+    heads of v_rank]. `key_basis` [g * head_dim, qk_width] where keys are projected at run time; `query_basis`, of the
+    same shape, where queries are or keys are rebuilt.
 
     Of coded bases, all that puts out a column of codes is divided by its step and shifted by its mean (`key_shift`
     [qk_width], float32, where keys are projected at run time), all that reads one is multiplied by the step. What
