@@ -40,8 +40,8 @@ SideParts = Callable[[str, Columns], tuple[Parts, ...]]
 values, or the one of both."""
 
 CodedGroupCost = Callable[[str, Columns, Columns | None], float]
-"""(candidate, columns of keys, columns of values or None where these are in the key latent) -> what one group costs, as a
-share of the uncompressed model."""
+"""(candidate, columns of keys, columns of values or None where these are in the key latent) -> what one group costs, as
+a share of the uncompressed model."""
 
 
 @dataclass(frozen=True)

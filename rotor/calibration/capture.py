@@ -19,9 +19,9 @@ from ..runtime.families import Family
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `key_post`,
-`key_pre` and `value` [tokens, num_kv_heads, head_dim]; `joint` [tokens, num_kv_heads, 2 head_dim], keys before RoPE
-with their values; `output` [tokens, num_heads, group_size * head_dim], the group's stacked values averaged with each query
-head's attention weights."""
+`key_pre` and `value` [tokens, num_kv_heads, head_dim]; `joint` [tokens, num_kv_heads, 2 head_dim], keys (before RoPE)
+with their values; `output` [tokens, num_heads, group_size * head_dim], the group's stacked values averaged with each
+query head's attention weights."""
 
 CAPTURE = "rotor_capture"
 
