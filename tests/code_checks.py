@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from coded import CodedCase
-from kernel_checks import FLOAT32_ERROR, allowed_error, assert_lse, relative_error
+from kernel_checks import FLOAT32_ERROR, allowed_error, assert_lse, relative_error, run_prefill
 from ragged import paged
 from torch import Tensor
 
 from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill.launch import prefill_attention
 from rotor.kernels.truth import Sequence, ragged_attention
 
 
@@ -131,7 +130,7 @@ def check_coded_prefill(
         index < torch.tensor(fields[2], device=device)[:, None]
     )
     key, value, table = poisoned_rows(case, inside, page_size)
-    got, lse = prefill_attention(
+    got, lse = run_prefill(
         case.query,
         key,
         value,
@@ -139,6 +138,7 @@ def check_coded_prefill(
         keys,
         floats.heads_per_kv,
         floats.scaling,
+        packed=page_size > 0,
         query_basis=case.query_basis,
         key_rotation=floats.key_rotation,
         constant_key=case.constant_key,

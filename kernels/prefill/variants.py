@@ -35,7 +35,8 @@ def prefill_variants(
     pointers = {
         **dict.fromkeys(("query", "output", "basis"), dtype),
         **dict.fromkeys(("cos", "sin"), torch.float32 if layout.domain == "pre" else dtype),
-        **dict.fromkeys(("first_key", "end_key", "holes", "block_table", "slices"), torch.int32),
+        **dict.fromkeys(("first_key", "end_key", "holes", "block_table"), torch.int32),
+        **dict.fromkeys(("tasks", "query_start_loc", "slices"), torch.int32),
         **dict.fromkeys(("lse", "constant"), torch.float32),
         "mask": torch.int64 if mask else torch.float32,
     }
@@ -54,7 +55,7 @@ def prefill_variants(
                 *([place[side] for place in places] + [widths[side]] for side in (0, 1)),
             )
             flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
-            flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
+            flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align, "PACKED": page > 0}
             flags["CONSTANT"] = constants["PRE"] and layout.coded
             row = torch.int32 if layout.coded else dtype
             pointers |= {"key": dtype if rebuilt else row, "value": row}
@@ -68,7 +69,7 @@ def prefill_variants(
                     Variant(name + suffix, prefill_kernel, pointers | results, fixed, ("scale", "softcap"), options)
                 )
                 if shape["SLICED"]:
-                    variants += slice_variants(shape, dtype)
+                    variants += slice_variants(shape, dtype, page > 0)
     return variants
 
 
