@@ -62,7 +62,8 @@ class PrefillKeys:
         where it has.
     past: keys before the queries' own as far as the host knows: only the order of launches goes by it.
     query_start_loc: of packed queries, [batch_size + 1], int32: where the queries of each sequence begin, and end.
-    longest: of packed queries, the most of a sequence, as far as the host knows (no less than there are).
+    longest, longest_kv: of packed queries, the most of a sequence and the most keys of one, as far as the host knows (no
+        less than there are; of keys 0 where it does not).
     tasks, plans: row blocks, and how their keys are split over programs, as `prefill.tasks` and `prefill.slices`
         remember them for all layers of a step.
     """
@@ -74,6 +75,7 @@ class PrefillKeys:
     past: int = 0
     query_start_loc: Tensor | None = None
     longest: int = 0
+    longest_kv: int = 0
     tasks: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
     plans: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
@@ -91,6 +93,10 @@ class PrefillKeys:
     @cached_property
     def union(self) -> tuple[Tensor, Tensor]:
         """First and end of the keys that any query of a sequence attends to, both [batch_size], int32."""
+        if self.query_start_loc is not None:
+            start, until = self.query_start_loc[:-1].long(), self.query_start_loc[1:].long()
+            first, end = self.first[start.clamp(max=len(self.first) - 1)], self.end[(until - 1).clamp(min=0)]
+            return first, end.masked_fill(start == until, 0)
         some = self.first < self.end
         return self.first.masked_fill(~some, torch.iinfo(torch.int32).max).amin(-1), (self.end * some).amax(-1)
 
@@ -115,7 +121,13 @@ class PrefillKeys:
 
     @classmethod
     def packed(
-        cls, query_start_loc: Tensor, kv_lens: Tensor, tokens: int, longest: int, window: int | None = None
+        cls,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        tokens: int,
+        longest: int,
+        longest_kv: int = 0,
+        window: int | None = None,
     ) -> PrefillKeys:
         """Sequences of any lengths, their queries behind each other: the last keys of each are its queries' own.
 
@@ -123,7 +135,8 @@ class PrefillKeys:
             query_start_loc: [batch_size + 1], int32, ascending: where the queries of each sequence begin among all
                 tokens, and where the last one's end; sequences may have none, and tokens belong to no sequence.
             kv_lens: [batch_size]: keys of each sequence, the new ones among them.
-            tokens: of the packed queries. longest: the most queries of a sequence that there may be.
+            tokens: of the packed queries.
+            longest, longest_kv: the most queries of a sequence that there may be, and the most keys, 0 if not known.
             window: a query attends to itself and the window - 1 keys before it.
         """
         token = torch.arange(tokens, device=kv_lens.device)
@@ -132,7 +145,7 @@ class PrefillKeys:
         left = until[sequence] - token  # queries from this one on
         end = torch.where((left > 0) & (token >= query_start_loc[0]), kv_lens[sequence] - left + 1, 0)
         first = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
-        return cls(first.int(), end.int(), query_start_loc=query_start_loc, longest=longest)
+        return cls(first.int(), end.int(), query_start_loc=query_start_loc, longest=longest, longest_kv=longest_kv)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> PrefillKeys:

@@ -142,7 +142,11 @@ def run_prefill(
 
     starts = BEFORE + torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
     packed_keys = PrefillKeys(
-        pack(keys.first, 0), pack(keys.end, 0), query_start_loc=starts, longest=query.shape[-2] + 1
+        pack(keys.first, 0),
+        pack(keys.end, 0),
+        query_start_loc=starts,
+        longest=query.shape[-2] + 1,
+        longest_kv=int(keys.end.max()) + 5,
     )
     queries = pack(rows, torch.nan)
     width = layout.group_size * args[0] * layout.v_width

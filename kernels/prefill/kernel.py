@@ -64,13 +64,14 @@ def prefill_kernel(
     QK: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, QK_ROW: tl.constexpr,
     V_ROW: tl.constexpr, PRE: tl.constexpr, CONSTANT: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ALIGN: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, KEY_PAGE: tl.constexpr,
+    MASK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIGN: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
     PRECISION: tl.constexpr, COLUMNS: tl.constexpr, SLICED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the ROWS * SPLIT of a task, a row block of one unit of one sequence; see `prefill_attention`. Offsets and
     strides in units of ALIGN, of the key and value rows in KEY_ALIGN and VALUE_ALIGN. PACKED: queries of sequences of
-    any lengths behind each other, as `query_start_loc` and `tasks` say.
+    any lengths behind each other, as `query_start_loc` and `tasks` say. PAGE: keys of a page of values, KEY_PAGE of
+    keys: 0, as where there are none, of those that were rebuilt.
 
     SLICED: of the keys of a task only the tiles that `slices` names, into `output` [programs, ROWS, V] and `lse`
     [programs, ROWS] (base 2), both float32, which `slices.join_slices` joins.
@@ -152,12 +153,13 @@ def prefill_kernel(
         # Rows behind the last key of the tile's rows may hold anything, pages behind it may not exist.
         valid = (index < tl.max(end, 0)) & (index >= tl.min(tl.where(attends, first, 2147483647), 0))
         block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
+        block_of_key, row_of_key = key_rows(index, start, valid, sequence, block_table, table_stride, KEY_PAGE, TILE)
         latents = ()
         if COLUMNS == 0:
             for p in tl.static_range(len(KEYS)):
                 piece = load_piece(
-                    key_base + KEYS[p][3], block, row, key_block, key_row, KEYS[p][4], valid, KEYS[p][0], KEYS[p][5],
-                    DTYPE,
+                    key_base + KEYS[p][3], block_of_key, row_of_key, key_block, key_row, KEYS[p][4], valid, KEYS[p][0],
+                    KEYS[p][5], DTYPE,
                 )  # fmt: skip
                 latents += (numbers_of(piece, KEYS[p][0], KEYS[p][5], TILE, DTYPE),)
         if PRE:
@@ -167,8 +169,8 @@ def prefill_kernel(
                 for p in tl.static_range(len(KEYS)):
                     places += ((KEYS[p][1], KEYS[p][2], KEYS[p][3], KEYS[p][4]),)
                 key_0, key_1 = rebuilt_tile(
-                    key_base, block, row, key_block, key_row, valid, places, basis_base, stride, basis_row, HALF, KEYS,
-                    HALF, HALF_PADDED, COLUMNS, TILE, ALIGN, KEY_ALIGN, DTYPE, PRECISION,
+                    key_base, block_of_key, row_of_key, key_block, key_row, valid, places, basis_base, stride, basis_row,
+                    HALF, KEYS, HALF, HALF_PADDED, COLUMNS, TILE, ALIGN, KEY_ALIGN, DTYPE, PRECISION,
                 )  # fmt: skip
             else:
                 key_0 = tl.zeros((TILE, HALF_PADDED), tl.float32)

@@ -65,7 +65,8 @@ def prefill_attention(
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
             cache, [at least kv_len, head_dim].
         constant_key, block_table, softcap: as in `decode_attention`.
-        rebuilt: domain `pre`, contiguous: whether keys are rebuilt in memory first; by default where that pays.
+        rebuilt: domain `pre`: whether keys are rebuilt in memory first; by default where that pays, and in pages the
+            host knows how many they may be.
         kernels: the classes, one launch each, and their blocks; by default by rule.
         programs: how many share the keys of a class, where its row blocks are less than half as many; by default as
             `kernels` says.
@@ -78,10 +79,8 @@ def prefill_attention(
     pre, head_dim = layout.domain == "pre", query.shape[-1]
     batch_size, seq_len, packed = keys.batch_size, keys.seq_len, keys.query_start_loc is not None
     if rebuilt is None:
-        tokens = key.shape[0] * key.shape[1]
-        rebuilt = block_table is None and rebuilding_pays(
-            layout, heads_per_kv, head_dim, seq_len, tokens, query.element_size()
-        )
+        tokens = batch_size * (key.shape[1] if block_table is None else keys.longest_kv)
+        rebuilt = tokens > 0 and rebuilding_pays(layout, heads_per_kv, head_dim, seq_len, tokens, query.element_size())
     page = check_page(key, block_table)
     if layout.coded:
         key, value = as_words(key), as_words(value)
@@ -89,7 +88,9 @@ def prefill_attention(
         assert query_basis is not None
         assert key_rotation is not None
         first, end = keys.union
-        key = rebuild_keys(key, layout, query_basis, key_rotation, first, end, constant_key)
+        key = rebuild_keys(
+            key, layout, query_basis, key_rotation, first, end, constant_key, block_table, keys.longest_kv
+        )
     group_rows = layout.group_size * heads_per_kv
     num_heads = group_rows * len(layout.groups)
     queries = keys.first.numel()
@@ -138,8 +139,9 @@ def prefill_attention(
             cls.start * layout.group_size,
         ]  # fmt: skip
         real = scaling, 1.0 if softcap is None else softcap
-        flags = {"PAGE": page, "MASK": keys.mask is not None, "SOFT_CAP": softcap is not None, "ALIGN": align}
-        flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align, "PACKED": packed}
+        flags = {"PAGE": page, "KEY_PAGE": 0 if rebuilt else page, "MASK": keys.mask is not None}
+        flags |= {"SOFT_CAP": softcap is not None, "ALIGN": align, "KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
+        flags["PACKED"] = packed
         flags["CONSTANT"] = constants["PRE"] and constant_key is not None
         if share:
             launch(prefill_kernel, (share * units,), *arguments, 0, *real, **constants, **flags)

@@ -139,9 +139,7 @@ def join_kernel(
     unit = tl.program_id(0) % units
     task = tl.program_id(0) // units
     row = tl.program_id(1)
-    _, row_block, first_query, queries = row_block_at(
-        task, tasks, query_start_loc, batch_size, blocks, seq_len, PACKED
-    )
+    _, row_block, first_query, queries = row_block_at(task, tasks, query_start_loc, batch_size, blocks, seq_len, PACKED)
     row_in_all = row_block * ROWS + row
     if row_in_all < queries * PACK:
         first = tl.load(starts + task)

@@ -15,6 +15,9 @@ from rotor.kernels.prefill.tasks import packed_tasks, task_count
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM = 32
+WAYS = [("none", None), ("pre", False), ("pre", True)]
+"""Domains, and in `pre` keys rebuilt by each row block or once in memory."""
+
 LENGTHS = (1, 2, 15, 0, 16, 17, 100)
 """New tokens; one sequence has none."""
 
@@ -40,68 +43,75 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("group", [(1, 3), (2, 2)], ids=str)
-@pytest.mark.parametrize("domain", ["none", "pre"])
-def test_mixed_lengths_domains_and_groups(domain, group, launches) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_mixed_lengths_domains_and_groups(way, group, launches) -> None:
     """Classes of equal widths are a launch each, all sequences together."""
+    (domain, rebuilt), (size, heads_per_kv) = way, group
     sequences = mixed(0, 37)
-    size, heads_per_kv = group
     case = random_case(
         layer(domain, size, (80, 48), (24, 40), (24, 40)), heads_per_kv, HEAD_DIM, *lengths_of(sequences)
     )
-    check_prefill(case, sequences, page_size=16)
+    check_prefill(case, sequences, page_size=16, rebuilt=rebuilt)
     assert len(launches) == 2
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
-@pytest.mark.parametrize("domain", ["none", "pre"])
-def test_windows_and_pages(domain, page_size) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_windows_and_pages(way, page_size) -> None:
+    domain, rebuilt = way
     sequences = mixed(90, 3)
     case = random_case(layer(domain, 1, (24, 40)), 2, HEAD_DIM, *lengths_of(sequences))
-    check_prefill(case, sequences, page_size=page_size, window=21)
+    check_prefill(case, sequences, page_size=page_size, window=21, rebuilt=rebuilt)
 
 
-@pytest.mark.parametrize("domain", ["none", "pre"])
-def test_a_soft_cap_and_sixteen_bits(domain) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_soft_cap_and_sixteen_bits(way) -> None:
+    domain, rebuilt = way
     sequences = mixed(5)
     case = random_case(layer(domain, 1, (24, 40)), 2, HEAD_DIM, *lengths_of(sequences))
-    check_prefill(case, sequences, page_size=16, softcap=2.0)
-    check_prefill(case.to("cpu", torch.float16), sequences, page_size=16)
+    check_prefill(case, sequences, page_size=16, softcap=2.0, rebuilt=rebuilt)
+    check_prefill(case.to("cpu", torch.float16), sequences, page_size=16, rebuilt=rebuilt)
 
 
-@pytest.mark.parametrize("domain", ["none", "pre"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     "rows", [((MIXTURES[0], MIXTURES[7]), (MIXTURES[3], MIXTURES[2])), ((MIXTURES[4],) * 2,)], ids=str
 )
-def test_mixtures_of_codes(domain, rows) -> None:
+def test_mixtures_of_codes(way, rows) -> None:
+    domain, rebuilt = way
     sequences = mixed(0, 21)
     case = random_coded_case(coded_layer(domain, 2, *rows), 1, HEAD_DIM, *lengths_of(sequences))
-    check_coded_prefill(case, sequences, page_size=16)
-    check_coded_prefill(case, sequences, page_size=32, window=9, softcap=2.0)
+    check_coded_prefill(case, sequences, page_size=16, rebuilt=rebuilt)
+    check_coded_prefill(case, sequences, page_size=32, window=9, softcap=2.0, rebuilt=rebuilt)
 
 
-@pytest.mark.parametrize("domain", ["none", "pre"])
-def test_few_queries_beside_each_other_split_their_keys(domain, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_few_queries_beside_each_other_split_their_keys(way, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as speculation asks for, and a request without new tokens."""
+    domain, rebuilt = way
     joined = []
     join = prefill.join_slices
     monkeypatch.setattr(prefill, "join_slices", lambda *args: (joined.append(args[0].shape), join(*args)))
     sequences = [Sequence(4, 0, 290), Sequence(1, 0, 150), Sequence(0, 0, 0), Sequence(3, 0, 3), Sequence(2, 0, 180)]
     case = random_case(layer(domain, 1, (24, 40)), 2, HEAD_DIM, 5, 4, 290)
     for window in (None, 150):
-        check_prefill(case, sequences, page_size=16, programs=13, window=window)
+        check_prefill(case, sequences, page_size=16, programs=13, window=window, rebuilt=rebuilt)
     case = random_coded_case(coded_layer(domain, 1, (MIXTURES[0], MIXTURES[4])), 2, HEAD_DIM, 5, 4, 290)
-    check_coded_prefill(case, sequences, page_size=64, programs=13)
+    check_coded_prefill(case, sequences, page_size=64, programs=13, rebuilt=rebuilt)
     assert len(joined) == 3
 
 
 def test_ranges_of_packed_queries() -> None:
     """Two tokens that decode stand before them, and one of padding behind; the second request has no new token."""
     starts, kv_lens = torch.tensor([2, 5, 5, 7], dtype=torch.int32), torch.tensor([9, 4, 2])
-    keys = PrefillKeys.packed(starts, kv_lens, 8, 3, window=2)
+    keys = PrefillKeys.packed(starts, kv_lens, 8, 3, 9, window=2)
     assert keys.first[2:7].tolist() == [5, 6, 7, 0, 0]
     assert keys.end.tolist() == [0, 0, 7, 8, 9, 1, 2, 0]
     assert keys.first.dtype == keys.end.dtype == torch.int32
-    assert (keys.batch_size, keys.seq_len) == (3, 3)
+    assert (keys.batch_size, keys.seq_len, keys.longest_kv) == (3, 3, 9)
+    first, end = keys.union
+    assert end.tolist() == [9, 0, 2]
+    assert (first[0], first[2]) == (5, 0)
     assert not PrefillKeys.packed(starts, kv_lens, 8, 3).first.any()
 
 

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...kernels.key_ranges import DecodeKeys, PrefillKeys
 
+
 @dataclass
 class RotorMetadata(AttentionMetadata):
     """A batch with its decoding requests (one token each) first, prompts behind them.
@@ -56,6 +57,7 @@ class RotorMetadata(AttentionMetadata):
                 self.seq_lens[self.num_decodes :],
                 self.num_actual_tokens,
                 max(end - start for start, end in pairwise(starts)),
+                max(self.lengths[self.num_decodes :]),
                 window,
             )
         return self._prefill_keys[window]
