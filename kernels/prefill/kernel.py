@@ -153,7 +153,10 @@ def prefill_kernel(
         # Rows behind the last key of the tile's rows may hold anything, pages behind it may not exist.
         valid = (index < tl.max(end, 0)) & (index >= tl.min(tl.where(attends, first, 2147483647), 0))
         block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
-        block_of_key, row_of_key = key_rows(index, start, valid, sequence, block_table, table_stride, KEY_PAGE, TILE)
+        if KEY_PAGE == PAGE:
+            block_of_key, row_of_key = block, row
+        else:
+            block_of_key, row_of_key = sequence + 0 * index, index
         latents = ()
         if COLUMNS == 0:
             for p in tl.static_range(len(KEYS)):

@@ -65,8 +65,8 @@ def prefill_attention(
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
             cache, [at least kv_len, head_dim].
         constant_key, block_table, softcap: as in `decode_attention`.
-        rebuilt: domain `pre`: whether keys are rebuilt in memory first; by default where that pays, and in pages the
-            host knows how many they may be.
+        rebuilt: domain `pre`: whether keys are rebuilt in memory first; by default where that pays, and
+            of pages only where `keys` knows the most keys of a sequence.
         kernels: the classes, one launch each, and their blocks; by default by rule.
         programs: how many share the keys of a class, where its row blocks are less than half as many; by default as
             `kernels` says.
