@@ -101,6 +101,18 @@ def test_few_queries_beside_each_other_split_their_keys(way, monkeypatch: pytest
     assert len(joined) == 3
 
 
+def test_a_step_without_new_tokens_launches_nothing(launches) -> None:
+    case = random_case(layer("none", 1, (24, 40)), 2, HEAD_DIM, 1, 1, 16)
+    keys = PrefillKeys.packed(torch.tensor([1, 1, 1], dtype=torch.int32), torch.tensor([9, 0]), 1, 0, 9)
+    output = torch.full((1, 80), 7.0)
+    prefill.prefill_attention(
+        case.query[0], case.key, case.value, case.layout, keys, 2, case.scaling, output=output,
+        block_table=torch.zeros(2, 1, dtype=torch.int32),
+    )  # fmt: skip
+    assert launches == []
+    assert bool((output == 7.0).all())
+
+
 def test_ranges_of_packed_queries() -> None:
     """Two tokens that decode stand before them, and one of padding behind; the second request has no new token."""
     starts, kv_lens = torch.tensor([2, 5, 5, 7], dtype=torch.int32), torch.tensor([9, 4, 2])
