@@ -62,8 +62,8 @@ class PrefillKeys:
         where it has.
     past: keys before the queries' own as far as the host knows: only the order of launches goes by it.
     query_start_loc: of packed queries, [batch_size + 1], int32: where the queries of each sequence begin, and end.
-    longest, longest_kv: of packed queries, the most of a sequence and the most keys of one, as far as the host knows (no
-        less than there are; of keys 0 where it does not).
+    longest, longest_kv: of packed queries, the most of a sequence and the most keys of one, as far as the host knows
+        (no less than there are; of keys 0 where it does not).
     tasks, plans: row blocks, and how their keys are split over programs, as `prefill.tasks` and `prefill.slices`
         remember them for all layers of a step.
     """

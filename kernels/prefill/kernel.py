@@ -11,8 +11,9 @@ no memory for it, by each row block for itself, in registers.
 Rows of a tile are (position, query head) pairs of the heads that share keys, positions slowest, so that a chunk of few
 positions still fills a tile. Rows know the range of keys that they attend to: causal, windows, padding, chunks
 against an existing cache and sequences of different lengths are all ranges. Queries are [sequence, position], or of
-sequences of any lengths packed behind each other (`tasks`). The longest row blocks are launched first, and those of a last round that would not fill the GPU in pieces, by a launch of their own. Where there are so few row
-blocks that most of a GPU would idle, the keys of each are split as well (`slices`).
+sequences of any lengths packed behind each other (`tasks`). The longest row blocks are launched first, and those of a
+last round that would not fill the GPU in pieces, by a launch of their own. Where there are so few row blocks that most
+of a GPU would idle, the keys of each are split as well (`slices`).
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ def prefill_kernel(
                 for p in tl.static_range(len(KEYS)):
                     places += ((KEYS[p][1], KEYS[p][2], KEYS[p][3], KEYS[p][4]),)
                 key_0, key_1 = rebuilt_tile(
-                    key_base, block_of_key, row_of_key, key_block, key_row, valid, places, basis_base, stride, basis_row,
-                    HALF, KEYS, HALF, HALF_PADDED, COLUMNS, TILE, ALIGN, KEY_ALIGN, DTYPE, PRECISION,
+                    key_base, block_of_key, row_of_key, key_block, key_row, valid, places, basis_base, stride,
+                    basis_row, HALF, KEYS, HALF, HALF_PADDED, COLUMNS, TILE, ALIGN, KEY_ALIGN, DTYPE, PRECISION,
                 )  # fmt: skip
             else:
                 key_0 = tl.zeros((TILE, HALF_PADDED), tl.float32)
