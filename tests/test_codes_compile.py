@@ -57,8 +57,10 @@ def test_decode(name: str, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["none mixed", "pre mixed"])
-def test_prefill(name: str, capability: int) -> None:
-    settings = {"mask": True, "gpu": Gpu.of_capability(capability)}
+@pytest.mark.parametrize("page", [0, 16])
+def test_prefill(name: str, page: int, capability: int) -> None:
+    """With a mask; and of packed queries over pages."""
+    settings = {"page": page, "mask": not page, "gpu": Gpu.of_capability(capability)}
     for variant in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings):
         if variant.kernel not in (prefill_kernel, rebuild_kernel):
             continue  # as in test_kernels_compile

@@ -112,8 +112,8 @@ def test_slices_are_as_even_as_tiles_allow(joined) -> None:
     assert starts.tolist() == [0, 7, 8, 8]
     assert slices.tolist() == [[0, i, i + 1] for i in range(1, 8)] + [[1, 0, 1], [0, 0, 0]]
     assert planned_slices(keys, 16, 2, 128, 9)[0] is slices  # for all layers of a step
-    # Two row blocks a sequence: four queries of eight heads. The first sees a tile less than the second.
+    # Two row blocks a sequence, the longest first: four queries of eight heads. One sees a tile less than the other.
     keys = PrefillKeys.causal(torch.tensor([4]), torch.tensor([0]), torch.tensor([130]), 4)
     slices, starts = planned_slices(keys, 16, 8, 64, 5)
-    assert starts.tolist() == [0, 1, 3]
-    assert slices.tolist() == [[0, 0, 2], [1, 0, 1], [1, 1, 3], [0, 0, 0], [0, 0, 0]]
+    assert starts.tolist() == [0, 2, 3]
+    assert slices.tolist() == [[0, 0, 1], [0, 1, 3], [1, 0, 2], [0, 0, 0], [0, 0, 0]]
