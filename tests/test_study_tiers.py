@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import FAST_EVALUATION, SHORT_TEXT
@@ -28,6 +30,14 @@ def test_one_ratio_removes_as_much_at_least_predicted_cost() -> None:
             if 0 <= other < 1 and 0 <= (rest := (removed * sizes.sum() - other * sizes[1]) / sizes[0]) < 0.96:
                 changed = Tiers(layer_important=(0.0,) * 3, qk_unimportant=rest, v_unimportant=other)
                 assert found.predicted(policy) <= found.predicted(changed) + 1e-9
+
+
+def test_one_ratio_stays_where_costs_were_measured() -> None:
+    measured = grid()
+    nothing = replace(measured, costs=0 * measured.costs)
+    for found, removed in ((measured, 0.8), (nothing, 0.84)):
+        assert max(one_ratio(found, removed)) <= tier_grid.RATIOS[-1] + 1e-9
+    assert one_ratio(measured, 0.9) == (0.9, 0.9)
 
 
 def test_means_by_distance() -> None:

@@ -54,7 +54,7 @@ def attend_by_policy(
     seq_len = value.shape[2]
     layer.begin(mask, value.shape[0], seq_len, query.device)
     if isinstance(layer, TieredLayer):
-        layer.follow(module.layout, module.heads_per_kv, query.element_size())
+        layer.follow(module.layout, module.heads_per_kv, query.dtype)
         cache.update(key, value, module.layer_idx)
         output, log_sums = attend_to_tiers(module.parameters_of_attention(), layer, query, mask, key_rotation)
         layer.finish_step(log_sums)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ...errors import UnsupportedModelError, UsageError
+from ...format.layout import LayerLayout
 from ...typed import Reader, nearest_name, shorten
 from .codec import tensor_bytes
 from .layer import PolicyLayer
@@ -78,6 +79,21 @@ class Policy(ABC):
     @abstractmethod
     def check_coded(self) -> None:
         """Raises UsageError unless the policy can hold rows of codes."""
+
+    def check_uncoded(self) -> None:
+        """Raises UsageError unless the policy can hold rows of 16-bit columns."""
+
+    def check_softcap(self, layout: LayerLayout) -> None:
+        """Raises UsageError unless the policy can hold rows of a compressed layer whose logits have a soft cap."""
+
+    def check_layer(self, layout: LayerLayout, softcap: float | None) -> None:
+        """Raises UsageError unless the policy can hold the rows of a compressed layer."""
+        if layout.coded:
+            self.check_coded()
+        else:
+            self.check_uncoded()
+        if softcap is not None:
+            self.check_softcap(layout)
 
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for read_policy."""
