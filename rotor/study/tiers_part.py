@@ -23,8 +23,7 @@ from ..search.tier_repeats import by_average_score, by_denominator, importances,
 from .cache_bench import PolicyModel
 from .peers import PeerRecord
 from .peers_part import PeersPart
-
-PART = "tiers"
+from .tiers_codes import PART, CodedTiers
 
 LIMITS = (0.02, 0.05, 0.1, 0.2)
 """Q_d for which ratios are chosen."""
@@ -69,14 +68,13 @@ class TiersPart(PeersPart):
     """Measures what the store does not have yet; raises as PeersPart."""
 
     def measure(self, name: str, recipe: Recipe, run: Callable[[], Run]) -> None:
-        """All of the part for a recipe's bases, of which every column is kept and tiers cut some.
+        """All of the part for a recipe's bases, of which every column is kept and tiers cut some; of codes, CodedTiers.
 
         Args:
             run: gives the recipe's calibration.
         """
         if recipe.coded:
-            self.subject.progress.message(f"{PART}: {name} is left out: tiers are measured on columns of 16 bits")
-            return
+            return CodedTiers(self).measure(name, recipe, run)
         parts = ("layers", "grid", "shares", "ratios", "choices", *(f"records/{label}" for label in labels()))
         if all(self.store.get(f"{PART}/{name}/{part}") for part in parts):
             return

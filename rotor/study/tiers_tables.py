@@ -10,7 +10,8 @@ import numpy as np
 from .peers import PeerRecord
 from .peers_part import peer_rows
 from .store import StudyStore
-from .tiers_part import IMPORTANT, LIMITS, PART, SET_SHARE
+from .tiers_codes import PART
+from .tiers_part import IMPORTANT, LIMITS, SET_SHARE
 
 Table = tuple[str, list[str], list[list[str]]]
 KINDS = ("tiers", "tiers, keys lose more", "g alike", "one ratio", "regression", "oracle")
@@ -44,7 +45,8 @@ def tiers_tables(store: StudyStore) -> Iterator[Table]:
         if "choices" in found:
             yield _choices(name, found["choices"])
         if found["records"]:
-            title = f"`{name}`: tiers against one ratio at equal bytes, report split, read through the cache"
+            against = "one ratio" if "choices" in found else "one plan of codes"
+            title = f"`{name}`: tiers against {against} at equal bytes, report split, read through the cache"
             yield title, *peer_rows(list(found["records"].values()))
 
 
