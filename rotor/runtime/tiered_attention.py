@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..format.layout import LayerLayout
 from ..kernels.code_reference import partial_attention
+from ..kernels.dispatch import widths_fit
 from ..kernels.joining import join
 from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_queries
 from .cache.tier_rows import TierRows
-from .cache.tiered_layer import Block, TieredLayer
+from .cache.tiered_layer import Block, TieredLayer, rows_of_tiers
+from .cache.tiers import Tiers
+
+if TYPE_CHECKING:
+    from .attention import RotorAttention
+
+
+Partial = Callable[..., tuple[Tensor, Tensor]]
+"""As `partial_attention`, its arguments in their order; queries come projected but in domain `pre`."""
+
+
+def tiers_fit_kernels(policy: Tiers, module: RotorAttention, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the Triton kernels have tiles for the rows of both tiers of a layer, which they read one after the other.
+
+    Keys before RoPE run in plain PyTorch: kernels turn a key by its place in the rows, which is not that in the
+    sequence where rows are a tier's.
+    """
+    if module.layout.domain == "pre" or torch.compiler.is_compiling():
+        return False
+    high, low, _ = rows_of_tiers(policy, module.layout, module.heads_per_kv, dtype, device)
+    return all(widths_fit(rows.layout, module.heads_per_kv, module.head_dim, dtype, device) for rows in (high, low))
 
 
 def attend_to_tiers(
@@ -22,12 +45,15 @@ def attend_to_tiers(
     query: Tensor,
     mask: Tensor | None,
     key_rotation: tuple[Tensor, Tensor] | None,
+    partial: Partial = partial_attention,
 ) -> tuple[Tensor, Tensor]:
     """Attention to all blocks that a layer holds.
 
     Args:
         parameters: of the layer, whole.
-        query, mask: as in `grouped_attention`, over all tokens so far. key_rotation: in domain `pre`, of all of them.
+        query, mask: as in `grouped_attention`, over all tokens so far; queries of domain `post` may come projected.
+        key_rotation: in domain `pre`, of all of them.
+        partial: attention to the rows of one block.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the log-sum-exp of each query head's
         logits, [batch_size, seq_len, num_heads].
@@ -38,7 +64,8 @@ def attend_to_tiers(
         query = _projected(query, parameters)
     outputs, log_sums = [], []
     for block in layer.blocks:
-        output, log_sum = _block_attention(parameters, block, query, layer.mask_of(block, mask), key_rotation)
+        own_mask = layer.mask_of(block, mask)
+        output, log_sum = _block_attention(parameters, block, query, own_mask, key_rotation, partial)
         outputs.append(_whole(output, block, sum(widths)))
         log_sums.append(log_sum)
     found, log_sum = (outputs[0], log_sums[0]) if len(outputs) == 1 else join(outputs, log_sums, widths)
@@ -56,7 +83,7 @@ def _projected(query: Tensor, parameters: AttentionParameters) -> Tensor:
 
 def _whole(output: Tensor, block: Block, width: int) -> Tensor:
     """A block's output in all columns of the layer, [..., width]: what is cut is 0, or of codes their mean."""
-    reading = block.rows.value_reading
+    reading, output = block.rows.value_reading, output.to(torch.promote_types(output.dtype, torch.float32))
     if reading is None and output.shape[-1] == width:
         return output
     if reading is None:
@@ -71,6 +98,7 @@ def _block_attention(
     query: Tensor,
     mask: Tensor | None,
     key_rotation: tuple[Tensor, Tensor] | None,
+    partial: Partial,
 ) -> tuple[Tensor, Tensor]:
     rows, own = block.rows, replace(parameters, layout=block.rows.layout)
     if parameters.layout.domain == "pre":
@@ -79,11 +107,11 @@ def _block_attention(
             places = block.places.clamp(min=0).unsqueeze(1)
             key_rotation = key_rotation[0][places], key_rotation[1][places]
         own = _rebuilding(own, parameters.layout, rows)
-        return partial_attention(query, block.key, block.value, own, key_rotation, mask)
+        return partial(query, block.key, block.value, own, key_rotation, mask)
     of_block = query if query.shape[-1] == len(rows.query) else query[..., rows.query]
     if rows.query_reading is not None:
         of_block = of_block * rows.query_reading.factor.to(query.dtype)
-    output, log_sum = partial_attention(of_block, block.key, block.value, own, None, mask)
+    output, log_sum = partial(of_block, block.key, block.value, own, None, mask)
     if rows.query_reading is None or parameters.softcap is not None:
         return output, log_sum  # under a soft cap codes are read without a constant: a mean is 0
     shift = query.to(log_sum.dtype) * rows.query_reading.offset

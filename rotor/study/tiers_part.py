@@ -74,7 +74,8 @@ class TiersPart(PeersPart):
             run: gives the recipe's calibration.
         """
         if recipe.coded:
-            return CodedTiers(self).measure(name, recipe, run)
+            CodedTiers(self).measure(name, recipe, run)
+            return
         parts = ("layers", "grid", "shares", "ratios", "choices", *(f"records/{label}" for label in labels()))
         if all(self.store.get(f"{PART}/{name}/{part}") for part in parts):
             return
