@@ -16,8 +16,9 @@ from rotor.format.columns import Columns
 from rotor.format.layout import GroupLayout, LayerLayout
 from rotor.kernels.code_reference import partial_attention
 from rotor.kernels.parameters import AttentionParameters
-from rotor.kernels.rows import key_columns, unpack_layer, value_columns
+from rotor.kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 from rotor.runtime.cache import Tiers
+from rotor.runtime.cache.tier_bits import BitCut, narrowed
 from rotor.runtime.cache.tier_index import HIGH, LOW, right_aligned
 from rotor.runtime.cache.tier_rows import cut_layout, tier_rows
 from rotor.runtime.cache.tiered_layer import TieredLayer
@@ -104,9 +105,7 @@ class Case:
             tuple(GroupLayout(group.kv_heads, group.qk_rank, group.v_rank) for group in layout.groups),
         )
         of_layer = self.parameters
-        basis, constant = (
-            None if x is None else x.double() for x in (of_layer.query_basis, of_layer.constant_key)
-        )
+        basis, constant = (None if x is None else x.double() for x in (of_layer.query_basis, of_layer.constant_key))
         tables = self.tables(tokens.stop)
         return partial_attention(
             self.queries(tokens).double(),
@@ -263,6 +262,59 @@ def test_shares_are_of_bytes_and_at_least_one_column_stays() -> None:
     assert (group.qk_rank, group.planes, group.v_rank) == (4, (0, 3), 1)
 
 
+SPREAD = Columns(n16=2, n8=12, n4=32, n2=64)
+
+
+def test_bits_are_those_of_a_column_some_places_behind() -> None:
+    """Eight places: each end of a segment is eight columns before; 24: those of 8 bits are gone."""
+    assert narrowed(SPREAD, SPREAD.row_bytes()) == SPREAD
+    assert narrowed(SPREAD, 40) == Columns(n16=2, n8=4, n4=32, n2=64)
+    assert narrowed(SPREAD, 31) == Columns(n16=2, n4=24, n2=64)
+    assert narrowed(SPREAD, 4) == Columns(n16=2)
+    for mixture in (*MIXTURES, SPREAD):
+        sizes = range(mixture.row_bytes(), 0, -1)
+        for wider, narrower in zip(sizes, list(sizes)[1:], strict=False):
+            outer, inner = narrowed(mixture, wider), narrowed(mixture, narrower)
+            pairs = list(zip(widths(inner), widths(outer), strict=False))
+            assert len(widths(inner)) <= len(widths(outer))
+            assert all(own <= bits and (bits < 16 or own == 16) for own, bits in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_shortened_codes_are_the_first_bits(dtype: torch.dtype) -> None:
+    outer, inner = (SPREAD, MIXTURES[1]), (narrowed(SPREAD, 30), MIXTURES[1])
+    numbers = torch.randn(3, 5, 112, generator=torch.Generator().manual_seed(0)) * 8
+    rows = pack_layer(numbers.to(dtype), outer)
+    cut = BitCut.of(outer, inner, dtype, torch.device("cpu"))(rows)
+    before, after = unpack_layer(rows, outer, dtype), unpack_layer(cut, inner, dtype)
+    bits = [(wide, own) for wide, own in zip(widths(SPREAD), widths(inner[0]), strict=False)]
+    for column, (wide, own) in enumerate(bits):
+        if wide == 16:
+            assert torch.equal(after[..., column], before[..., column])
+            continue
+        codes = (before[..., column].long() + 2 ** (wide - 1)) >> (wide - own)
+        assert torch.equal(after[..., column].long() + 2 ** (own - 1), codes)
+    assert torch.equal(after[..., -2:], before[..., -2:])
+
+
+def test_equal_ratios_make_one_kind_of_row() -> None:
+    for kind in CODED:
+        policy = Tiers(important=0.5, qk_important=0.4, qk_unimportant=0.4, v_unimportant=0.0, cut="bits")
+        high, low = policy.layouts(LAYOUTS[kind])
+        assert high == low
+        assert high.row_bytes(2)[0] < LAYOUTS[kind].row_bytes(2)[0]
+        assert high.row_bytes(2)[1] == LAYOUTS[kind].row_bytes(2)[1]
+
+
+def test_a_soft_cap_lets_no_bits_be_cut_after_rope() -> None:
+    policy = Tiers(cut="bits")
+    policy.check_layer(LAYOUTS["codes"], 30.0)
+    policy.check_layer(LAYOUTS["codes after RoPE"], None)
+    with pytest.raises(UsageError, match="cut: bits: the logits have a soft cap"):
+        policy.check_layer(LAYOUTS["codes after RoPE"], 30.0)
+    Tiers().check_layer(LAYOUTS["codes after RoPE"], 30.0)
+
+
 def test_right_aligned() -> None:
     chosen = torch.tensor([[True, False, True, True], [False, False, False, True]])
     assert right_aligned(chosen, 3).tolist() == [[0, 2, 3], [-1, -1, 3]]
@@ -279,6 +331,7 @@ def test_right_aligned() -> None:
         ({"leaders": (0, 2, 2)}, "leaders: got .* expected for each layer itself, or an earlier one"),
         ({"leaders": (0, 0, 1)}, "leaders"),
         ({"importance": "luck"}, "importance"),
+        ({"cut": "rows"}, "cut: got 'rows', expected columns or bits"),
     ],
 )
 def test_what_does_not_fit_is_said(fields: dict[str, Any], text: str) -> None:

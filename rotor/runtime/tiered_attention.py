@@ -73,7 +73,7 @@ def attend_to_tiers(
 
 
 def _projected(query: Tensor, parameters: AttentionParameters) -> Tensor:
-    """Queries of domain `post` for all columns: [batch_size, num_heads, seq_len, head_dim] -> [batch_size, seq_len, .]"""
+    """Queries of domain `post` [batch_size, num_heads, seq_len, head_dim] as those of `none` come, for all columns."""
     assert parameters.query_basis is not None
     tokens = query.transpose(1, 2).flatten(0, 1)
     basis = parameters.query_basis.to(query.dtype)

@@ -80,20 +80,15 @@ class Policy(ABC):
     def check_coded(self) -> None:
         """Raises UsageError unless the policy can hold rows of codes."""
 
-    def check_uncoded(self) -> None:
-        """Raises UsageError unless the policy can hold rows of 16-bit columns."""
-
-    def check_softcap(self, layout: LayerLayout) -> None:
-        """Raises UsageError unless the policy can hold rows of a compressed layer whose logits have a soft cap."""
+    def check_rows(self, coded: bool) -> None:
+        """Raises UsageError unless the policy can hold the rows of a compressed model, of codes or of 16-bit columns."""
+        if coded:
+            self.check_coded()
 
     def check_layer(self, layout: LayerLayout, softcap: float | None) -> None:
-        """Raises UsageError unless the policy can hold the rows of a compressed layer."""
-        if layout.coded:
-            self.check_coded()
-        else:
-            self.check_uncoded()
-        if softcap is not None:
-            self.check_softcap(layout)
+        """Raises UsageError unless the policy can hold the rows of a compressed layer, of which `softcap` bounds the
+        logits."""
+        self.check_rows(layout.coded)
 
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for read_policy."""

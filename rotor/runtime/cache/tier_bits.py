@@ -26,12 +26,14 @@ GONE = -0.5
 def narrowed(columns: Columns, size: int) -> Columns:
     """Columns in which each has the bits that one some places behind it had: as near to `size` bytes as that comes.
 
-    Where bits are allocated by what they gain, the columns at the end of every segment are worth least a bit, and with
-    singular values that fall evenly, a higher price of a bit moves all ends of segments by as many columns. Columns of
-    16 bits are no codes: they keep their bits, and are dropped when no other column is left.
+    Where bits are allocated by what they gain, the columns at the end of every segment gain least by a bit, and if what
+    columns are worth falls evenly, a higher price of a bit moves the ends of all segments by as many columns. Columns
+    of 16 bits are no codes: they keep their bits, and are dropped when no other column is left.
+
+    Args:
+        size: bytes of a row in which a column of 16 bits takes two.
     """
-    found = min(_candidates(columns), key=lambda one: abs(one.row_bytes() - size))
-    return found
+    return min(_candidates(columns), key=lambda one: abs(one.row_bytes() - size))
 
 
 def _candidates(columns: Columns) -> Iterator[Columns]:

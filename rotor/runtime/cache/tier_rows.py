@@ -75,7 +75,9 @@ def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLay
     return replace(layout, groups=tuple(_cut_group(group, qk_ratio, v_ratio) for group in layout.groups))
 
 
-def narrow_layout(whole: LayerLayout, qk_ratio: float, v_ratio: float, within: LayerLayout | None = None) -> LayerLayout:
+def narrow_layout(
+    whole: LayerLayout, qk_ratio: float, v_ratio: float, within: LayerLayout | None = None
+) -> LayerLayout:
     """The layout of rows of codes without a share of each group's bytes, by fewer bits of its columns (`narrowed`).
 
     Args:

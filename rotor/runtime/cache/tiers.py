@@ -41,9 +41,9 @@ class Tiers(Policy):
     Bytes: those of both kinds of rows, and for each layer that chooses a byte a token, and a float32 an important one.
     Limits: for compressed checkpoints, whose columns are nested; a column that was refitted for its rank, or centred,
     is cut no better than another. A code that was shortened keeps the clip of the wider one, and so steps that are
-    coarser than those of a code fitted to its bits. Queries keep all columns: the paper cuts those of unimportant tokens too, which saves
-    arithmetic and no cache. Codes after RoPE give denominators without what the columns' means add to every logit of a
-    query. Runs in plain PyTorch.
+    coarser than those of a code fitted to its bits. Queries keep all columns: the paper cuts those of unimportant
+    tokens too, which saves arithmetic and no cache. Codes after RoPE give denominators without what the columns' means
+    add to every logit of a query. Keys before RoPE run in plain PyTorch.
     Source: ZDC section 5.2. Its equation 6 asks for p^u < p^i and p_QK <= p_VW, its text for the opposite ("unimportant
     tokens have a higher p; the QK pair has more dimensions to drop"): the text, of which p^u >= p^i is required here.
     """
@@ -106,18 +106,19 @@ class Tiers(Policy):
     def check_coded(self) -> None:
         """Rows of codes are cut between words, or code by code."""
 
-    def check_uncoded(self) -> None:
-        if self.cut == "bits":
+    def check_rows(self, coded: bool) -> None:
+        if self.cut == "bits" and not coded:
             raise UsageError(
                 f"cache policy {self.method}: cut: bits: this checkpoint's columns are numbers of 16 bits, no codes "
                 "that could lose some.",
                 "Use cut: columns, or a checkpoint of recipe rotor.",
             )
 
-    def check_softcap(self, layout: LayerLayout) -> None:
-        if self.cut == "bits" and layout.coded and layout.domain != "pre":
+    def check_layer(self, layout: LayerLayout, softcap: float | None) -> None:
+        super().check_layer(layout, softcap)
+        if self.cut == "bits" and softcap is not None and layout.domain != "pre":
             raise UsageError(
-                f"cache policy {self.method}: cut: bits: the logits have a soft cap, which lets nothing be added to all "
-                "that a query has of shortened codes after RoPE.",
+                f"cache policy {self.method}: cut: bits: the logits have a soft cap, behind which nothing can be added "
+                "for the middle of wider levels.",
                 "Use cut: columns, or a checkpoint with keys before RoPE.",
             )
