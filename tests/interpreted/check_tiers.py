@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from coded import MIXTURES, coded_layer, random_coded_case
+from conftest import build_tiny, calibrated
 from kernel_checks import FLOAT32_ERROR, relative_error
 from ragged import layer, random_case
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from rotor.export.export import export
 from rotor.format.layout import GroupLayout
 from rotor.kernels.attention import packed_partial_attention
 from rotor.kernels.code_reference import partial_attention
+from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rows import key_columns, unpack_layer, value_columns
-from rotor.runtime.cache import TieredLayer, Tiers
+from rotor.runtime.cache import TieredLayer, Tiers, cache_policy
 from rotor.runtime.tiered_attention import attend_to_tiers
 
 HPK, HEAD_DIM, TOKENS, PADS = 2, 32, 40, (7, 0)
@@ -79,3 +84,29 @@ def test_two_launches_joined_are_attention_to_both_blocks(kind: str, number: int
     assert len(launches) > len(STEPS) or policy.important == 0.0
     assert kept.low_keys is not None
     assert kept.low_keys.shape[2]
+
+
+def test_a_model_with_tiers_runs_them_in_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = calibrated(build_tiny("llama", tmp_path / "m"), tmp_path / "run", "post", 1)
+    export(run.folder, tmp_path / "out", compression=0.2, measure=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    prompt = torch.randint(1, 4096, (2, 12), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    calls, logits = [], {}
+    monkeypatch.setattr(
+        "rotor.kernels.attention.decode_attention",
+        lambda *args, **kwargs: calls.append(args[1].shape[1]) or decode_attention(*args, **kwargs),
+    )
+    for choice in ("reference", "triton"):
+        monkeypatch.setenv("ROTOR_ATTENTION", choice)
+        with cache_policy(model, Tiers(important=0.5, qk_unimportant=0.5, v_unimportant=0.5)):
+            found = model.generate(
+                prompt, attention_mask=mask, max_new_tokens=2, do_sample=False, pad_token_id=0, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+        logits[choice] = torch.stack(found.logits)
+        assert len(calls) == (0 if choice == "reference" else 2 * 2)  # two layers, two blocks
+    assert max(calls) < 12
+    error = (logits["triton"] - logits["reference"]).norm() / logits["reference"].norm()
+    assert error < 1e-5

@@ -81,7 +81,7 @@ class Policy(ABC):
         """Raises UsageError unless the policy can hold rows of codes."""
 
     def check_rows(self, coded: bool) -> None:
-        """Raises UsageError unless the policy can hold the rows of a compressed model, of codes or of 16-bit columns."""
+        """Raises UsageError unless the policy can hold rows of a compressed model: of codes, or of 16-bit columns."""
         if coded:
             self.check_coded()
 

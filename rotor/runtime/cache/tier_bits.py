@@ -89,7 +89,9 @@ class BitCut:
 
     @classmethod
     def of(cls, outer: Sequence[Columns], inner: Sequence[Columns], dtype: torch.dtype, device: torch.device) -> BitCut:
-        kept, shifts, start = [], [], 0
+        kept: list[int] = []
+        shifts: list[int] = []
+        start = 0
         for before, after in zip(outer, inner, strict=True):
             kept += range(start, start + after.rank)
             shifts += [wide - own for wide, own in zip(bits_of(before), bits_of(after), strict=False)]
