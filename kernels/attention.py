@@ -130,7 +130,7 @@ def _launched(
     kernels: LayerKernels | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [batch_size, seq_len, .], and what the launches give as log-sum-exp."""
-    layout, key, value = parameters.layout, key[:, 0], value[:, 0]
+    layout, key, value = parameters.layout, key[:, 0], parameters.value_rows(key, value)[:, 0]
     pre = layout.domain == "pre"
     common: dict[str, Any] = {"softcap": parameters.softcap}
     if pre:

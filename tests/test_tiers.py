@@ -32,6 +32,7 @@ LAYOUTS = {
     "none": layer("none", 2, (12, 8), (12, 8)),
     "codes": coded_layer("pre", 2, (MIXTURES[0], MIXTURES[2]), (MIXTURES[3], MIXTURES[4])),
     "codes after RoPE": coded_layer("post", 2, (MIXTURES[0], MIXTURES[2]), (MIXTURES[3], MIXTURES[4])),
+    "codes joint": coded_layer("pre", 2, (MIXTURES[0], None), (MIXTURES[6], None)),
     "codes without RoPE": coded_layer("none", 1, (MIXTURES[7], MIXTURES[0]), (MIXTURES[6], MIXTURES[7])),
 }
 CODED = [kind for kind in LAYOUTS if kind.startswith("codes")]
@@ -77,13 +78,14 @@ class Case:
     def expected(self, policy: Tiers, tokens: slice, tiers: np.ndarray) -> tuple[Tensor, Tensor]:
         """Attention to whole rows of numbers, each read as its tier has it; tiers [rows, tokens so far]."""
         sides, layout = [], self.layout
-        numbers = self.key[:, : tokens.stop], self.value[:, : tokens.stop]
-        columns = key_columns(layout), value_columns(layout)
+        value = self.key if layout.joint else self.value
+        numbers = self.key[:, : tokens.stop], value[:, : tokens.stop]
+        columns = key_columns(layout), key_columns(layout) if layout.joint else value_columns(layout)
         for side, rows in enumerate(numbers):
             found = unpack_layer(rows, columns[side], self.dtype) if layout.coded else rows.clone()
             found = found.double()
             for tier, cut in zip((HIGH, LOW), policy.layouts(layout), strict=True):
-                own = key_columns(cut) if side == 0 else value_columns(cut)
+                own = key_columns(cut) if side == 0 or layout.joint else value_columns(cut)
                 read = found.clone()
                 offset = 0
                 for index, (whole, part) in enumerate(zip(layout.groups, cut.groups, strict=True)):
@@ -304,6 +306,7 @@ def test_equal_ratios_make_one_kind_of_row() -> None:
         assert high == low
         assert high.row_bytes(2)[0] < LAYOUTS[kind].row_bytes(2)[0]
         assert high.row_bytes(2)[1] == LAYOUTS[kind].row_bytes(2)[1]
+        assert high.joint == LAYOUTS[kind].joint
 
 
 def test_a_soft_cap_lets_no_bits_be_cut_after_rope() -> None:

@@ -88,16 +88,16 @@ def narrow_layout(
         assert outer.qk_columns is not None
         assert outer.v_columns is not None
         sizes = group.row_bytes(STORED_BYTES)
-        kept = round((1 - qk_ratio) * sizes[0]), round((1 - v_ratio) * sizes[1])
-        columns = narrowed(outer.qk_columns, kept[0]), narrowed(outer.v_columns, kept[1])
-        groups.append(GroupLayout.coded(group.kv_heads, *columns))
+        keys = narrowed(outer.qk_columns, round((1 - qk_ratio) * sizes[0]))
+        values = None if group.joint else narrowed(outer.v_columns, round((1 - v_ratio) * sizes[1]))
+        groups.append(GroupLayout.coded(group.kv_heads, keys, values))
     return replace(whole, groups=tuple(groups))
 
 
 def _cut_group(group: GroupLayout, qk_ratio: float, v_ratio: float) -> GroupLayout:
     if group.qk_columns is not None and group.v_columns is not None:
-        columns = _cut_columns(group.qk_columns, qk_ratio), _cut_columns(group.v_columns, v_ratio)
-        return GroupLayout.coded(group.kv_heads, *columns)
+        values = None if group.joint else _cut_columns(group.v_columns, v_ratio)
+        return GroupLayout.coded(group.kv_heads, _cut_columns(group.qk_columns, qk_ratio), values)
     step = 2 if group.planes else 1
     qk_rank, v_rank = _kept(group.qk_rank, qk_ratio, step), _kept(group.v_rank, v_ratio, 1)
     return replace(group, qk_rank=qk_rank, v_rank=v_rank, planes=group.planes[: qk_rank // 2])
@@ -188,6 +188,7 @@ class _Beginnings:
 
 
 def _reading(whole: LayerLayout, inner: LayerLayout, side: Side, device: torch.device) -> Reading | None:
+    side = "key" if whole.joint else side
     pairs = list(zip(_columns(whole, side), _columns(inner, side), strict=True))
     if all(before == after for before, after in pairs):
         return None

@@ -28,7 +28,7 @@ class Tiers(Policy):
     Args:
         important: g. layer_important: g of each layer, in its place.
         qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key row's bytes that are removed.
-        v_important, v_unimportant: p_VW^i and p_VW^u, of a value row's.
+        v_important, v_unimportant: p_VW^i and p_VW^u, of a value row's; joint latents are all in the key row.
         cut: what removes them: `columns`, from the end of each group; `bits`, of rows of codes: see `narrowed`.
         leaders: for each layer the one whose choice it repeats, itself where it chooses; () where all choose. A layer
             that repeats a choice knows it before its own attention, and cuts rows before it.
