@@ -30,7 +30,7 @@ ALIKE = "bits of all tokens"
 
 def policies() -> dict[str, Tiers]:
     """Tiers by what cuts the rows of unimportant tokens, and by what chose these."""
-    found = {}
+    found: dict[str, Tiers] = {}
     cuts: tuple[Literal["bits", "columns"], ...] = ("bits", "columns")
     for cut in cuts:
         tiers = Tiers(important=IMPORTANT, qk_unimportant=RATIO, v_unimportant=RATIO, cut=cut)

@@ -80,7 +80,8 @@ def _choices(axes: Any, record: dict[str, Any]) -> None:
 def _records(axes: Any, records: dict[str, PeerRecord]) -> None:
     for index, (kind, found) in enumerate(_by_kind(records).items()):
         points = sorted((one.mean_kv_bytes_per_token, one.kl_div) for one in found)
-        _line(axes, index, *(list(column) for column in zip(*points, strict=True)), kind, linestyle=":")
+        x, y = (list(column) for column in zip(*points, strict=True))
+        _line(axes, index, x, y, kind, linestyle=":")
     axes.set(xlabel="bytes of cache per token", ylabel="KL divergence (nats per token)", yscale="log")
     _legend(axes)
 
