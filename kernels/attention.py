@@ -82,6 +82,27 @@ def packed_attention(
     return attend(query, key, value, parameters, head_dim, keys, key_rotation, schedule, kernels)
 
 
+def packed_partial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    head_dim: int,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `code_reference.partial_attention`: attention to some of the keys, to be joined with that to the others.
+
+    Args:
+        As in `packed_attention`, in domains `post` and `none`.
+    Returns:
+        [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of each
+        query head's logits, [batch_size, seq_len, num_heads], float32.
+    """
+    keys = ranges_of(attention_mask, (key.shape[0], seq_len_of(query), key.shape[2]), key.device)
+    output, log_sums = _launched(query, key, value, parameters, head_dim, keys, None, SCHEDULE, None)
+    return output, log_sums.unsqueeze(1) if isinstance(keys, DecodeKeys) else log_sums.transpose(1, 2)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -94,6 +115,21 @@ def attend(
     kernels: LayerKernels | None = None,
 ) -> Tensor:
     """As `packed_attention`, with the ranges of keys that queries attend to: DecodeKeys where there is one query."""
+    return _launched(query, key, value, parameters, head_dim, keys, key_rotation, schedule, kernels)[0]
+
+
+def _launched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    head_dim: int,
+    keys: DecodeKeys | PrefillKeys,
+    key_rotation: tuple[Tensor, Tensor] | None,
+    schedule: Schedule,
+    kernels: LayerKernels | None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [batch_size, seq_len, .], and what the launches give as log-sum-exp."""
     layout, key, value = parameters.layout, key[:, 0], parameters.value_rows(key, value)[:, 0]
     pre = layout.domain == "pre"
     common: dict[str, Any] = {"softcap": parameters.softcap}
@@ -104,7 +140,7 @@ def attend(
             "constant_key": parameters.constant_key,
         }
     if isinstance(keys, DecodeKeys):
-        output, _ = decode_attention(
+        output, log_sums = decode_attention(
             query[:, :, 0] if pre else query[:, 0],
             key,
             value,
@@ -115,7 +151,7 @@ def attend(
             schedule=schedule,
             **common,
         )
-        return output.unsqueeze(1)
+        return output.unsqueeze(1), log_sums
     return prefill_attention(
         query,
         key,
@@ -126,7 +162,7 @@ def attend(
         parameters.scaling,
         kernels=kernels,
         **common,
-    )[0]
+    )
 
 
 def _capturing() -> bool:

@@ -268,7 +268,10 @@ class Run:
     @property
     def candidates(self) -> dict[str, Candidate]:
         """What each layer may be compressed to, by key."""
-        return {key: Candidate(**candidate) for key, candidate in self.info["candidates"].items()}
+        return {
+            key: Candidate(found["domain"], found["group_size"], found.get("joint", False))
+            for key, found in self.info["candidates"].items()
+        }
 
     def columns(self, candidate: Candidate) -> tuple[int, int]:
         """Groups of a layer, and the columns of each of their latents."""

@@ -149,7 +149,7 @@ class RotorAttention(nn.Module):
 
         use_kernels = (
             self.spread is None
-            and not in_pytorch(cache_layer)
+            and not in_pytorch(cache_layer, self, hidden_states)
             and kernels_serve(
                 hidden_states,
                 layout,
@@ -188,10 +188,10 @@ class RotorAttention(nn.Module):
         if self.spread is not None:
             output = self.spread.attend(self, query, key, value, past_key_values, key_rotation)
         elif cache_layer is not None:
-            dropout = kwargs.get("dropout", 0.0)
             output = attend_by_policy(
-                self, cache_layer, query, key, value, past_key_values, attention_mask, key_rotation, attend, dropout
-            )
+                self, cache_layer, query, key, value, past_key_values, attention_mask, key_rotation, attend,
+                kwargs.get("dropout", 0.0), use_kernels,
+            )  # fmt: skip
         else:
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, self.layer_idx)

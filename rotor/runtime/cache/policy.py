@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ...errors import UnsupportedModelError, UsageError
+from ...format.layout import LayerLayout
 from ...typed import Reader, nearest_name, shorten
 from .codec import tensor_bytes
 from .layer import PolicyLayer
@@ -78,6 +79,16 @@ class Policy(ABC):
     @abstractmethod
     def check_coded(self) -> None:
         """Raises UsageError unless the policy can hold rows of codes."""
+
+    def check_rows(self, coded: bool) -> None:
+        """Raises UsageError unless the policy can hold rows of a compressed model: of codes, or of 16-bit columns."""
+        if coded:
+            self.check_coded()
+
+    def check_layer(self, layout: LayerLayout, softcap: float | None) -> None:
+        """Raises UsageError unless the policy can hold the rows of a compressed layer, of which `softcap` bounds the
+        logits."""
+        self.check_rows(layout.coded)
 
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for read_policy."""
