@@ -87,7 +87,7 @@ def decode_config(
     head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory. `tuning.decode_constants`
     puts others in their place.
     """
-    return {**_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu), **chosen_constants()}
+    return {**_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu), **dict(chosen_constants())}
 
 
 @lru_cache(maxsize=4096)

@@ -82,15 +82,16 @@ def test_nothing_else_launches_kernels() -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Records what PyTorch itself would run on a GPU; memory and views are no launches."""
+    """Records what PyTorch itself would run on a GPU, and apart from it what is allocated; views are neither."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.allocated: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view and "empty" not in func.name():
-            self.names.append(func.name())
+        if not func.is_view:
+            (self.allocated if "empty" in func.name() else self.names).append(func.name())
         return func(*args, **(kwargs or {}))
 
 
@@ -110,7 +111,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("domain", ["none", "pre"])
 def test_a_later_layer_of_a_decoding_step_launches_two_kernels_and_nothing_else(domain, masked, launched) -> None:
-    """Attention and the combination of its slices; nothing of PyTorch's that a GPU would run, in inference mode."""
+    """Attention and the combination of its slices; nothing of PyTorch's that a GPU would run, in inference mode.
+
+    Nor is anything allocated but the output: partial results have memory that stays.
+    """
     from rotor.kernels import attention
 
     case = random_case(layer(domain, 2, (48, 56), (16, 24)), 2, 32, 3, 1, 64)
@@ -130,6 +134,7 @@ def test_a_later_layer_of_a_decoding_step_launches_two_kernels_and_nothing_else(
             attend(1)
     assert launched == ["decode_kernel", "combine_kernel"]
     assert counted.names == []
+    assert counted.allocated == ["aten::new_empty"]
 
 
 @pytest.mark.parametrize("domain", ["post", "pre"])
