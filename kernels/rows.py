@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 import torch
@@ -126,6 +128,28 @@ def key_columns(layout: LayerLayout) -> list[Columns]:
 def value_columns(layout: LayerLayout) -> list[Columns]:
     """As `key_columns`."""
     return [group.v_columns for group in layout.groups if group.v_columns is not None]
+
+
+@dataclass(frozen=True)
+class LayerColumns:
+    """The columns by bits of each group of a layer, of its keys and of its values."""
+
+    key: tuple[Columns, ...]
+    value: tuple[Columns, ...]
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, layout: LayerLayout) -> LayerColumns:
+        """Those of a layer that keeps rows of codes."""
+        return cls(tuple(key_columns(layout)), tuple(value_columns(layout)))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.key, self.value))
+
+    def __hash__(self) -> int:
+        """Computed once: every launch looks the layer up in caches."""
+        return self._hash
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:

@@ -15,8 +15,9 @@ from .decode.variants import decode_variants
 from .layer_table import layer_parts
 from .prefill.variants import prefill_variants
 from .projection.append import append_variant
+from .projection.coded import rotate_and_pack_variants
 from .projection.rotation import rotation_variants
-from .rows import key_columns, value_columns
+from .rows import LayerColumns
 from .tile_sizes import HOPPER, Gpu
 
 
@@ -55,9 +56,9 @@ def model_variants(
             )
             variants += prefill_variants(layout, heads_per_kv, head_dim, dtype, kernels=kernels, **settings)
         if layout.domain == "post":
-            variants += rotation_variants(layout, heads_per_kv, head_dim, dtype)
-        if layout.coded:
-            sides = tuple(key_columns(layout)), tuple(value_columns(layout))
-            variants += [append_variant(columns, dtype) for columns in sides]
+            projection = rotate_and_pack_variants if layout.coded else rotation_variants
+            variants += projection(layout, heads_per_kv, head_dim, dtype)
+        elif layout.coded:
+            variants.append(append_variant(LayerColumns.of(layout), dtype))
     distinct = {(v.name, tuple(sorted(v.constants.items(), key=lambda item: item[0]))): v for v in variants}
     return list(distinct.values())

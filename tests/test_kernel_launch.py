@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor.kernels import launch as module
 from rotor.kernels.launch import launch
-from rotor.kernels.rows import key_columns, value_columns
+from rotor.kernels.rows import LayerColumns
 
 
 class Kernel:
@@ -77,6 +77,7 @@ def test_nothing_else_launches_kernels() -> None:
         "prefill_kernel",
         "prefix_kernel",
         "rebuild_kernel",
+        "rotate_and_pack_kernel",
         "rotation_kernel",
     }
 
@@ -138,12 +139,12 @@ def test_a_later_layer_of_a_decoding_step_launches_two_kernels_and_nothing_else(
 
 
 @pytest.mark.parametrize("domain", ["post", "pre"])
-def test_a_layer_that_remembers_nothing_launches_at_most_eight_kernels_a_step(domain, launched) -> None:
+def test_a_layer_that_remembers_nothing_launches_five_kernels_a_step(domain, launched) -> None:
     """What the operators of a traced layer with codes run in a step of decoding: no copy, no wait for the host."""
     from rotor.kernels import attention
     from rotor.kernels.parameters import AttentionParameters
     from rotor.kernels.projection.append import pack_rows
-    from rotor.kernels.projection.rotation import rotate_and_project
+    from rotor.kernels.projection.coded import rotate_and_pack
 
     layout = coded_layer(domain, 2, (MIXTURES[0], MIXTURES[4]), (MIXTURES[7], MIXTURES[2]))
     query, key, table = torch.zeros(3, 1, 8, 32), torch.zeros(3, 1, 4, 32), torch.zeros(1, 1, 32)
@@ -157,9 +158,9 @@ def test_a_layer_that_remembers_nothing_launches_at_most_eight_kernels_a_step(do
     def step() -> None:
         queries = query.transpose(1, 2)
         if domain == "post":
-            queries, _ = rotate_and_project(query, key, table, table, layout, 2, basis, basis, shift)
-        for side, columns in zip(latents, (key_columns(layout), value_columns(layout)), strict=True):
-            pack_rows(side, tuple(columns))
+            queries = rotate_and_pack(query, key, latents[1][:, 0], table, table, layout, 2, basis, basis, shift)[0]
+        else:
+            pack_rows(*latents, LayerColumns.of(layout))
         keys = attention.ranges_of(mask, (3, 1, 64), mask.device)
         attention.attend(queries, *rows, parameters, 32, keys, rotation)
 
@@ -168,10 +169,8 @@ def test_a_layer_that_remembers_nothing_launches_at_most_eight_kernels_a_step(do
         launched.clear()
         with Counted() as counted:
             step()
-    projection = ["rotation_kernel"] if domain == "post" else []
-    ranges = ["mask_kernel", "prefix_kernel"]
-    assert launched == [*projection, "append_kernel", "append_kernel", *ranges, "decode_kernel", "combine_kernel"]
-    assert len(launched) <= 8
+    new_rows = "rotate_and_pack_kernel" if domain == "post" else "append_kernel"
+    assert launched == [new_rows, "mask_kernel", "prefix_kernel", "decode_kernel", "combine_kernel"]
     assert counted.names == []
 
 

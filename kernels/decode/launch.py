@@ -159,15 +159,17 @@ def _steady_launches(
         "ROW_ALIGN": row_align,
         "BATCH_PADDED": triton.next_power_of_2(batch_size),
     }
+    padded_units = triton.next_power_of_2(len(parts.table)) * constants["BATCH_PADDED"]
+    joining = combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"], padded_units)
     return _Steady(
         {"stream": programs, "lpt": min(programs, units), "none": units}[schedule],
-        (units, parts.rows),
+        (units, parts.rows, triton.cdiv(joining["PARTIAL_WIDTH"], joining["COLUMNS"])),
         heads,
         tuple(shapes),
         table_on(parts, device),
         (len(parts.table), parts.total_work, rebuilding_steps(parts, config)),
         constants,
-        combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
+        joining,
     )
 
 

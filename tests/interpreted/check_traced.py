@@ -20,6 +20,7 @@ from rotor.kernels.defaults import default_layer
 CASES = [
     ("llama", "post", 1, False),
     pytest.param(("llama", "pre", 2, True), marks=pytest.mark.slow),
+    pytest.param(("llama", "post", 1, True), marks=pytest.mark.slow),
 ]
 PROMPT = torch.randint(1, 4096, (2, 13), generator=torch.Generator().manual_seed(5))
 LAYERS = 2
@@ -82,7 +83,8 @@ def test_generate_with_a_static_cache_is_one_graph_with_the_kernels_in_it(case, 
     assert torch.equal(*logits)
     ops = torch.ops.rotor
     expected = [ops.rotate_and_project.default] if case[1] == "post" else []
-    expected += [ops.pack_rows.default] if case[3] else []
+    if case[3]:
+        expected = [ops.rotate_and_pack.default if case[1] == "post" else ops.pack_rows.default]
     assert graphs == [[*expected, ops.attention.default] * LAYERS]
 
 
@@ -123,8 +125,10 @@ def test_projections_and_rows_keep_what_they_declare() -> None:
     query, key, table = torch.randn(2, 3, 4, 32), torch.randn(2, 3, 2, 32), torch.randn(1, 3, 32)
     basis, shift = torch.randn(2, 64, layout.qk_width), torch.randn(layout.qk_width)
     checks = ("test_schema", "test_faketensor")
-    given = query, key, table, table, basis[0], basis[1], shift, text
-    torch.library.opcheck(operators.rotate_and_project, given, test_utils=checks)
+    given = table, table, basis[0], basis[1]
+    torch.library.opcheck(operators.rotate_and_project, (query, key, *given, text), test_utils=checks)
+    value = torch.randn(2, 3, layout.v_width)
+    torch.library.opcheck(operators.rotate_and_pack, (query, key, value, *given, shift, text), test_utils=checks)
     rows = torch.randn(2, 1, 3, layout.qk_width), torch.randn(2, 1, 3, layout.v_width)
     torch.library.opcheck(operators.pack_rows, (*rows, text), test_utils=checks)
 
