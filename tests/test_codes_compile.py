@@ -22,6 +22,7 @@ from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_by
 
 HEADS_PER_KV, HEAD_DIM = 4, 128
 MIXED = Columns(n8=16, n4=32, n2=64)
+ALL = Columns(n16=4, n8=16, n4=24, n2=16)
 MENU = {
     "none 4 bits": coded_layer("none", 1, (Columns(n4=64), Columns(n4=64))),
     "none mixed": coded_layer("none", 1, (MIXED, MIXED), (Columns(n16=8, n4=32), Columns(n8=16))),
@@ -69,6 +70,19 @@ def test_prefill(name: str, capability: int) -> None:
         if variant.kernel is prefill_kernel:
             assert resources.shared_bytes <= prefill_shared_bytes(variant.constants | variant.options, 2)
             assert resources.async_bytes["value"] >= 4
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_widths_of_codes_at_once_spill_nothing_where_keys_are_rebuilt(capability: int) -> None:
+    """With tiles of as many keys as fewer widths have, 8 to 104 bytes of each thread did."""
+    gpu, layout = Gpu.of_capability(capability), coded_layer("pre", 2, (ALL, ALL))
+    decode = decode_variants(layer_parts(layout, 3, 64), 3, 64, torch.bfloat16, gpu=gpu)[0]
+    prefills = prefill_variants(layout, 3, 64, torch.bfloat16, gpu=gpu)
+    itself = [v for v in prefills if v.constants.get("PRE") and not v.constants["SLICED"]]
+    assert len(itself) == 1
+    for variant in (decode, *itself):
+        assert variant.constants["TILE"] == 16
+        assert compile_variant(variant, capability).spill_bytes == 0
 
 
 @pytest.mark.parametrize("capability", [80, 90])

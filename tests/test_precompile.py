@@ -168,6 +168,17 @@ def launch_packing(layout: LayerLayout) -> None:
     pack_rows(*torch.zeros(2, 1, 1, 5, 80, dtype=torch.bfloat16).unbind(0), LayerColumns.of(layout))
 
 
+def launch_sums(layout: LayerLayout, softened: bool) -> None:
+    from rotor.kernels.parameters import AttentionParameters
+    from rotor.kernels.scores.column_sums import Softening, column_sums
+
+    query = torch.zeros(1, 5, 3 * layout.qk_width, dtype=torch.bfloat16)
+    key, bias = torch.zeros(1, 1, 5, layout.qk_width, dtype=torch.bfloat16), torch.zeros(1, 1, 5)
+    log_sums, mask = torch.zeros(1, 5, 6), torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    given = (Softening(bias), None) if softened else (None, log_sums)
+    column_sums(query, key, AttentionParameters(layout, 3, 0.1), None, mask if softened else None, given[1], given[0])
+
+
 def launch_masks(layout: LayerLayout) -> None:
     from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 
@@ -190,6 +201,8 @@ LAUNCHES = {
     "rotation": (launch_rotation, "post", 2),  # one position and many
     "coded: rotation and packing": (launch_rotation_with_packing, "post", 2),
     "coded: packing": (launch_packing, "pre", 1),
+    "column sums": (partial(launch_sums, softened=False), "none", 2),  # of both classes of groups
+    "column sums, softened": (partial(launch_sums, softened=True), "none", 4),
 }
 
 
@@ -206,6 +219,7 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from rotor.kernels.prefill import kernel as prefill
     from rotor.kernels.prefill import rebuild, slices
     from rotor.kernels.projection import append, coded, rotation
+    from rotor.kernels.scores import kernel as scores
     from rotor.kernels.specialise import model_variants
 
     launch, domain, kernels = LAUNCHES[name]
@@ -213,7 +227,9 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     if name.startswith("coded"):
         layout = coded_layer(domain, 1, (Columns(n8=16, n4=32), Columns(n4=64)), (Columns(n2=32), Columns(n16=16)))  # type: ignore[arg-type]
     config = KernelConfig("lpt" if "lpt" in name else "stream", default_config([layout], SHAPE).layers)
-    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False, True))
+    softened = "softened" in name if "sums" in name else None
+    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False, True), softened=softened)
+    monkeypatch.setenv("ROTOR_ATTENTION", "triton")
     launched = []
 
     def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
@@ -235,6 +251,8 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
         rotation.rotation_kernel,
         coded.rotate_and_pack_kernel,
         append.append_kernel,
+        scores.log_sums_kernel,
+        scores.column_sums_kernel,
     ):
         monkeypatch.setattr(kernel, "compile", record, raising=False)  # put back afterwards
     monkeypatch.setattr("triton.compiler.compile", record)  # a first launch on a device takes it from here
