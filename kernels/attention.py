@@ -100,7 +100,7 @@ def attend(
 
     workspace: of a decoding step; by default memory is allocated.
     """
-    layout = parameters.layout
+    layout, value = parameters.layout, parameters.value_rows(key, value)
     pre = layout.domain == "pre"
     common: dict[str, Any] = {"softcap": parameters.softcap}
     if pre:

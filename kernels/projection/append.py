@@ -157,12 +157,14 @@ def pack_rows(
         `rows`, or new ones [..., bytes], uint8.
     """
     of = segments_on(columns, key.element_size(), key.device)
-    latents = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1])
+    sides = key, value if columns.value else key  # else values are read from the key rows, and have none
+    latents = [side.reshape(-1, side.shape[-1]) for side in sides]
     tokens = len(latents[0])
     into = rows
     if into is None:
-        into = tuple(key.new_empty(tokens, size, dtype=torch.uint8) for size in of.row_bytes)
-    words = into[0].view(torch.int32), into[1].view(torch.int32)
+        made = [key.new_empty(tokens, size, dtype=torch.uint8) for size in of.row_bytes]
+        into = made[0], made[1]
+    words = into[0].view(torch.int32), into[1 if columns.value else 0].view(torch.int32)
     if tokens:
         latent_strides = latents[0].stride(0), latents[1].stride(0)
         row_strides = words[0].stride(-2), words[1].stride(-2), words[0].stride(0), words[1].stride(0)
@@ -176,7 +178,7 @@ def pack_rows(
         )  # fmt: skip
     if rows is not None:
         return rows
-    return into[0].view(*key.shape[:-1], -1), into[1].view(*value.shape[:-1], -1)
+    return into[0].view(*key.shape[:-1], of.row_bytes[0]), into[1].view(*key.shape[:-1], of.row_bytes[1])
 
 
 class Segments(NamedTuple):

@@ -16,6 +16,8 @@ SIDES = [
     (Columns(n2=512, n4=136),),
 ]
 LAYERS = [LayerColumns(key, value) for key, value in zip(SIDES, [*SIDES[1:], SIDES[0]], strict=True)]
+JOINT = LayerColumns((MIXTURES[0], MIXTURES[4]), ())
+"""Values are read from the key rows."""
 
 
 def latents_of(columns: tuple[Columns, ...], tokens: int, dtype: torch.dtype) -> torch.Tensor:
@@ -32,7 +34,7 @@ def of_layer(columns: LayerColumns, tokens: int, dtype: torch.dtype) -> tuple[li
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("columns", LAYERS, ids=str)
+@pytest.mark.parametrize("columns", [*LAYERS, JOINT], ids=str)
 def test_rows_are_those_that_pytorch_packs(columns, dtype) -> None:
     latents, expected = of_layer(columns, 19, dtype)
     assert all(map(torch.equal, pack_rows(*latents, columns), expected))

@@ -28,9 +28,10 @@ class LayerPages:
         return self.layout.row_bytes(self.dtype.itemsize)
 
     def split(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of keys and of values, [num_pages, page_size, bytes of each]."""
+        """Views of keys and of values, [num_pages, page_size, bytes of each]; of joint latents twice the same."""
         qk_bytes, v_bytes = self.sizes
-        return pages[..., :qk_bytes], pages[..., qk_bytes : qk_bytes + v_bytes]
+        keys = pages[..., :qk_bytes]
+        return keys, keys if self.layout.joint else pages[..., qk_bytes : qk_bytes + v_bytes]
 
     def numbers(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """As `split`, as the kernels want them: numbers of the model's dtype, or bytes of codes."""
@@ -54,7 +55,8 @@ class LayerPages:
             return
         slots = slots.clamp(min=0).long()
         page, row = slots // page_size, slots % page_size
-        for rows, side, of_side in zip(self.split(pages), latents, (columns.key, columns.value), strict=True):
+        sides = list(zip(self.split(pages), latents, (columns.key, columns.value), strict=True))
+        for rows, side, of_side in sides[: 1 if self.layout.joint else 2]:
             coded = self.layout.coded
             rows[page, row] = pack_layer(side, of_side) if coded else side.contiguous().view(torch.uint8)
 
