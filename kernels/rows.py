@@ -137,11 +137,10 @@ class LayerColumns:
     key: tuple[Columns, ...]
     value: tuple[Columns, ...]
 
-    @classmethod
-    @lru_cache(maxsize=4096)
-    def of(cls, layout: LayerLayout) -> LayerColumns:
-        """Those of a layer that keeps rows of codes."""
-        return cls(tuple(key_columns(layout)), tuple(value_columns(layout)))
+    @staticmethod
+    def of(layout: LayerLayout) -> LayerColumns:
+        """Those of a layer that keeps rows of codes; no value columns where values are read from the key rows."""
+        return _columns_of(layout)
 
     @cached_property
     def _hash(self) -> int:
@@ -150,6 +149,11 @@ class LayerColumns:
     def __hash__(self) -> int:
         """Computed once: every launch looks the layer up in caches."""
         return self._hash
+
+
+@lru_cache(maxsize=4096)
+def _columns_of(layout: LayerLayout) -> LayerColumns:
+    return LayerColumns(tuple(key_columns(layout)), tuple(value_columns(layout)))
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:

@@ -268,7 +268,7 @@ def _sums(launch: Launch, load: Load, sms: int) -> Work:
     pre, size = launch.layout.domain == "pre", launch.layout.group_size
     units = sum(cls.count * (size if pre else 1) for cls in launch.layout.classes() if pre or cls.qk_rank == width)
     queries, keys = load.batch_size * load.new_tokens, load.batch_size * load.keys
-    pairs = queries * load.keys
+    pairs: float = queries * load.keys
     if launch.constants["CAUSAL"]:
         pairs = load.batch_size * (load.new_tokens * (load.new_tokens + 1) / 2 + load.new_tokens * load.past)
     numbers = units * width * (heads * queries + keys)
