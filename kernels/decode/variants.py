@@ -57,7 +57,8 @@ def decode_variants(
     name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {schedule}"
     variants = [Variant(name, decode_kernel, pointers, constants, ("scale", "softcap"), options)]
     if schedule == "stream":
-        variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
+        units = triton.next_power_of_2(len(parts.table)) * triton.next_power_of_2(batch_size)
+        variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], units, dtype))
     elif schedule == "lpt":
         variants.append(assign_variant(len(parts.table), batch_size))
     return variants + range_variants(config["TILE"], batch_size, words=False, masked=mask)

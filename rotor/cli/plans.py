@@ -104,7 +104,7 @@ def print_export_plan(plan: Any) -> None:
         title = "Ranks (key, value) of each group"
     else:
         ranks = [" ".join(f"({'; '.join(map(_by_bits, latents))})" for latents in layer) for layer in plan.columns]
-        title = "Columns x bits (key; value) of each group"
+        title = "Columns x bits of each group (key; value, or both together)"
     rows_of = [(index, key, found) for index, (key, found) in enumerate(zip(plan.choice, ranks, strict=True))]
     print_table(title, ("layer", "basis", "columns"), (), rows_of)
     tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())

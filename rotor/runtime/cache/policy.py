@@ -36,8 +36,9 @@ class LayerSample:
 class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
 
-    needs_weights: attention has to hand out its weights. needs_states: and what the layers' hidden states are.
-    needs_samples: something in it is found on calibration text, and has not been.
+    needs_weights: attention has to hand out its weights; softens: of logits to which something is added, key by key.
+    needs_states: and what the layers' hidden states are. needs_samples: something in it is found on calibration text,
+    and has not been.
     evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for the rows of a
     compressed model.
     """
@@ -45,6 +46,7 @@ class Policy(ABC):
     method: ClassVar[str]
     evicts: ClassVar[bool] = False
     rows_only: ClassVar[bool] = False
+    softens: ClassVar[bool] = False
 
     @property
     def needs_weights(self) -> bool:
