@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from rotor.calibration.run import Run
 from rotor.cli import console
 from rotor.format.manifest import NO_DIGEST, Manifest, write_manifest
 from rotor.models.checkpoint import Checkpoint
+from rotor.report.report import figures as drawn
 from rotor.rewriting.compressible import CompressibleModel
 
 settings.register_profile("bounded", max_examples=60, derandomize=True)
@@ -153,6 +155,26 @@ def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_figures() -> Iterator[None]:
+    """Reports are as without matplotlib where a test does not ask for `figures`: they take longer than an export."""
+
+    def missing(data: object) -> dict[str, str]:
+        raise ImportError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotor.report.report.figures", missing)
+        yield
+
+
+@pytest.fixture(scope="module")
+def figures(without_figures: None) -> Iterator[None]:
+    """Reports with figures, for the rest of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotor.report.report.figures", drawn)
+        yield
 
 
 @pytest.fixture(scope="session")

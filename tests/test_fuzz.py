@@ -47,14 +47,8 @@ fuzzed = settings(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def without_figures() -> Iterator[None]:
-    """As without matplotlib: figures take longer than the rest of a command."""
-
-    def missing(data: object) -> dict[str, str]:
-        raise ImportError
-
+def offline() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor.report.report.figures", missing)
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.delenv("ROTOR_DEBUG", raising=False)
         yield

@@ -32,8 +32,8 @@ SLOW = [name for name in CHECKS if "mark.slow" in (FOLDER / f"{name}.py").read_t
 def interpret(name: str, marks: str) -> None:
     paths = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks,
-         str(FOLDER / f"{name}.py")],
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist",
+         "-p", "interpreter", "-m", marks, str(FOLDER / f"{name}.py")],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build_tiny, calibrated
+from conftest import build_tiny, calibrated, without_figures  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from rotor.export.export import export

@@ -8,7 +8,7 @@ import pytest
 import torch
 from coded import MIXTURES, coded_layer, random_coded_case
 from coded_models import write_pair
-from conftest import build_tiny, calibrated
+from conftest import build_tiny, calibrated, without_figures  # noqa: F401
 from ragged import layer, random_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CompileConfig
