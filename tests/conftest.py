@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import resource
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,8 @@ from rotor.calibration.run import Run
 from rotor.cli import console
 from rotor.format.manifest import NO_DIGEST, Manifest, write_manifest
 from rotor.models.checkpoint import Checkpoint
+from rotor.models.layerwise import LayerwiseModel
+from rotor.models.loading import load_model
 from rotor.report.report import figures as drawn
 from rotor.rewriting.compressible import CompressibleModel
 
@@ -190,6 +194,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
+EXTRA_BYTES = 3 << 30
+"""Address space that the mutations may take beyond what the process has."""
+
+
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """An allocation that follows a number in a file fails at once, as a MemoryError that no test expects."""
+    if sys.platform != "linux":
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + EXTRA_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 FAST_EVALUATION = [
     "evaluation.seq_len=128",
     "evaluation.search_tokens=1024",
@@ -222,6 +245,24 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory):
         return runs[recipe]
 
     return get
+
+
+@pytest.fixture
+def run_copy(demo_run, tmp_path: Path):
+    """run_copy(recipe) -> a copy of the shared run that a test may write to."""
+
+    def get(recipe: str) -> Run:
+        shutil.copytree(demo_run(recipe).folder, tmp_path / "run", dirs_exist_ok=True)
+        return Run.open(tmp_path / "run")
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def demo() -> tuple[Checkpoint, LayerwiseModel]:
+    """The bundled model's checkpoint and the model itself, in float32; do not change it."""
+    checkpoint = Checkpoint(DEMO_MODEL)
+    return checkpoint, LayerwiseModel.of(load_model(DEMO_MODEL, torch.device("cpu"), torch.float32))
 
 
 def calibrated(model: Path, out: Path, domain: str, size: int | str, **bases: str) -> Run:

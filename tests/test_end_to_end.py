@@ -34,17 +34,6 @@ from rotor.search.table import RankTable, any_probes
 from rotor.validation.validate import validate
 
 
-@pytest.fixture
-def run_copy(demo_run, tmp_path: Path):
-    """run_copy(recipe) -> a copy of the shared run that a test may write to."""
-
-    def get(recipe: str) -> Run:
-        shutil.copytree(demo_run(recipe).folder, tmp_path / "run", dirs_exist_ok=True)
-        return Run.open(tmp_path / "run")
-
-    return get
-
-
 def contents(folder: Path) -> dict[str, str]:
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
