@@ -12,6 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from shortcuts import (
+    DEMO_MODEL,
+    ROOT,
+    figures_as_ever,
+    figures_only_where_asked,
+    long_texts_encoded_once,
+    one_trial_of_the_bundled_tokenizer,
+)
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -30,7 +38,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import rotor
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.cli import console
@@ -38,7 +45,6 @@ from rotor.format.manifest import NO_DIGEST, Manifest, write_manifest
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
-from rotor.report.report import figures as drawn
 from rotor.rewriting.compressible import CompressibleModel
 
 settings.register_profile("bounded", max_examples=60, derandomize=True)
@@ -46,8 +52,6 @@ settings.register_profile("fuzz", max_examples=2000, print_blob=True)
 settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherwise
 
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
-ROOT = Path(rotor.__file__).parent.parent
-DEMO_MODEL = ROOT / "artifacts" / "demo-model"
 
 COMMON = {
     "vocab_size": 4096,
@@ -162,22 +166,15 @@ def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
 
 
 @pytest.fixture(scope="session", autouse=True)
-def without_figures() -> Iterator[None]:
-    """Reports are as without matplotlib where a test does not ask for `figures`: they take longer than an export."""
-
-    def missing(data: object) -> dict[str, str]:
-        raise ImportError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor.report.report.figures", missing)
+def shortcuts() -> Iterator[None]:
+    with figures_only_where_asked(), one_trial_of_the_bundled_tokenizer(), long_texts_encoded_once():
         yield
 
 
 @pytest.fixture(scope="module")
-def figures(without_figures: None) -> Iterator[None]:
+def figures(shortcuts: None) -> Iterator[None]:
     """Reports with figures, for the rest of a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor.report.report.figures", drawn)
+    with figures_as_ever():
         yield
 
 

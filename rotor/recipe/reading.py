@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def _bundled(name: str) -> Recipe:
     return parse_recipe((resources.files("rotor.recipes") / file).read_text("utf-8"), file)
 
 
+@lru_cache(maxsize=32)  # each step of a command reads the recipe of its run
 def parse_recipe(text: str, where: str) -> Recipe:
     """Parse a recipe's YAML text; `where` names it in errors."""
     data = read_yaml(text, f"recipe {where}")
