@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 from contextlib import suppress
@@ -23,8 +24,10 @@ from mutations import (
     garbled,
     mutations,
 )
+from worlds import SECONDS, limited
 
 from rotor.calibration.run import Run, read_statistics
+from rotor.errors import CheckpointError
 from rotor.export.export import export
 from rotor.format.atomic import json_bytes
 from rotor.format.manifest import CHECKSUM
@@ -95,6 +98,15 @@ def test_run_files(places_for) -> None:
     shutil.rmtree(run / "probes", ignore_errors=True)
     shutil.rmtree(run / "bases")
     both("run", json.loads((run / "run.json").read_text()), check)
+
+
+@pytest.mark.parametrize("name", ["run.json", "recipe.yaml"])
+def test_a_pipe_in_a_run_is_not_waited_for(name: str, places_for) -> None:
+    _, run, _ = places_for
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with limited(SECONDS), pytest.raises(CheckpointError, match=f"{name}: is no regular file"):
+        Run.open(run)
 
 
 def write_sealed(path: Path, data: bytes) -> None:
