@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Values
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from ragged import RaggedCase, paged
 from torch import Tensor
@@ -20,6 +22,16 @@ from rotor.kernels.truth import Sequence, ragged_attention
 
 FLOAT32_ERROR = 4e-6
 """Relative error allowed in float32, where PyTorch's own is around 5e-7 and the order of sums differs."""
+
+
+def pairs(first: Values[Any], second: Values[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    """All pairs of two lists of parameters, with a mark on most: each value of both is in one without it."""
+    step = min(len(first), len(second))
+    return [
+        pytest.param(a, b, marks=[mark] if (i - j) % step else [])
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -160,6 +160,9 @@ class Run:
         path = Path(folder)
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
+        for file in (path / INFO, path / RECIPE):
+            if file.exists() and not (file.is_file() or file.is_dir()):  # opening a pipe would wait for its writer
+                raise CheckpointError(f"{file}: is no regular file.", CALIBRATE_AGAIN)
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from code_checks import check_coded_prefill
 from coded import MIXTURES, coded_layer, random_coded_case
-from kernel_checks import check_prefill
+from kernel_checks import check_prefill, pairs
 from ragged import layer, random_case
 
 from rotor.kernels.key_ranges import PrefillKeys
@@ -31,16 +31,14 @@ def joined(monkeypatch: pytest.MonkeyPatch):
     assert calls
 
 
-@pytest.mark.parametrize("seq_len", [2, 4, 16, 64])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("seq_len", "way"), pairs([2, 4, 16, 64], WAYS, pytest.mark.slow), ids=str)
 def test_few_queries_against_a_long_cache(way, seq_len) -> None:
     domain, rebuilt = way
     case = random_case(layer(domain, 2, (24, 40)), 1, HEAD_DIM, 1, seq_len, 333)
     check_prefill(case, [Sequence(seq_len, 0, 333)], rebuilt=rebuilt, programs=8)
 
 
-@pytest.mark.parametrize("programs", [10, 13])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("programs", "way"), pairs([10, 13], WAYS, pytest.mark.slow), ids=str)
 def test_a_batch_of_mixed_lengths(way, programs) -> None:
     domain, rebuilt = way
     case = random_case(layer(domain, 1, (24, 40)), 2, HEAD_DIM, 5, 4, 290)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from coded import MIXTURES, coded_layer, random_coded_case
 from coded_models import write_pair
-from conftest import build_tiny, calibrated
+from conftest import build_tiny, calibrated, shortcuts  # noqa: F401
 from ragged import layer, random_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CompileConfig
@@ -41,7 +41,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory):
             if coded:
                 made[case] = write_pair(source, folder, domain, size).load()
             else:
-                export(calibrated(source, folder / "run", domain, size).folder, folder / "out", compression=0.45)
+                run = calibrated(source, folder / "run", domain, size).folder
+                export(run, folder / "out", compression=0.45, measure=False)
                 made[case] = AutoModelForCausalLM.from_pretrained(folder / "out", dtype=torch.float32).eval()
         return made[case]
 
