@@ -88,7 +88,7 @@ def _whole(output: Tensor, block: Block, width: int) -> Tensor:
         return output
     if reading is None:
         return output.new_zeros(*output.shape[:-1], width).index_copy_(-1, block.rows.output, output)
-    whole = reading.offset.to(output.dtype).expand(*output.shape[:-1], width).contiguous()
+    whole = reading.offset.to(output.dtype).repeat(*output.shape[:-1], 1)  # a copy, whatever the shape
     return whole.index_add_(-1, block.rows.output, output * reading.factor.to(output.dtype))
 
 

@@ -69,7 +69,7 @@ def _sweeps(axes: Any, shares: dict[str, Any], ratios: dict[str, Any]) -> None:
 def _choices(axes: Any, record: dict[str, Any]) -> None:
     for index, kind in enumerate(KINDS):
         found = [record[f"{limit:g}"][kind] for limit in LIMITS]
-        points = [(one["degradation"], one["removed"]) for one in found if one is not None]
+        points = [(max(one["degradation"], 1e-4), one["removed"]) for one in found if one is not None]
         if points:
             x, y = (list(column) for column in zip(*sorted(points), strict=True))
             _line(axes, index, x, y, kind, linestyle=":")
