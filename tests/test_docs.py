@@ -21,6 +21,7 @@ PLACES = {
     "artifacts/demo-model": str(DEMO_MODEL),
     "MODEL": str(DEMO_MODEL),
     "RUN": "runs/demo",
+    "RUN2": "runs/other",
     "OUT": "out/demo",
     "OUT2": "out/other",
     "STUDY": "studies/demo",
