@@ -6,6 +6,7 @@ spills nothing at these sizes, and needs no more shared memory than estimated he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,7 @@ from rotor.format.layout import GroupClass, LayerLayout
 from .defaults import default_layer
 from .layer_table import REGISTER_COLUMNS, Bodies, Column, LayerParts, Piece, layer_parts
 from .schedule import PIECES
+from .slow_planes import absorbing_constants
 from .tuning import chosen_constants
 from .widths import chunks, padded
 
@@ -107,19 +109,23 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
     if columns:
         tile_rows, stages = padded(parts.rows), 2
         tile, frequencies = _wide_tile(parts, head_dim, gpu)
+        if parts.slow is not None and parts.coded and gpu.registers_hold_operands:
+            stages = 1
     elif parts.coded and head_dim and gpu.registers_hold_operands:
         tile, stages = min(tile, 16), 1  # words and numbers both take registers
     elif parts.coded and not head_dim:
         stages = max(
             stages, min(MOST_STAGES, 1 - -BYTES_IN_FLIGHT // (tile * _piece_bytes(parts.bodies, element_bytes)))
         )
+    if parts.slow is not None:
+        frequencies = math.gcd(frequencies, parts.slow.rebuilt)
+    absorbed_planes = 32 if parts.coded and not gpu.registers_hold_operands else 16
     config = {
         # Smaller tiles than these would be loaded two bytes at a time.
         "BODIES": tuple(tuple(map(_widened, body)) for body in parts.bodies) if wide_pre else parts.bodies,
         "PRE": parts.domain == "pre",
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
-        "HALF_PADDED": padded(half),
         "FREQUENCIES": frequencies,
         "ROWS": parts.rows,
         "TILE_ROWS": tile_rows,
@@ -129,6 +135,7 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
         "AHEAD": parts.coded and parts.domain == "pre" and not columns,
         "COLUMNS": columns,
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
+        **absorbing_constants(parts.slow, heads_per_kv, half, padded(widest[0]), absorbed_planes),
         "num_warps": warps,
         "num_stages": stages,
         "maxnreg": MOST_REGISTERS if warps == 4 and len(parts.bodies) > 1 else None,
@@ -148,8 +155,11 @@ takes of 16-bit numbers is a cache line, and of codes of two bits four words, wh
 def in_pieces(parts: LayerParts, gpu: Gpu) -> bool:
     """Whether the decode kernel rebuilds keys from columns that it loads for every head: of wide latents, and from 129
     numbers on where products read their operands from shared memory: tiles of 64 keys then take no more registers than
-    those of 16 whose latents stay in them, and the basis is read for four times as many keys.
+    those of 16 whose latents stay in them, and the basis is read for four times as many keys. Beside queries that are
+    absorbed fewer latents stay in registers.
     """
+    if parts.slow is not None and max(parts.widest) >= 128 and (parts.coded or not gpu.registers_hold_operands):
+        return True
     narrow = gpu.registers_hold_operands or parts.coded or parts.domain != "pre" or len(parts.bodies) > 1
     return parts.wide or (not narrow and max(parts.widest) > 128)
 
@@ -158,6 +168,8 @@ def _wide_tile(parts: LayerParts, head_dim: int, gpu: Gpu) -> tuple[int, int]:
     """Keys of a tile and frequencies at a time that the compiler does not spill at, of latents `in_pieces`."""
     # Words take registers beside the numbers, and so do operands that are not read from shared memory.
     tile, frequencies = (16, 32) if parts.coded or gpu.registers_hold_operands else (64, 64)
+    if parts.slow is not None:
+        tile, frequencies = 2 * tile if tile == 64 else tile, frequencies // 2
     return min(parts.tile, tile), min(frequencies, padded(head_dim // 2))
 
 
@@ -176,7 +188,7 @@ def _widened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
     """Steps in which the decode kernel rebuilds the keys of a tile: FREQUENCIES of one head in each."""
-    return parts.heads * (config["HALF_PADDED"] // config["FREQUENCIES"])
+    return parts.heads * (config["FAST"] // config["FREQUENCIES"])
 
 
 def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
@@ -184,16 +196,24 @@ def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     key, value = (max(sum(size for *_, size in body[side]) for body in config["BODIES"]) for side in (0, 1))
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
+    absorbed = len(config["NODES"]) * rows
     if config["COLUMNS"]:
-        rebuilding = stages * config["COLUMNS"] * (tile + 2 * frequencies) + 2 * frequencies * tile
+        beside = max(2 * frequencies, absorbed)
+        rebuilding = stages * config["COLUMNS"] * (tile + beside) + 2 * frequencies * tile
         return (rebuilding + tile * (value + 2 * rows)) * element_bytes + 8 * frequencies * tile + scores + 1024
     if config["BODIES"][0][0][0][0]:
         words = stages * tile * _piece_bytes(config["BODIES"], element_bytes)
         rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile) if config["PRE"] else 0
-        return words + (tile * max(key, value) + rows * key) * element_bytes + rebuilding + 4 * scores + 1024
+        return (
+            words
+            + (tile * max(key, value) + max(rows, absorbed) * key) * element_bytes
+            + rebuilding
+            + 4 * scores
+            + 1024
+        )
     if config["PRE"]:
         rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile)
-        return stages * tile * (key + value) * element_bytes + rebuilding + scores + 1024
+        return (stages * tile * (key + value) + absorbed * key) * element_bytes + rebuilding + scores + 1024
     return (max(1, stages - 1) * tile * (key + value) + rows * key) * element_bytes + 4 * scores + 1024
 
 

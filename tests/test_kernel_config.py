@@ -110,6 +110,15 @@ CHANGES = [
     ("layers.0.specialisations.0", [64, 48], r"layers\[0\].specialisations\[0\]: got .*, expected powers of two"),
     ("layers.0.specialisations.0", [128, 64], r"layers\[0\].specialisations\[0\]: got .*, expected powers of two"),
     ("layers.1.specialisations", [[32, 32], [16, 16]], r"layers\[1\].specialisations\[1\]: got .*this serves none"),
+    ("layers.1.slow_planes", {"rebuilt": 24, "block": 128, "nodes": 3}, r"layers\[1\].slow_planes.rebuilt: got 24"),
+    ("layers.1.slow_planes", {"rebuilt": 16, "block": 100, "nodes": 3}, r"layers\[1\].slow_planes.block: got 100"),
+    ("layers.1.slow_planes", {"rebuilt": 16, "block": 128, "nodes": 9}, r"layers\[1\].slow_planes.nodes: got 9"),
+    ("layers.1.slow_planes", {"rebuilt": 16, "block": 128}, r"missing key 'layers\[1\].slow_planes.nodes'"),
+    (
+        "layers.0.slow_planes",
+        {"rebuilt": 16, "block": 128, "nodes": 3},
+        r"layers\[0\].slow_planes: got .*, expected none",
+    ),
     ("version", 1, r"version 1, this rotor reads 2"),
 ]
 

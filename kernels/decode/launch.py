@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -10,7 +12,7 @@ from rotor.errors import UsageError
 
 from ..key_ranges import DecodeKeys
 from ..launch import launch
-from ..layer_table import Column, LayerParts, table_on
+from ..layer_table import Column, LayerParts, rebuilding_all, table_on
 from ..occupancy import GRID_PROGRAMS
 from ..strides import alignment, as_words, check_page
 from ..tile_sizes import decode_config, gpu_of, rebuilding_steps, sm_count
@@ -65,6 +67,8 @@ def decode_attention(
     if parts.coded:
         key, value = as_words(key), as_words(value)
     head_dim = 0 if query_basis is None else query.shape[-1]
+    if parts.slow is not None and (key_rotation is None or len(key_rotation[0]) < parts.slow.block):
+        parts = rebuilding_all(parts)  # no turns of the nodes
     config = decode_config(parts, heads_per_kv, query.element_size(), head_dim, gpu_of(device))
     units = len(parts.table) * batch_size
     programs = programs or default_programs(device)
@@ -89,6 +93,7 @@ def decode_attention(
         order, bounds = longest_first(d_sum[:, None] * length, grid)
     elif schedule != "none":
         raise UsageError(f"schedule {schedule!r}: expected stream, lpt or none.", "Choose one of them.")
+    absorbed, absorbed_constant = _absorbed(config, grid, query) if config["NODES"] else (query, lse)
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
     strides = [query.stride(0), 0, 0, 0, output.stride(0)]
@@ -101,8 +106,8 @@ def decode_attention(
         decode_kernel, (grid,), query, key, value, partial, partial_lse, output, lse, table, keys.first, keys.end,
         keys.first if keys.holes is None else keys.holes, prefix, order, bounds,
         keys.first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
-        lse if constant_key is None else constant_key, batch_size, query_stride, head_stride,
-        *(stride // row_align for stride in row_strides),
+        lse if constant_key is None else constant_key, absorbed, absorbed_constant, batch_size, query_stride,
+        head_stride, *(stride // row_align for stride in row_strides),
         0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
         cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),
         parts.total_work, rebuilding_steps(parts, config), scaling, 1.0 if softcap is None else softcap,
@@ -123,6 +128,14 @@ def decode_attention(
             **combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
         )  # fmt: skip
     return output, lse
+
+
+def _absorbed(config: dict[str, Any], programs: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for each program's queries absorbed at the nodes of a block, and for their products with the constant
+    key.
+    """
+    rows = programs * len(config["NODES"]) * config["TILE_ROWS"]
+    return like.new_empty(rows * config["WIDTH"]), like.new_empty(rows, dtype=torch.float32)
 
 
 def default_programs(device: torch.device) -> int:
