@@ -89,7 +89,7 @@ def slow_scores(
     """
     query_row = tl.arange(0, TILE_ROWS)
     sums = ()
-    for m in tl.static_range(len(NODES)):
+    for _ in tl.static_range(len(NODES)):
         sums += (tl.zeros((TILE, TILE_ROWS), tl.float32),)
     for p in tl.static_range(len(KEYS)):
         if COLUMNS > 0:
