@@ -19,7 +19,7 @@ from rotor.format.kernel_config import DEFAULT_SLICES, Blocks, LayerKernels
 from rotor.format.layout import GroupClass, LayerLayout
 
 from .defaults import default_layer
-from .layer_table import REGISTER_COLUMNS, Bodies, Column, LayerParts, Piece, layer_parts
+from .layer_table import REGISTER_COLUMNS, Bodies, Column, LayerParts, Piece, layer_parts, rebuilding_all
 from .schedule import PIECES
 from .slow_planes import absorbing_constants
 from .tuning import chosen_constants
@@ -94,6 +94,8 @@ def decode_config(
 
 @lru_cache(maxsize=4096)
 def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu) -> dict[str, Any]:
+    if gpu.registers_hold_operands:
+        parts = rebuilding_all(parts)  # these have none left for the absorbed queries
     widest = parts.widest
     tile_rows = padded(parts.rows)
     # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
@@ -109,8 +111,6 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
     if columns:
         tile_rows, stages = padded(parts.rows), 2
         tile, frequencies = _wide_tile(parts, head_dim, gpu)
-        if parts.slow is not None and parts.coded and gpu.registers_hold_operands:
-            stages = 1
     elif parts.coded and head_dim and gpu.registers_hold_operands:
         tile, stages = min(tile, 16), 1  # words and numbers both take registers
     elif parts.coded and not head_dim:
@@ -119,7 +119,7 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
         )
     if parts.slow is not None:
         frequencies = math.gcd(frequencies, parts.slow.rebuilt)
-    absorbed_planes = 32 if parts.coded and not gpu.registers_hold_operands else 16
+    absorbed_planes = 32 if parts.coded else 16  # what the compiler does not spill at
     config = {
         # Smaller tiles than these would be loaded two bytes at a time.
         "BODIES": tuple(tuple(map(_widened, body)) for body in parts.bodies) if wide_pre else parts.bodies,
@@ -158,7 +158,7 @@ def in_pieces(parts: LayerParts, gpu: Gpu) -> bool:
     those of 16 whose latents stay in them, and the basis is read for four times as many keys. Beside queries that are
     absorbed fewer latents stay in registers.
     """
-    if parts.slow is not None and max(parts.widest) >= 128 and (parts.coded or not gpu.registers_hold_operands):
+    if parts.slow is not None and max(parts.widest) >= 128:
         return True
     narrow = gpu.registers_hold_operands or parts.coded or parts.domain != "pre" or len(parts.bodies) > 1
     return parts.wide or (not narrow and max(parts.widest) > 128)

@@ -35,7 +35,8 @@ def decode_variants(
     Where slow planes are interpolated also the kernel for caches shorter than their blocks, which rebuilds all.
     """
     variants = []
-    for served in (parts,) if parts.slow is None else (parts, rebuilding_all(parts)):
+    interpolates = parts.slow is not None and not gpu.registers_hold_operands
+    for served in (parts, rebuilding_all(parts)) if interpolates else (rebuilding_all(parts),):
         config = decode_config(served, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0, gpu)
         options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
         constants = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "SCHEDULE": schedule}

@@ -19,6 +19,9 @@ CONTEXT_TOKENS = 32768
 DEVICE = "h100-sxm"
 """The load and the device of the prediction, one sequence a step."""
 
+MOST_ROWS = 32
+"""Query rows of a group: with more the kernel that absorbs them spills registers."""
+
 
 def planned_config(
     layouts: Sequence[LayerLayout],
@@ -45,10 +48,11 @@ def fastest(
 ) -> SlowPlanes | None:
     """What is predicted to be fastest of all choices within the tolerance of 16-bit numbers; None for whole keys.
 
-    Rows of codes and groups of several widths are left alone: there the kernel is at the limit of its registers.
+    Rows of codes, groups of several widths and many query rows are left alone: there the kernel has no registers left.
     """
     widths = {(group.qk_rank, group.v_rank) for group in layout.groups}
-    if layout.domain != "pre" or layout.coded or len(widths) > 1 or frequencies is None:
+    rows = layout.group_size * shape.heads_per_kv
+    if layout.domain != "pre" or layout.coded or len(widths) > 1 or rows > MOST_ROWS or frequencies is None:
         return None
 
     def seconds(slow: SlowPlanes | None) -> float:

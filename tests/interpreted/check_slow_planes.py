@@ -26,7 +26,8 @@ from rotor.kernels.truth import Sequence
 SLOW = {64: SlowPlanes(16, 128, 7), 80: SlowPlanes(32, 128, 7), 128: SlowPlanes(32, 128, 7)}
 """By head_dim, at the base 10000 of the random cases: an error of 1.4e-7, below that of float32."""
 
-SEQUENCES = [Sequence(1, 0, 301), Sequence(1, 130, 263), Sequence(0, 0, 0)]
+KEYS = 201
+SEQUENCES = [Sequence(1, 0, KEYS), Sequence(1, 130, 163), Sequence(0, 0, 0)]
 
 
 def launches(layout: LayerLayout, head_dim: int) -> LayerKernels:
@@ -36,47 +37,46 @@ def launches(layout: LayerLayout, head_dim: int) -> LayerKernels:
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize(
     ("size", "heads_per_kv", "head_dim", "ranks"),
-    [(1, 16, 64, [(24, 16)]), (2, 3, 64, [(40, 24), (16, 32)]), (8, 1, 64, [(32, 16)]), (2, 2, 80, [(16, 16)])],
+    [(1, 16, 64, [(24, 16)]), (2, 3, 64, [(40, 24), (16, 32)]), (2, 2, 80, [(16, 16)])],
 )
 def test_groups_heads_and_odd_lengths(size, heads_per_kv, head_dim, ranks, page_size) -> None:
     """Slices that begin inside a block, blocks without keys before the first, and keys of no sequence poisoned."""
     layout = layer("pre", size, *ranks)
-    case = random_case(layout, heads_per_kv, head_dim, 3, 1, 301, factor=1.3)
+    case = random_case(layout, heads_per_kv, head_dim, 3, 1, KEYS, factor=1.3)
     check_decode(case, SEQUENCES, programs=3, page_size=page_size, kernels=launches(layout, head_dim))
 
 
-@pytest.mark.parametrize("schedule", ["stream", "lpt", "none"])
+@pytest.mark.parametrize("schedule", ["stream", "none"])
 def test_wide_latents_by_pieces(schedule: str) -> None:
     layout = layer("pre", 2, (136, 40))
-    case = random_case(layout, 1, 128, 3, 1, 301)
+    case = random_case(layout, 1, 128, 3, 1, KEYS)
     check_decode(case, SEQUENCES, schedule=schedule, kernels=launches(layout, 128))
 
 
 def test_holes_and_a_soft_cap() -> None:
     layout = layer("pre", 1, (24, 16))
-    mask = torch.rand(2, 301, generator=torch.Generator().manual_seed(0)) < 0.6
-    case = random_case(layout, 2, 64, 2, 1, 301)
-    check_decode(case, [Sequence(1, 0, 301)] * 2, mask=mask, softcap=2.0, kernels=launches(layout, 64))
+    mask = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(0)) < 0.6
+    case = random_case(layout, 2, 64, 2, 1, KEYS)
+    check_decode(case, [Sequence(1, 0, KEYS)] * 2, mask=mask, softcap=2.0, kernels=launches(layout, 64))
 
 
-@pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("columns", [Columns(n16=8, n8=8, n4=16, n2=16), Columns(n8=36, n4=72, n2=144)], ids=str)
-def test_codes_and_their_constant_keys(columns: Columns, page_size: int) -> None:
+def test_codes_and_their_constant_keys(columns: Columns) -> None:
     layout = coded_layer("pre", 2, (columns, Columns(n8=16, n4=8)))
-    case = random_coded_case(layout, 2, 64, 3, 1, 301)
+    case = random_coded_case(layout, 2, 64, 3, 1, KEYS)
     assert case.constant_key is not None
-    check_coded_decode(case, SEQUENCES, page_size=page_size, kernels=launches(layout, 64))
+    check_coded_decode(case, SEQUENCES, page_size=16, kernels=launches(layout, 64))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_float16_within_twice_the_error_of_pytorch(head_dim: int) -> None:
     """At the tolerance of 16-bit numbers, whose fewest nodes are taken."""
     layout = layer("pre", 2, (40, 24))
-    case = random_case(layout, 3, head_dim, 1, 1, 600).to("cpu", torch.float16)
+    case = random_case(layout, 3, head_dim, 1, 1, 300).to("cpu", torch.float16)
     frequencies = [10000.0 ** (-2 * plane / head_dim) for plane in range(head_dim // 2)]
-    for slow in list(choices(frequencies, TOLERANCE[2]))[:3]:
+    for slow in list(choices(frequencies, TOLERANCE[2]))[:2]:
         kernels = with_slow_planes(default_layer(layout, head_dim), slow)
-        check_decode(case, [Sequence(1, 0, 600)], programs=2, kernels=kernels)
+        check_decode(case, [Sequence(1, 0, 300)], programs=2, kernels=kernels)
 
 
 def launched(
