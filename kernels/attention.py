@@ -94,7 +94,7 @@ def attend(
     kernels: LayerKernels | None = None,
 ) -> Tensor:
     """As `packed_attention`, with the ranges of keys that queries attend to: DecodeKeys where there is one query."""
-    layout, key, value = parameters.layout, key[:, 0], value[:, 0]
+    layout, key, value = parameters.layout, key[:, 0], parameters.value_rows(key, value)[:, 0]
     pre = layout.domain == "pre"
     common: dict[str, Any] = {"softcap": parameters.softcap}
     if pre:

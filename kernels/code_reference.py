@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotor.format.columns import Columns
-from rotor.format.layout import GroupClass, LayerLayout
+from rotor.format.layout import GroupClass
 
 from .decode_reference import decode_class, serves
 from .parameters import AttentionParameters, class_rotation, seq_len_of
@@ -37,6 +37,7 @@ def coded_attention(
         query: [batch_size, num_heads, seq_len, head_dim], rotated, KV heads in the order of the layout; in domain
             `none` [batch_size, seq_len, sum over query heads of qk_rank].
         key, value: rows of bytes, [batch_size, 1, kv_len, bytes], uint8; their columns of 16 bits in query's dtype.
+            Joint latents are in the rows of keys; those of values have no bytes then.
         key_rotation: cos and sin [kv_len, rotary_dim], in domain `pre`; or of places that differ, [batch_size, 1 or
             groups, kv_len, rotary_dim].
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the model's order; bool
@@ -48,7 +49,7 @@ def coded_attention(
     if alone and serves(query) and (key_rotation is None or key_rotation[0].dim() == 2):
         outputs = []
         for cls in parameters.layout.classes():
-            keys, values = _class_rows(key, value, parameters.layout, cls, query.dtype)
+            keys, values = _class_rows(key, value, parameters, cls, query.dtype)
             mask = parameters.mask(attention_mask, parameters.heads(cls))
             columns = cls.qk_columns, cls.v_columns
             queries = parameters.queries(query, cls)
@@ -84,7 +85,7 @@ def partial_attention(
     kv_len = seq_len if causal else key.shape[2]
 
     def rows(cls: GroupClass) -> tuple[_Rows, _Rows]:
-        return _class_rows(key[:, :, :kv_len], value[:, :, :kv_len], parameters.layout, cls, query.dtype)
+        return _class_rows(key[:, :, :kv_len], value[:, :, :kv_len], parameters, cls, query.dtype)
 
     index = torch.arange(seq_len, device=query.device)
     masks: dict[int, Tensor | None] = {}
@@ -134,10 +135,11 @@ class _Rows:
 
 
 def _class_rows(
-    key: Tensor, value: Tensor, layout: LayerLayout, cls: GroupClass, dtype: torch.dtype
+    key: Tensor, value: Tensor, parameters: AttentionParameters, cls: GroupClass, dtype: torch.dtype
 ) -> tuple[_Rows, _Rows]:
     """Keys and values of a class in the rows of a layer, [batch_size, 1, kv_len, .]."""
-    qk_byte, v_byte = layout.byte_offsets(dtype.itemsize)[cls.start]
+    value = parameters.value_rows(key, value)
+    qk_byte, v_byte = parameters.layout.byte_offsets(dtype.itemsize)[cls.start]
     return (
         _Rows(key[:, 0], qk_byte, cls.count, cls.qk_rank, cls.qk_columns, dtype),
         _Rows(value[:, 0], v_byte, cls.count, cls.v_rank, cls.v_columns, dtype),

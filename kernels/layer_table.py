@@ -209,7 +209,7 @@ def row_elements(group: GroupLayout, element_bytes: int) -> tuple[int, int]:
     """Elements of a group in the key and value rows: numbers, or words of codes."""
     if group.qk_columns is None:
         return group.qk_rank, group.v_rank
-    qk_bytes, v_bytes = group.row_bytes(element_bytes)
+    qk_bytes, v_bytes = group.read_bytes(element_bytes)
     return qk_bytes // WORD_BYTES, v_bytes // WORD_BYTES
 
 

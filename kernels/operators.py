@@ -99,7 +99,7 @@ def pack_rows(key: Tensor, value: Tensor, layer: str) -> tuple[Tensor, Tensor]:
 @pack_rows.register_fake
 def _(key, value, layer):  # type: ignore[no-untyped-def]
     layout, size = described(layer).layout, key.element_size()
-    for columns in (tuple(key_columns(layout)), tuple(value_columns(layout))):
+    for columns in filter(None, (tuple(key_columns(layout)), tuple(value_columns(layout)))):
         _on_device(key.device, lambda device, columns=columns: append.segment_table(columns, size, device))
     qk_bytes, v_bytes = layout.row_bytes(size)
     return (

@@ -34,6 +34,10 @@ class AttentionParameters:
         of_group = self.layout.group_size * self.heads_per_kv
         return slice(cls.start * of_group, (cls.start + cls.count) * of_group)
 
+    def value_rows(self, key: Tensor, value: Tensor) -> Tensor:
+        """The rows that values are read from: those of the keys where both share their latents."""
+        return key if self.layout.joint else value
+
     def queries(self, query: Tensor, cls: GroupClass) -> Tensor:
         """The queries of a class, projected wherever its keys are not rebuilt.
 

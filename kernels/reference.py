@@ -113,7 +113,7 @@ def grouped_attention(
         mask = parameters.mask(attention_mask, parameters.heads(cls))
         queries = parameters.queries(query, cls)
         keys = _class_rows(key, cls.qk_offset, cls.count, cls.qk_rank)
-        values = _class_rows(value, cls.v_offset, cls.count, cls.v_rank)
+        values = _class_rows(parameters.value_rows(key, value), cls.v_offset, cls.count, cls.v_rank)
         if not rebuilt:
             outputs.append(attend(queries.flatten(1, 2), keys, values, scaling, mask, dropout, softcap))
             continue

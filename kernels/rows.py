@@ -104,7 +104,7 @@ def pack_layer(latents: Tensor, columns: Sequence[Columns]) -> Tensor:
         groups = latents[..., first : first + count * of_group.rank].unflatten(-1, (count, of_group.rank))
         rows.append(pack(groups, of_group).flatten(-2))
         first += count * of_group.rank
-    return torch.cat(rows, dim=-1)
+    return torch.cat(rows, dim=-1) if rows else latents.new_empty(*latents.shape[:-1], 0, dtype=torch.uint8)
 
 
 def unpack_layer(rows: Tensor, columns: Sequence[Columns], dtype: torch.dtype) -> Tensor:
@@ -115,7 +115,7 @@ def unpack_layer(rows: Tensor, columns: Sequence[Columns], dtype: torch.dtype) -
         groups = rows[..., first : first + count * size].unflatten(-1, (count, size))
         numbers.append(unpack(groups, of_group, dtype).flatten(-2))
         first += count * size
-    return torch.cat(numbers, dim=-1)
+    return torch.cat(numbers, dim=-1) if numbers else rows.new_empty(*rows.shape[:-1], 0, dtype=dtype)
 
 
 def key_columns(layout: LayerLayout) -> list[Columns]:
@@ -124,8 +124,8 @@ def key_columns(layout: LayerLayout) -> list[Columns]:
 
 
 def value_columns(layout: LayerLayout) -> list[Columns]:
-    """As `key_columns`."""
-    return [group.v_columns for group in layout.groups if group.v_columns is not None]
+    """As `key_columns`; none where a value is read from the key row."""
+    return [group.v_columns for group in layout.groups if group.v_columns is not None and not group.joint]
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:

@@ -75,6 +75,7 @@ def check_coded_decode(
     else:
         keys = DecodeKeys.from_mask(full_mask.to(device))
     key, value, table = poisoned_rows(case, inside, page_size)
+    value = case.parameters().value_rows(key, value)
     got, lse = decode_attention(
         case.query[:, 0] if case.layout.domain == "none" else case.query[:, :, 0],
         key,
@@ -135,6 +136,7 @@ def check_coded_prefill(
         index < torch.tensor(fields[2], device=device)[:, None]
     )
     key, value, table = poisoned_rows(case, inside, page_size)
+    value = case.parameters().value_rows(key, value)
     got, lse = prefill_attention(
         case.query,
         key,

@@ -26,8 +26,8 @@ MIXTURES = [
 """Every width alone and in company, segments of one word and of several, of three words too."""
 
 
-def coded_layer(domain: Domain, group_size: int, *columns: tuple[Columns, Columns]) -> LayerLayout:
-    """A layout with one group for each pair of key and value columns, in the order given."""
+def coded_layer(domain: Domain, group_size: int, *columns: tuple[Columns, Columns | None]) -> LayerLayout:
+    """A layout with one group for each pair of key and value columns, in the order given; without the latter, joint."""
     groups = tuple(
         GroupLayout.coded(tuple(range(i * group_size, (i + 1) * group_size)), qk, v)
         for i, (qk, v) in enumerate(columns)
@@ -105,7 +105,7 @@ def random_coded_case(
     if layout.domain == "pre":
         constant = torch.randn(len(layout.groups) * size, head_dim, generator=generator)
     key = torch.randn(batch_size, kv_len, layout.qk_width, generator=generator) * steps
-    value = torch.randn(batch_size, kv_len, layout.v_width, generator=generator) * steps_of(values)
+    value = torch.randn(batch_size, kv_len, len(steps_of(values)), generator=generator) * steps_of(values)
     key_rows, value_rows = pack_layer(key.to(dtype), keys), pack_layer(value.to(dtype), values)
 
     latents, bases = [], []
@@ -124,7 +124,7 @@ def random_coded_case(
         head_dim,
         query,
         torch.cat(latents, -1),
-        unpack_layer(value_rows, values, dtype),
+        numbers if layout.joint else unpack_layer(value_rows, values, dtype),
         torch.cat(bases, -1) if bases else None,
         case.key_rotation,
     )

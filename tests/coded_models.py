@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rotor.bases.layer import LayerBases
-from rotor.bases.pair import BasisPair
+from rotor.bases.pair import BasisPair, split_pair
 from rotor.format.columns import Columns
 from rotor.format.layout import Domain, GroupLayout, LayerLayout, folds_keys
 from rotor.format.section import MARK
@@ -110,7 +110,8 @@ def on_latents(model: Any, change: Callable[[int, int, Tensor], Tensor]) -> Iter
         patch.setattr("rotor.runtime.attention.project_keys", project)
         for layer in range(attention_shape(model.config).num_layers):
             module: Any = family.attention_module(model, layer)
-            handles.append(module.v_proj.register_forward_hook(hook(layer, 1)))
+            if not module.layout.joint:
+                handles.append(module.v_proj.register_forward_hook(hook(layer, 1)))
             if module.key_basis is None:
                 handles.append(module.k_proj.register_forward_hook(hook(layer, 0)))
             else:
@@ -128,10 +129,12 @@ def write_pair(
     *,
     coded_layers: int = 99,
     columns: Sequence[tuple[Columns, Columns]] | None = None,
+    joint: bool = False,
 ) -> Pair:
     """Compress a tiny model with random orthogonal bases, by numbers and by codes.
 
     Args:
+        joint: keys and values share a latent, of the columns of the keys.
         coded_layers: how many of the first layers keep rows of codes; the others rows of numbers.
         columns: of the keys and values of each group, for another number of KV heads than four.
     """
@@ -139,10 +142,12 @@ def write_pair(
     config = checkpoint.config
     family, shape = FAMILIES[config.model_type], attention_shape(config)
     folded = folds_keys(domain, family.has_key_norm)
-    layout = replace(coded_layer(domain, group_size, *(columns or COLUMNS[group_size])), folded_keys=folded)
+    chosen = [(qk, None if joint else v) for qk, v in columns or COLUMNS[group_size]]
+    layout = replace(coded_layer(domain, group_size, *chosen), folded_keys=folded)
     assert len(layout.groups) * group_size == shape.num_kv_heads
     plain_layout = replace(
-        layout, groups=tuple(GroupLayout(group.kv_heads, group.qk_rank, group.v_rank) for group in layout.groups)
+        layout,
+        groups=tuple(GroupLayout(g.kv_heads, g.qk_rank, g.v_rank, joint=joint) for g in layout.groups),
     )
     generator = torch.Generator().manual_seed(7)
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names}
@@ -150,7 +155,13 @@ def write_pair(
     prefixes = []
     for layer in range(shape.num_layers):
         weights = read_attention(family, layer, checkpoint.names, checkpoint.tensor, shape)
-        bases = LayerBases(domain, group_size, *(_rotation(shape, group_size, generator) for _ in range(2)))
+        if joint:
+            pairs = split_pair(
+                _rotation(shape, 2 * group_size, generator, shape.num_kv_heads // group_size), group_size
+            )
+        else:
+            pairs = _rotation(shape, group_size, generator), _rotation(shape, group_size, generator)
+        bases = LayerBases(domain, group_size, *pairs, joint=joint)
         prefixes.append(family.stored_prefix(layer, checkpoint.names))
         rewritten.append(rewrite_layer(weights, bases, plain_layout, tuple(range(len(layout.groups))), shape))
         for name in family.consumed:
@@ -161,13 +172,10 @@ def write_pair(
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float64).eval()
     with on_latents(model, lambda layer, side, latents: seen.setdefault((layer, side), latents)), torch.no_grad():
         model(torch.randint(1, 4096, (2, 64), generator=generator))
-    codes = [
-        (
-            Code.of(seen[layer, 0], key_columns(layout), not family.softcap),
-            Code.of(seen[layer, 1], value_columns(layout), True),
-        )
-        for layer in range(shape.num_layers)
-    ]
+    codes = []
+    for layer in range(shape.num_layers):
+        keys = Code.of(seen[layer, 0], key_columns(layout), joint or not family.softcap)
+        codes.append((keys, keys if joint else Code.of(seen[layer, 1], value_columns(layout), True)))
     layouts = [layout if layer < coded_layers else plain_layout for layer in range(shape.num_layers)]
     folded_tensors = [
         fold(tensors, layout, *layer_codes, shape.heads_per_kv) if layout.coded else _with_biases(tensors, layout)
@@ -193,7 +201,8 @@ def fold(
         widths = [(group.qk_rank, group.v_rank)[side] for group in layout.groups]
         return torch.cat([part.repeat(heads) for part in numbers.split(widths)])
 
-    divided("v_proj", values)
+    if not layout.joint:
+        divided("v_proj", values)
     weight = found["o_proj.weight"]
     bias = found.get("o_proj.bias", torch.zeros(len(weight), dtype=torch.float64))
     found["o_proj.bias"] = bias + weight @ of_query_heads(values.rest, 1)
@@ -218,12 +227,13 @@ def fold(
 
 def _with_biases(tensors: dict[str, Tensor], layout: LayerLayout) -> dict[str, Tensor]:
     """A layer of numbers beside layers of codes has their biases too."""
-    names = [f"{p}_proj" for p in ("kvo" if layout.folded_keys else "vo")]
+    names = [f"{p}_proj" for p in ("kvo" if layout.folded_keys else "vo") if f"{p}_proj.weight" in tensors]
     return {f"{name}.bias": torch.zeros(len(tensors[f"{name}.weight"])) for name in names} | tensors
 
 
-def _rotation(shape: Any, group_size: int, generator: torch.Generator) -> BasisPair:
-    width, groups = group_size * shape.head_dim, shape.num_kv_heads // group_size
+def _rotation(shape: Any, heads: int, generator: torch.Generator, groups: int = 0) -> BasisPair:
+    """Of the width of `heads` heads, for so many groups (0: as many as there are of that size)."""
+    width, groups = heads * shape.head_dim, groups or shape.num_kv_heads // heads
     basis = torch.linalg.qr(torch.randn(groups, width, width, generator=generator, dtype=torch.float64)).Q
     return BasisPair(basis, basis, torch.ones(groups, width, dtype=torch.float64))
 

@@ -75,9 +75,13 @@ class CodedCache(DynamicCache):
     def __init__(self, layers: list[CodedBases]) -> None:
         super().__init__()
         self.coded = layers
+        self.values: dict[int, Tensor] = {}
+        """Of layers whose values were coded together with their keys by a hook."""
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         bases = self.coded[layer_idx]
+        if bases.joint:
+            return (key, self.values[layer_idx]) if bases.domain == "pre" else fake_both(key, value, bases)
         if bases.domain != "pre":  # else a hook has coded them before they were turned
             key = fake(key, bases.qk, bases.key_codes, bases.group_size)
         return key, fake(value, bases.vo, bases.value_codes, bases.group_size)
@@ -98,15 +102,38 @@ def fake(x: Tensor, pair: BasisPair, codes: tuple[ColumnCode, ...], group_size: 
     return read.unflatten(3, (group_size, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2).to(x.dtype)
 
 
+def fake_both(key: Tensor, value: Tensor, bases: CodedBases) -> tuple[Tensor, Tensor]:
+    """Keys and values [batch_size, num_kv_heads, seq_len, head_dim] through codes of their joint latents and back."""
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.double().unflatten(1, (-1, bases.group_size)).permute(1, 0, 3, 2, 4).flatten(3)
+
+    latents = [
+        k @ a + v @ b for k, v, a, b in zip(grouped(key), grouped(value), bases.qk.encode, bases.vo.encode, strict=True)
+    ]
+    read = [code.decode(code.encode(z)) for z, code in zip(latents, bases.key_codes, strict=True)]
+
+    def back(pair: BasisPair) -> Tensor:
+        found = torch.stack([z @ decode.T for z, decode in zip(read, pair.decode, strict=True)])
+        return found.unflatten(3, (bases.group_size, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2).to(key.dtype)
+
+    return back(bases.qk), back(bases.vo)
+
+
 def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor:
     """Of the uncompressed model whose keys (by a hook, where they are compressed before RoPE) and values are coded."""
-    model, handles = network.restore(), []
+    model, handles, cache = network.restore(), [], CodedCache(layers)
     model.config._attn_implementation = "eager"
 
     def code_keys(module: Any, inputs: Any, output: Tensor) -> Tensor:
         bases: CodedBases = layers[sources[module]]
         keys = keys_before_rope(network.family, output, network.shape)
         heads = keys.reshape(*output.shape[:2], -1, network.shape.head_dim).transpose(1, 2)
+        if bases.joint:
+            attention = network.family.attention_module(model, sources[module])
+            values = attention.v_proj(inputs[0]).unflatten(-1, (-1, network.shape.head_dim)).transpose(1, 2)
+            coded, cache.values[sources[module]] = fake_both(heads, values, bases)
+            return coded.transpose(1, 2).reshape(output.shape)
         return fake(heads, bases.qk, bases.key_codes, bases.group_size).transpose(1, 2).reshape(output.shape)
 
     sources = {}
@@ -116,7 +143,7 @@ def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor
             sources[source] = index
             handles.append(source.register_forward_hook(code_keys))
     with torch.inference_mode():
-        logits = model(PROMPT, past_key_values=CodedCache(layers), use_cache=True).logits
+        logits = model(PROMPT, past_key_values=cache, use_cache=True).logits
     for handle in handles:
         handle.remove()
     return logits
@@ -126,6 +153,7 @@ CASES = [
     ("llama", "rotor", ()),
     ("llama", "rotor-post", ()),
     ("llama", "rotor", ("groups.size=2",)),
+    ("llama", "rotor", ("groups.joint=false",)),
     ("gpt2", "rotor", ()),
     ("qwen3", "rotor", ()),
     ("gpt_neox", "rotor-post", ()),
@@ -209,9 +237,11 @@ def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
     widths = {bits for layer in mixed.report["ranks"]["columns"] for pair in layer for side in pair for bits in side}
     assert widths == {"4", "16"}
     assert not [check for check in validate(mixed.folder, recipe=run.recipe).checks if check.status == "fail"]
-    plain = export(
-        run.folder, tmp_path / "plain", compression=0.3, overrides=["codes.bits=[0,16]", "ranks.method=uniform"]
-    )
+    numbers = ["codes.bits=[0,16]", "ranks.method=uniform"]
+    with pytest.raises(UsageError, match=r"share latents.*bits of codes alone"):
+        export(run.folder, tmp_path / "plain", compression=0.3, overrides=numbers)
+    apart = coded_run("llama", "rotor", "groups.joint=false")
+    plain = export(apart.folder, tmp_path / "plain", compression=0.3, overrides=numbers)
     assert "columns" not in plain.report["ranks"]
     assert not CompressedCheckpoint(plain.folder).layouts[0].coded
 
@@ -278,7 +308,7 @@ def test_plans_of_a_path(coded_run):
     before = 2 * run.shape.num_kv_heads * run.shape.head_dim * run.shape.num_layers * run.info["element_bytes"]
     for plan in steps:
         assert plan.columns is not None
-        after = sum(side.row_bytes(4) for layer in plan.columns for pair in layer for side in pair)
+        after = sum(side.row_bytes(4) for layer in plan.columns for pair in layer for side in pair if side)
         assert plan.stored == pytest.approx(1 - after / before)
     assert path.at_compression(0.8).stored >= 0.8
     assert path.at_compression(0.8).stored - 0.8 < 4 / before * 2

@@ -40,6 +40,8 @@ CASES = [
     ("qwen3", "pre", 2),
     ("gemma2", "post", 2),
     ("gpt2", "none", 1),
+    ("llama", "pre", 2, "joint"),
+    ("gpt2", "none", 4, "joint"),
 ]
 
 
@@ -51,7 +53,7 @@ def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
     def get(*case):
         if case not in made:
             folder: Path = tmp_path_factory.mktemp("coded")
-            made[case] = write_pair(tiny(case[0]), folder, *case[1:])
+            made[case] = write_pair(tiny(case[0]), folder, *case[1:3], joint=case[3:] == ("joint",))
         return made[case]
 
     return get

@@ -252,6 +252,12 @@ def test_a_scale_that_is_not_positive_is_refused():
         fold_code(encode, decode, ColumnCode(code.bits, code.mean, torch.zeros_like(code.scale)))
 
 
+def every(network: LayerwiseModel) -> frozenset[str]:
+    """All that gradients can be taken by."""
+    before_rope = {"key_pre"} if network.family.rotary is not None else set()
+    return frozenset({"key_post", "value", "joint"} | before_rope)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "falcon", "phi3"])
 def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, tiny):
     """Against autograd through the model in one go, with what attention receives shifted by a variable of zeros."""
@@ -263,9 +269,16 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     network = LayerwiseModel.of(model, batch_tokens=32)
     shape = network.shape
     rows = torch.randint(5, 4000, (3, 16), generator=torch.Generator().manual_seed(0))
-    found = dict(fisher_information(network, rows, shape.num_kv_heads, samples=7))
+    wanted = every(network)
+    found = dict(fisher_information(network, rows, shape.num_kv_heads, wanted, samples=7))
+    # What is taken by both together holds what is taken by each, head by head.
+    keys = "key_pre" if "key_pre" in wanted else "key_post"
+    both = found[0].information.moment("joint", 1).unflatten(1, (2, -1)).unflatten(3, (2, -1))
+    for side, name in enumerate((keys, "value")):
+        assert relative_error(both[:, side, :, side], found[0].information.moment(name, 1)) < 1e-12
+    assert found[0].samples["joint"].vectors.shape[1:] == (shape.num_kv_heads, 2 * shape.head_dim)
     if network.family.bypasses_interface:
-        assert set(found[0].samples) == {"key_pre", "key_post", "value"}
+        assert set(found[0].samples) == wanted == {"key_pre", "key_post", "value", "joint"}
         assert found[0].information.tokens == rows.numel()
         return
     moved: dict[tuple[int, str], Tensor] = {}
@@ -302,9 +315,10 @@ def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
     results = []
     for streamed in (False, True):
         weights = weights_of(checkpoint, torch.device("cpu"), torch.float32, streamed)
-        results.append(dict(fisher_information(LayerwiseModel(weights), rows, 2, samples=9)))
+        network = LayerwiseModel(weights)
+        results.append(dict(fisher_information(network, rows, 2, every(network), samples=9)))
     for layer, whole in results[0].items():
-        for name in ("key_pre", "key_post", "value"):
+        for name in ("key_pre", "key_post", "value", "joint"):
             got = results[1][layer].per_token(name, 1)
             assert relative_error(got, whole.per_token(name, 1)) < 1e-5
             got, expected = results[1][layer].samples[name], whole.samples[name]
@@ -322,7 +336,7 @@ def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
     model = load_model(tiny("gpt2"), torch.device("cpu"), torch.float32)
     rows = calibration_tokens(Tokens("synthetic", count=2048, seq_len=64), checkpoint.config, None, model).rows
     network = LayerwiseModel.of(model)
-    found = dict(fisher_information(network, rows, network.shape.num_kv_heads))
+    found = dict(fisher_information(network, rows, network.shape.num_kv_heads, every(network)))
     width = network.shape.num_kv_heads * network.shape.head_dim
     error = 0.02 * torch.randn(rows.shape[0], rows.shape[1], width, generator=torch.Generator().manual_seed(3))
     expected = 0.5 * 0.02**2 * float(found[0].per_token("value", network.shape.num_kv_heads)[0].trace())

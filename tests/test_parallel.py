@@ -81,7 +81,7 @@ def pair(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name not in made:
             family, domain, size, columns = CASES[name]
             out = tmp_path_factory.mktemp(name)
-            made[name] = write_pair(tiny(family), out, domain, size, columns=columns)
+            made[name] = write_pair(tiny(family), out, domain, size, columns=columns, joint="joint" in name)
         return made[name]
 
     return get

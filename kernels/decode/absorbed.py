@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
 """Logits of the rotary planes that hardly turn within a block of keys, without rebuilding them: domain `pre`.
 
 Within a block of keys the turn of a slow plane is interpolated from its turns at a few nodes. Queries turned back to

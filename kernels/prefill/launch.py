@@ -152,7 +152,7 @@ def row_elements(layout: LayerLayout, element_bytes: int) -> tuple[int, int]:
     """Elements of the key and value rows of a layer: numbers, or words of codes."""
     if not layout.coded:
         return layout.qk_width, layout.v_width
-    qk_bytes, v_bytes = layout.row_bytes(element_bytes)
+    qk_bytes, v_bytes = layout.read_bytes(element_bytes)
     return qk_bytes // WORD_BYTES, v_bytes // WORD_BYTES
 
 

@@ -193,7 +193,7 @@ def rebuild_variant(layout: LayerLayout, head_dim: int, dtype: torch.dtype) -> V
     """What `rebuild_keys` compiles for a layer whose widths and strides are multiples of 8 elements."""
     constants = rebuild_constants(layout, head_dim, dtype.itemsize)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    row_width = layout.row_bytes(dtype.itemsize)[0] // WORD_BYTES if layout.coded else layout.qk_width
+    row_width = layout.read_bytes(dtype.itemsize)[0] // WORD_BYTES if layout.coded else layout.qk_width
     align, key_align = rebuild_alignment(layout, dtype.itemsize, [head_dim], [row_width])
     constants |= {"CONSTANT": layout.coded, "ALIGN": align, "KEY_ALIGN": key_align}
     pointers = {

@@ -106,6 +106,8 @@ def pack_rows(
     Returns:
         `rows`, or new ones [..., bytes], uint8.
     """
+    if not columns:  # values that are read from the key rows
+        return latents.new_empty(*latents.shape[:-1], 0, dtype=torch.uint8) if rows is None else rows
     table = segment_table(columns, latents.element_size(), latents.device)
     size = sum(of_group.row_bytes(latents.element_size()) for of_group in columns)
     tokens = latents.reshape(-1, latents.shape[-1])

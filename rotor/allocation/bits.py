@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..codes.allocation import BitCurve, BitPath, bit_curve, bit_path, equal_path
-from ..codes.layer import GroupColumns, LayerCodes
+from ..codes.layer import GroupColumns, LayerCodes, as_pair, columns_bytes
 from ..errors import RecipeError
 from ..format.columns import WIDTHS, WORD_BYTES, Columns
 from ..format.layout import AttentionShape, uncompressed_kv_bytes_per_token
@@ -24,12 +24,13 @@ GRAIN = f"at least one word of {WORD_BYTES} bytes a side of each group", "calibr
 
 @dataclass(frozen=True)
 class _Candidate:
-    """The curves of one candidate of a layer, key and value side of each group in turn, and their best split.
+    """The curves of one candidate of a layer, the latents of each group in turn, and their best split.
 
-    exact: of words that are all filled.
+    latents: of a group: that of keys and that of values, or one of both. exact: of words that are all filled.
     """
 
     curves: tuple[BitCurve, ...]
+    latents: int
     exact: bool
 
     @cached_property
@@ -40,7 +41,7 @@ class _Candidate:
         """The columns of each group when there are so many words for all of them."""
         split = self.path.split(min(words, len(self.path.loss) - 1))
         sides = [_columns(curve, own) for curve, own in zip(self.curves, split, strict=True)]
-        return list(zip(sides[::2], sides[1::2], strict=True))
+        return [as_pair(sides[i : i + self.latents]) for i in range(0, len(sides), self.latents)]
 
 
 class BitsPath(RankPath):
@@ -76,8 +77,9 @@ class BitsPath(RankPath):
                     tuple(
                         bit_curve(side.losses(group, widths), widths, element_words=element_words)
                         for group in range(len(found.qk.weight))
-                        for side in (found.qk, found.vo)
+                        for side in found.sides
                     ),
+                    latents=len(found.sides),
                     exact=uniform_rows,
                 )
                 for key, found in layer.items()
@@ -131,8 +133,8 @@ def coded_plan(
     saving: float | None = None,
 ) -> RankPlan:
     """The plan of these columns of every layer's groups; `saving` is None where what is saved are bytes."""
-    ranks = [[(qk.rank, v.rank) for qk, v in layer] for layer in columns]
-    stored_bytes = sum(side.row_bytes(element_bytes) for layer in columns for pair in layer for side in pair)
+    ranks = [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in columns]
+    stored_bytes = columns_bytes(columns, element_bytes)
     stored = 1.0 - stored_bytes / uncompressed_kv_bytes_per_token(shape, element_bytes)
     return RankPlan(parameter, choice, ranks, ranks, stored, stored, stored if saving is None else saving, columns)
 

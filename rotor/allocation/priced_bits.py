@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from ..codes.allocation import priced_counts
-from ..codes.layer import GroupColumns, LayerCodes, SideCodes
+from ..codes.layer import GroupColumns, LayerCodes, SideCodes, as_pair
 from ..format.columns import WIDTHS, Columns, columns_per_word
 from ..format.layout import AttentionShape
 from .bits import GRAIN, coded_plan, no_word
@@ -35,11 +35,13 @@ SHARES = (0.0, 0.2, 1.0, 5.0, 100.0)
 Parts = tuple[float, float]
 """Cost of one side of a group: of reading it from the cache, and of all else, one after the other."""
 
-SideParts = Callable[[str, Columns], tuple[Parts, Parts]]
-"""(candidate, columns) -> parts of what a group costs on its key side and on its value side with these columns."""
+SideParts = Callable[[str, Columns], tuple[Parts, ...]]
+"""(candidate, columns) -> parts of what each latent of a group costs with these columns: that of keys and that of
+values, or the one of both."""
 
-CodedGroupCost = Callable[[str, Columns, Columns], float]
-"""(candidate, columns of keys, columns of values) -> what one group costs, as a share of the uncompressed model."""
+CodedGroupCost = Callable[[str, Columns, Columns | None], float]
+"""(candidate, columns of keys, columns of values or None where these are in the key latent) -> what one group costs, as
+a share of the uncompressed model."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class PricedBitsPath(RankPath):
         super().__init__((), shape, 1)
         self.element_bytes, self.widths = element_bytes, widths
         self._parts, self._group_cost = parts, group_cost
-        self._costs: dict[tuple[str, Columns, Columns], float] = {}
+        self._costs: dict[tuple[str, Columns, Columns | None], float] = {}
         self._layers = [
             {key: groups for key, found in layer.items() if (groups := self._candidate(key, found))} for layer in codes
         ]
@@ -125,17 +127,17 @@ class PricedBitsPath(RankPath):
         return [self._group(key, codes, group, widths, linear) for group in range(len(codes.qk.weight)) if widths]
 
     def _linear(self, key: str, columns: int, widths: list[int]) -> np.ndarray:
-        """Costs of a column, [key and value side, reading and all else, widths]: the slopes from one word to all."""
+        """Costs of a column, [latents, reading and all else, widths]: the slopes from one word to all."""
         found = []
         for bits in widths:
             word = columns_per_word(bits)
             most = columns // word * word
             ends = [np.array(self._parts(key, Columns(**{f"n{bits}": count}))) for count in (word, most)]
             found.append((ends[1] - ends[0]) / (most - word) if most > word else ends[0] / word)
-        return np.stack(found, -1).clip(min=0) if found else np.zeros((2, 2, 0))
+        return np.stack(found, -1).clip(min=0) if found else np.zeros((1, 2, 0))
 
     def _group(self, key: str, codes: LayerCodes, group: int, widths: list[int], linear: np.ndarray) -> _Group:
-        sides = [_Side.of(side, group, widths) for side in (codes.qk, codes.vo)]
+        sides = [_Side.of(side, group, widths) for side in codes.sides]
         counts = []
         for share in SHARES:
             costs = linear[:, 0] + share * linear[:, 1]
@@ -143,14 +145,17 @@ class PricedBitsPath(RankPath):
             prices = price_range(top, PRICES).numpy()
             counts.append(np.concatenate([s.counts(cost, prices) for s, cost in zip(sides, costs, strict=True)], 1))
         both = np.unique(np.concatenate(counts), axis=0)
-        qk, v = both[:, : len(widths)], both[:, len(widths) :]
-        loss = sides[0].loss(qk) + sides[1].loss(v)
-        pairs = [(_columns(widths, k), _columns(widths, own)) for k, own in zip(qk.tolist(), v.tolist(), strict=True)]
+        parts = np.split(both, len(sides), axis=1)
+        loss = sum(side.loss(part) for side, part in zip(sides, parts, strict=True))
+        assert isinstance(loss, np.ndarray)
+        pairs = [
+            as_pair([_columns(widths, own) for own in each]) for each in zip(*(p.tolist() for p in parts), strict=True)
+        ]
         cost = np.array([self._cost(key, *pair) for pair in pairs])
         kept = lower_hull(cost, loss)
         return _Group([pairs[i] for i in kept], loss[kept], cost[kept])
 
-    def _cost(self, key: str, qk: Columns, v: Columns) -> float:
+    def _cost(self, key: str, qk: Columns, v: Columns | None) -> float:
         if (key, qk, v) not in self._costs:
             self._costs[key, qk, v] = self._group_cost(key, qk, v)
         return self._costs[key, qk, v]

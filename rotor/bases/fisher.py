@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .kq import closed_form
 from .method import Inputs
-from .pair import BasisPair
+from .pair import BasisPair, split_pair
 
 
 def of_keys(inputs: Inputs) -> BasisPair:
@@ -13,3 +13,14 @@ def of_keys(inputs: Inputs) -> BasisPair:
 
 def of_values(inputs: Inputs) -> BasisPair:
     return closed_form(inputs.information("value"), inputs.centred("value"))
+
+
+def of_both(inputs: Inputs) -> tuple[BasisPair, BasisPair]:
+    """Bases of one latent for keys and values: latent = key @ qk.encode + value @ vo.encode, each read by its decode.
+
+    What both have in common, as they come from the same hidden state, is kept once.
+
+    Returns:
+        qk, vo: of [num_groups, n, 2 n] each; n = group_size * head_dim.
+    """
+    return split_pair(closed_form(inputs.information("joint"), inputs.centred("joint")), inputs.group_size)

@@ -11,7 +11,7 @@ from ..errors import CheckpointError, NumericsError
 from ..format.layout import AttentionShape, Domain
 from ..numerics import one_thread
 from ..runtime.families import AttentionWeights
-from . import rope_pairs
+from . import fisher, rope_pairs
 from .method import Gradients, Inputs, Moments
 from .pair import BasisPair
 from .registry import QK_METHODS, VO_METHODS
@@ -26,6 +26,7 @@ class LayerBases:
     outputs: [num_heads, n, n], second moments of each query head's attention output over its group's stacked values
         (n = group_size * head_dim), to refit each head's slice of W_o at the rank it gets; None keeps decode as it is.
     whole_planes: the columns of qk are unit vectors that take whole rotary planes, by method `rope-pairs`.
+    joint: keys and values share a latent, of twice as many columns, which is what both put out together.
     """
 
     domain: Domain
@@ -34,6 +35,7 @@ class LayerBases:
     vo: BasisPair
     outputs: Tensor | None = None
     whole_planes: bool = False
+    joint: bool = False
 
     @property
     def planes(self) -> Tensor | None:
@@ -51,10 +53,11 @@ class LayerBases:
             CheckpointError: shapes that are not of such a layer. NumericsError: a NaN or Inf; names the tensor.
         """
         groups, width = shape.num_kv_heads // self.group_size, self.group_size * shape.head_dim
+        columns = 2 * width if self.joint else width
         for side, pair in (("qk", self.qk), ("vo", self.vo)):
             for name in ("encode", "decode"):
-                check_stored(getattr(pair, name), (groups, width, width), f"{where}: {side}.{name}")
-            check_stored(pair.singular_values, (groups, width), f"{where}: {side}.singular_values")
+                check_stored(getattr(pair, name), (groups, width, columns), f"{where}: {side}.{name}")
+            check_stored(pair.singular_values, (groups, columns), f"{where}: {side}.singular_values")
 
 
 def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
@@ -72,8 +75,12 @@ def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
         raise NumericsError(f"{where} has elements that are NaN or Inf.", "Run `rotor calibrate` again.")
 
 
-def needed_statistics(qk_method: str, vo_method: str, domain: Domain, refit: bool = False) -> frozenset[str]:
+def needed_statistics(
+    qk_method: str, vo_method: str, domain: Domain, refit: bool = False, joint: bool = False
+) -> frozenset[str]:
     """Names of the moments that the methods read, as capture reports them; never empty."""
+    if joint:
+        return frozenset({"joint"})
     needed = QK_METHODS[qk_method].moments | VO_METHODS[vo_method].moments
     key = "key_pre" if domain == "pre" else "key_post"
     named = {key if name == "key" else name for name in needed}
@@ -90,11 +97,13 @@ def layer_bases(
     vo_method: str,
     gradients: Gradients | None = None,
     where: str = "a layer",
+    joint: bool = False,
 ) -> LayerBases:
     """Compute both bases of one layer by the methods that a recipe names.
 
     Args:
         gradients: for methods that read them.
+        joint: one latent for keys and values, by Fisher information.
         where: names the layer in errors.
     Raises:
         NumericsError: a factorisation fails or its result is not finite.
@@ -103,14 +112,17 @@ def layer_bases(
     inputs = Inputs(statistics, weights, shape, domain, group_size, gradients)
     try:
         with one_thread():
-            qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
+            if joint:
+                qk, vo = fisher.of_both(inputs)
+            else:
+                qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
     except torch.linalg.LinAlgError as error:
         raise NumericsError(
             f"{where}: the bases {qk_method} and {vo_method} cannot be computed from what was measured: "
             f"{' '.join(str(error).split())}",
             "Calibrate with --dtype float32, or with other bases.",
         ) from error
-    bases = LayerBases(domain, group_size, qk, vo, whole_planes=takes_whole_planes(qk_method, shape))
+    bases = LayerBases(domain, group_size, qk, vo, whole_planes=takes_whole_planes(qk_method, shape), joint=joint)
     bases.check(shape, where)
     return bases
 

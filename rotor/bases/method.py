@@ -26,7 +26,7 @@ class Moments(Protocol):
 class Gradients(Protocol):
     """Gradients of the model's loss by keys and values of one layer, and samples of these: a LayerFisher.
 
-    name: `key_pre`, `key_post` or `value`, of groups of `group_size` KV heads.
+    name: `key_pre`, `key_post`, `value` or `joint`, of groups of `group_size` KV heads.
     """
 
     def per_token(self, name: str, group_size: int) -> Tensor:

@@ -18,12 +18,13 @@ from ..format.layout import AttentionShape
 CHUNK_BYTES = 64 << 20
 """float64 copies of activations are made at most this many bytes at a time (or one head)."""
 
-CENTRED = ("key_post", "key_pre", "value")
+CENTRED = ("key_post", "key_pre", "value", "joint")
 
 MOMENTS = ("query", *CENTRED, *(f"{name}_mean" for name in CENTRED), "output")
 """query: after RoPE, per KV head, summed over its query heads. key_post, key_pre: after and before RoPE, stacked over
-the heads of a group. value: stacked likewise. key_post_mean and so on: sum of the vectors themselves. output: per query
-head, the group's stacked values averaged with that head's attention weights; its own block is what o_proj receives."""
+the heads of a group. value: stacked likewise. joint: of each head its key, before RoPE, and then its value.
+key_post_mean and so on: sum of the vectors themselves. output: per query head, the group's stacked values averaged with
+that head's attention weights; its own block is what o_proj receives."""
 
 
 @dataclass
@@ -31,7 +32,8 @@ class LayerStatistics:
     """Second moments of one layer, float64.
 
     sums: `query` is [num_kv_heads, head_dim, head_dim]; `output` [num_heads, g * head_dim, g * head_dim] for groups of
-        g KV heads; means [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim].
+        g KV heads; means [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim]; of `joint`
+        2 g * head_dim in place of g * head_dim.
     tokens: tokens that went into each sum.
     """
 
@@ -44,8 +46,8 @@ class LayerStatistics:
         """Add one batch.
 
         Args:
-            activations: `query` [tokens, num_heads, head_dim]; `output` [tokens, num_heads, g * head_dim]; the others
-                [tokens, num_kv_heads, head_dim]; any dtype.
+            activations: `query` [tokens, num_heads, head_dim]; `output` [tokens, num_heads, g * head_dim]; `joint`
+                [tokens, num_kv_heads, 2 head_dim]; the others [tokens, num_kv_heads, head_dim]; any dtype.
         """
         for name, tensor in activations.items():
             blocks = self._blocks(name, tensor)
@@ -90,8 +92,8 @@ class LayerStatistics:
         total = (total + total.mT).div_(2)
         if name == "query" or group_size == self.group_size:
             return total
-        width = group_size * self.shape.head_dim
         parts = self.group_size // group_size
+        width = total.shape[-1] // parts
         blocks = total.unflatten(-1, (parts, width)).unflatten(-3, (parts, width))
         if name == "output":
             # Each query head keeps the block of the smaller group that it belongs to.
@@ -102,8 +104,9 @@ class LayerStatistics:
         return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
 
     def mean(self, group_size: int, name: str = "key_post") -> Tensor:
-        """Sum of the keys or values of one of CENTRED, [num_groups, group_size * head_dim]."""
-        return self.sums[f"{name}_mean"].reshape(-1, group_size * self.shape.head_dim)
+        """Sum of the vectors of one of CENTRED, [num_groups, group_size * head_dim]; of `joint` twice as wide."""
+        total = self.sums[f"{name}_mean"]
+        return total.reshape(-1, total.shape[-1] // self.group_size * group_size)
 
     def merge(self, other: LayerStatistics) -> LayerStatistics:
         """The statistics of both inputs together."""
@@ -124,6 +127,8 @@ class LayerStatistics:
             "query": (heads, dim, dim),
             "output": (self.shape.num_heads, width, width),
             **{f"{name}_mean": (groups, width) for name in CENTRED},
+            "joint": (groups, 2 * width, 2 * width),
+            "joint_mean": (groups, 2 * width),
         }
         for name, total in self.sums.items():
             expected = special.get(name, (groups, width, width))

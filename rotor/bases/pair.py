@@ -10,9 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BasisPair:
-    """A pair of bases with encode decode^T close to the identity at full rank.
+    """A pair of bases with encode decode^T close to the identity at full rank; or one side's rows of a joint latent's.
 
-    encode: [num_groups, dim, columns]; latent = x @ encode, for the stacked keys or values x of a group.
+    encode: [num_groups, dim, columns]; latent = x @ encode, for the stacked keys or values x of a group; a joint latent
+        is the sum of that of both sides.
     decode: [num_groups, dim, columns]; x is read as latent @ decode^T, so q . x becomes (q @ decode) . latent.
     singular_values: [num_groups, columns], descending.
     """
@@ -24,6 +25,27 @@ class BasisPair:
     @property
     def is_orthonormal(self) -> bool:
         return torch.equal(self.encode, self.decode)
+
+
+def split_pair(joint: BasisPair, group_size: int) -> tuple[BasisPair, BasisPair]:
+    """The rows of keys and those of values of bases over both: of each head its key, then its value."""
+
+    def side(index: int) -> BasisPair:
+        def rows(basis: Tensor) -> Tensor:
+            return basis.unflatten(1, (group_size, 2, -1))[:, :, index].flatten(1, 2)
+
+        return BasisPair(rows(joint.encode), rows(joint.decode), joint.singular_values.clone())
+
+    return side(0), side(1)
+
+
+def stacked_pair(keys: BasisPair, values: BasisPair, group_size: int) -> BasisPair:
+    """What `split_pair` took apart."""
+
+    def rows(*sides: Tensor) -> Tensor:
+        return torch.stack([side.unflatten(1, (group_size, -1)) for side in sides], dim=2).flatten(1, 3)
+
+    return BasisPair(rows(keys.encode, values.encode), rows(keys.decode, values.decode), keys.singular_values)
 
 
 def descending_eigh(moments: Tensor) -> tuple[Tensor, Tensor]:

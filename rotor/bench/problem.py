@@ -55,10 +55,8 @@ class Problem:
         key, value = self.key[:, 0], self.value[:, 0]
         if not self.layout.coded:
             return key, value
-        return (
-            unpack_layer(key, key_columns(self.layout), self.dtype),
-            unpack_layer(value, value_columns(self.layout), self.dtype),
-        )
+        keys = unpack_layer(key, key_columns(self.layout), self.dtype)
+        return keys, keys if self.layout.joint else unpack_layer(value, value_columns(self.layout), self.dtype)
 
     @property
     def batch_size(self) -> int:
@@ -113,7 +111,7 @@ def compressed_layout(layout: LayerLayout) -> LayerLayout:
 
 def rebuilt_layout(layout: LayerLayout) -> LayerLayout:
     """The same ranks in numbers, with keys compressed before RoPE, as Palu stores them."""
-    groups = tuple(replace(group, qk_columns=None, v_columns=None) for group in layout.groups)
+    groups = tuple(replace(group, qk_columns=None, v_columns=None, joint=False) for group in layout.groups)
     return replace(layout, domain="pre", groups=groups)
 
 
@@ -142,7 +140,7 @@ def random_problem(
         rows = layout.group_size * shape.heads_per_kv
         query = 2.0 * normal(batch_size, seq_len, rows * layout.qk_width)
     key = normal(batch_size, 1, kv_len, layout.qk_width)
-    value = normal(batch_size, 1, kv_len, layout.v_width)
+    value = key[..., :0] if layout.joint else normal(batch_size, 1, kv_len, layout.v_width)
     problem = Problem(layout, shape, shape.head_dim**-0.5, query, key, value, basis, rotation)
     return _coded(problem) if layout.coded else problem
 
@@ -199,7 +197,7 @@ def _largest_codes(columns: list[Columns]) -> Tensor:
     parts = [
         torch.full((s.count,), 3.0 if s.bits == 16 else 2.0 ** (s.bits - 1)) for c in columns for s in c.segments()
     ]
-    return torch.cat(parts)
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
 def checked_parts(problem: Problem) -> list[tuple[slice, int]]:

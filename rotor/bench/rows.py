@@ -115,6 +115,7 @@ def kernel_decode(
     key, value, table = problem.key[:, 0], problem.value[:, 0], None
     if page:
         key, value, table = paged_rows(problem, page, torch.Generator(key.device).manual_seed(0))
+    value = problem.parameters.value_rows(key, value)
 
     def run() -> Tensor:
         output, _ = decode_attention(

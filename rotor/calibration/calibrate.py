@@ -38,6 +38,7 @@ from ..progress import Progress, StageTimes
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
 from ..runtime.families import Family
+from .candidates import wanted_gradients
 from .collect import layer_statistics
 from .gradients import LayerFisher, fisher_information
 from .job import CalibrationJob
@@ -118,6 +119,8 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                 held.enter_context(log_file(partial.folder, "calibrate"))
                 progress.message(line)
                 progress.message(told(job.recipe, job.checkpoint.tokenizer))
+                if job.recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
+                    progress.message(f"latents: keys and values keep one each: {_not_joint(job)} (groups.joint)")
         try:
             Calibration(job, partial, streamed, times, progress).run()
         except (NumericsError, DataError):
@@ -129,6 +132,15 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                 partial.remove()
             raise
     return Run.open(job.out.path)
+
+
+def _not_joint(job: CalibrationJob) -> str:
+    """Why no candidate has joint latents, though the recipe asks for them where they can be."""
+    if not job.recipe.joins_latents:
+        return "the recipe has no codes in bases by fisher without refit"
+    if all(candidate.domain == "post" for candidate in job.candidates.values()):
+        return "keys are compressed after RoPE"
+    return "this model norms its keys"
 
 
 class Calibration:
@@ -265,9 +277,10 @@ class Calibration:
             if self.processes.is_first:
                 network = LayerwiseModel(self.weights(), job.settings.batch_tokens, partial.work)
                 spec, seed = self.recipe.codes, self.recipe.tokens.seed
+                wanted = wanted_gradients(job.candidates)
                 rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed)
                 with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
-                    for layer, found in fisher_information(network, rows, job.group_size, advance=done):
+                    for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=done):
                         partial.keep(_gradients_of(layer), found.to_tensors())
 
     def _layers(self, rows: Tensor) -> None:
@@ -312,9 +325,9 @@ class Calibration:
             methods, gradients = (self.recipe.bases.qk, self.recipe.bases.vo), self._layer_gradients(layer)
             bases: dict[str, LayerBases] = {
                 key: layer_bases(
-                    moments, weights, job.shape, domain, size, *methods, gradients, where=f"layer {layer}, {key}"
+                    moments, weights, job.shape, domain, size, *methods, gradients, f"layer {layer}, {key}", joint
                 )
-                for key, (domain, size) in job.candidates.items()
+                for key, (domain, size, joint) in job.candidates.items()
             }
         codes = None
         if gradients is not None:
@@ -348,8 +361,8 @@ class Calibration:
                 "model_type": config.model_type,
                 **hashes,
             },
-            "candidates": {key: {"domain": d, "group_size": size} for key, (d, size) in job.candidates.items()},
-            "folded_keys": {key: folds_keys(d, job.family.has_key_norm) for key, (d, _) in job.candidates.items()},
+            "candidates": {key: candidate._asdict() for key, candidate in job.candidates.items()},
+            "folded_keys": {key: folds_keys(c.domain, job.family.has_key_norm) for key, c in job.candidates.items()},
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(job.shape),
             "tokens": about_tokens,

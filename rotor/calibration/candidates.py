@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..bases.layer import needed_statistics
 from ..bases.registry import QK_METHODS
 from ..errors import RecipeError
-from ..format.layout import AttentionShape, Domain
+from ..format.layout import AttentionShape, Candidate, Domain, folds_keys
 from ..recipe import Recipe
 from ..runtime.families import Family
 
-Candidates = dict[str, tuple[Domain, int]]
-"""Domain and group size of each candidate, by key (`pre-8`); the same for every layer."""
+Candidates = dict[str, Candidate]
+"""The candidates by key (`pre-8`); the same for every layer."""
 
 
 def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Candidates:
@@ -20,13 +20,34 @@ def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Cand
         RecipeError: the recipe needs RoPE and the model has none, or its group size does not divide the KV heads.
     """
     sizes = _group_sizes(recipe, shape)
-    return {f"{domain}-{size}": (domain, size) for domain in _domains(recipe, family) for size in sizes}
+    return {
+        f"{domain}-{size}": Candidate(domain, size, recipe.joins_latents and shares_values(domain, family))
+        for domain in _domains(recipe, family)
+        for size in sizes
+    }
+
+
+def shares_values(domain: Domain, family: Family) -> bool:
+    """Whether keys and values can share a latent: both are linear in the hidden states there, before RoPE and without
+    a norm of the keys.
+    """
+    return folds_keys(domain, family.has_key_norm)
 
 
 def wanted_moments(recipe: Recipe, candidates: Candidates) -> frozenset[str]:
     """Names of the moments that the recipe's methods read for these candidates."""
-    bases, domains = recipe.bases, sorted({domain for domain, _ in candidates.values()})
-    return frozenset().union(*(needed_statistics(bases.qk, bases.vo, domain, bases.refit) for domain in domains))
+    bases, kinds = recipe.bases, sorted({(domain, joint) for domain, _, joint in candidates.values()})
+    return frozenset().union(
+        *(needed_statistics(bases.qk, bases.vo, domain, bases.refit, joint) for domain, joint in kinds)
+    )
+
+
+def wanted_gradients(candidates: Candidates) -> frozenset[str]:
+    """Names of what gradients are taken by where a recipe needs any."""
+    wanted: set[str] = set()
+    for domain, _, joint in candidates.values():
+        wanted |= {"joint"} if joint else {"key_pre" if domain == "pre" else "key_post", "value"}
+    return frozenset(wanted)
 
 
 def _domains(recipe: Recipe, family: Family) -> list[Domain]:

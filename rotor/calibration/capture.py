@@ -19,8 +19,9 @@ from ..runtime.families import Family
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `key_post`,
-`key_pre` and `value` [tokens, num_kv_heads, head_dim]; `output` [tokens, num_heads, group_size * head_dim], the group's
-stacked values averaged with each query head's attention weights."""
+`key_pre` and `value` [tokens, num_kv_heads, head_dim]; `joint` [tokens, num_kv_heads, 2 head_dim], keys (before RoPE)
+with their values; `output` [tokens, num_heads, group_size * head_dim], the group's stacked values averaged with each
+query head's attention weights."""
 
 CAPTURE = "rotor_capture"
 
@@ -36,6 +37,7 @@ def capture(
     calls it. Run the model with use_cache=False and without padding.
     """
     pending: dict[int, Tensor] = {}
+    reads_before = "key_pre" in wanted or ("joint" in wanted and family.rotary is not None)
 
     def hook_for(layer: int) -> Callable[..., None]:
         def hook(module: Any, inputs: Any, output: Tensor) -> None:
@@ -56,8 +58,13 @@ def capture(
         layer = module.layer_idx
         seen = {"query": query, "key_post": key, "value": value}
         activations = {name: x.transpose(1, 2).flatten(0, 1) for name, x in seen.items() if name in wanted}
-        if "key_pre" in wanted:
-            activations["key_pre"] = pending.pop(layer)
+        if reads_before:
+            before_rope = pending.pop(layer)
+            if "key_pre" in wanted:
+                activations["key_pre"] = before_rope
+        if "joint" in wanted:
+            keys = before_rope if reads_before else key.transpose(1, 2).flatten(0, 1)
+            activations["joint"] = torch.cat([keys, value.transpose(1, 2).flatten(0, 1)], dim=-1)
         size = group_size if "output" in wanted else 1
         output = attend(query, key, _stacked(value, size), scaling, attention_mask, softcap=softcap)
         output = output.unflatten(-1, (shape.num_heads, -1))
@@ -68,7 +75,7 @@ def capture(
 
     handles: list[Any] = []
     modules = [family.attention_module(model, layer) for layer in range(shape.num_layers)]
-    if "key_pre" in wanted:
+    if reads_before:
         for layer, module in enumerate(modules):
             handles.append(module.get_submodule(family.key_source).register_forward_hook(hook_for(layer)))
     AttentionInterface.register(CAPTURE, attention)

@@ -41,7 +41,7 @@ FISHER = "rotor_fisher"
 class LayerFisher:
     """Of one layer, on the CPU.
 
-    information: second moments of the gradients by `key_post` and `value`, and by `key_pre` in a model with RoPE; the
+    information: second moments of the gradients by what was wanted of `key_post`, `value`, `key_pre` and `joint`; the
         gradient of the summed loss, so that information / tokens is per token.
     samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
     """
@@ -81,7 +81,7 @@ class LayerFisher:
 
         def stacked(tensor: Tensor) -> Tensor:
             wide = tensor.to(torch.float64).flatten(1)
-            return wide.unflatten(1, (-1, group_size * self.information.shape.head_dim)).transpose(0, 1)
+            return wide.unflatten(1, (tensor.shape[1] // group_size, -1)).transpose(0, 1)
 
         return stacked(found.vectors), stacked(found.gradients), found.share
 
@@ -90,6 +90,7 @@ def fisher_information(
     network: LayerwiseModel,
     rows: Tensor,
     group_size: int,
+    wanted: frozenset[str],
     samples: int = SAMPLES,
     advance: Advance = lambda done: None,
 ) -> Iterator[tuple[int, LayerFisher]]:
@@ -98,6 +99,8 @@ def fisher_information(
     Args:
         rows: [n, seq_len] tokens, written by the model itself.
         group_size: KV heads whose products are summed; the largest group that is wanted.
+        wanted: of `key_post`, `value`, and in a model with RoPE `key_pre`; `joint` for keys, before RoPE where there is
+            one, and values together.
         samples: tokens of which keys and values are kept, at most; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
     Yields:
@@ -112,7 +115,7 @@ def fisher_information(
             network.run(index, states[index], states[index + 1], advance)
     gradient = _head_gradient(network, rows, states.pop())
     for index in reversed(range(network.shape.num_layers)):
-        yield index, _layer_backward(network, index, states.pop(), gradient, group_size, samples, advance)
+        yield index, _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance)
 
 
 def _head_gradient(network: LayerwiseModel, rows: Tensor, states: Tensor) -> Tensor:
@@ -135,6 +138,7 @@ def _layer_backward(
     states: Tensor,
     gradient: Tensor,
     group_size: int,
+    wanted: frozenset[str],
     samples: int,
     advance: Advance,
 ) -> LayerFisher:
@@ -158,14 +162,22 @@ def _layer_backward(
                     f"layer {index}: a gradient of the loss by its keys or values is not finite.",
                     "Calibrate with --dtype float32.",
                 )
-            by_token = {name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)}
+            gradients = {name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)}
+            vectors = {name: _by_token(network, name, tensor.detach()) for name, tensor in seen.items()}
+            by_token = {name: _of(name, gradients) for name in sorted(wanted)}
             information.add(by_token)
-            for name, tensor in seen.items():
-                keeper = kept.setdefault(name, SampleKeeper(tokens, samples, index))
-                keeper.add(_by_token(network, name, tensor.detach()), by_token[name])
+            for name, by_them in by_token.items():
+                kept.setdefault(name, SampleKeeper(tokens, samples, index)).add(_of(name, vectors), by_them)
             advance(2 * hidden.shape[0] * hidden.shape[1])
     information.sums = {name: total.cpu() for name, total in information.sums.items() if not name.endswith("_mean")}
     return LayerFisher(information, {name: keeper.samples() for name, keeper in kept.items()})
+
+
+def _of(name: str, parts: dict[str, Tensor]) -> Tensor:
+    """Keys, values, or of each head both side by side, [tokens, num_kv_heads, head_dim or twice that]."""
+    if name != "joint":
+        return parts[name]
+    return torch.cat([parts.get("key_pre", parts["key_post"]), parts["value"]], dim=-1)
 
 
 def _by_token(network: LayerwiseModel, name: str, tensor: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class CalibrationJob:
             recipe,
             candidates,
             wanted_moments(recipe, candidates),
-            max(size for _, size in candidates.values()),
+            max(candidate.group_size for candidate in candidates.values()),
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
             processes,

@@ -26,7 +26,7 @@ from ..codes.layer import MEASURED, GroupColumns, LayerCodes, SideCodes, coded_b
 from ..errors import CheckpointError, MissingError, NumericsError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
-from ..format.layout import AttentionShape, Domain
+from ..format.layout import AttentionShape, Candidate
 from ..format.manifest import Manifest
 from ..format.publishing import write_tensors
 from ..format.schemas import RunInfo, check_run, read_file
@@ -138,8 +138,8 @@ def write_codes(folder: Path, layer: int, codes: dict[str, LayerCodes]) -> None:
     tensors = {
         f"{key}.{side}.{name}": tensor.contiguous()
         for key, candidate in codes.items()
-        for side in SIDES
-        for name, tensor in vars(getattr(candidate, side)).items()
+        for side, codes in zip(SIDES, candidate.sides, strict=False)  # values may share the latent of keys
+        for name, tensor in vars(codes).items()
     }
     _write(codes_path(folder, layer), tensors)
 
@@ -247,27 +247,38 @@ class Run:
         tensors, _ = _load(path)
         found = {}
         try:
-            for key, candidate in self.info["candidates"].items():
-                sides = [self._side_codes(tensors, f"{key}.{side}", candidate["group_size"], path) for side in SIDES]
-                found[key] = LayerCodes(*sides)
+            for key, candidate in self.candidates.items():
+                qk = self._side_codes(tensors, f"{key}.qk", candidate, path)
+                found[key] = LayerCodes(
+                    qk, None if candidate.joint else self._side_codes(tensors, f"{key}.vo", candidate, path)
+                )
         except KeyError as error:
             raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
         self.verify(path)
         return found
 
-    def _side_codes(self, tensors: dict[str, Tensor], name: str, group_size: int, path: Path) -> SideCodes:
-        groups, columns = self.shape.num_kv_heads // group_size, group_size * self.shape.head_dim
+    def _side_codes(self, tensors: dict[str, Tensor], name: str, candidate: Candidate, path: Path) -> SideCodes:
+        groups, columns = self.columns(candidate)
         parts = {part.name: tensors[f"{name}.{part.name}"] for part in fields(SideCodes)}
         for part, tensor in parts.items():
             widths = () if part in ("weight", "variance") else (len(MEASURED),)
             check_stored(tensor, (*widths, groups, columns), f"{path}: {name}.{part}")
         return SideCodes(**parts)
 
+    @property
+    def candidates(self) -> dict[str, Candidate]:
+        """What each layer may be compressed to, by key."""
+        return {key: Candidate(**candidate) for key, candidate in self.info["candidates"].items()}
+
+    def columns(self, candidate: Candidate) -> tuple[int, int]:
+        """Groups of a layer, and the columns of each of their latents."""
+        size = candidate.group_size
+        return self.shape.num_kv_heads // size, size * self.shape.head_dim * (2 if candidate.joint else 1)
+
     def _candidate(
         self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
     ) -> LayerBases:
-        domain: Domain = self.info["candidates"][key]["domain"]
-        group_size = int(self.info["candidates"][key]["group_size"])
+        domain, group_size, joint = self.candidates[key]
         pairs = {}
         for side in ("qk", "vo"):
             encode = tensors[f"{key}.{side}.encode"]
@@ -275,7 +286,7 @@ class Run:
             pairs[side] = BasisPair(encode, decode, tensors[f"{key}.{side}.singular_values"])
         outputs = None if statistics is None else statistics.moment("output", group_size)
         whole_planes = takes_whole_planes(self.recipe.bases.qk, self.shape)
-        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes)
+        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes, joint)
         bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
         return bases
 
@@ -300,18 +311,17 @@ class RunBases(Sequence[dict[str, LayerBases]]):
 
     def spectra(self, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Singular values of qk and of vo of one layer's candidates, each [num_groups, columns]; raises likewise."""
-        path, shape = bases_path(self.run.folder, layer), self.run.shape
-        sizes = {key: int(candidate["group_size"]) for key, candidate in self.run.info["candidates"].items()}
-        tensors, _ = _load(path, [f"{key}.{side}.singular_values" for key in sizes for side in SIDES])
+        path = bases_path(self.run.folder, layer)
+        expected = {key: self.run.columns(candidate) for key, candidate in self.run.candidates.items()}
+        tensors, _ = _load(path, [f"{key}.{side}.singular_values" for key in expected for side in SIDES])
 
         def read(key: str, side: str) -> Tensor:
             values = tensors[f"{key}.{side}.singular_values"]
-            expected = shape.num_kv_heads // sizes[key], sizes[key] * shape.head_dim
-            check_stored(values, expected, f"{path}: {key}: {side}.singular_values")
+            check_stored(values, expected[key], f"{path}: {key}: {side}.singular_values")
             return values
 
         self.run.verify(path)
-        return {key: (read(key, "qk"), read(key, "vo")) for key in sizes}
+        return {key: (read(key, "qk"), read(key, "vo")) for key in expected}
 
     def select(self, choice: Sequence[str], columns: list[GroupColumns] | None = None) -> ChosenBases:
         """The chosen candidate of each layer; where columns are codes, ordered and coded as a plan says."""

@@ -58,6 +58,11 @@ def _needs(needs: Any) -> str:
     return f"about {in_bytes(needs.host_bytes)} of memory{gpu}, {kind}"
 
 
+def _described(key: str, candidate: Any) -> str:
+    shared = ", keys and values in one latent" if candidate.joint else ""
+    return f"{key} ({candidate.domain}, groups of {candidate.group_size}{shared})"
+
+
 def print_calibration_plan(plan: Any) -> None:
     tokens, layers = plan.tokens, f"{plan.num_layers} layers"
     if plan.finished_layers:
@@ -66,7 +71,7 @@ def print_calibration_plan(plan: Any) -> None:
         ("calibrate", f"{plan.model} -> {plan.run}; nothing is written in a dry run"),
         ("recipe", f"{plan.recipe}, {tokens['count']} {tokens['source']} tokens in rows of {tokens['seq_len']}"),
         ("work", f"{layers}, on {plan.device} in {plan.dtype}"),
-        ("candidates", ", ".join(f"{key} ({domain}, groups of {n})" for key, (domain, n) in plan.candidates.items())),
+        ("candidates", ", ".join(_described(key, candidate) for key, candidate in plan.candidates.items())),
         *_planned_needs(plan.needs),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..bases.layer import LayerBases
 from ..bases.method import Gradients
-from ..bases.pair import BasisPair
+from ..bases.pair import BasisPair, stacked_pair
 from ..format.columns import WIDTHS, Columns
 from .quantiser import ColumnCode, ColumnStatistics, measure_columns
 
@@ -19,8 +20,19 @@ MEASURED = (0, *reversed(WIDTHS))
 OWN = 0.5
 """Part of a token's own squared gradient, against their mean, in what an error of it costs; see artifacts/NOTES.md."""
 
-GroupColumns = list[tuple[Columns, Columns]]
-"""Columns by bits of the key and of the value latent of each group of a layer, in the order of the bases."""
+GroupColumns = list[tuple[Columns, Columns | None]]
+"""Columns by bits of the key and of the value latent of each group of a layer, in the order of the bases; None for
+values that are in the key latent."""
+
+
+def as_pair(latents: Sequence[Columns]) -> tuple[Columns, Columns | None]:
+    """The columns of the latents of a group, of keys and of values or of both, as GroupColumns has them."""
+    return latents[0], latents[1] if len(latents) > 1 else None
+
+
+def columns_bytes(columns: list[GroupColumns], element_bytes: int) -> int:
+    """Bytes of a token in all layers."""
+    return sum(side.row_bytes(element_bytes) for layer in columns for pair in layer for side in pair if side)
 
 
 @dataclass(frozen=True)
@@ -67,20 +79,26 @@ class SideCodes:
 
 @dataclass(frozen=True)
 class LayerCodes:
-    """Both sides of a candidate of a layer."""
+    """The latents of a candidate of a layer: of keys and of values, or one of both (vo is None)."""
 
     qk: SideCodes
-    vo: SideCodes
+    vo: SideCodes | None
+
+    @property
+    def sides(self) -> tuple[SideCodes, ...]:
+        """Of each latent."""
+        return (self.qk,) if self.vo is None else (self.qk, self.vo)
 
 
 @dataclass(frozen=True)
 class CodedBases(LayerBases):
     """Bases of a layer whose columns are in the order of a plan, and how these are coded.
 
-    columns: by bits, of each group. key_codes, value_codes: of all columns of each group, descending in bits.
+    columns: by bits, of each group. key_codes, value_codes: of all columns of each group, descending in bits; the same
+    ones where these are joint.
     """
 
-    columns: tuple[tuple[Columns, Columns], ...] = ()
+    columns: tuple[tuple[Columns, Columns | None], ...] = ()
     key_codes: tuple[ColumnCode, ...] = ()
     value_codes: tuple[ColumnCode, ...] = ()
 
@@ -96,6 +114,10 @@ def layer_codes(bases: LayerBases, gradients: Gradients, softcapped: bool) -> La
         softcapped: the model presses its logits below a bound.
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
+    if bases.joint:
+        return LayerCodes(
+            _side("joint", stacked_pair(bases.qk, bases.vo, bases.group_size), bases.group_size, gradients, False), None
+        )
     key = "key_pre" if bases.domain == "pre" else "key_post"
     no_constant = softcapped and bases.domain != "pre"
     return LayerCodes(
@@ -127,9 +149,13 @@ def coded_bases(bases: LayerBases, codes: LayerCodes, columns: GroupColumns) -> 
     """
     orders: dict[str, list[Tensor]] = {"qk": [], "vo": []}
     found: dict[str, list[ColumnCode]] = {"qk": [], "vo": []}
-    for group, pair in enumerate(columns):
-        for side, of_side in zip(("qk", "vo"), pair, strict=True):
-            order, code = getattr(codes, side).code(group, of_side)
+    for group, (of_keys, of_values) in enumerate(columns):
+        of_sides = {"qk": codes.qk.code(group, of_keys)}
+        of_sides["vo"] = of_sides["qk"]
+        if of_values is not None:
+            assert codes.vo is not None
+            of_sides["vo"] = codes.vo.code(group, of_values)
+        for side, (order, code) in of_sides.items():
             orders[side].append(order)
             found[side].append(code)
 
@@ -145,6 +171,7 @@ def coded_bases(bases: LayerBases, codes: LayerCodes, columns: GroupColumns) -> 
         ordered(bases.qk, torch.stack(orders["qk"])),
         ordered(bases.vo, torch.stack(orders["vo"])),
         bases.outputs,
+        joint=bases.joint,
         columns=tuple(columns),
         key_codes=tuple(found["qk"]),
         value_codes=tuple(found["vo"]),

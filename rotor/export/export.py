@@ -194,8 +194,8 @@ def _write(
         config["rank_profile"] = None  # so that one that is asked for reaches rotor, which says that there is none
     write_json(staging / "config.json", config)
     frequencies = [rotary_frequencies(checkpoint.config, layer) for layer in range(len(layouts))]
-    planned = planned_config(layouts, run.shape, frequencies, first.v_weight.element_size())
-    kernels = dataclasses.replace(planned, cache=cache)
+    by_prediction = planned_config(layouts, run.shape, frequencies, first.v_weight.element_size())
+    kernels = dataclasses.replace(by_prediction, cache=cache)
     write_json(staging / KERNEL_CONFIG, kernels.to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
     accuracy_info = _unmeasured(job) if table is None else _accuracy(recipe, point, table, job.goal)

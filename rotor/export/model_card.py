@@ -149,6 +149,8 @@ def _columns_row(layouts: list[dict[str, Any]]) -> str:
     """The columns of all layers by bits, where they are codes."""
     groups = [GroupLayout.from_dict(group, ROTOR_JSON) for layout in layouts for group in layout["groups"]]
     keys = in_words(group.qk_columns for group in groups if group.qk_columns)
+    if keys and all(group.joint for group in groups):
+        return f"| columns of latents, each of keys and values together | {keys} |\n"
     values = in_words(group.v_columns for group in groups if group.v_columns)
     return f"| columns of key latents, of value latents | {keys}; {values} |\n" if keys else ""
 

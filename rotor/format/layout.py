@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from ..errors import CheckpointError
 from ..typed import Reader
@@ -18,6 +18,14 @@ from .columns import Columns
 Domain = Literal["post", "pre", "none"]
 """Where keys are compressed: after RoPE, before it (rebuilt and rotated in attention), or neither: in a model without
 RoPE, or in whole rotary planes, with which RoPE commutes."""
+
+
+class Candidate(NamedTuple):
+    """What a layer may be compressed to. group_size: KV heads that share a latent. joint: values share it too."""
+
+    domain: Domain
+    group_size: int
+    joint: bool = False
 
 
 LayerRanks = list[tuple[int, int]]
@@ -39,6 +47,7 @@ class GroupDict(_GroupDict, total=False):
     planes: list[int]
     qk_columns: dict[str, int]
     v_columns: dict[str, int]
+    joint: bool
 
 
 class LayoutDict(TypedDict):
@@ -100,6 +109,7 @@ class GroupLayout:
         each pair of its columns.
     qk_columns, v_columns: the bits of the latents' columns, where the layer keeps rows of codes; `qk_rank` and
         `v_rank` then count the columns of any width.
+    joint: keys and values share one latent, kept once, in the key row; `qk_rank` and `v_rank` both count its columns.
     """
 
     kv_heads: tuple[int, ...]
@@ -108,14 +118,21 @@ class GroupLayout:
     planes: tuple[int, ...] = ()
     qk_columns: Columns | None = None
     v_columns: Columns | None = None
+    joint: bool = False
 
     @classmethod
-    def coded(cls, kv_heads: tuple[int, ...], qk_columns: Columns, v_columns: Columns) -> GroupLayout:
-        """A group whose latents are kept as rows of codes."""
-        return cls(kv_heads, qk_columns.rank, v_columns.rank, qk_columns=qk_columns, v_columns=v_columns)
+    def coded(cls, kv_heads: tuple[int, ...], qk_columns: Columns, v_columns: Columns | None) -> GroupLayout:
+        """A group whose latents are kept as rows of codes; without columns of its own the value is in the key's."""
+        joint, v_columns = v_columns is None, v_columns or qk_columns
+        return cls(kv_heads, qk_columns.rank, v_columns.rank, (), qk_columns, v_columns, joint)
 
     def row_bytes(self, element_bytes: int) -> tuple[int, int]:
         """Bytes that the group takes in a token's key and value row, in a model whose dtype takes element_bytes."""
+        qk_bytes, v_bytes = self.read_bytes(element_bytes)
+        return qk_bytes, 0 if self.joint else v_bytes
+
+    def read_bytes(self, element_bytes: int) -> tuple[int, int]:
+        """Bytes of a token that attention reads keys and values from: the same ones where these are joint."""
         if self.qk_columns is None or self.v_columns is None:
             return self.qk_rank * element_bytes, self.v_rank * element_bytes
         return self.qk_columns.row_bytes(element_bytes), self.v_columns.row_bytes(element_bytes)
@@ -126,24 +143,27 @@ class GroupLayout:
             fields["planes"] = list(self.planes)
         if self.qk_columns is not None and self.v_columns is not None:
             fields |= {"qk_columns": self.qk_columns.to_dict(), "v_columns": self.v_columns.to_dict()}
-        return fields
+        return fields | ({"joint": True} if self.joint else {})
 
     @classmethod
     def from_dict(cls, data: GroupDict, where: str) -> GroupLayout:
         """Read what `to_dict` wrote.
 
         Raises:
-            CheckpointError: columns by bits of one side alone, or not as many as the rank; names `where`.
+            CheckpointError: columns by bits of one side alone, or not as many as the rank; a joint latent whose sides
+                differ; names `where`.
         """
         names = [name for name in ("qk_columns", "v_columns") if name in data]
         columns = {name: Columns.from_dict(data[name], f"{where}: {name}") for name in names}  # type: ignore[literal-required]
         ranks = {"qk_columns": data["qk_rank"], "v_columns": data["v_rank"]}
+        reader = Reader(where, CheckpointError, "The folder was edited or is from another version of rotor.")
+        got = {name: c.to_dict() for name, c in columns.items()}
         if columns and {name: c.rank for name, c in columns.items()} != ranks:
-            reader = Reader(where, CheckpointError, "The folder was edited or is from another version of rotor.")
-            got = {name: c.to_dict() for name, c in columns.items()}
             raise reader.fail("groups", got, f"columns of both sides, as many as the ranks {ranks}")
-        planes = tuple(data.get("planes", ()))
-        return cls(tuple(data["kv_heads"]), data["qk_rank"], data["v_rank"], planes, **columns)
+        planes, joint = tuple(data.get("planes", ())), data.get("joint", False)
+        if joint and (data["qk_rank"] != data["v_rank"] or columns.get("qk_columns") != columns.get("v_columns")):
+            raise reader.fail("groups", dict(data), "the same columns of keys and of values, which are joint")
+        return cls(tuple(data["kv_heads"]), data["qk_rank"], data["v_rank"], planes, **columns, joint=joint)
 
 
 @dataclass(frozen=True)
@@ -187,6 +207,11 @@ class LayerLayout:
         return sum(group.v_rank for group in self.groups)
 
     @property
+    def joint(self) -> bool:
+        """Whether keys and values share their latents: attention then reads both from the key rows."""
+        return self.groups[0].joint
+
+    @property
     def coded(self) -> bool:
         """Whether the layer keeps rows of bytes (see `columns`) rather than rows of the model's dtype."""
         return self.groups[0].qk_columns is not None
@@ -194,6 +219,11 @@ class LayerLayout:
     def row_bytes(self, element_bytes: int) -> tuple[int, int]:
         """Bytes of a token's key and value row in a model whose dtype takes element_bytes."""
         rows = [group.row_bytes(element_bytes) for group in self.groups]
+        return sum(qk for qk, _ in rows), sum(v for _, v in rows)
+
+    def read_bytes(self, element_bytes: int) -> tuple[int, int]:
+        """Bytes of the rows that attention reads a token's keys and values from."""
+        rows = [group.read_bytes(element_bytes) for group in self.groups]
         return sum(qk for qk, _ in rows), sum(v for _, v in rows)
 
     @property
@@ -223,8 +253,8 @@ class LayerLayout:
         return list(zip(qk, v, strict=True))[:-1]
 
     def byte_offsets(self, element_bytes: int) -> list[tuple[int, int]]:
-        """Bytes before each group in a token's key and value row."""
-        rows = [group.row_bytes(element_bytes) for group in self.groups]
+        """Bytes before each group in the rows that attention reads a token's keys and values from."""
+        rows = [group.read_bytes(element_bytes) for group in self.groups]
         qk = accumulate((qk for qk, _ in rows), initial=0)
         v = accumulate((v for _, v in rows), initial=0)
         return list(zip(qk, v, strict=True))[:-1]
@@ -252,6 +282,8 @@ class LayerLayout:
             raise reader.fail("groups", sorted(sizes), "groups of one size, at least one KV head each")
         if len({group.qk_columns is None for group in groups}) != 1:
             raise reader.fail("groups", fields["groups"], "columns by bits in all groups of a layer, or in none")
+        if len({group.joint for group in groups}) != 1 or (layout.joint and not layout.folded_keys):
+            raise reader.fail("groups", fields["groups"], "joint latents in all groups, folded into k_proj, or in none")
         ranks = [rank for group in groups for rank in (group.qk_rank, group.v_rank)]
         if not all(0 < rank <= MAX_SIZE for rank in ranks):
             raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")
@@ -271,7 +303,7 @@ def check_layouts(layouts: list[LayerLayout], shape: AttentionShape, where: str)
         reader = Reader(f"{where}, layer {index}", CheckpointError, "The folder was edited; export it again.")
         if sorted(layout.kv_head_order) != list(range(shape.num_kv_heads)):
             raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {shape.num_kv_heads - 1} once")
-        columns = layout.group_size * shape.head_dim
+        columns = layout.group_size * shape.head_dim * (2 if layout.joint else 1)
         for group in layout.groups:
             if max(group.qk_rank, group.v_rank) > columns:
                 raise reader.fail("ranks", (group.qk_rank, group.v_rank), f"at most {columns}")

@@ -31,11 +31,15 @@ class ModelInfo(SourceFiles):
     shards: dict[str, str]
 
 
-class CandidateInfo(TypedDict):
-    """What one candidate of a run is."""
-
+class _CandidateInfo(TypedDict):
     domain: Domain
     group_size: int
+
+
+class CandidateInfo(_CandidateInfo, total=False):
+    """What one candidate of a run is; see rotor.format.layout.Candidate. Older runs do not have `joint`: none was."""
+
+    joint: bool
 
 
 class StageInfo(TypedDict):
@@ -76,7 +80,7 @@ class _PointRanks(TypedDict):
 class PointRanks(_PointRanks, total=False):
     """Ranks of a point as the method gave them, and as they are stored; columns by bits where they are codes."""
 
-    columns: list[list[tuple[dict[str, int], dict[str, int]]]]
+    columns: list[list[list[dict[str, int]]]]
 
 
 class SourceInfo(SourceFiles):
@@ -182,6 +186,8 @@ def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
         size = candidate["group_size"]
         if size < 1 or shape.num_kv_heads % size:
             raise reader.fail(f"candidates.{key}.group_size", size, f"a divisor of {shape.num_kv_heads} KV heads")
+        if candidate.get("joint") and candidate["domain"] == "post":
+            raise reader.fail(f"candidates.{key}.joint", True, "false, as keys are compressed after RoPE")
         if key not in info["folded_keys"]:
             raise reader.fail("folded_keys", list(info["folded_keys"]), f"an entry for {key}")
     if not 1 <= info["element_bytes"] <= 8:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..bases.moments import CHUNK_BYTES
 from ..codes.quantiser import SAMPLES
-from ..format.layout import AttentionShape, Domain
+from ..format.layout import AttentionShape, Candidate
 from ..recipe import Evaluation, Recipe
 from ..recipe.metric_registry import primitive_metrics
 from ..runtime.families import Family
@@ -125,7 +125,7 @@ def calibration_estimate(
     sizes: WeightSizes,
     shape: AttentionShape,
     recipe: Recipe,
-    candidates: Mapping[str, tuple[Domain, int]],
+    candidates: Mapping[str, Candidate],
     moments: frozenset[str],
     *,
     feed_forward: int,
@@ -148,19 +148,20 @@ def calibration_estimate(
     row = seq_len or recipe.tokens.seq_len
     count = -(-(tokens or recipe.tokens.count) // row) * row
     batch = max(1, batch_tokens // row) * row
-    group_size = max(size for _, size in candidates.values())
+    group_size = max(candidate.group_size for candidate in candidates.values())
     statistics = statistics_bytes(shape, group_size, moments, recipe.prune.kmeans)
     running = activation_bytes(shape, group_size, moments, batch, feed_forward, compute_bytes) + statistics
     solving = statistics + solving_bytes(shape, group_size, moments)
     if recipe.needs_gradients:
         # Backward through one layer keeps what it computed; the moments are those of the gradients.
         running = max(running, 3 * running)
-        solving += 3 * gradients_bytes(shape, group_size, recipe.codes.tokens)
+        joint = any(candidate.joint for candidate in candidates.values())
+        solving += 3 * gradients_bytes(shape, group_size, recipe.codes.tokens, joint)
     weights = _weight_bytes(sizes, compute_bytes, streamed)
-    bases = sum(bases_bytes(shape, size) for _, size in candidates.values())
+    bases = sum(bases_bytes(shape, *candidate[1:]) for candidate in candidates.values())
     gradients, codes = 0, 0
     if recipe.needs_gradients:
-        gradients = gradients_bytes(shape, group_size, min(count, recipe.codes.tokens))
+        gradients = gradients_bytes(shape, group_size, min(count, recipe.codes.tokens), joint)
         codes = len(candidates) * codes_bytes(shape)
     disk = {
         "codes": shape.num_layers * codes,
@@ -183,7 +184,7 @@ def evaluation_estimate(
     sizes: WeightSizes,
     shape: AttentionShape,
     recipe: Recipe,
-    candidates: Mapping[str, tuple[Domain, int]],
+    candidates: Mapping[str, Candidate],
     *,
     feed_forward: int,
     compute_bytes: int,
@@ -193,7 +194,7 @@ def evaluation_estimate(
 ) -> Estimate:
     """Estimate what measuring rank plans takes (`rotor export --accuracy`): each layer rewritten, run, dropped."""
     spec = recipe.evaluation
-    group_size = max(size for _, size in candidates.values())
+    group_size = max(candidate.group_size for candidate in candidates.values())
     outputs = frozenset({"output"} if recipe.bases.refit else set())
     rewriting = 3 * statistics_bytes(shape, group_size, outputs, None) + 3 * bases_bytes(shape, group_size)
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
@@ -211,11 +212,11 @@ def evaluation_estimate(
     return Estimate(host if on_gpu else {**host, **work}, work if on_gpu else {}, disk)
 
 
-def gradients_bytes(shape: AttentionShape, group_size: int, tokens: int) -> int:
+def gradients_bytes(shape: AttentionShape, group_size: int, tokens: int, joint: bool) -> int:
     """Bytes of what one layer's gradients and samples take until its codes are there; see LayerFisher.to_tensors."""
-    width = group_size * shape.head_dim
+    width = group_size * shape.head_dim * (2 if joint else 1)
     moments = 4 * shape.num_kv_heads // group_size * width * (width + 1) // 2
-    return 3 * (moments + 2 * 4 * min(tokens, SAMPLES) * shape.num_kv_heads * shape.head_dim)
+    return 3 * (moments + 2 * 4 * min(tokens, SAMPLES) * shape.num_kv_heads // group_size * width)
 
 
 def codes_bytes(shape: AttentionShape) -> int:
@@ -282,13 +283,18 @@ def stored_statistics_bytes(shape: AttentionShape, group_size: int, moments: fro
 
 def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> dict[str, int]:
     width = group_size * shape.head_dim
-    blocks = {"query": shape.num_kv_heads * shape.head_dim**2, "output": shape.num_heads * width**2}
-    return {name: blocks.get(name, shape.num_kv_heads // group_size * width**2) for name in moments}
+    groups = shape.num_kv_heads // group_size
+    blocks = {
+        "query": shape.num_kv_heads * shape.head_dim**2,
+        "output": shape.num_heads * width**2,
+        "joint": groups * (2 * width) ** 2,
+    }
+    return {name: blocks.get(name, groups * width**2) for name in moments}
 
 
-def bases_bytes(shape: AttentionShape, group_size: int) -> int:
+def bases_bytes(shape: AttentionShape, group_size: int, joint: bool = False) -> int:
     """Both sides of one candidate of one layer, encode and decode, float64."""
-    return 4 * 8 * shape.num_kv_heads * shape.head_dim * group_size * shape.head_dim
+    return (8 if joint else 4) * 8 * shape.num_kv_heads * shape.head_dim * group_size * shape.head_dim
 
 
 def solving_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> int:

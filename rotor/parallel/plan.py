@@ -12,7 +12,7 @@ causal mask leaves all processes as much to do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -98,11 +98,8 @@ class LayerPlan:
             size, heads = (num_kv, num_q) if self.layout.domain == "pre" else (1, num_kv * num_q)
             groups = []
             for i, part in enumerate(parts):
-                own = self.layout.groups[part.group]
                 kv_heads = tuple(range(i * size, (i + 1) * size))
-                groups.append(
-                    GroupLayout(kv_heads, own.qk_rank, own.v_rank, qk_columns=own.qk_columns, v_columns=own.v_columns)
-                )
+                groups.append(replace(self.layout.groups[part.group], kv_heads=kv_heads, planes=()))
             domain: Domain = "pre" if self.layout.domain == "pre" else "none"
             yield LayerLayout(domain, self.layout.folded_keys, tuple(groups)), heads, parts
 

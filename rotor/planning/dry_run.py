@@ -59,7 +59,7 @@ class Needs:
 class CalibrationPlan:
     """What a calibration would do.
 
-    candidates: domain and group size by key. finished_layers: of an unfinished run that would be continued.
+    candidates: by key. finished_layers: of an unfinished run that would be continued.
     """
 
     model: str

@@ -25,7 +25,7 @@ Source: the roofline model (Williams, Waterman and Patterson, 2009), on the size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..format.columns import Columns
 from ..format.kernel_config import SlowPlanes
@@ -60,14 +60,14 @@ def latent_bytes(latent: Latent, element_bytes: int) -> float:
     return latent.row_bytes(element_bytes) if isinstance(latent, Columns) else latent * element_bytes
 
 
-def group_bytes_per_token(qk: Latent, v: Latent, element_bytes: int) -> float:
-    """Bytes that a group stores for one token, and reads of it in each decode step."""
-    return latent_bytes(qk, element_bytes) + latent_bytes(v, element_bytes)
+def group_bytes_per_token(qk: Latent, v: Latent | None, element_bytes: int) -> float:
+    """Bytes that a group stores for one token, and reads of it in each decode step; see `latents_of`."""
+    return latent_bytes(qk, element_bytes) + (0 if v is None else latent_bytes(v, element_bytes))
 
 
-def latents_of(group: GroupLayout) -> tuple[Latent, Latent]:
-    """The key side and the value side of a group."""
-    return group.qk_columns or group.qk_rank, group.v_columns or group.v_rank
+def latents_of(group: GroupLayout) -> tuple[Latent, Latent | None]:
+    """The key side and the value side of a group; None for values that are read from the key latent."""
+    return group.qk_columns or group.qk_rank, None if group.joint else group.v_columns or group.v_rank
 
 
 def key_flops_per_token(domain: Domain, group_size: int, heads_per_kv: int, head_dim: int, qk_rank: float) -> float:
@@ -182,13 +182,24 @@ def _slow_work(
 
 
 def value_work(
-    group_size: int, v: Latent, shape: AttentionShape, step: DecodeStep, tiling: Tiling | None = None
+    group_size: int,
+    v: Latent,
+    shape: AttentionShape,
+    step: DecodeStep,
+    tiling: Tiling | None = None,
+    joint: bool = False,
 ) -> Work:
-    """The value side of one group: v_proj, o_proj (v_rank columns per query head: it grows with the group), values."""
+    """The value side of one group: v_proj, o_proj (v_rank columns per query head: it grows with the group), values.
+
+    Args:
+        joint: v is the key latent: its row has been read, and comes from the cache of the GPU, and k_proj made it.
+    """
     v_rank = rank_of(v)
-    weights = v_rank * shape.hidden_size * (1 + group_size * shape.heads_per_kv)
+    weights = v_rank * shape.hidden_size * (group_size * shape.heads_per_kv + (0 if joint else 1))
     flops = value_flops_per_token(group_size, shape.heads_per_kv, v_rank)
     work = _work(step, v, flops, weights, weights, tiling)
+    if joint:
+        work = replace(work, cache_bytes=0, l2_bytes=work.l2_bytes + work.cache_bytes)
     if tiling is None:
         return work
     tokens = step.batch_size * step.context_tokens
@@ -200,15 +211,18 @@ def group_work(
     folded_keys: bool,
     group_size: int,
     qk: Latent,
-    v: Latent,
+    v: Latent | None,
     shape: AttentionShape,
     step: DecodeStep,
     slow: SlowPlanes | None = None,
 ) -> Work:
-    """The work of one compressed group, as the kernels do it, with its slow planes interpolated or none."""
-    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, v, shape.head_dim, slow)
+    """The work of one compressed group, as the kernels do it, with slow planes interpolated or none; v is None where
+    values are in the key latent.
+    """
+    values = qk if v is None else v
+    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, values, shape.head_dim, slow)
     keys = key_work(domain, folded_keys, group_size, qk, shape, step, tiling)
-    return keys + value_work(group_size, v, shape, step, tiling)
+    return keys + value_work(group_size, values, shape, step, tiling, joint=v is None)
 
 
 def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep, slow: SlowPlanes | None = None) -> Work:
@@ -226,7 +240,7 @@ def layer_residency(
     head_dim = shape.head_dim if layout.domain == "pre" else 0
     config = decode_config(parts, shape.heads_per_kv, ELEMENT_BYTES, head_dim)
     tiling = Tiling.of_kernel(parts, config, len(layout.groups))
-    qk_bytes, v_bytes = (size / len(layout.groups) for size in layout.row_bytes(element_bytes))
+    qk_bytes, v_bytes = (size / len(layout.groups) for size in layout.read_bytes(element_bytes))
     return tiling.residency(qk_bytes, v_bytes)
 
 
@@ -298,10 +312,10 @@ class Objective:
         step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
         return cls(settings.weight, device, shape, step)
 
-    def group_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, v: Latent) -> float:
-        """The cost of one group; for comparing domains and group sizes."""
+    def group_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, v: Latent | None) -> float:
+        """The cost of one group; for comparing domains and group sizes. v is None for values in the key latent."""
         work = group_work(domain, folded_keys, group_size, qk, v, self.shape, self.step)
-        seconds = work.seconds(self.device, self._residency(domain, group_size, qk, v))
+        seconds = work.seconds(self.device, self._residency(domain, group_size, qk, qk if v is None else v))
         return self._mixed(group_bytes_per_token(qk, v, self.step.element_bytes), seconds)
 
     def key_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> float:
@@ -322,9 +336,9 @@ class Objective:
         """Predicted time of the key side of a group, whatever the weight: reading the cache, and all else after it."""
         return self._parts(*self._key_seconds(domain, folded_keys, group_size, qk))
 
-    def value_parts(self, group_size: int, v: Latent) -> tuple[float, float]:
-        """The same of the value side."""
-        return self._parts(*self._value_seconds(group_size, v))
+    def value_parts(self, group_size: int, v: Latent, joint: bool = False) -> tuple[float, float]:
+        """The same of the value side; `joint` as in `value_work`."""
+        return self._parts(*self._value_seconds(group_size, v, joint))
 
     def _residency(self, domain: Domain, group_size: int, qk: Latent, v: Latent) -> Residency:
         tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, v, self.shape.head_dim)
@@ -336,10 +350,10 @@ class Objective:
         work = key_work(domain, folded_keys, group_size, qk, self.shape, self.step, tiling)
         return self._serial(work, self._residency(domain, group_size, qk, qk))
 
-    def _value_seconds(self, group_size: int, v: Latent) -> tuple[float, float]:
+    def _value_seconds(self, group_size: int, v: Latent, joint: bool = False) -> tuple[float, float]:
         """The same of the value side."""
         tiling = Tiling.of("post", group_size, self.shape.heads_per_kv, v, v, self.shape.head_dim)
-        work = value_work(group_size, v, self.shape, self.step, tiling)
+        work = value_work(group_size, v, self.shape, self.step, tiling, joint)
         return self._serial(work, self._residency("post", group_size, v, v))
 
     def _serial(self, work: Work, residency: Residency) -> tuple[float, float]:

@@ -53,7 +53,7 @@ class Launch:
 
     def side_bytes(self) -> tuple[float, float]:
         """Bytes of a key and of a value of a group, on the average."""
-        qk_bytes, v_bytes = self.layout.row_bytes(self.element_bytes)
+        qk_bytes, v_bytes = self.layout.read_bytes(self.element_bytes)
         return qk_bytes / len(self.layout.groups), v_bytes / len(self.layout.groups)
 
 
@@ -226,9 +226,9 @@ def _rotation(launch: Launch, load: Load, sms: int) -> Work:
 def _append(launch: Launch, load: Load, sms: int) -> Work:
     """One launch for keys and one for values: numbers in, words out, on the average of both."""
     layout = launch.layout
-    numbers = (layout.qk_width + layout.v_width) * launch.element_bytes
+    numbers = (layout.qk_width + (0 if layout.joint else layout.v_width)) * launch.element_bytes
     both = numbers + sum(layout.row_bytes(launch.element_bytes))
-    return Work(cache_bytes=load.batch_size * load.new_tokens * both / 2)
+    return Work(cache_bytes=load.batch_size * load.new_tokens * both / (1 if layout.joint else 2))
 
 
 WORKS: dict[str, Callable[[Launch, Load, int], Work | None]] = {

@@ -48,11 +48,18 @@ def fastest(
 ) -> SlowPlanes | None:
     """What is predicted to be fastest of all choices within the tolerance of 16-bit numbers; None for whole keys.
 
-    Rows of codes, groups of several widths and many query rows are left alone: there the kernel has no registers left.
+    Rows of codes, joint latents, groups of several widths and many query rows are left alone: there the kernel has no registers left.
     """
     widths = {(group.qk_rank, group.v_rank) for group in layout.groups}
     rows = layout.group_size * shape.heads_per_kv
-    if layout.domain != "pre" or layout.coded or len(widths) > 1 or rows > MOST_ROWS or frequencies is None:
+    if (
+        layout.domain != "pre"
+        or layout.coded
+        or layout.joint
+        or len(widths) > 1
+        or rows > MOST_ROWS
+        or frequencies is None
+    ):
         return None
 
     def seconds(slow: SlowPlanes | None) -> float:

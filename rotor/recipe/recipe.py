@@ -43,6 +43,12 @@ class Recipe:
         return any(0 < bits < EXACT_BITS for bits in self.codes.bits)
 
     @property
+    def joins_latents(self) -> bool:
+        """Whether keys and values share a latent wherever the model lets them; see Groups.joint."""
+        fisher = (self.bases.qk, self.bases.vo) == ("fisher", "fisher")
+        return self.groups.joint and self.coded and fisher and not self.bases.refit
+
+    @property
     def needs_gradients(self) -> bool:
         """Whether calibration takes gradients by keys and values."""
         return self.coded or any(method.gradients for method in self.bases.methods)

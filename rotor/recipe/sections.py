@@ -66,10 +66,14 @@ class Groups:
         to bits of codes, to choose for each layer among all divisors.
     domain: where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
         `any` leaves it to the ranks likewise. A model without RoPE has neither.
+    joint: keys and values share one latent, kept once, as both come from the same hidden state; where that can be:
+        codes, in bases by fisher without refit, of keys before RoPE that the model does not norm. Elsewhere they keep
+        two latents.
     """
 
     size: int | Literal["all", "any"] = 1
     domain: Literal["post", "pre", "any"] = "post"
+    joint: bool = False
 
 
 @dataclass(frozen=True)

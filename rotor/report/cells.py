@@ -36,17 +36,23 @@ class CellSide:
 
 @dataclass(frozen=True)
 class Cell:
-    """One group: its KV heads, both sides, and the columns that each side has before any is dropped."""
+    """One group: its KV heads, both sides, and the columns that each side has before any is dropped.
+
+    joint: both sides are the same latent.
+    """
 
     kv_heads: tuple[int, ...]
     keys: CellSide
     values: CellSide
     columns: int
+    joint: bool
 
     @classmethod
     def of(cls, group: GroupLayout, head_dim: int) -> Cell:
         keys = CellSide.of(group.qk_rank, group.qk_columns)
-        return cls(group.kv_heads, keys, CellSide.of(group.v_rank, group.v_columns), len(group.kv_heads) * head_dim)
+        values = CellSide.of(group.v_rank, group.v_columns)
+        columns = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
+        return cls(group.kv_heads, keys, values, columns, group.joint)
 
     def side(self, name: str) -> CellSide:
         """`keys` or `values`."""

@@ -16,6 +16,7 @@ from ..allocation.registry import RANK_METHODS
 from ..allocation.water_filling import interpolated
 from ..bases.registry import sides_that_read_tokens
 from ..calibration.run import Run
+from ..codes.layer import columns_bytes
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import RECIPE, RESULTS, ROTOR_JSON
@@ -309,11 +310,11 @@ def _loss(
 
 def _spectrum_names(run: Run, key: str) -> dict[str, str]:
     """By side, what a candidate's singular values are of; those of different names belong into different axes."""
-    candidate = run.info["candidates"][key]
-    where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[candidate["domain"]]
-    heads = int(candidate["group_size"])
+    domain, heads, joint = run.candidates[key]
+    where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[domain]
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
-    return {"qk": where + size, "vo": size}
+    shared = " in one latent with the other side" if joint else ""
+    return {"qk": where + size + shared, "vo": size + shared}
 
 
 def _mean_spectrum(values: Any) -> list[float]:
@@ -361,7 +362,7 @@ def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
     if point.columns is not None:
-        return before, sum(side.row_bytes(element) for layer in point.columns for pair in layer for side in pair)
+        return before, columns_bytes(point.columns, element)
     return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
 
 

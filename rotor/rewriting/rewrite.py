@@ -41,7 +41,7 @@ def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tu
         groups = [GroupLayout.coded(own, *columns) for own, columns in zip(heads, bases.columns, strict=True)]
     else:
         groups = [
-            GroupLayout(heads[i], qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]))
+            GroupLayout(heads[i], qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]), joint=bases.joint)
             for i, (qk_rank, v_rank) in enumerate(ranks)
         ]
     return ordered_by_class(domain, folds_keys(domain, has_key_norm), groups)
@@ -58,8 +58,9 @@ def rewrite_layer(
 
     `q_proj` [num_heads * head_dim, hidden] with heads in the order of the layout (without RoPE: rotated and truncated,
     [sum over query heads of qk_rank, hidden]); `k_proj` likewise, or [qk_width, hidden] if the key basis is folded;
-    `v_proj` [v_width, hidden]; `o_proj` [hidden, sum over query heads of v_rank]. `key_basis` [g * head_dim, qk_width]
-    where keys are projected at run time; `query_basis`, of the same shape, where queries are or keys are rebuilt.
+    `v_proj` [v_width, hidden], none where latents are joint, which k_proj puts out; `o_proj` [hidden, sum over query
+    heads of v_rank]. `key_basis` [g * head_dim, qk_width] where keys are projected at run time; `query_basis`, of the
+    same shape, where queries are or keys are rebuilt.
 
     Of coded bases, all that puts out a column of codes is divided by its step and shifted by its mean (`key_shift`
     [qk_width], float32, where keys are projected at run time), all that reads one is multiplied by the step. What
@@ -91,8 +92,11 @@ def rewrite_layer(
             tensors[f"q_proj.{kind}"] = torch.cat(parts)
         else:
             tensors[f"q_proj.{kind}"] = None if q is None else q.flatten(0, 2)
-        tensors[f"k_proj.{kind}"] = _fold(k, qk_encode, layout) if layout.folded_keys else _flatten_kv(k)
-        tensors[f"v_proj.{kind}"] = _fold(v, v_encode, layout)
+        of_keys = _fold(k, qk_encode, layout) if layout.folded_keys else _flatten_kv(k)
+        of_values = _fold(v, v_encode, layout)
+        if layout.joint:
+            of_keys, of_values = _sum(of_keys, of_values), None
+        tensors[f"k_proj.{kind}"], tensors[f"v_proj.{kind}"] = of_keys, of_values
 
     columns = _by_kv_head(weights.o_weight.T, heads, shape)
     assert columns is not None
@@ -113,11 +117,15 @@ def rewrite_layer(
     if layout.domain != "none":
         tensors["query_basis"] = torch.cat(qk_decode, dim=-1)
     if keys:
+        before = tensors["k_proj.bias"]
         if layout.folded_keys:
-            tensors["k_proj.bias"], keys = _shifted(tensors["k_proj.bias"], keys, weights.k_weight.dtype)
+            tensors["k_proj.bias"], keys = _shifted(before, keys, weights.k_weight.dtype)
         else:
             tensors["key_shift"] = torch.cat([code.shift for code in keys])
-        tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
+        if layout.joint:
+            _, values = _shifted(before, values, weights.k_weight.dtype)
+        else:
+            tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
         if layout.domain == "pre":
             tensors["key_constant"] = torch.cat([code.constant for code in keys]).unflatten(0, (-1, shape.head_dim))
         refitted = bases.outputs is not None  # then the readers have taken the means of what was dropped into account
@@ -225,6 +233,13 @@ def _by_head(basis: Tensor, layout: LayerLayout) -> Tensor:
 
 def _flatten_kv(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.flatten(0, 2)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Of those that there are."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
 
 
 def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> Tensor | None:

@@ -88,7 +88,8 @@ class RotorAttention(nn.Module):
         shifted = "o v k" if layout.folded_keys else "o v"
         biases = biases | set(shifted.split()) if layout.coded else biases
         self.k_proj = nn.Linear(hidden_size, k_width, bias="k" in biases)
-        self.v_proj = nn.Linear(hidden_size, layout.v_width, bias="v" in biases)
+        if not layout.joint:
+            self.v_proj = nn.Linear(hidden_size, layout.v_width, bias="v" in biases)
         self.o_proj = nn.Linear(o_width, hidden_size, bias="o" in biases)
         for name in family.norms:
             self.add_module(name, base.get_submodule(name))
@@ -207,7 +208,8 @@ class RotorAttention(nn.Module):
                 rotary_dim] by which queries alone are rotated.
         """
         layout, traced = self.layout, torch.compiler.is_compiling()
-        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        value = key[..., :0] if layout.joint else self.v_proj(hidden_states)
         if layout.domain != "none":
             query = self._heads(query, "q_norm")
         if any(layout.planes):

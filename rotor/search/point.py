@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from ..allocation.plan import RankPlan
-from ..codes.layer import GroupColumns
-from ..errors import UsageError
+from ..codes.layer import GroupColumns, as_pair
+from ..errors import CheckpointError, UsageError
 from ..evaluation.fidelity import Fidelity
 from ..format.columns import Columns
 from ..format.layout import LayerRanks
@@ -112,7 +112,7 @@ class Point:
         columns = None
         if "columns" in found["ranks"]:
             columns = columns_from_json(found["ranks"]["columns"], f"{reader.where}: {name}.ranks.columns")
-            if [[(qk.rank, v.rank) for qk, v in layer] for layer in columns] != stored:
+            if [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in columns] != stored:
                 raise reader.fail(f"{name}.ranks.columns", found["ranks"]["columns"], "as many as ranks.stored says")
         compression = found["compression"]
         return cls(
@@ -134,13 +134,19 @@ def plan_key(choice: Sequence[str], ranks: list[LayerRanks], columns: list[Group
 
 
 def columns_json(columns: list[GroupColumns]) -> list[list[list[dict[str, int]]]]:
-    """Columns by bits as JSON has them: of each layer and group, those of keys and those of values."""
-    return [[[side.to_dict() for side in pair] for pair in layer] for layer in columns]
+    """Columns by bits as JSON has them: of each layer and group, those of keys and of values, or of both together."""
+    return [[[side.to_dict() for side in pair if side] for pair in layer] for layer in columns]
 
 
-def columns_from_json(found: list[list[tuple[dict[str, int], dict[str, int]]]], where: str) -> list[GroupColumns]:
+def columns_from_json(found: list[list[list[dict[str, int]]]], where: str) -> list[GroupColumns]:
     """Read what `columns_json` gave; raises CheckpointError, naming `where`, if there is no such latent."""
-    return [[(Columns.from_dict(qk, where), Columns.from_dict(v, where)) for qk, v in layer] for layer in found]
+    for layer, groups in enumerate(found):
+        for latents in groups:
+            if len(latents) not in (1, 2):
+                raise Reader(where, CheckpointError, "Export again.").fail(
+                    f"[{layer}]", latents, "columns of keys and of values of each group, or of both together"
+                )
+    return [[as_pair([Columns.from_dict(side, where) for side in group]) for group in layer] for layer in found]
 
 
 def as_lists(ranks: list[LayerRanks]) -> list[list[list[int]]]:

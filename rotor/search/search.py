@@ -37,6 +37,8 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
 
     Args:
         sensitivities: what `probe` measured; needed by methods that ask for it only.
+    Raises:
+        UsageError: ranks are asked for, of latents that keys and values share: these have singular values of no side.
     """
     if recipe.coded:
         codes = [run.layer_codes(layer) for layer in range(len(bases))]
@@ -45,6 +47,12 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
             return BitsPath(codes, *sizes, uniform_rows=recipe.ranks.uniform_rows)
         costs = RunCosts.of(run, recipe)
         return PricedBitsPath(codes, *sizes, costs.parts, costs.group)
+    if any(candidate.joint for candidate in run.candidates.values()):
+        raise UsageError(
+            f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose columns are "
+            "chosen by bits of codes alone.",
+            "Give codes.bits 8, 4 or 2 too, or calibrate again with --set groups.joint=false.",
+        )
     layers = [bases.spectra(layer) for layer in range(len(bases))]
     spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks
     inputs = RankInputs(

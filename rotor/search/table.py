@@ -304,14 +304,13 @@ def _check_choice(choice: Sequence[str], name: str, run: Run, reader: Reader) ->
 
 def _check_ranks(ranks: list[LayerRanks], name: str, choice: Sequence[str], run: Run, reader: Reader) -> None:
     """Ranks of the groups that the choice has."""
-    shape = run.shape
+    shape, candidates = run.shape, run.candidates
     if len(ranks) != shape.num_layers:
         raise reader.fail(name, len(ranks), f"{shape.num_layers} layers")
     for layer, (groups, key) in enumerate(zip(ranks, choice, strict=True)):
-        size = run.info["candidates"][key]["group_size"]
-        columns = size * shape.head_dim
-        if len(groups) != shape.num_kv_heads // size:
-            raise reader.fail(f"{name}[{layer}]", len(groups), f"{shape.num_kv_heads // size} groups")
+        count, columns = run.columns(candidates[key])
+        if len(groups) != count:
+            raise reader.fail(f"{name}[{layer}]", len(groups), f"{count} groups")
         for pair in groups:
             if not all(1 <= rank <= columns for rank in pair):
                 raise reader.fail(f"{name}[{layer}]", pair, f"ranks from 1 to {columns}")

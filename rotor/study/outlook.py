@@ -211,7 +211,7 @@ class Timer:
     def _calibration(self, recipe: Recipe) -> float:
         outline = self.outline
         candidates = candidates_of(recipe, outline.family, outline.shape)
-        size = max(size for _, size in candidates.values())
+        size = max(candidate.group_size for candidate in candidates.values())
         wanted = wanted_moments(recipe, candidates)
         flops = calibration_flops(outline.sizes, outline.shape, recipe, size, wanted)
         return sum(count / (self.rate64 if name == "statistics" else self.rate) for name, count in flops.items())

@@ -12,7 +12,7 @@ from ..format.file_names import KERNEL_CONFIG
 from ..format.hashes import tensor_sha256
 from ..format.json_differences import differences
 from ..format.json_files import read_json
-from ..format.layout import compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..format.layout import GroupLayout, compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.manifest import Manifest
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
@@ -174,7 +174,7 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
     size = report["kv_bytes_per_token"]
     columns = None
     if used[0].coded:
-        columns = [[[c.to_dict() for c in (g.qk_columns, g.v_columns) if c] for g in groups] for groups in by_head]
+        columns = [[_latents(group) for group in groups] for groups in by_head]
         share = 1 - size["after"] / uncompressed_kv_bytes_per_token(shape, size["element_bytes"])
     else:
         share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
@@ -196,13 +196,20 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
     return problem or _tensor_problem(checkpoint)
 
 
+def _latents(group: GroupLayout) -> list[dict[str, int]]:
+    """Columns by bits of keys and of values, or of both together."""
+    sides = (group.qk_columns, None if group.joint else group.v_columns)
+    return [columns.to_dict() for columns in sides if columns is not None]
+
+
 def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
-    """Where the value projection of a layer is not as wide as its layout says."""
+    """Where the projection of values, or of joint latents, is not as wide as a layer's layout says."""
     family = FAMILIES[checkpoint.config.model_type]
     for index, layout in enumerate(checkpoint.layouts):
-        name = family.stored_prefix(index, checkpoint.names) + "v_proj.weight"
+        projection = "k_proj.weight" if layout.joint else "v_proj.weight"
+        name = family.stored_prefix(index, checkpoint.names) + projection
         if name not in checkpoint.names or checkpoint.shape_of(name)[:1] != [layout.v_width]:
-            return f"config.json, layer {index}: v_proj.weight has not the {layout.v_width} rows of its layout"
+            return f"config.json, layer {index}: {projection} has not the {layout.v_width} rows of its layout"
     return ""
 
 

@@ -16,6 +16,7 @@ from rotor.kernels.rows import key_columns, unpack_layer, value_columns
 CASES = [
     ("gemma2", "post", 2, "static"),
     ("mistral", "pre", 2, None),
+    ("llama", "pre", 2, "joint"),
 ]
 PROMPT = torch.randint(1, 4096, (2, 13), generator=torch.Generator().manual_seed(5))
 
@@ -24,7 +25,8 @@ PROMPT = torch.randint(1, 4096, (2, 13), generator=torch.Generator().manual_seed
 def test_generate_with_left_padding(case, tmp_path: Path, monkeypatch) -> None:
     """Logits, and the codes in the cache; mistral's window of 12 is shorter than the prompt."""
     family, domain, size, cache = case
-    pair = write_pair(build_tiny(family, tmp_path / "m"), tmp_path, domain, size)
+    joint = cache == "joint"
+    pair = write_pair(build_tiny(family, tmp_path / "m"), tmp_path, domain, size, joint=joint)
     model = pair.load()
     mask = torch.ones_like(PROMPT)
     mask[0, :5] = 0
@@ -46,7 +48,7 @@ def test_generate_with_left_padding(case, tmp_path: Path, monkeypatch) -> None:
             max_new_tokens=2,
             do_sample=False,
             pad_token_id=0,
-            cache_implementation=cache,
+            cache_implementation=None if joint else cache,
             output_logits=True,
             return_dict_in_generate=True,
         )
@@ -55,6 +57,7 @@ def test_generate_with_left_padding(case, tmp_path: Path, monkeypatch) -> None:
             unpack_layer(rows, columns(layout), torch.float32)
             for cached, layout in zip(output.past_key_values.layers, pair.layouts, strict=True)
             for rows, columns in ((cached.keys, key_columns), (cached.values, value_columns))
+            if columns(layout)
         ]
         # Two layers: a step after the prefill, and keys and values of both.
         expected = (0, 0) if choice == "reference" else (2, 2 * 2 * 2)

@@ -87,7 +87,8 @@ class RotorSelfAttention(nn.Module):
         hidden = shape.hidden_size
         self.q_proj = linear(hidden, shard.width("q_proj"), "q")
         self.k_proj = linear(hidden, shard.width("k_proj"), "k")
-        self.v_proj = linear(hidden, shard.width("v_proj"), "v")
+        if not full.joint:
+            self.v_proj = linear(hidden, shard.width("v_proj"), "v")
         self.o_proj = linear(shard.width("o_proj"), hidden, "o")
 
         def parameter(wanted: bool, *sizes: int, of: torch.dtype | None = None) -> nn.Parameter | None:
@@ -161,7 +162,8 @@ class RotorSelfAttention(nn.Module):
     def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
         """hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE."""
         layout = self.layout
-        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        value = key[..., :0] if layout.joint else self.v_proj(hidden_states)
         if any(layout.planes):
             assert positions is not None
             query = self._turn_planes(query, self.query_planes, positions)

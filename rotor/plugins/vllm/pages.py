@@ -28,9 +28,10 @@ class LayerPages:
         return self.layout.row_bytes(self.dtype.itemsize)
 
     def split(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of keys and of values, [num_pages, page_size, bytes of each]."""
+        """Views of keys and of values, [num_pages, page_size, bytes of each]; of joint latents twice the same."""
         qk_bytes, v_bytes = self.sizes
-        return pages[..., :qk_bytes], pages[..., qk_bytes : qk_bytes + v_bytes]
+        keys = pages[..., :qk_bytes]
+        return keys, keys if self.layout.joint else pages[..., qk_bytes : qk_bytes + v_bytes]
 
     def numbers(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """As `split`, as the kernels want them: numbers of the model's dtype, or bytes of codes."""
@@ -46,7 +47,9 @@ class LayerPages:
                 kernels skip it, and PyTorch, without asking the host, puts it into page 0, which vLLM gives to nobody.
         """
         tokens, page_size = slots.shape[0], pages.shape[1]
-        sides = zip(self.split(pages), (key[:tokens], value[:tokens]), self._columns, strict=True)
+        sides = list(zip(self.split(pages), (key[:tokens], value[:tokens]), self._columns, strict=True))
+        if self.layout.joint:
+            sides = sides[:1]
         if use_kernels and self._in_words:
             from ...kernels.projection.append import pack_rows  # imports Triton
 
