@@ -48,7 +48,8 @@ def fastest(
 ) -> SlowPlanes | None:
     """What is predicted to be fastest of all choices within the tolerance of 16-bit numbers; None for whole keys.
 
-    Rows of codes, joint latents, groups of several widths and many query rows are left alone: there the kernel has no registers left.
+    Rows of codes, groups of several widths and many query rows are left alone, where the kernel has no registers left;
+    and joint latents, which it does not serve.
     """
     widths = {(group.qk_rank, group.v_rank) for group in layout.groups}
     rows = layout.group_size * shape.heads_per_kv
