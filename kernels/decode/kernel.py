@@ -187,7 +187,8 @@ def _segment(
                     absorbed, absorbed_constant, steps // (FAST // FREQUENCIES), query_base + first_head * head_stride,
                     head_stride, start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base,
                     basis_stride, basis_row, tl.multiple_of(tl.load(row + QK_RANK), ALIGN), constant_base, DTYPE,
-                    CONSTANT, NODES, HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, PRECISION,
+                    CONSTANT, NODES, HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                    PRECISION,
                 )  # fmt: skip
         index = start + tl.arange(0, TILE)
         valid = (index >= first) & (index < end)
