@@ -18,6 +18,7 @@ from .key_ranges import DecodeKeys, PrefillKeys
 from .layer_table import layer_parts
 from .parameters import AttentionParameters, seq_len_of
 from .prefill.launch import prefill_attention
+from .workspace import Workspace, workspace_on
 
 _ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Mask -> its ranges: all layers of a step share one mask."""
@@ -79,7 +80,29 @@ def packed_attention(
         keys = _known_without_mask(shape, key.device)
     else:
         keys = _known_of_mask(attention_mask, shape, layer_idx)
-    return attend(query, key, value, parameters, head_dim, keys, key_rotation, schedule, kernels)
+    workspace = workspace_on(key.device) if isinstance(keys, DecodeKeys) else None
+    return attend(query, key, value, parameters, head_dim, keys, key_rotation, schedule, kernels, workspace)
+
+
+def packed_partial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    head_dim: int,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `code_reference.partial_attention`: attention to some of the keys, to be joined with that to the others.
+
+    Args:
+        As in `packed_attention`, in domains `post` and `none`.
+    Returns:
+        [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of each
+        query head's logits, [batch_size, seq_len, num_heads], float32.
+    """
+    keys = ranges_of(attention_mask, (key.shape[0], seq_len_of(query), key.shape[2]), key.device)
+    output, log_sums = _launched(query, key, value, parameters, head_dim, keys, None, SCHEDULE, None)
+    return output, log_sums.unsqueeze(1) if isinstance(keys, DecodeKeys) else log_sums.transpose(1, 2)
 
 
 def attend(
@@ -92,9 +115,29 @@ def attend(
     key_rotation: tuple[Tensor, Tensor] | None = None,
     schedule: Schedule = SCHEDULE,
     kernels: LayerKernels | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
-    """As `packed_attention`, with the ranges of keys that queries attend to: DecodeKeys where there is one query."""
-    layout, key, value = parameters.layout, key[:, 0], parameters.value_rows(key, value)[:, 0]
+    """As `packed_attention`, with the ranges of keys that queries attend to: DecodeKeys where there is one query.
+
+    workspace: of a decoding step; by default memory is allocated.
+    """
+    return _launched(query, key, value, parameters, head_dim, keys, key_rotation, schedule, kernels, workspace)[0]
+
+
+def _launched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    head_dim: int,
+    keys: DecodeKeys | PrefillKeys,
+    key_rotation: tuple[Tensor, Tensor] | None,
+    schedule: Schedule,
+    kernels: LayerKernels | None,
+    workspace: Workspace | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [batch_size, seq_len, .], and what the launches give as log-sum-exp."""
+    layout, value = parameters.layout, parameters.value_rows(key, value)
     pre = layout.domain == "pre"
     common: dict[str, Any] = {"softcap": parameters.softcap}
     if pre:
@@ -104,8 +147,8 @@ def attend(
             "constant_key": parameters.constant_key,
         }
     if isinstance(keys, DecodeKeys):
-        output, _ = decode_attention(
-            query[:, :, 0] if pre else query[:, 0],
+        output, log_sums = decode_attention(
+            query,
             key,
             value,
             layer_parts(layout, parameters.heads_per_kv, head_dim, kernels, query.element_size()),
@@ -113,24 +156,25 @@ def attend(
             parameters.heads_per_kv,
             parameters.scaling,
             schedule=schedule,
+            workspace=workspace,
             **common,
         )
-        return output.unsqueeze(1)
+        return output.unsqueeze(1), log_sums
     return prefill_attention(
         query,
-        key,
-        value,
+        key[:, 0],
+        value[:, 0],
         layout,
         keys,
         parameters.heads_per_kv,
         parameters.scaling,
         kernels=kernels,
         **common,
-    )[0]
+    )
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _known_of_mask(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> DecodeKeys | PrefillKeys:
@@ -142,7 +186,7 @@ def _known_of_mask(mask: Tensor, shape: tuple[int, int, int], layer: int | None)
         layer: index of the layer that asks; None if it has none.
     """
     version = None if mask.is_inference() else mask._version
-    capturing = _capturing()
+    capturing = _capturing(mask.device)
     known = _ranges.get(mask)
     if known is None or not known.serves(shape, version, capturing, layer):
         known = _ranges[mask] = _Known(shape, version, capturing, layer, ranges_of(mask, shape, mask.device))
@@ -170,7 +214,7 @@ def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.de
 
 def _known_without_mask(shape: tuple[int, int, int], device: torch.device) -> DecodeKeys | PrefillKeys:
     """Of what does not depend on kv_len, one for all; in a CUDA graph as part of it."""
-    if _capturing():
+    if _capturing(device):
         return ranges_of(None, shape, device)
     batch_size, seq_len, kv_len = shape
     return _ranges_cached(None, (batch_size, seq_len, kv_len if seq_len == 1 else 0), device)

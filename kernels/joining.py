@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -20,5 +22,11 @@ def join(outputs: list[Tensor], log_sums: list[Tensor], widths: list[int]) -> tu
     weights = torch.exp(stacked - largest.masked_fill(largest == -torch.inf, 0.0))
     total = weights.sum(0)
     shares = weights / total.masked_fill(total == 0.0, 1.0)
-    heads = torch.repeat_interleave(torch.tensor(widths)).to(shares.device)
+    heads = _head_of_columns(tuple(widths), shares.device)
     return (torch.stack(outputs) * shares[..., heads]).sum(0), largest + total.log()
+
+
+@lru_cache(maxsize=256)
+def _head_of_columns(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[sum of widths] int64."""
+    return torch.repeat_interleave(torch.tensor(widths)).to(device)

@@ -55,12 +55,17 @@ class DecodeKeys:
 class PrefillKeys:
     """The keys `first ... end - 1` of each query, without those that `mask` leaves out.
 
-    first, end: [batch_size, seq_len], int32; queries behind a shorter sequence are empty ranges.
+    first, end: [batch_size, seq_len], int32; queries behind a shorter sequence are empty ranges. Of packed queries
+        [tokens].
     mask, holes: [batch_size, seq_len, words], int64, a bit a key, the lowest first (1: attend), and
         [batch_size, seq_len], int32: whether a query's range has keys that are not attended. The mask is only read
         where it has.
     past: keys before the queries' own as far as the host knows: only the order of launches goes by it.
-    plans: how their keys are split over programs, as `prefill.slices` remembers it for all layers of a step.
+    query_start_loc: of packed queries, [batch_size + 1], int32: where the queries of each sequence begin, and end.
+    longest, longest_kv: of packed queries, the most of a sequence and the most keys of one, as far as the host knows
+        (no less than there are; of keys 0 where it does not).
+    tasks, plans: row blocks, and how their keys are split over programs, as `prefill.tasks` and `prefill.slices`
+        remember them for all layers of a step.
     """
 
     first: Tensor
@@ -68,13 +73,30 @@ class PrefillKeys:
     mask: Tensor | None = None
     holes: Tensor | None = None
     past: int = 0
+    query_start_loc: Tensor | None = None
+    longest: int = 0
+    longest_kv: int = 0
+    tasks: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
     plans: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
+    @property
+    def batch_size(self) -> int:
+        return self.first.shape[0] if self.query_start_loc is None else self.query_start_loc.shape[0] - 1
+
+    @property
+    def seq_len(self) -> int:
+        """Queries of a sequence; of packed ones the most that one may have."""
+        return self.first.shape[1] if self.query_start_loc is None else self.longest
+
     @cached_property
     def union(self) -> tuple[Tensor, Tensor]:
         """First and end of the keys that any query of a sequence attends to, both [batch_size], int32."""
+        if self.query_start_loc is not None:
+            start, until = self.query_start_loc[:-1].long(), self.query_start_loc[1:].long()
+            first, end = self.first[start.clamp(max=len(self.first) - 1)], self.end[(until - 1).clamp(min=0)]
+            return first, end.masked_fill(start == until, 0)
         some = self.first < self.end
         return self.first.masked_fill(~some, torch.iinfo(torch.int32).max).amin(-1), (self.end * some).amax(-1)
 
@@ -96,6 +118,34 @@ class PrefillKeys:
             first = torch.maximum(first, end - window)
         end = torch.where(index < query_len[:, None], end, 0)
         return cls(first.int().contiguous(), end.int())
+
+    @classmethod
+    def packed(
+        cls,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        tokens: int,
+        longest: int,
+        longest_kv: int = 0,
+        window: int | None = None,
+    ) -> PrefillKeys:
+        """Sequences of any lengths, their queries behind each other: the last keys of each are its queries' own.
+
+        Args:
+            query_start_loc: [batch_size + 1], int32, ascending: where the queries of each sequence begin among all
+                tokens, and where the last one's end; sequences may have none, and tokens belong to no sequence.
+            kv_lens: [batch_size]: keys of each sequence, the new ones among them.
+            tokens: of the packed queries.
+            longest, longest_kv: the most queries of a sequence that there may be, and the most keys, 0 if not known.
+            window: a query attends to itself and the window - 1 keys before it.
+        """
+        token = torch.arange(tokens, device=kv_lens.device)
+        until = query_start_loc[1:].contiguous()
+        sequence = torch.searchsorted(until, token, right=True).clamp(max=len(until) - 1)
+        left = until[sequence] - token  # queries from this one on
+        end = torch.where((left > 0) & (token >= query_start_loc[0]), kv_lens[sequence] - left + 1, 0)
+        first = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
+        return cls(first.int(), end.int(), query_start_loc=query_start_loc, longest=longest, longest_kv=longest_kv)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> PrefillKeys:

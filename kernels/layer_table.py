@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -96,7 +96,15 @@ class LayerParts:
     row_align: int
     slow: SlowPlanes | None = None
 
-    @property
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.domain, self.heads, self.rows, self.bodies, self.table, self.tile, self.row_align))
+
+    def __hash__(self) -> int:
+        """Computed once: every launch looks the layer up in caches."""
+        return self._hash
+
+    @cached_property
     def coded(self) -> bool:
         """Whether rows are words of codes."""
         return self.bodies[0][0][0][0] > 0
@@ -111,9 +119,14 @@ class LayerParts:
         """Whether keys are rebuilt from latents wider than registers hold."""
         return self.domain == "pre" and max(self.widest) > REGISTER_COLUMNS
 
-    @property
+    @cached_property
     def total_work(self) -> int:
         return sum(row[Column.WORK] for row in self.table)
+
+    @cached_property
+    def output_width(self) -> int:
+        """Columns of the output of all query heads."""
+        return self.rows * sum(row[Column.V_RANK] for row in self.table)
 
 
 @lru_cache(maxsize=4096)

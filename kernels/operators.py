@@ -26,8 +26,8 @@ from .attention import attend, ranges_of
 from .layer_table import layer_parts, table_on
 from .parameters import AttentionParameters, seq_len_of
 from .prefill.rebuild import rebuilt_groups
-from .projection import append, rotation
-from .rows import key_columns, value_columns
+from .projection import append, coded, rotation
+from .rows import LayerColumns
 
 
 class Described(NamedTuple):
@@ -65,18 +65,15 @@ def rotate_and_project(
     sin: Tensor,
     query_basis: Tensor,
     key_basis: Tensor,
-    key_shift: Tensor | None,
     layer: str,
 ) -> tuple[Tensor, Tensor]:
     """As `projection.rotation.rotate_and_project`; `layer` as `describe` gives it."""
     of = described(layer)
-    return rotation.rotate_and_project(
-        query, key, cos, sin, of.layout, of.heads_per_kv, query_basis, key_basis, key_shift
-    )
+    return rotation.rotate_and_project(query, key, cos, sin, of.layout, of.heads_per_kv, query_basis, key_basis)
 
 
 @rotate_and_project.register_fake
-def _(query, key, cos, sin, query_basis, key_basis, key_shift, layer):  # type: ignore[no-untyped-def]
+def _(query, key, cos, sin, query_basis, key_basis, layer):  # type: ignore[no-untyped-def]
     of = described(layer)
     _on_device(query.device, lambda device: rotation.group_table(of.layout, device))
     batch_size, seq_len = query.shape[:2]
@@ -87,20 +84,50 @@ def _(query, key, cos, sin, query_basis, key_basis, key_shift, layer):  # type: 
     )
 
 
+@torch.library.custom_op("rotor::rotate_and_pack", mutates_args=())
+def rotate_and_pack(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_basis: Tensor,
+    key_basis: Tensor,
+    key_shift: Tensor,
+    layer: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `projection.coded.rotate_and_pack`."""
+    of = described(layer)
+    return coded.rotate_and_pack(
+        query, key, value, cos, sin, of.layout, of.heads_per_kv, query_basis, key_basis, key_shift
+    )
+
+
+@rotate_and_pack.register_fake
+def _(query, key, value, cos, sin, query_basis, key_basis, key_shift, layer):  # type: ignore[no-untyped-def]
+    of, size = described(layer), query.element_size()
+    _on_device(query.device, lambda device: rotation.group_table(of.layout, device))
+    _on_device(query.device, lambda device: append.segments_on(LayerColumns.of(of.layout), size, device))
+    batch_size, seq_len = query.shape[:2]
+    qk_bytes, v_bytes = of.layout.row_bytes(size)
+    rows = of.layout.group_size * of.heads_per_kv
+    return (
+        query.new_empty(batch_size, seq_len, rows * of.layout.qk_width),
+        query.new_empty(batch_size, seq_len, qk_bytes, dtype=torch.uint8),
+        query.new_empty(batch_size, seq_len, v_bytes, dtype=torch.uint8),
+    )
+
+
 @torch.library.custom_op("rotor::pack_rows", mutates_args=())
 def pack_rows(key: Tensor, value: Tensor, layer: str) -> tuple[Tensor, Tensor]:
     """As `projection.append.pack_rows`, of the keys and of the values of a layer."""
-    layout = described(layer).layout
-    sides = (key, tuple(key_columns(layout))), (value, tuple(value_columns(layout)))
-    key_rows, value_rows = (append.pack_rows(latents, columns) for latents, columns in sides)
-    return key_rows, value_rows
+    return append.pack_rows(key, value, LayerColumns.of(described(layer).layout))
 
 
 @pack_rows.register_fake
 def _(key, value, layer):  # type: ignore[no-untyped-def]
     layout, size = described(layer).layout, key.element_size()
-    for columns in filter(None, (tuple(key_columns(layout)), tuple(value_columns(layout)))):
-        _on_device(key.device, lambda device, columns=columns: append.segment_table(columns, size, device))
+    _on_device(key.device, lambda device: append.segments_on(LayerColumns.of(layout), size, device))
     qk_bytes, v_bytes = layout.row_bytes(size)
     return (
         key.new_empty(*key.shape[:-1], qk_bytes, dtype=torch.uint8),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 import torch
@@ -126,6 +128,32 @@ def key_columns(layout: LayerLayout) -> list[Columns]:
 def value_columns(layout: LayerLayout) -> list[Columns]:
     """As `key_columns`; none where a value is read from the key row."""
     return [group.v_columns for group in layout.groups if group.v_columns is not None and not group.joint]
+
+
+@dataclass(frozen=True)
+class LayerColumns:
+    """The columns by bits of each group of a layer, of its keys and of its values."""
+
+    key: tuple[Columns, ...]
+    value: tuple[Columns, ...]
+
+    @staticmethod
+    def of(layout: LayerLayout) -> LayerColumns:
+        """Those of a layer that keeps rows of codes; no value columns where values are read from the key rows."""
+        return _columns_of(layout)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.key, self.value))
+
+    def __hash__(self) -> int:
+        """Computed once: every launch looks the layer up in caches."""
+        return self._hash
+
+
+@lru_cache(maxsize=4096)
+def _columns_of(layout: LayerLayout) -> LayerColumns:
+    return LayerColumns(tuple(key_columns(layout)), tuple(value_columns(layout)))
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:

@@ -121,9 +121,10 @@ def _running_softmax(
     log-sum-exp of the logits, [batch_size, count, heads of a group, seq_len, 1].
     """
     batch_size, count, heads, seq_len, _ = queries.shape
-    largest = queries.new_full((batch_size, count, heads, seq_len, 1), -torch.inf)
-    total = torch.zeros_like(largest)
-    weighted = queries.new_zeros(batch_size, count, heads, seq_len, values.rank)
+    if not kv_len:
+        nothing = queries.new_full((batch_size, count, heads, seq_len, 1), -torch.inf)
+        return queries.new_zeros(batch_size, count, heads, seq_len, values.rank), nothing
+    largest = total = weighted = queries.new_empty(0)  # set by the first block
     per_key = batch_size * count * max(heads * seq_len, keys.rank, values.rank)
     if rebuilding is not None:
         per_key = max(per_key, batch_size * count * rebuilding.basis.shape[1] * rebuilding.basis.shape[2])
@@ -143,13 +144,17 @@ def _running_softmax(
             logits = logits.unflatten(3, grouped.shape[3:5]).flatten(2, 3)
         logits = pressed(logits, parameters.scaling, parameters.softcap)
         logits = masked(logits, mask(of_heads, start, end))
-        new_largest = torch.maximum(largest[..., rows, :], logits.amax(-1, keepdim=True))
+        block_largest = logits.amax(-1, keepdim=True)
+        new_largest = block_largest if start == 0 else torch.maximum(largest[..., rows, :], block_largest)
         reference = new_largest.masked_fill(new_largest == -torch.inf, 0.0)
         weight = torch.exp(logits - reference)
+        numbers = values.block(start, end).to(weight.dtype)
+        attended = (weight.flatten(2, 3) @ numbers).unflatten(2, weight.shape[2:4])
+        if start == 0:  # which all queries may see
+            largest, total, weighted = new_largest.clone(), weight.sum(-1, keepdim=True), attended
+            continue
         shrink = torch.exp(largest[..., rows, :] - reference)
         largest[..., rows, :] = new_largest
         total[..., rows, :] = total[..., rows, :] * shrink + weight.sum(-1, keepdim=True)
-        numbers = values.block(start, end).to(weight.dtype)
-        attended = (weight.flatten(2, 3) @ numbers).unflatten(2, weight.shape[2:4])
         weighted[..., rows, :] = weighted[..., rows, :] * shrink + attended
     return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()

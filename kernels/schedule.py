@@ -108,13 +108,13 @@ def last_round(seq_len: int, past: int, rows: int, pack: int, others: int, worke
 
 
 def split_programs(tasks: int, units: int, programs: int) -> int:
-    """Programs that share the keys of each unit of a prefill; 0 where its tasks fill the GPU as they are.
+    """Programs that share the keys of each unit of a prefill; 0 where its tasks fill the GPU as they are, or are none.
 
     Args:
         tasks: row blocks times sequences. units: groups, or heads, that each have these tasks. programs: in all.
     """
     share = programs // units
-    return share if share >= 2 * tasks else 0
+    return share if 0 < 2 * tasks <= share else 0
 
 
 def row_block_costs(seq_len: int, past: int, rows: int, pack: int, others: int) -> list[float]:

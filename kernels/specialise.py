@@ -15,8 +15,10 @@ from .decode.variants import decode_variants
 from .layer_table import layer_parts
 from .prefill.variants import prefill_variants
 from .projection.append import append_variant
+from .projection.coded import rotate_and_pack_variants
 from .projection.rotation import rotation_variants
-from .rows import key_columns, value_columns
+from .rows import LayerColumns
+from .scores.kernel import score_variants
 from .tile_sizes import HOPPER, Gpu
 
 
@@ -30,6 +32,7 @@ def model_variants(
     page: int = 0,
     masks: tuple[bool, ...] = (False, True),
     softcap: bool = False,
+    softened: bool | None = None,
     gpu: Gpu = HOPPER,
 ) -> list[Variant]:
     """The distinct variants of all kernels for a model.
@@ -42,6 +45,8 @@ def model_variants(
         page: keys of a page of the cache, 0 for a contiguous one.
         masks: with and without a mask (static caches and padding bring one).
         softcap: whether the model caps its logits.
+        softened: for a cache policy that adds up the attention that keys draw, whether it changes logits for that; None
+            where there is no such policy.
         gpu: what they are to run on; tile sizes go by it.
     """
     heads_per_kv, head_dim = shape.heads_per_kv, shape.head_dim
@@ -54,10 +59,13 @@ def model_variants(
                 parts, heads_per_kv, head_dim, dtype, batch_size=batch_size, schedule=config.schedule, **settings
             )
             variants += prefill_variants(layout, heads_per_kv, head_dim, dtype, kernels=kernels, **settings)
+            if softened is not None:
+                flags = {"softened": softened, "mask": mask, "softcap": softcap}
+                variants += score_variants(layout, heads_per_kv, head_dim, dtype, **flags)
         if layout.domain == "post":
-            variants += rotation_variants(layout, heads_per_kv, head_dim, dtype)
-        if layout.coded:
-            sides = tuple(key_columns(layout)), tuple(value_columns(layout))
-            variants += [append_variant(columns, dtype) for columns in sides]
+            projection = rotate_and_pack_variants if layout.coded else rotation_variants
+            variants += projection(layout, heads_per_kv, head_dim, dtype)
+        elif layout.coded:
+            variants.append(append_variant(LayerColumns.of(layout), dtype))
     distinct = {(v.name, tuple(sorted(v.constants.items(), key=lambda item: item[0]))): v for v in variants}
     return list(distinct.values())

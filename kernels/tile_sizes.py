@@ -71,6 +71,10 @@ memory's latency on an H100 (3.35 TB/s, 700 ns, 132 SMs)."""
 MOST_STAGES = 6
 """Of the pipeline of loads."""
 
+MANY_PIECES, MANY_PIECES_DECODED = 5, 7
+"""Widths of codes in keys and values together, from which on tiles have 16 keys everywhere, where keys are rebuilt in
+registers: in a prefill, which with 32 keys spills at 80 + 48 columns, and in decoding, which with 64 and 32 does."""
+
 REBUILT_BYTES = 1 << 30
 """The most that rebuilt keys of a layer may take for the time of its prefill."""
 
@@ -89,7 +93,7 @@ def decode_config(
     head_dim is 0 except in domain `pre`. Tiles shrink where the GPU has little shared memory. `tuning.decode_constants`
     puts others in their place.
     """
-    return {**_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu), **chosen_constants()}
+    return {**_decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu), **dict(chosen_constants())}
 
 
 @lru_cache(maxsize=4096)
@@ -113,6 +117,8 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
         tile, frequencies = _wide_tile(parts, head_dim, gpu)
     elif parts.coded and head_dim and gpu.registers_hold_operands:
         tile, stages = min(tile, 16), 1  # words and numbers both take registers
+    elif parts.coded and head_dim and most_pieces(parts.bodies) >= MANY_PIECES_DECODED:
+        tile = min(tile, 16)
     elif parts.coded and not head_dim:
         stages = max(
             stages, min(MOST_STAGES, 1 - -BYTES_IN_FLIGHT // (tile * _piece_bytes(parts.bodies, element_bytes)))
@@ -171,6 +177,11 @@ def _wide_tile(parts: LayerParts, head_dim: int, gpu: Gpu) -> tuple[int, int]:
     if parts.slow is not None:
         tile, frequencies = 2 * tile if tile == 64 else tile, frequencies // 2
     return min(parts.tile, tile), min(frequencies, padded(head_dim // 2))
+
+
+def most_pieces(bodies: Bodies) -> int:
+    """Pieces of a key and its value, in the body that has most."""
+    return max(len(keys) + len(values) for keys, values in bodies)
 
 
 def _piece_bytes(bodies: Bodies, element_bytes: int) -> int:
@@ -287,11 +298,14 @@ def prefill_constants(
         whole = pre and max(qk_width, v_rank) > 64  # more pieces take more registers
         widths = [(padded(width), 0) if whole else chunks(width) for width in (qk_width, v_rank)]
         rows, tile, warps = prefill_shape(widths, blocks.rows, blocks.columns, element_bytes, pre, gpu)
-        if layout.coded and not rebuilt and gpu.registers_hold_operands and (pre or sum(widths[1]) > 64):
-            tile = 16  # what is not yet unpacked takes registers too
         group = layout.groups[cls.start]
         keys = static_pieces(None if rebuilt else group.qk_columns, qk_width, widths[0], element_bytes)
         values = static_pieces(group.v_columns, v_rank, widths[1], element_bytes)
+        # What is not yet unpacked takes registers too.
+        if layout.coded and pre and (gpu.registers_hold_operands or len(keys) + len(values) >= MANY_PIECES):
+            tile = min(tile, 16)
+        elif layout.coded and not rebuilt and gpu.registers_hold_operands and sum(widths[1]) > 64:
+            tile = 16
         wide = pre and max(_padded_columns(keys), _padded_columns(values)) > REGISTER_COLUMNS
         if wide and _padded_columns(values) > REGISTER_COLUMNS:
             rows = 16

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any
 
-_chosen: ContextVar[Mapping[str, Any]] = ContextVar("rotor_decode_constants", default=MappingProxyType({}))
+_chosen: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("rotor_decode_constants", default=())
 
 
 @contextmanager
@@ -19,13 +18,13 @@ def decode_constants(**constants: Any) -> Iterator[None]:
         constants: of the decode kernel by name, as in num_warps=4, num_stages=2, TILE=64. That the GPU can hold them is
             not checked here; the compiler or the launch says it.
     """
-    token = _chosen.set({**_chosen.get(), **constants})
+    token = _chosen.set(tuple({**dict(_chosen.get()), **constants}.items()))
     try:
         yield
     finally:
         _chosen.reset(token)
 
 
-def chosen_constants() -> Mapping[str, Any]:
-    """What is chosen here and now."""
+def chosen_constants() -> tuple[tuple[str, Any], ...]:
+    """What is chosen here and now: names and values."""
     return _chosen.get()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from coded import CodedCase
-from kernel_checks import FLOAT32_ERROR, allowed_error, assert_lse, relative_error
+from kernel_checks import FLOAT32_ERROR, allowed_error, assert_lse, relative_error, run_prefill
 from ragged import paged
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from rotor.format.kernel_config import LayerKernels
 from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.prefill.launch import prefill_attention
 from rotor.kernels.truth import Sequence, ragged_attention
 
 
@@ -137,7 +136,7 @@ def check_coded_prefill(
     )
     key, value, table = poisoned_rows(case, inside, page_size)
     value = case.parameters().value_rows(key, value)
-    got, lse = prefill_attention(
+    got, lse = run_prefill(
         case.query,
         key,
         value,
@@ -145,6 +144,7 @@ def check_coded_prefill(
         keys,
         floats.heads_per_kv,
         floats.scaling,
+        packed=page_size > 0,
         query_basis=case.query_basis,
         key_rotation=floats.key_rotation,
         constant_key=case.constant_key,

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+import resource
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from shortcuts import (
+    DEMO_MODEL,
+    ROOT,
+    figures_as_ever,
+    figures_only_where_asked,
+    long_texts_encoded_once,
+    one_trial_of_the_bundled_tokenizer,
+)
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -27,12 +38,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import rotor
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.cli import console
 from rotor.format.manifest import NO_DIGEST, Manifest, write_manifest
 from rotor.models.checkpoint import Checkpoint
+from rotor.models.layerwise import LayerwiseModel
+from rotor.models.loading import load_model
 from rotor.rewriting.compressible import CompressibleModel
 
 settings.register_profile("bounded", max_examples=60, derandomize=True)
@@ -40,8 +52,6 @@ settings.register_profile("fuzz", max_examples=2000, print_blob=True)
 settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherwise
 
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
-ROOT = Path(rotor.__file__).parent.parent
-DEMO_MODEL = ROOT / "artifacts" / "demo-model"
 
 COMMON = {
     "vocab_size": 4096,
@@ -155,6 +165,19 @@ def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shortcuts() -> Iterator[None]:
+    with figures_only_where_asked(), one_trial_of_the_bundled_tokenizer(), long_texts_encoded_once():
+        yield
+
+
+@pytest.fixture(scope="module")
+def figures(shortcuts: None) -> Iterator[None]:
+    """Reports with figures, for the rest of a module."""
+    with figures_as_ever():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory):
     """tiny(family) -> folder of a tiny float32 model, built once a session."""
@@ -166,6 +189,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
         return built[family]
 
     return get
+
+
+EXTRA_BYTES = 3 << 30
+"""Address space that the mutations may take beyond what the process has."""
+
+
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """An allocation that follows a number in a file fails at once, as a MemoryError that no test expects."""
+    if sys.platform != "linux":
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + EXTRA_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 FAST_EVALUATION = [
@@ -200,6 +242,24 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory):
         return runs[recipe]
 
     return get
+
+
+@pytest.fixture
+def run_copy(demo_run, tmp_path: Path):
+    """run_copy(recipe) -> a copy of the shared run that a test may write to."""
+
+    def get(recipe: str) -> Run:
+        shutil.copytree(demo_run(recipe).folder, tmp_path / "run", dirs_exist_ok=True)
+        return Run.open(tmp_path / "run")
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def demo() -> tuple[Checkpoint, LayerwiseModel]:
+    """The bundled model's checkpoint and the model itself, in float32; do not change it."""
+    checkpoint = Checkpoint(DEMO_MODEL)
+    return checkpoint, LayerwiseModel.of(load_model(DEMO_MODEL, torch.device("cpu"), torch.float32))
 
 
 def calibrated(model: Path, out: Path, domain: str, size: int | str, **bases: str) -> Run:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Values
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from ragged import RaggedCase, paged
 from torch import Tensor
 
 from rotor.format.kernel_config import LayerKernels
+from rotor.format.layout import LayerLayout
 from rotor.kernels import reference
 from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
@@ -19,6 +23,16 @@ from rotor.kernels.truth import Sequence, ragged_attention
 
 FLOAT32_ERROR = 4e-6
 """Relative error allowed in float32, where PyTorch's own is around 5e-7 and the order of sums differs."""
+
+
+def pairs(first: Values[Any], second: Values[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    """All pairs of two lists of parameters, with a mark on most: each value of both is in one without it."""
+    step = min(len(first), len(second))
+    return [
+        pytest.param(a, b, marks=[mark] if (i - j) % step else [])
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -120,6 +134,49 @@ def check_decode(
     assert_lse(lse, expected_lse[:, :, 0], 20 * limit)
 
 
+BEFORE, BEHIND = 3, 2
+"""Tokens of no sequence before and behind packed queries."""
+
+
+def run_prefill(
+    query: Tensor, key: Tensor, value: Tensor, layout: LayerLayout, keys: PrefillKeys, *args: Any, packed: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`prefill_attention`, with the queries of all sequences packed behind each other where asked for, between tokens
+    of no sequence, which must be left alone.
+    """
+    if not packed:
+        return prefill_attention(query, key, value, layout, keys, *args, **options)
+    assert keys.mask is None
+    rows, there = query.transpose(1, 2) if layout.domain == "pre" else query, keys.end > 0
+    lengths = there.sum(1)
+
+    def pack(x: Tensor, fill: float) -> Tensor:
+        edges = [x.new_full((n, *x.shape[2:]), fill) for n in (BEFORE, BEHIND)]
+        return torch.cat([edges[0], x[there], edges[1]])
+
+    starts = BEFORE + torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    packed_keys = PrefillKeys(
+        pack(keys.first, 0),
+        pack(keys.end, 0),
+        query_start_loc=starts,
+        longest=query.shape[-2] + 1,
+        longest_kv=int(keys.end.max()) + 5,
+    )
+    queries = pack(rows, torch.nan)
+    width = layout.group_size * args[0] * layout.v_width
+    output = torch.full((len(queries), width), 7.0, dtype=query.dtype, device=query.device)
+    got, got_lse = prefill_attention(queries, key, value, layout, packed_keys, *args, output=output, **options)
+    assert got is output
+    assert bool((output[:BEFORE] == 7.0).all())
+    assert bool((output[len(queries) - BEHIND :] == 7.0).all())
+    found = output.new_zeros(*there.shape, width)
+    found[there] = output[BEFORE : len(queries) - BEHIND]
+    lse = got_lse.new_full((*there.shape, len(got_lse)), -torch.inf)
+    lse[there] = got_lse[:, BEFORE : len(queries) - BEHIND].T
+    return found, lse.transpose(1, 2)
+
+
 def check_prefill(
     case: RaggedCase,
     sequences: list[Sequence],
@@ -131,7 +188,8 @@ def check_prefill(
     rebuilt: bool | None = None,
     programs: int | None = None,
 ) -> None:
-    """Prefill the queries of each sequence; keys outside of a sequence's range are poisoned with NaN.
+    """Prefill the queries of each sequence, which are packed where keys are in pages; keys outside of a sequence's
+    range are poisoned with NaN.
 
     `mask` [batch_size, seq_len, kv_len] takes keys away from what is causal, and goes to the kernel as a mask.
     """
@@ -168,7 +226,7 @@ def check_prefill(
     if page_size:
         rows, table = paged(rows, page_size, torch.Generator().manual_seed(3))
     key, value = rows.split([layout.qk_width, layout.v_width], dim=-1)
-    got, lse = prefill_attention(
+    got, lse = run_prefill(
         case.query,
         key,
         value,
@@ -176,6 +234,7 @@ def check_prefill(
         keys,
         case.heads_per_kv,
         case.scaling,
+        packed=page_size > 0,
         query_basis=case.query_basis,
         key_rotation=case.key_rotation,
         block_table=table,

@@ -257,7 +257,7 @@ def test_refitted_output_projection_reads_the_codes(coded_run):
     """Least squares of W_o beside codes: no further from the model than without."""
     errors = []
     for refit in ("true", "false"):
-        run = coded_run("llama", "rotor", f"bases.refit={refit}")
+        run = coded_run("llama", "rotor", "groups.joint=false", f"bases.refit={refit}")
         network, model = in_memory(run, plan_of(run, 0.9))
         with torch.inference_mode():
             got, plain = model(PROMPT, use_cache=False).logits, network.restore()(PROMPT, use_cache=False).logits

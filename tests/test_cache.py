@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from cache_truth import states
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -24,11 +24,6 @@ from rotor.runtime.cache import (
     read_policy,
     stored_bytes,
 )
-from rotor.runtime.cache.affine import AffineCode
-from rotor.runtime.cache.fp8 import FP8Code
-from rotor.runtime.cache.low_rank import low_rank
-from rotor.runtime.cache.packing import pack, packed_bytes, unpack
-from rotor.runtime.cache.per_token import hadamard
 from rotor.typed import Reader
 
 CODED = [
@@ -45,12 +40,6 @@ CODED = [
 EXACT = [PerToken(bits=16), KCVT(bits=16, buffer=5), KIVI(bits=16, group=4, residual=8)]
 
 
-def states(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    scales = torch.rand(shape[-1], generator=generator) * 3 + 0.2
-    return (torch.randn(shape, generator=generator) * scales + scales.flip(0)).to(dtype)
-
-
 @pytest.fixture(scope="module")
 def model(tiny):
     return AutoModelForCausalLM.from_pretrained(tiny("llama")).eval()
@@ -58,83 +47,6 @@ def model(tiny):
 
 def prompts(batch: int, length: int) -> Tensor:
     return torch.randint(1, 4096, (batch, length), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-@pytest.mark.parametrize("width", [1, 5, 8, 63])
-def test_packing_is_without_gaps_and_reversible(bits: int, width: int) -> None:
-    codes = torch.randint(2**bits, (3, width), generator=torch.Generator().manual_seed(width)).to(torch.uint8)
-    packed = pack(codes, bits)
-    assert packed.dtype == torch.uint8
-    assert packed.shape == (3, packed_bytes(width, bits)) == (3, -(-width * bits // 8))
-    assert torch.equal(unpack(packed, bits, width), codes)
-    stream = sum(int(code) << (bits * i) for i, code in enumerate(codes[0]))  # one long number, lowest bits first
-    assert bytes(packed[0].tolist()) == stream.to_bytes(packed_bytes(width, bits), "little")
-
-
-def affine_truth(numbers: np.ndarray, bits: int, tokens: int, columns: int) -> np.ndarray:
-    """Decoded numbers of one head, [tokens, width], group by group in float64; metadata rounded to float16."""
-    result = np.empty_like(numbers)
-    for t in range(0, numbers.shape[0], tokens):
-        for c in range(0, numbers.shape[1], columns):
-            group = numbers[t : t + tokens, c : c + columns]
-            zero = float(np.float16(group.min()))
-            scale = float(np.float16((group.max() - zero) / (2**bits - 1)))
-            codes = np.clip(np.round((group - zero) / scale), 0, 2**bits - 1)
-            result[t : t + tokens, c : c + columns] = zero + scale * codes
-    return result
-
-
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-@pytest.mark.parametrize("tokens, columns", [(1, 8), (1, 16), (6, 1), (12, 1), (1, 5)])
-def test_affine_code_is_that_of_float64(bits: int, tokens: int, columns: int) -> None:
-    x = states(2, 3, 12, 13)
-    code = AffineCode(bits, tokens, columns)
-    got = code.decode(code.encode(x), 3, 13).double().numpy()
-    for row in range(2):
-        for head in range(3):
-            expected = affine_truth(x[row, head].double().numpy(), bits, tokens, min(columns, 13))
-            np.testing.assert_allclose(got[row, head], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_groups_over_all_heads_are_those_of_the_row() -> None:
-    x = states(2, 3, 4, 8)
-    code = AffineCode(4, heads_together=True)
-    got = code.decode(code.encode(x), 3, 8)
-    row = x.transpose(1, 2).flatten(2)[0].double().numpy()
-    expected = affine_truth(row, 4, 1, 24).reshape(4, 3, 8).transpose(1, 0, 2)
-    np.testing.assert_allclose(got[0].double().numpy(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_equal_numbers_and_huge_ones_are_coded() -> None:
-    code = AffineCode(2, 1, 4)
-    constant = torch.full((1, 1, 2, 8), 0.5)
-    assert torch.equal(code.decode(code.encode(constant), 1, 8), constant)
-    assert torch.isfinite(code.decode(code.encode(torch.tensor([[[[1e9, -1e9, 0, 1]]]])), 1, 4)).all()
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-def test_fp8_is_the_nearest_of_float64(fixed: bool) -> None:
-    x = states(2, 2, 5, 8)
-    code = FP8Code(fixed)
-    parts = code.encode(x)
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    every = every[torch.isfinite(every)]
-    scale = parts[1].double().expand(2, 2, 5, 1)
-    nearest = (x.double().unsqueeze(-1) / scale.unsqueeze(-1) - every).abs().min(-1).values
-    got = code.decode(parts, 2, 8).double()
-    assert torch.allclose((x.double() - got).abs() / scale, nearest, rtol=1e-5, atol=1e-7)
-    assert float((x.abs() / scale).max()) <= 448
-
-
-def test_hadamard_is_orthonormal_and_leaves_no_trace() -> None:
-    matrix = hadamard(16).double()
-    assert torch.allclose(matrix @ matrix.T, torch.eye(16).double(), atol=1e-6)
-    layer = CodedLayer(PerToken(bits=8, group=16, hadamard=True).streams())
-    x = states(1, 2, 6, 48)
-    layer.update(x, x)
-    key, _ = layer.update(x[:, :, :1], x[:, :, :1])
-    assert float((key[:, :, :6] - x).abs().max()) < 0.05
 
 
 @pytest.mark.parametrize("policy", CODED + EXACT, ids=str)
@@ -392,127 +304,3 @@ def test_bytes_of_transformers_own_caches_are_counted(model) -> None:
     model(prompts(2, 10), past_key_values=cache)
     layer = cache.layers[0]
     assert stored_bytes(cache) == 2 * 2 * layer.keys.numel() * 4
-
-
-def gear_truth(numbers: np.ndarray, bits: int, sparsity: float, rank: int, keys: bool) -> np.ndarray:
-    """GEAR of one row in float64, [heads, tokens, width]: outliers, KCVT of the rest, low rank of what is left."""
-    heads, tokens, width = numbers.shape
-    rest, outlier = numbers.copy(), np.zeros(numbers.shape, bool)
-    together = numbers.transpose(1, 0, 2).reshape(tokens, heads * width)
-    vectors = (
-        [(head, slice(None), channel) for head in range(heads) for channel in range(width)]
-        if keys
-        else [(slice(None), token) for token in range(tokens)]
-    )
-    for place in vectors:
-        vector = rest[place].reshape(-1)
-        count = int(sparsity / 2 * len(vector))
-        order = np.argsort(vector)
-        taken = np.r_[order[:count], order[len(vector) - count :]]
-        mask = np.zeros(len(vector), bool)
-        mask[taken] = True
-        filled = np.where(mask, vector[~mask].mean(), vector)
-        rest[place], outlier[place] = filled.reshape(rest[place].shape), mask.reshape(rest[place].shape)
-    if keys:
-        coded = np.stack([affine_truth(head, bits, tokens, 1) for head in rest])
-    else:
-        together = rest.transpose(1, 0, 2).reshape(tokens, heads * width)
-        coded = affine_truth(together, bits, 1, heads * width).reshape(tokens, heads, width).transpose(1, 0, 2)
-    result = np.empty_like(numbers)
-    for head in range(heads):
-        lost = np.where(outlier[head], 0.0, rest[head] - coded[head])
-        right = torch.randn(width, rank, generator=torch.Generator().manual_seed(0)).double().numpy()
-        for _ in range(2):  # algorithm 2
-            last, right = right, lost.T @ (lost @ right)
-        left = np.linalg.qr(lost @ np.linalg.qr(last)[0])[0]
-        result[head] = coded[head] + left @ (left.T @ lost)
-    return np.where(outlier, numbers, result)
-
-
-@pytest.mark.parametrize("keys", [True, False])
-@pytest.mark.parametrize("sparsity, rank", [(0.2, 3), (0.0, 2), (0.2, 0)])
-def test_gear_is_that_of_float64(keys: bool, sparsity: float, rank: int) -> None:
-    x = states(1, 2, 20, 12)
-    policy = GEAR(bits=2, sparsity=sparsity, rank=rank)
-    codec = policy.streams()[0 if keys else 1].prompt_codec
-    got = codec.decode(codec.encode(x), 2, 12)[0].double().numpy()
-    expected = gear_truth(x[0].double().numpy(), 2, sparsity, rank, keys)
-    assert np.abs(got - expected).max() < 5e-3  # factors and outliers are float16
-    assert np.abs(got - x[0].double().numpy()).max() > 0.05
-
-
-def test_gear_corrects_its_backbone() -> None:
-    x = states(1, 2, 64, 16)
-    errors = {}
-    for name, policy in {
-        "backbone": GEAR(bits=2, sparsity=0.0, rank=0),
-        "low rank": GEAR(bits=2, sparsity=0.0),
-        "sparse": GEAR(bits=2, rank=0, sparsity=0.1),
-        "both": GEAR(bits=2, sparsity=0.1),
-    }.items():
-        codec = policy.streams()[0].prompt_codec
-        errors[name] = float((codec.decode(codec.encode(x), 2, 16) - x).norm())
-    assert errors["both"] < min(errors["low rank"], errors["sparse"])
-    assert max(errors["low rank"], errors["sparse"]) < errors["backbone"]
-    kcvt = KCVT(2).streams()[0].codec
-    assert errors["backbone"] == pytest.approx(float((kcvt.decode(kcvt.encode(x), 2, 16) - x).norm()))
-
-
-def test_low_rank_comes_close_to_the_best_there_is() -> None:
-    matrix = states(3, 20, 9)
-    left, right = low_rank(matrix, 2, 8)
-    best = torch.linalg.svdvals(matrix.double())[:, 2:].norm(dim=-1)
-    assert torch.allclose((matrix - left @ right.mT).norm(dim=(-2, -1)).double(), best, rtol=0.02)
-    assert all(torch.isfinite(factor).all() for factor in low_rank(1e4 * matrix, 2, 60))
-    assert torch.allclose(left.mT @ left, torch.eye(2).expand(3, 2, 2), atol=1e-5)
-    assert low_rank(matrix, 4, 1)[0].shape == (3, 20, 4)
-    assert low_rank(matrix[:, :2], 4, 2)[0].shape == (3, 2, 2)  # no more than there are rows
-
-
-def test_bytes_of_gear_are_its_codes_factors_and_outliers() -> None:
-    layer = CodedLayer(GEAR(bits=4, sparsity=0.02, rank=4).streams())
-    x = states(1, 2, 100, 64, dtype=torch.bfloat16)
-    layer.update(x, x)
-    numbers = 2 * 64 * 100
-    codes = 2 * numbers // 2 + 4 * 2 * 64 + 4 * 100
-    factors = 2 * 2 * 2 * 4 * (100 + 64)  # sides, heads, bytes, rank
-    outliers = (2 * 2 * 64 + 2 * 100) * (2 + 2)  # of each channel of keys and of each token of values
-    assert layer.stored_bytes() == codes + factors + outliers
-
-
-def levels_truth(numbers: np.ndarray, count: int, loops: int) -> np.ndarray:
-    """Of one vector, in float64, by loops."""
-    ordered = np.sort(numbers)
-    levels = ordered[[int((i + 0.5) / count * len(ordered)) for i in range(count)]]
-    for _ in range(loops):
-        nearest = np.abs(ordered[:, None] - levels).argmin(1)
-        levels = np.array([ordered[nearest == i].mean() if (nearest == i).any() else levels[i] for i in range(count)])
-    return levels
-
-
-@pytest.mark.parametrize("bits", [4, 3, 2])
-def test_levels_are_those_of_float64(bits: int) -> None:
-    x = states(2, 3, 40, 6)
-    key, value = (stream.codec for stream in NUQ(bits, loops=2).streams())
-    keys, values = (codec.decode(codec.encode(x), 3, 6).double().numpy() for codec in (key, value))
-    for row in range(2):
-        for head in range(3):
-            own = x[row, head].double().numpy()
-            for channel in range(6):
-                levels = levels_truth(own[:, channel], 2**bits, 2)
-                expected = levels[np.abs(own[:, channel, None] - levels).argmin(1)]
-                np.testing.assert_allclose(keys[row, head, :, channel], expected, rtol=2e-3, atol=2e-3)
-            scale = np.abs(own).max(1, keepdims=True).astype(np.float16).astype(np.float64)
-            levels = levels_truth((own / scale).reshape(-1), 2**bits, 2)
-            expected = levels[np.abs((own / scale)[..., None] - levels).argmin(-1)] * scale
-            error = np.abs(values[row, head] - expected)
-            assert np.quantile(error, 0.98) < 5e-3  # a number in the middle of two levels may fall on either side
-
-
-def test_bytes_of_levels_are_counted_once() -> None:
-    layer = CodedLayer(NUQ(bits=2).streams())
-    x = states(1, 2, 100, 64)
-    layer.update(x, x)
-    layer.update(x[:, :, :1], x[:, :, :1])
-    codes, levels, scales = 2 * 2 * 101 * 16, 2 * 64 * 4 * 2 + 2 * 4 * 2, 2 * 101 * 2
-    assert layer.stored_bytes() == codes + levels + scales

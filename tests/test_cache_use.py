@@ -56,6 +56,8 @@ EVERYTHING: list[Policy] = [
     H2O(tokens=ALL, squeeze=0.5),
     Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9),
     Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0, leaders=(0, 0)),
+    Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9, cut="bits"),
+    Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0, cut="bits"),
 ]
 LOSSY: list[Policy] = [
     PerToken(bits=4, group=8),
@@ -69,14 +71,15 @@ LOSSY: list[Policy] = [
     Random(share=0.5),
     Tiers(important=0.4, qk_important=0.1, qk_unimportant=0.6, v_unimportant=0.5),
     Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, leaders=(0, 0), importance="mean"),
+    Tiers(important=0.4, qk_unimportant=0.6, v_unimportant=0.5, cut="bits"),
 ]
 NAMES = {"ids": lambda policy: policy.method}
 
 
 def serves(policy: Policy, kind: str) -> bool:
-    """Quantisers want rows of numbers, tiers rows of any kind."""
-    if policy.rows_only:
-        return kind != "plain"
+    """Quantisers want rows of numbers, tiers rows of any kind, fewer bits codes."""
+    if isinstance(policy, Tiers):
+        return kind == "codes" if policy.cut == "bits" else kind != "plain"
     return kind != "codes" or (policy.evicts and getattr(policy, "bits", 16) == 16)
 
 
@@ -282,6 +285,8 @@ def test_what_a_policy_cannot_serve_is_said(models, tiny, checkpoints, tmp_path)
         use_cache_policy(plain, Tiers())
     with pytest.raises(UsageError, match="does not know that its cache has tiers"):
         plain(rows, past_key_values=make_cache(Tiers(), plain.config))
+    with pytest.raises(UsageError, match="cut: bits: this checkpoint's columns are numbers of 16 bits, no codes"):
+        use_cache_policy(models("pre"), Tiers(cut="bits"))
     with pytest.raises(UsageError, match="rows are codes already"):
         use_cache_policy(models("codes"), KIVI())
     with pytest.raises(UsageError, match="bits 4: this checkpoint's rows are codes already"):

@@ -16,11 +16,13 @@ from rotor.kernels.prefill.kernel import prefill_kernel
 from rotor.kernels.prefill.rebuild import rebuild_kernel
 from rotor.kernels.prefill.variants import prefill_variants
 from rotor.kernels.projection.append import append_variant
-from rotor.kernels.projection.rotation import rotation_variants
+from rotor.kernels.projection.coded import rotate_and_pack_variants
+from rotor.kernels.rows import LayerColumns
 from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes
 
 HEADS_PER_KV, HEAD_DIM = 4, 128
 MIXED = Columns(n8=16, n4=32, n2=64)
+ALL = Columns(n16=4, n8=16, n4=24, n2=16)
 MENU = {
     "none 4 bits": coded_layer("none", 1, (Columns(n4=64), Columns(n4=64))),
     "none mixed": coded_layer("none", 1, (MIXED, MIXED), (Columns(n16=8, n4=32), Columns(n8=16))),
@@ -57,8 +59,10 @@ def test_decode(name: str, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["none mixed", "pre mixed"])
-def test_prefill(name: str, capability: int) -> None:
-    settings = {"mask": True, "gpu": Gpu.of_capability(capability)}
+@pytest.mark.parametrize("page", [0, 16])
+def test_prefill(name: str, page: int, capability: int) -> None:
+    """With a mask; and of packed queries over pages."""
+    settings = {"page": page, "mask": not page, "gpu": Gpu.of_capability(capability)}
     for variant in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings):
         if variant.kernel not in (prefill_kernel, rebuild_kernel):
             continue  # as in test_kernels_compile
@@ -71,14 +75,27 @@ def test_prefill(name: str, capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_rotation_with_a_shift(capability: int) -> None:
+def test_all_widths_of_codes_at_once_spill_nothing_where_keys_are_rebuilt(capability: int) -> None:
+    """With tiles of as many keys as fewer widths have, 8 to 104 bytes of each thread did."""
+    gpu, layout = Gpu.of_capability(capability), coded_layer("pre", 2, (ALL, ALL))
+    decode = decode_variants(layer_parts(layout, 3, 64), 3, 64, torch.bfloat16, gpu=gpu)[0]
+    prefills = prefill_variants(layout, 3, 64, torch.bfloat16, gpu=gpu)
+    itself = [v for v in prefills if v.constants.get("PRE") and not v.constants["SLICED"]]
+    assert len(itself) == 1
+    for variant in (decode, *itself):
+        assert variant.constants["TILE"] == 16
+        assert compile_variant(variant, capability).spill_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_rotation_with_packing(capability: int) -> None:
     layout = coded_layer("post", 2, (MIXED, MIXED), (Columns(n16=8, n4=32), Columns(n8=16)))
-    for variant in rotation_variants(layout, HEADS_PER_KV, HEAD_DIM, torch.bfloat16):
-        assert variant.constants["SHIFT"]
+    for variant in rotate_and_pack_variants(layout, HEADS_PER_KV, HEAD_DIM, torch.bfloat16):
         assert check(variant, capability).matrix_products > 0
 
 
 def test_append() -> None:
     for slots, page in ((False, 0), (True, 0), (True, 16)):
-        check(append_variant((MIXED, MIXED), torch.bfloat16, slots, page), 90)
-    check(append_variant((Columns(n16=64),), torch.bfloat16, True, 16), 90)  # rows of numbers
+        check(append_variant(LayerColumns((MIXED, MIXED), (MIXED,)), torch.bfloat16, slots, page), 90)
+    numbers = LayerColumns((Columns(n16=64),), (Columns(n16=48),))
+    check(append_variant(numbers, torch.bfloat16, True, 16), 90)

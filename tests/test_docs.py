@@ -42,7 +42,7 @@ PARSED_ALONE = {
     "compile": "test_precompile.py",
     "gpu": "test_gpu_suite.py",
     "run": "test_autoload.py",
-    "study": "test_study.py",
+    "study": "test_study_request.py",
     "torchrun": "test_resume.py",
 }
 """Commands that take long, or this process's place; what else runs them."""

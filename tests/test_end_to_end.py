@@ -34,17 +34,6 @@ from rotor.search.table import RankTable, any_probes
 from rotor.validation.validate import validate
 
 
-@pytest.fixture
-def run_copy(demo_run, tmp_path: Path):
-    """run_copy(recipe) -> a copy of the shared run that a test may write to."""
-
-    def get(recipe: str) -> Run:
-        shutil.copytree(demo_run(recipe).folder, tmp_path / "run", dirs_exist_ok=True)
-        return Run.open(tmp_path / "run")
-
-    return get
-
-
 def contents(folder: Path) -> dict[str, str]:
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
@@ -298,10 +287,10 @@ def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(tmp_path: Path, 
         return dataclasses.replace(plan, rounded=ranks)
 
     run = calibrated(DEMO_MODEL, tmp_path / "run", "post", 1).folder
-    export(run, tmp_path / "out", compression=0.3)
+    export(run, tmp_path / "out", compression=0.3, measure=False)
     with monkeypatch.context() as patch:
         patch.setattr(importlib.import_module("rotor.search.rank_search"), "plan_for", keys_alone)
-        export(run, tmp_path / "keys", compression=0.3)
+        export(run, tmp_path / "keys", compression=0.3, measure=False)
     before, after = (load_file(folder / "model.safetensors") for folder in (DEMO_MODEL, tmp_path / "keys"))
     assert all(after[name].shape == tensor.shape for name, tensor in before.items())
     assert {name.rpartition(".")[2] for name in after.keys() - before.keys()} == {"key_basis", "query_basis"}

@@ -153,8 +153,39 @@ def test_small_kernels_read_and_write_their_rows() -> None:
     assert rotation.cache_flops == 2 * 5 * (8 + 2) * 64 * 32
     coded = LayerLayout("pre", True, (GroupLayout.coded((0, 1), Columns(n8=16, n4=32), Columns(n4=64)),))
     append = kernel_work(launch("append", coded), Load(5, 1, 99), 100)
-    assert append.cache_bytes == 5 * ((48 + 64) * 2 + 32 + 32) / 2  # of keys and of values, on the average
+    assert append.cache_bytes == 5 * ((48 + 64) * 2 + 32 + 32)
+    packed = LayerLayout("post", False, (GroupLayout.coded((0, 1), Columns(n8=16, n4=32), Columns(n4=64)),))
+    both = kernel_work(launch("rotation", packed), Load(5, 1, 99), 100)
+    # Two times 8 query heads' latents of 48; keys of 48 come out as 32 bytes, values of 64 go in and come out as 32.
+    assert both.cache_bytes == 2 * (5 * ((8 + 2) * 64 + 8 * 48 + 64) + 2 * 2 * 64 * 48) + 5 * (32 + 32)
     assert kernel_work(launch("assign", POST), Load(5, 1, 99), 100) is None
+
+
+def test_plans_and_masks_read_ranges_and_a_byte_a_key() -> None:
+    step, few = Load(3, 1, 99), Load(3, 16, 84)
+    ranges = kernel_work(launch("ranges", POST, WORDS=False), step, 100)
+    assert ranges == Work(cache_bytes=3 * (100 + 12))
+    words = kernel_work(launch("words", POST, WORDS=True), Load(2, 32), 100)
+    assert words == Work(cache_bytes=2 * 32 * (32 + 12) + 2 * 32 * 32 / 8)
+    assert kernel_work(launch("tiles", POST), step, 100) == Work(cache_bytes=3 * 8 + 4 * 8)
+    plan = kernel_work(launch("plan", POST, ROWS=64, PACK=4), few, 100)
+    assert plan == Work(cache_bytes=3 * 16 * 8 + 200 * 12 + (3 + 1) * 4)  # a row block a sequence
+    join = kernel_work(launch("join", POST, ROWS=64, PACK=4, V=48), few, 100)
+    assert join.cache_bytes == 3 * 16 * 8 * (48 * 2 + 4)
+    assert join.l2_bytes == pytest.approx(4 * 200 * 64 * (48 + 1))
+
+
+def test_column_sums_are_one_product_of_all_pairs() -> None:
+    constants = {"HEADS": 4, "ROW": 32, "CAUSAL": True, "MASK": False}
+    work = kernel_work(launch("column", POST, **constants), Load(2, 32), 100)
+    pairs = 2 * 32 * 33 / 2
+    assert work.cache_flops == 2 * 32 * 8 * pairs
+    assert work.cache_bytes == 2 * (2 * 64 * 32 * (4 + 1)) + 4 * 2 * 64 * (4 + 1)
+    masked = kernel_work(launch("log", POST, **constants | {"CAUSAL": False, "MASK": True}), Load(2, 32), 100)
+    assert masked.cache_flops == 2 * 32 * 8 * 2 * 32 * 32
+    assert masked.cache_bytes == work.cache_bytes + 2 * 32 * 32
+    rebuilt = kernel_work(launch("column", PRE, **constants | {"ROW": 64}), Load(2, 32), 100)
+    assert rebuilt.cache_flops == 2 * work.cache_flops  # two KV heads of 64
 
 
 def test_the_floor_of_a_kernel_says_what_limits_it() -> None:
@@ -227,8 +258,10 @@ def test_kernels_are_predicted_at_the_loads_that_they_are_launched_for(monkeypat
         "prefill post, sliced": few,
         "rotation": {},
         "assign": {},
+        "tiles of 64 keys": {},
+        "plan 64/4 rows": {"ROWS": 64, "PACK": 4},
     }
-    made = [(SimpleNamespace(name=name, constants=constants), [POST]) for name, constants in variants.items()]
+    made = [(SimpleNamespace(name=name, constants=constants), [POST, POST]) for name, constants in variants.items()]
     checkpoint = SimpleNamespace(config=SimpleNamespace(dtype=torch.bfloat16), shape=SHAPE)
     monkeypatch.setattr(floors, "CompressedCheckpoint", lambda folder: checkpoint)
     monkeypatch.setattr(floors, "variants_of_layers", lambda folder, dtype, batch_sizes, arch: made)
@@ -246,5 +279,10 @@ def test_kernels_are_predicted_at_the_loads_that_they_are_launched_for(monkeypat
         "prefill post, sliced": [(1, 16, 84), (3, 16, 84)],
         "rotation": [(1, 1, 99), (3, 1, 99), (1, 32, 0)],
         "assign": [],
+        "tiles of 64 keys": [(1, 1, 99), (3, 1, 99)],
+        "plan 64/4 rows": [(1, 16, 84), (3, 16, 84)],
     }
+    launches = {k.name: {f.launches for f in k.floors} for k in found}
+    assert launches["decode post"] == {2}
+    assert launches["tiles of 64 keys"] == launches["plan 64/4 rows"] == {1}  # for all layers
     assert all(not k.floors for k in floors.with_floors(Path("x"), compiled, {}, **loads))  # no device for sm_90

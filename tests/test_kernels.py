@@ -25,15 +25,22 @@ def missing() -> str:
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-CHECKS = sorted(path.stem for path in FOLDER.glob("check_*.py"))
-SLOW = [name for name in CHECKS if "mark.slow" in (FOLDER / f"{name}.py").read_text("utf-8")]
+TOGETHER = 4
+"""Files of checks in a process: its imports take seconds."""
 
 
-def interpret(name: str, marks: str) -> None:
+def checks(word: str = "") -> list[tuple[str, ...]]:
+    """Files of checks that contain a word, some at a time."""
+    paths = sorted(FOLDER.glob("check_*.py"))
+    names = [path.stem for path in paths if word in path.read_text("utf-8")]
+    return [tuple(names[start : start + TOGETHER]) for start in range(0, len(names), TOGETHER)]
+
+
+def interpret(names: tuple[str, ...], marks: str) -> None:
     paths = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks,
-         str(FOLDER / f"{name}.py")],
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist",
+         "-p", "interpreter", "-m", marks, *(str(FOLDER / f"{name}.py") for name in names)],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
@@ -43,13 +50,13 @@ def interpret(name: str, marks: str) -> None:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("name", CHECKS)
-def test_in_the_interpreter(name: str) -> None:
-    interpret(name, "not slow")
+@pytest.mark.parametrize("names", checks(), ids="+".join)
+def test_in_the_interpreter(names: tuple[str, ...]) -> None:
+    interpret(names, "not slow")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("name", SLOW)
-def test_more_in_the_interpreter(name: str) -> None:
-    interpret(name, "slow")
+@pytest.mark.parametrize("names", checks("mark.slow"), ids="+".join)
+def test_more_in_the_interpreter(names: tuple[str, ...]) -> None:
+    interpret(names, "slow")

@@ -98,8 +98,10 @@ def test_slow_planes_are_interpolated_on_hopper() -> None:
 @pytest.mark.parametrize(
     "name", ["none 64+64", "none 96+96", "none one latent", "pre 80+48", "pre one latent", "pre wide"]
 )
-def test_prefill(name: str, capability: int) -> None:
-    settings = {"mask": True, "gpu": Gpu.of_capability(capability)}
+@pytest.mark.parametrize("page", [0, 16])
+def test_prefill(name: str, page: int, capability: int) -> None:
+    """With a mask; and of packed queries over pages."""
+    settings = {"page": page, "mask": not page, "gpu": Gpu.of_capability(capability)}
     for variant in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings):
         attends = variant.kernel in (prefill_kernel, rebuild_kernel)
         resources = check(variant, capability, copies=attends)

@@ -20,7 +20,7 @@ from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.projection.append import pack_rows
 from rotor.kernels.projection.rotation import rotate_and_project
 from rotor.kernels.reference import project_keys, rotate
-from rotor.kernels.rows import key_columns, pack_layer, unpack_layer
+from rotor.kernels.rows import LayerColumns, key_columns, pack_layer, unpack_layer
 from rotor.kernels.truth import Sequence
 
 pytestmark = [
@@ -210,10 +210,14 @@ def test_prefill_against_a_cache_of_codes(name, dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CODED)
 def test_rows_are_packed_as_pytorch_packs_them(name, dtype) -> None:
-    columns = key_columns(CODED[name][0])
-    steps = steps_of(columns)
-    latents = (1.5 * torch.randn(3, 333, len(steps), generator=torch.Generator().manual_seed(0)) * steps).to(dtype)
-    assert torch.equal(pack_rows(latents.cuda(), tuple(columns)).cpu(), pack_layer(latents, columns))
+    columns = LayerColumns.of(CODED[name][0])
+    generator, latents = torch.Generator().manual_seed(0), []
+    for side in (columns.key, columns.value):
+        steps = steps_of(list(side))
+        latents.append((1.5 * torch.randn(3, 333, len(steps), generator=generator) * steps).to(dtype))
+    got = pack_rows(latents[0].cuda(), latents[1].cuda(), columns)
+    assert torch.equal(got[0].cpu(), pack_layer(latents[0], columns.key))
+    assert torch.equal(got[1].cpu(), pack_layer(latents[1], columns.value))
 
 
 @pytest.mark.parametrize("cache", [None, "static", "offloaded"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from coded import coded_layer
 from ragged import layer
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from rotor.bench.problem import random_problem
 from rotor.cli.commands import app
 from rotor.errors import CheckpointError, UsageError
 from rotor.export.export import export
+from rotor.format.columns import Columns
 from rotor.format.kernel_config import KernelConfig
 from rotor.format.layout import AttentionShape, LayerLayout, kv_bytes_per_token
 from rotor.kernels.defaults import default_config
@@ -148,6 +150,35 @@ def launch_rotation(layout: LayerLayout) -> None:
         rotate_and_project(query, key, table, table, layout, 3, basis, basis)
 
 
+def launch_rotation_with_packing(layout: LayerLayout) -> None:
+    from rotor.kernels.projection.coded import rotate_and_pack
+
+    for seq_len in (1, 400):
+        query, key = (torch.zeros(1, seq_len, heads, 64, dtype=torch.bfloat16) for heads in (6, 2))
+        table = torch.zeros(1, seq_len, 64, dtype=torch.bfloat16)
+        value = torch.zeros(1, seq_len, layout.v_width, dtype=torch.bfloat16)
+        basis, shift = torch.zeros(64, layout.qk_width, dtype=torch.bfloat16), torch.zeros(layout.qk_width)
+        rotate_and_pack(query, key, value, table, table, layout, 3, basis, basis, shift)
+
+
+def launch_packing(layout: LayerLayout) -> None:
+    from rotor.kernels.projection.append import pack_rows
+    from rotor.kernels.rows import LayerColumns
+
+    pack_rows(*torch.zeros(2, 1, 1, 5, 80, dtype=torch.bfloat16).unbind(0), LayerColumns.of(layout))
+
+
+def launch_sums(layout: LayerLayout, softened: bool) -> None:
+    from rotor.kernels.parameters import AttentionParameters
+    from rotor.kernels.scores.column_sums import Softening, column_sums
+
+    query = torch.zeros(1, 5, 3 * layout.qk_width, dtype=torch.bfloat16)
+    key, bias = torch.zeros(1, 1, 5, layout.qk_width, dtype=torch.bfloat16), torch.zeros(1, 1, 5)
+    log_sums, mask = torch.zeros(1, 5, 6), torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    given = (Softening(bias), None) if softened else (None, log_sums)
+    column_sums(query, key, AttentionParameters(layout, 3, 0.1), None, mask if softened else None, given[1], given[0])
+
+
 def launch_masks(layout: LayerLayout) -> None:
     from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 
@@ -168,6 +199,10 @@ LAUNCHES = {
     "prefill pre, sliced": (launch_prefill, "pre", 5),
     "prefill pre, keys rebuilt": (partial(launch_prefill, seq_len=256), "pre", 3),
     "rotation": (launch_rotation, "post", 2),  # one position and many
+    "coded: rotation and packing": (launch_rotation_with_packing, "post", 2),
+    "coded: packing": (launch_packing, "pre", 1),
+    "column sums": (partial(launch_sums, softened=False), "none", 2),  # of both classes of groups
+    "column sums, softened": (partial(launch_sums, softened=True), "none", 4),
 }
 
 
@@ -183,13 +218,18 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from rotor.kernels.decode import kernel as decode
     from rotor.kernels.prefill import kernel as prefill
     from rotor.kernels.prefill import rebuild, slices
-    from rotor.kernels.projection import rotation
+    from rotor.kernels.projection import append, coded, rotation
+    from rotor.kernels.scores import kernel as scores
     from rotor.kernels.specialise import model_variants
 
     launch, domain, kernels = LAUNCHES[name]
     layout = layer(domain, 1, (48, 32), (32, 16))  # type: ignore[arg-type]
+    if name.startswith("coded"):
+        layout = coded_layer(domain, 1, (Columns(n8=16, n4=32), Columns(n4=64)), (Columns(n2=32), Columns(n16=16)))  # type: ignore[arg-type]
     config = KernelConfig("lpt" if "lpt" in name else "stream", default_config([layout], SHAPE).layers)
-    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False, True))
+    softened = "softened" in name if "sums" in name else None
+    variants = model_variants(config, [layout], SHAPE, torch.bfloat16, masks=(False, True), softened=softened)
+    monkeypatch.setenv("ROTOR_ATTENTION", "triton")
     launched = []
 
     def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
@@ -209,6 +249,10 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
         masks.mask_kernel,
         masks.prefix_kernel,
         rotation.rotation_kernel,
+        coded.rotate_and_pack_kernel,
+        append.append_kernel,
+        scores.log_sums_kernel,
+        scores.column_sums_kernel,
     ):
         monkeypatch.setattr(kernel, "compile", record, raising=False)  # put back afterwards
     monkeypatch.setattr("triton.compiler.compile", record)  # a first launch on a device takes it from here

@@ -24,6 +24,7 @@ from rotor.report.data import _ratios, collect
 from rotor.report.report import report
 from rotor.search.table import RankTable, any_probes
 
+pytestmark = pytest.mark.usefixtures("figures")
 VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line", "polygon", "stop"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -6,18 +6,13 @@ import csv
 import importlib
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import DEMO_MODEL, FAST_EVALUATION
-from test_cli import rotor
 
-from rotor.bases.layer import LayerBases
-from rotor.bases.pair import BasisPair
 from rotor.calibration.run import Run
-from rotor.errors import DataError, RecipeError, UsageError
+from rotor.errors import DataError, UsageError
 from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
 from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.prediction.devices import bundled_devices
@@ -25,22 +20,14 @@ from rotor.progress import Progress
 from rotor.recipe import Tokens, load_recipe
 from rotor.recipe.settings import Compute
 from rotor.report.axes import shown_loss
-from rotor.search.search import most_points, rank_path
+from rotor.search.search import rank_path
 from rotor.study import curves_plot, plots
 from rotor.study import front as study_front
 from rotor.study import parts as study_parts
 from rotor.study import tables as study_tables
-from rotor.study.comparison import (
-    align_signs,
-    basis_difference,
-    coefficient_of_variation,
-    mean_spectrum,
-    principal_angles,
-    relative_difference,
-)
-from rotor.study.measure import COLUMNS, StudySubject, uniform_ranks
+from rotor.study.measure import COLUMNS, StudySubject
 from rotor.study.quantities import quantity
-from rotor.study.request import PARTS, StudyPlan, parse_ablations, parse_counts, same_conditions
+from rotor.study.request import StudyPlan
 from rotor.study.store import StudyStore
 from rotor.study.study import plan_study, study
 
@@ -57,138 +44,6 @@ SMALL = [
     "search.resolution=0.2",
     "search.targets=[0.9]",
 ]
-
-
-def random_basis(groups: int, dim: int, columns: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    matrices = torch.randn(groups, dim, columns, dtype=torch.float64, generator=generator)
-    return torch.linalg.qr(matrices).Q
-
-
-def test_equal_bases_differ_by_nothing() -> None:
-    basis = random_basis(3, 8, 8)
-    found = basis_difference([basis, basis], [basis, basis])
-    assert found.delta == 0
-    assert found.ratio == 0
-    assert found.epsilon == pytest.approx(float(basis.abs().mean()))
-    assert principal_angles(basis, basis, 5).max() < 1e-7
-
-
-def test_signs_and_scales_of_vectors_do_not_count() -> None:
-    basis = random_basis(2, 8, 8)
-    flipped = basis * torch.tensor([1.0, -1, 1, -1, -1, 1, 1, -1]) * torch.arange(1, 9)
-    assert basis_difference([basis], [flipped]).delta < 1e-15
-    assert torch.equal(align_signs(basis, -basis), basis)
-    assert principal_angles(basis, flipped, 4).max() < 1e-7
-
-
-def test_delta_and_epsilon_by_hand() -> None:
-    """(1, 0), (0, 1) against (0.6, 0.8), (-0.8, 0.6): epsilon 1/2, and |differences| 0.4, 0.8, 0.8, 0.4."""
-    basis = torch.eye(2, dtype=torch.float64)[None]
-    other = torch.tensor([[[0.6, -0.8], [0.8, 0.6]]], dtype=torch.float64)
-    found = basis_difference([basis], [other])
-    assert found.epsilon == pytest.approx(0.5)
-    assert found.delta == pytest.approx(0.6)
-    assert found.ratio == pytest.approx(1.2)
-
-
-@pytest.mark.parametrize("angle", [1e-9, 0.3, math.pi / 4, 1.2, math.pi / 2])
-def test_rotated_subspace_has_the_angle_of_its_rotation(angle: float) -> None:
-    """span(e0, e1) against span(e0, cos e1 + sin e2), in a rotated space and with mixed columns."""
-    basis = torch.eye(4, dtype=torch.float64)[None, :, :2]
-    other = basis.clone()
-    other[0, 1, 1], other[0, 2, 1] = math.cos(angle), math.sin(angle)
-    rotation = random_basis(1, 4, 4, seed=1)
-    mixed = other @ torch.tensor([[2.0, 1.0], [0.5, -1.0]], dtype=torch.float64)
-    found = principal_angles(rotation @ basis, rotation @ mixed, 2)
-    assert found.tolist()[0] == pytest.approx([angle, 0.0], rel=1e-6, abs=1e-14 + 1e-7 * (angle > 1e-6))
-
-
-def test_principal_angles_agree_with_scipy() -> None:
-    subspace_angles = pytest.importorskip("scipy.linalg").subspace_angles
-    first, second = random_basis(3, 10, 6, seed=2), random_basis(3, 10, 6, seed=3)
-    found = principal_angles(first, second, 4)
-    for group in range(3):
-        expected = subspace_angles(first[group, :, :4].numpy(), second[group, :, :4].numpy())
-        assert found[group].tolist() == pytest.approx(expected.tolist(), abs=1e-10)
-
-
-def test_bases_that_cannot_be_compared() -> None:
-    basis = random_basis(2, 8, 8)
-    with pytest.raises(UsageError, match=r"layer 1: bases of shapes \[2, 8, 8\] and \[1, 8, 8\] cannot be compared"):
-        basis_difference([basis, basis], [basis, basis[:1]])
-    with pytest.raises(UsageError, match="rank 9: expected 1 to 8"):
-        principal_angles(basis, basis, 9)
-
-
-def test_coefficient_of_variation_by_hand() -> None:
-    assert coefficient_of_variation(torch.tensor([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])) == pytest.approx(2 / 5)
-    assert coefficient_of_variation(torch.full((4,), 3.0)) == 0
-    assert coefficient_of_variation(torch.zeros(3)) == 0
-
-
-def layer(*values: list[float]) -> LayerBases:
-    singular_values = torch.tensor(values, dtype=torch.float64)
-    basis = torch.eye(singular_values.shape[1], dtype=torch.float64).expand(len(values), -1, -1)
-    pair = BasisPair(basis, basis, singular_values)
-    return LayerBases("post", 1, pair, pair)
-
-
-def test_spectra_and_uniform_ranks_by_hand() -> None:
-    layers = [layer([4.0, 2.0], [0.0, 0.0]), layer([1.0, 1.0], [8.0, 2.0])]
-    assert mean_spectrum(layers, "qk").tolist() == pytest.approx([3 / 4, (0.5 + 0 + 1 + 0.25) / 4])
-    wide = [layer([1.0] * 10)] * 2
-    assert uniform_ranks(wide, 0.3, "qk") == [[(7, 10)]] * 2
-    assert uniform_ranks(wide, 0.99, "vo") == [[(10, 1)]] * 2
-    assert relative_difference(torch.tensor([1.0, -3.0]), torch.tensor([2.0, -3.0])) == 0.25
-
-
-def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
-    recipes = [load_recipe("fdc"), load_recipe("rotor", ["evaluation.search_tokens=7", "tokens.seed=3"])]
-    specs = same_conditions(recipes, [])
-    assert {s.tokens.count for s in specs.values()} == {max(r.tokens.count for r in recipes)}
-    assert len({(s.tokens.seed, s.tokens.seq_len, s.evaluation, s.search) for s in specs.values()}) == 1
-    assert specs["rotor"].bases == recipes[1].bases
-    assert {s.tokens.count for s in same_conditions(recipes, ["tokens.count=99"]).values()} == {99}
-    with pytest.raises(UsageError, match="two recipes are named 'fdc'"):
-        same_conditions([recipes[0], recipes[0]], [])
-    with pytest.raises(UsageError, match="no recipes"):
-        same_conditions([], [])
-
-
-def test_ablations_and_counts_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "ablations.yaml"
-    path.write_text('post: ["groups.domain=post", "groups.size=1"]\n')
-    found = parse_ablations(["per head: groups.size=1"], path)
-    assert found == {"per head": ["groups.size=1"], "post": ["groups.domain=post", "groups.size=1"]}
-    with pytest.raises(RecipeError, match="'post' is given twice"):
-        parse_ablations(["post:groups.size=1"], path)
-    with pytest.raises(RecipeError, match="expected NAME:KEY=VALUE"):
-        parse_ablations(["groups.size=1"], None)
-    path.write_text("post: groups.size=1\n")
-    with pytest.raises(RecipeError, match="post: expected a list"):
-        parse_ablations([], path)
-    assert parse_counts(["512", "1024"]) == (512, 1024)
-    with pytest.raises(UsageError, match="expected positive numbers"):
-        parse_counts(["512", "many"])
-
-
-def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None:
-    settings = {"model": {"a": "1"}, "recipes": {"fdc": {"rank": 16}}, "ablations": {}}
-    StudyStore.open(tmp_path / "s", settings).put("curves/fdc/p0.10", {"x": 1})
-    more = {**settings, "recipes": {"rotor": {"rank": 8}}}
-    store = StudyStore.open(tmp_path / "s", more)
-    assert store.get("curves/fdc/p0.10") == {"x": 1}
-    assert set(store.settings["recipes"]) == {"fdc", "rotor"}
-    assert store.part("curves") == {"fdc/p0.10": {"x": 1}}
-    with pytest.raises(UsageError, match=r"recipes\.fdc\.rank was 16, now 8"):
-        StudyStore.open(tmp_path / "s", {**settings, "recipes": {"fdc": {"rank": 8}}})
-    with pytest.raises(UsageError, match=r'model\.a was "1", now null'):
-        StudyStore.open(tmp_path / "s", {**settings, "model": {}})
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").write_text("")
-    with pytest.raises(UsageError, match="holds no study"):
-        StudyStore.open(tmp_path / "other", settings)
 
 
 @pytest.fixture(scope="module")
@@ -327,34 +182,6 @@ def test_other_settings_are_refused(small) -> None:
         study(DEMO_MODEL, result.folder, **{**arguments, "ablations": {"x": ["evaluation.seq_len=32"]}})
     with pytest.raises(UsageError, match="--parts speed: expected some of curves"):
         study(DEMO_MODEL, result.folder, **{**arguments, "parts": ["speed"]})
-
-
-def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatch) -> None:
-    """Counts by hand: calibrations that are kept are made once, whatever parts use them; nothing is written."""
-    monkeypatch.setattr(study_parts, "COMPRESSIONS", (0.3, 0.6))
-    arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc,rotor", "--counts", "256,1024"]
-    arguments += [item for setting in SMALL for item in ("--set", setting)]
-    code, out, err = rotor(capsys, *arguments, "--dry-run", "--json")
-    assert code == 0, err
-    found = json.loads(out)
-    (curves,) = found["parts"]  # the others are not run by default
-    searched = most_points(0.2)  # a bisection for each of three targets, then the report split of what it chose
-    assert (curves["part"], curves["calibrations"], curves["points"]) == ("curves", 2, 2 * (2 + 3 * searched))
-    assert curves["seconds"] >= 0
-    assert found["not_run"] == [part for part in PARTS if part != "curves"]
-    assert found["known_records"] == 0
-
-    code, out, _ = rotor(capsys, *arguments, "--parts", "all", "--ablation", "a:groups.size=1", "--dry-run", "--json")
-    parts = {part["part"]: (part["calibrations"], part["points"]) for part in json.loads(out)["parts"]}
-    assert parts["sources"] == (5, 0)
-    assert parts["tokens"] == (3 * 2, 3 * 2)  # `other-text` is there from the sources
-    assert parts["degradation"] == (0, 2 * 2)
-    assert parts["ablation"] == (1, 2 + 3 * searched)
-    assert parts["pruning"] == (len(study_parts.PRUNE_SHARES) + len(study_parts.CENTROIDS),) * 2
-    code, out, _ = rotor(capsys, *arguments, "--dry-run")
-    assert code == 0
-    assert "nothing is written in a dry run" in " ".join(out.split())
-    assert not (tmp_path / "study").exists()
 
 
 def test_a_dry_run_counts_what_is_there(small, capsys) -> None:
@@ -503,18 +330,6 @@ def test_pruning_measures_shares_and_centroids(small) -> None:
     assert all("skipped" in r or r["report"]["kl_div"] > 0 for r in found.values())
 
 
-def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
-    for parts, message in (
-        (["curves", "tables"], "--parts tables: expected some of curves, sources, tokens"),
-        ([], "--parts is empty"),
-        (["ablation"], "--parts ablation: there are no ablations"),
-        (["front"], "--parts front: the ranks of fdc do not choose"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            study(DEMO_MODEL, tmp_path / "study", ["fdc"], SMALL, parts=parts, plots=False)
-    assert not (tmp_path / "study").exists()
-
-
 def test_pruning_tables_and_plots(tmp_path: Path) -> None:
     """From records as the part leaves them."""
     pytest.importorskip("matplotlib")
@@ -573,30 +388,3 @@ def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch
     assert (result.folder / "plots" / "front.png").is_file()
     assert "rates of l40s, at 1024 tokens of context and a batch of 8" in (result.folder / "summary.md").read_text()
     assert study(tiny("llama"), result.folder, ["fdc", "rotor-16"], **arguments).added == 0
-
-
-def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install 'PATH/TO/rotor\[plots\]'"):
-        study(DEMO_MODEL, tmp_path / "study", ["fdc"])
-    code, out, err = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc")
-    assert code == 2
-    assert out == ""
-    assert "matplotlib" in err.splitlines()[0]
-    assert "PATH/TO/rotor[plots]" in err.splitlines()[1]
-    assert not (tmp_path / "study").exists()
-
-
-def test_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_parts, "COMPRESSIONS", (0.5,))
-    arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc", "--parts", "curves", "--no-plots"]
-    arguments += [item for setting in SMALL for item in ("--set", setting)]
-    code, out, err = rotor(capsys, *arguments, "--json", "-q")
-    assert code == 0, err
-    found = json.loads(out)
-    assert found["measured_records"] == 3
-    assert found["files"] == [str(tmp_path / "study" / name) for name in ("results.csv", "summary.md")]
-    code, out, _ = rotor(capsys, *arguments)
-    assert code == 0
-    assert "0 of them new" in " ".join(out.split())
-    assert "Compression at a target accuracy" in out

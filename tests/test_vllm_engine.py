@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from coded_models import Pair, write_pair
-from conftest import CONFIGS, DEMO_MODEL, LLAMA3_ROPE, MOE, SIZES, build_tiny, calibrated
+from conftest import CONFIGS, DEMO_MODEL, LLAMA3_ROPE, MOE, SHORT_TEXT, SIZES, build_tiny, calibrated
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 from vllm_engine import (
     CACHE_BYTES,
@@ -28,6 +28,7 @@ from vllm_engine import (
 )
 
 from rotor.bench.serving import ServingSettings, bench_serving
+from rotor.calibration.calibrate import calibrate
 from rotor.export.export import export
 from rotor.format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
@@ -40,16 +41,22 @@ MADE_BY_HAND = [
     *((kind, "llama", domain, size) for kind in BOTH for domain in ("post", "pre") for size in (1, 2)),
     *((kind, "gpt2", "none", size) for kind in BOTH for size in (1, 2)),
     ("coded", "mistral", "pre", 1),
+    ("plain", "mistral", "post", 2),
     ("plain", "qwen2", "post", 1),
+    ("coded", "qwen2", "pre", 2),
     ("coded", "qwen2_moe", "pre", 2),
+    ("plain", "qwen2_moe", "post", 1),
     ("coded", "qwen3", "pre", 2),
+    ("plain", "qwen3", "post", 1),
     ("plain", "qwen3_moe", "post", 1),
+    ("coded", "qwen3_moe", "pre", 2),
     ("coded", "gemma2", "post", 2),
     ("plain", "gemma2", "pre", 1),
     ("coded", "gemma3_text", "pre", 2),
+    ("plain", "gemma3_text", "post", 1),
 ]
 """Numbers and codes in each domain and group size; and scaled RoPE, sliding windows shorter than the prompts, norms,
-experts, a soft cap, two RoPEs, biases.
+experts, a soft cap, two RoPEs, biases: every family in both domains, both group sizes, and both kinds of rows.
 """
 
 EXPORTED = [("phi3", "pre"), ("mixtral", "post"), ("opt", "post"), ("falcon", "pre"), ("falcon-40b", "post")]
@@ -223,6 +230,18 @@ def test_windows_and_full_attention_of_other_widths_share_memory(exported, expec
         assert cache_tokens(llm) == CACHE_BYTES // (16 * max(sizes)) * 16
 
 
+def test_rows_of_one_width_fill_the_blocks_of_both_kinds(tiny, tmp_path: Path) -> None:
+    """gemma3_text, exported with ranks.rows=uniform: windows and full attention share blocks, and nothing is padded."""
+    overrides = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.seq_len=128", *SHORT_TEXT]
+    run = calibrate(tiny("gemma3_text"), tmp_path / "run", "rotor", overrides)
+    uniform = ["ranks.rows=uniform"]
+    folder = export(run.folder, tmp_path / "out", compression=0.8, overrides=uniform, measure=False).folder
+    (size,) = {sum(layout.row_bytes(4)) for layout in CompressedCheckpoint(folder).layouts}
+    with engine(folder) as llm:
+        assert served_tokens(llm) == expected_tokens(folder)
+        assert cache_tokens(llm) == CACHE_BYTES // (16 * size) * 16
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the bundled model, whose heads are such as vLLM's own attention takes."""
@@ -372,7 +391,8 @@ for module, name in ((launch, "decode_attention"), (prefill, "prefill_attention"
 
 
 def serve(folder):
-    with v.engine(folder, max_model_len=120) as llm:
+    limits = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True}
+    with v.engine(folder, max_model_len=120, **limits) as llm:
         print("TOKENS" + json.dumps([v.served_tokens(llm, v.PROMPTS[1:5], 3), sorted(called)]))
 
 
@@ -382,7 +402,8 @@ for folder in (sys.argv[1], *sys.argv[3:]):
 
 
 def interpreted(folders: list[Path], widest: int = 512) -> list:
-    """Tokens after the second to fifth prompt and the kernels called so far, for each checkpoint in turn.
+    """Tokens after the second to fifth prompt, in steps of at most 32 tokens in which some decode and parts of several
+    prompts follow them, and the kernels called so far, for each checkpoint in turn.
 
     TRITON_INTERPRET must be set from the start: a process of its own.
     """
@@ -392,7 +413,7 @@ def interpreted(folders: list[Path], widest: int = 512) -> list:
 
 def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(pair, expected) -> None:
     folders = [folder_of(pair, kind, *SOME) for kind in ("plain", "coded")]
-    folders += [folder_of(pair, "coded", "llama", "post", 1)]
+    folders += [folder_of(pair, "coded", "llama", "post", 1), folder_of(pair, "coded", "gemma2", "post", 2)]
     for folder, (tokens, called) in zip(folders, interpreted(folders), strict=True):
         assert tokens == [row[:3] for row in expected(folder)[1:5]]
         assert called == ["decode_attention", "pack_rows", "prefill_attention"]

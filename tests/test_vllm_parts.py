@@ -19,7 +19,8 @@ from ragged import layer
 from safetensors.torch import load_file
 
 from rotor.errors import CheckpointError, UsageError
-from rotor.format.layout import AttentionShape, LayerLayout
+from rotor.format.columns import Columns
+from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout
 from rotor.format.section import CompressedSection
 from rotor.kernels.code_reference import coded_attention
 from rotor.kernels.parameters import AttentionParameters
@@ -62,6 +63,24 @@ def test_rows_are_found_where_they_were_written(layout: LayerLayout, dtype: torc
     assert (cache[..., size:] == 255).all()
 
 
+@pytest.mark.parametrize("behind", [0, 16])
+def test_joint_latents_are_written_once_and_read_twice(behind: int) -> None:
+    """Behind the rows of a page others may lie: nothing is written there."""
+    columns = Columns(n8=8, n4=8)
+    layout = LayerLayout("pre", True, (GroupLayout.coded((0, 1), columns, None),))
+    pages = LayerPages(layout, torch.float32)
+    assert pages.sizes == (12, 0)
+    cache = torch.full((3, 16, 12 + behind), 255, dtype=torch.uint8)
+    latents = torch.randn(2, 16) * 5
+    pages.write(latents, latents[:, :0], cache, torch.tensor([17, 40]), False)
+    keys, values = pages.numbers(cache)
+    assert torch.equal(keys, values)
+    expected = pack_layer(latents, [columns])
+    assert torch.equal(keys[1, 1], expected[0])
+    assert torch.equal(keys[2, 8], expected[1])
+    assert (cache[..., 12:] == 255).all()
+
+
 def test_what_has_no_slot_goes_into_the_page_of_nobody() -> None:
     layout = layer("none", 1, *RAGGED)
     pages = LayerPages(layout, torch.float32)
@@ -70,7 +89,7 @@ def test_what_has_no_slot_goes_into_the_page_of_nobody() -> None:
     assert not cache[1:].any()
 
 
-CASES = [("llama", "post", 1), ("qwen3", "pre", 2), ("gpt2", "none", 2)]
+CASES = [("llama", "post", 1), ("qwen3", "pre", 2), ("gpt2", "none", 2), ("llama", "pre", 2, "joint")]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +99,7 @@ def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
     def get(kind: str, *case) -> Path:
         if case not in made:
             made[case] = tmp_path_factory.mktemp("pair")
-            write_pair(tiny(case[0]), made[case], *case[1:])
+            write_pair(tiny(case[0]), made[case], *case[1:3], joint=case[3:] == ("joint",))
         return made[case] / kind
 
     return get
@@ -95,7 +114,8 @@ def attended(
         product = hidden @ tensors[f"{name}.weight"].mT
         return product + tensors.get(f"{name}.bias", 0.0)
 
-    query, key, value = project("q_proj"), project("k_proj"), project("v_proj")[:, None]
+    query, key = project("q_proj"), project("k_proj")
+    value = (key[..., :0] if layout.joint else project("v_proj"))[:, None]
     if layout.domain != "none":
         query = query.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
     key = key[:, None]

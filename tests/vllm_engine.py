@@ -122,7 +122,7 @@ def served_elsewhere(folder: Path, program: str, *arguments: str, **environment:
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1800,  # of what hangs: the interpreter is slow on a busy machine
     )
     lines = [line.partition("TOKENS")[2] for line in done.stdout.splitlines() if "TOKENS" in line]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,6 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Joining the partial results of units that several programs shared, by their log-sum-exp.
 
+Each program of the join makes some columns of one query row; it looks at as many pieces at a time as the few units of
+a small batch may be cut into, and sums them as a tree.
+
 Programs own slices of equal work along one line: all tiles of part 0 and sequence 0, then sequence 1, ... then part 1.
 Where a slice begins and ends follows from the program's index, so nothing has to be stored about it. The slot of
 program p in unit u is p + u: along the line each further piece has a larger p or a larger u.
@@ -62,9 +65,10 @@ INTEGERS = ["batch_size", "output_stride", "lse_stride", "programs", "total_work
 @triton.jit(do_not_specialize=INTEGERS)
 def combine_kernel(
     partial, partial_lse, output, lse, table, tile_prefix, batch_size, output_stride, lse_stride, programs, total_work,
-    PARTIAL_WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PARTIAL_WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """output, lse of one query row of one unit; grid (units, rows of a part).
+    """COLUMNS columns of the output of one query row of one unit, and its lse; grid (units, rows of a part, blocks of
+    columns).
 
     partial [slots, TILE_ROWS, PARTIAL_WIDTH] and partial_lse [slots, TILE_ROWS] (base 2), float32; output [batch_size,
     width]; lse [batch_size, num_heads] (natural), float32. A unit without keys gives zeros and minus infinity.
@@ -78,11 +82,11 @@ def combine_kernel(
     # Generous bounds on the programs that share the unit; the exact condition is in the loop.
     low = tl.maximum(start * programs // tl.maximum(total, 1) - 1, 0)
     high = tl.minimum((start + tiles * work) * programs // tl.maximum(total, 1) + 1, programs)
-    column = tl.arange(0, WIDTH)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     width = tl.load(table + part * FIELDS + V_RANK)
     largest = tl.full((), float("-inf"), tl.float32)
     total_weight = tl.zeros((), tl.float32)
-    accumulator = tl.zeros((WIDTH,), tl.float32)
+    accumulator = tl.zeros((COLUMNS,), tl.float32)
     for first in range(low, high, BLOCK):
         program = first + tl.arange(0, BLOCK).to(tl.int64)
         begin = tiles_before(program * total // programs, start, work, tiles)
@@ -97,23 +101,32 @@ def combine_kernel(
     place = output + sequence.to(tl.int64) * output_stride + tl.load(row + OUTPUT_OFFSET) + query_row * width
     tl.store(place + column, (accumulator / safe_weight).to(output.dtype.element_ty), mask=column < width)
     natural = (largest + tl.log2(safe_weight)) * 0.6931471805599453
-    tl.store(lse + sequence * lse_stride + tl.load(row + FIRST_HEAD) + query_row, natural)
+    if tl.program_id(2) == 0:
+        tl.store(lse + sequence * lse_stride + tl.load(row + FIRST_HEAD) + query_row, natural)
 
 
-def combine_constants(partial_width: int, tile_rows: int) -> dict[str, Any]:
-    width = triton.next_power_of_2(partial_width)
+MOST_COLUMNS = 32
+"""Of a program; a wide latent's are shared out."""
+
+PIECES = 16, 128
+"""At the least and at the most, that a program looks at together."""
+
+
+def combine_constants(partial_width: int, tile_rows: int, units: int) -> dict[str, Any]:
+    """By the partial results' sizes and a power of two of units: the fewer, the more pieces each is cut into."""
+    few, many = PIECES
     return {
         "PARTIAL_WIDTH": partial_width,
         "TILE_ROWS": tile_rows,
-        "WIDTH": width,
-        "BLOCK": 16,
-        "num_warps": 2 if width <= 256 else 4,  # of 512 columns two would spill
+        "COLUMNS": min(MOST_COLUMNS, partial_width),
+        "BLOCK": max(few, min(many, 2 * many // units)),
+        "num_warps": 4,
     }
 
 
-def combine_variant(partial_width: int, tile_rows: int, dtype: torch.dtype) -> Variant:
+def combine_variant(partial_width: int, tile_rows: int, units: int, dtype: torch.dtype) -> Variant:
     """What joins the results of a decode kernel whose partial results have these sizes."""
-    constants = combine_constants(partial_width, tile_rows)
+    constants = combine_constants(partial_width, tile_rows, units)
     options = {"num_warps": constants.pop("num_warps")}
     pointers = {
         **dict.fromkeys(("partial", "partial_lse", "lse"), torch.float32),
@@ -121,4 +134,5 @@ def combine_variant(partial_width: int, tile_rows: int, dtype: torch.dtype) -> V
         "table": torch.int32,
         "tile_prefix": torch.int64,
     }
-    return Variant(f"combine {tile_rows} rows {partial_width}", combine_kernel, pointers, constants, (), options)
+    name = f"combine {tile_rows} rows {partial_width}"
+    return Variant(name, combine_kernel, pointers, constants, (), options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,9 +17,13 @@ from ..layer_table import Column, LayerParts, rebuilding_all, table_on
 from ..occupancy import GRID_PROGRAMS
 from ..strides import alignment, as_words, check_page
 from ..tile_sizes import decode_config, gpu_of, rebuilding_steps, sm_count
+from ..tuning import chosen_constants
+from ..workspace import Workspace
 from .combine import combine_constants, combine_kernel
 from .kernel import decode_kernel
 from .longest_first import longest_first
+
+SCHEDULES = ("stream", "lpt", "none")
 
 
 def decode_attention(
@@ -37,6 +42,7 @@ def decode_attention(
     softcap: float | None = None,
     schedule: str = "stream",
     programs: int | None = None,
+    workspace: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query position of each sequence over a layer's packed rows; nothing waits for the host.
 
@@ -45,7 +51,7 @@ def decode_attention(
             group beside each other, projected: [groups][query rows of a group][qk_rank].
         key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width] in query's dtype, or
             rows of codes [batch_size, kv_len, bytes], uint8; with a block table [num_pages, page_size, .]. The
-            innermost stride is 1.
+            innermost stride is 1. Dimensions of one may stand between the first and the last, in `query` too.
         parts: of `layer_parts`.
         keys: which keys of each sequence are attended.
         heads_per_kv, scaling: as in the uncompressed model.
@@ -57,85 +63,131 @@ def decode_attention(
         softcap: logits become softcap * tanh(logits / softcap).
         schedule: `stream`, `lpt` or `none`.
         programs: how many share the work, for `stream` and `lpt`; default by the device.
+        workspace: memory of partial results and of the log-sum-exp, which then holds until the workspace is used again;
+            by default they are allocated.
     Returns:
         [batch_size, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the logits
         [batch_size, num_heads], float32. Sequences with no keys give zeros and minus infinity.
     """
-    batch_size = query.shape[0]
-    device = query.device
-    page = check_page(key, block_table)
+    batch_size, device = query.shape[0], query.device
     if parts.coded:
         key, value = as_words(key), as_words(value)
-    head_dim = 0 if query_basis is None else query.shape[-1]
     if parts.slow is not None and (key_rotation is None or len(key_rotation[0]) < parts.slow.block):
         parts = rebuilding_all(parts)  # no turns of the nodes
-    config = decode_config(parts, heads_per_kv, query.element_size(), head_dim, gpu_of(device))
-    units = len(parts.table) * batch_size
-    programs = programs or default_programs(device)
-    width = parts.rows * sum(row[Column.V_RANK] for row in parts.table)
-    output = torch.empty(batch_size, width, dtype=query.dtype, device=device)
-    lse = torch.empty(batch_size, parts.rows * len(parts.table), dtype=torch.float32, device=device)
-    table = table_on(parts, device)
-    prefix = keys.tile_prefix(config["TILE"])
-    partial = partial_lse = lse
-    order = bounds = keys.first
-    grid = units
-    if schedule == "stream":
-        grid = programs
-        partial = torch.empty(
-            programs + units, config["TILE_ROWS"], config["PARTIAL_WIDTH"], dtype=torch.float32, device=device
-        )
-        partial_lse = torch.empty(programs + units, config["TILE_ROWS"], dtype=torch.float32, device=device)
-    elif schedule == "lpt":
-        grid = min(programs, units)
-        length = (keys.end - keys.first).clamp(min=0).long()
-        d_sum = table[:, Column.WORK] + 1
-        order, bounds = longest_first(d_sum[:, None] * length, grid)
-    elif schedule != "none":
-        raise UsageError(f"schedule {schedule!r}: expected stream, lpt or none.", "Choose one of them.")
-    absorbed, absorbed_constant = _absorbed(config, grid, query) if config["NODES"] else (query, lse)
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
-    strides = [query.stride(0), 0, 0, 0, output.stride(0)]
+    strides = [query.stride(0), 0, 0, 0, parts.output_width]
     if parts.domain == "pre":
         strides[1:4] = query.stride(1), cos.stride(0), basis.stride(0)
-    row_strides = [*key.stride()[:2], *value.stride()[:2]]
-    align, row_align = alignment(parts, strides, row_strides)
+    row_strides = [key.stride(0), key.stride(-2), value.stride(0), value.stride(-2)]
+    steady = _steady_launches(
+        parts, heads_per_kv, query.element_size(), 0 if query_basis is None else query.shape[-1], batch_size, device,
+        schedule, programs or default_programs(device), check_page(key, block_table), keys.mask is not None,
+        constant_key is not None, softcap is not None, *alignment(parts, strides, row_strides), chosen_constants(),
+    )  # fmt: skip
+    align, row_align = steady.constants["ALIGN"], steady.constants["ROW_ALIGN"]
+    output = query.new_empty(batch_size, parts.output_width)
+    lse, *partials = workspace.take(*steady.shapes) if workspace is not None else _allocated(steady.shapes, device)
+    partial, partial_lse = partials or (lse, lse)
+    absorbed, absorbed_constant = query, lse
+    if steady.constants["NODES"]:
+        absorbed, absorbed_constant = _absorbed(steady.constants, steady.grid, query)
+    prefix = keys.tile_prefix(steady.constants["TILE"])
+    order = bounds = first = keys.first
+    if schedule == "lpt":
+        length = (keys.end - first).clamp(min=0).long()
+        d_sum = steady.table[:, Column.WORK] + 1
+        order, bounds = longest_first(d_sum[:, None] * length, steady.grid)
     query_stride, head_stride, rotation_stride, basis_stride, output_stride = (s // align for s in strides)
     launch(
-        decode_kernel, (grid,), query, key, value, partial, partial_lse, output, lse, table, keys.first, keys.end,
-        keys.first if keys.holes is None else keys.holes, prefix, order, bounds,
-        keys.first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
+        decode_kernel, (steady.grid,), query, key, value, partial, partial_lse, output, lse, steady.table, first,
+        keys.end, first if keys.holes is None else keys.holes, prefix, order, bounds,
+        first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
         lse if constant_key is None else constant_key, absorbed, absorbed_constant, batch_size, query_stride,
         head_stride, *(stride // row_align for stride in row_strides),
         0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
-        cos.shape[0], rotation_stride, basis_stride, output_stride, lse.stride(0), len(parts.table),
-        parts.total_work, rebuilding_steps(parts, config), scaling, 1.0 if softcap is None else softcap,
-        **config,
-        CONSTANT=constant_key is not None,
-        PAGE=page,
-        MASK=keys.mask is not None,
-        SOFT_CAP=softcap is not None,
-        SCHEDULE=schedule,
-        ALIGN=align,
-        ROW_ALIGN=row_align,
-        BATCH_PADDED=triton.next_power_of_2(batch_size),
+        cos.shape[0], rotation_stride, basis_stride, output_stride, steady.heads, *steady.numbers, scaling,
+        1.0 if softcap is None else softcap, **steady.constants,
     )  # fmt: skip
     if schedule == "stream":
         launch(
-            combine_kernel, (units, parts.rows), partial, partial_lse, output, lse, table, prefix, batch_size,
-            output.stride(0), lse.stride(0), programs, parts.total_work,
-            **combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"]),
+            combine_kernel, steady.joining_grid, partial, partial_lse, output, lse, steady.table, prefix, batch_size,
+            parts.output_width, steady.heads, steady.grid, parts.total_work, **steady.joining,
         )  # fmt: skip
     return output, lse
 
 
-def _absorbed(config: dict[str, Any], programs: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _absorbed(constants: dict[str, Any], programs: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for each program's queries absorbed at the nodes of a block, and for their products with the constant
     key.
     """
-    rows = programs * len(config["NODES"]) * config["TILE_ROWS"]
-    return like.new_empty(rows * config["WIDTH"]), like.new_empty(rows, dtype=torch.float32)
+    rows = programs * len(constants["NODES"]) * constants["TILE_ROWS"]
+    return like.new_empty(rows * constants["WIDTH"]), like.new_empty(rows, dtype=torch.float32)
+
+
+class _Steady(NamedTuple):
+    """What is alike in all steps of a layer at a batch size; only tensors, their strides and two numbers come anew.
+
+    grid, joining_grid: of the decode kernel, and of what joins its slices. heads: query heads.
+    shapes: of the log-sum-exp, and of partial results and their log-sum-exps where there are any.
+    numbers: parts, their work per tile, steps of rebuilding. constants, joining: that both kernels are compiled for.
+    """
+
+    grid: int
+    joining_grid: tuple[int, ...]
+    heads: int
+    shapes: tuple[tuple[int, ...], ...]
+    table: Tensor
+    numbers: tuple[int, int, int]
+    constants: dict[str, Any]
+    joining: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def _steady_launches(
+    parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, batch_size: int, device: torch.device,
+    schedule: str, programs: int, page: int, masked: bool, constant: bool, capped: bool, align: int, row_align: int,
+    chosen: tuple[tuple[str, Any], ...],
+) -> _Steady:  # fmt: skip
+    """See `decode_attention`; `chosen` is what `decode_config` goes by besides its arguments."""
+    if schedule not in SCHEDULES:
+        raise UsageError(f"schedule {schedule!r}: expected stream, lpt or none.", "Choose one of them.")
+    config = decode_config(parts, heads_per_kv, element_bytes, head_dim, gpu_of(device))
+    units = len(parts.table) * batch_size
+    heads = parts.rows * len(parts.table)
+    shapes: list[tuple[int, ...]] = [(batch_size, heads)]
+    if schedule == "stream":
+        shapes += [
+            (programs + units, config["TILE_ROWS"], config["PARTIAL_WIDTH"]),
+            (programs + units, config["TILE_ROWS"]),
+        ]
+    constants = {
+        **config,
+        "CONSTANT": constant,
+        "PAGE": page,
+        "MASK": masked,
+        "SOFT_CAP": capped,
+        "SCHEDULE": schedule,
+        "ALIGN": align,
+        "ROW_ALIGN": row_align,
+        "BATCH_PADDED": triton.next_power_of_2(batch_size),
+    }
+    padded_units = triton.next_power_of_2(len(parts.table)) * constants["BATCH_PADDED"]
+    joining = combine_constants(config["PARTIAL_WIDTH"], config["TILE_ROWS"], padded_units)
+    return _Steady(
+        {"stream": programs, "lpt": min(programs, units), "none": units}[schedule],
+        (units, parts.rows, triton.cdiv(joining["PARTIAL_WIDTH"], joining["COLUMNS"])),
+        heads,
+        tuple(shapes),
+        table_on(parts, device),
+        (len(parts.table), parts.total_work, rebuilding_steps(parts, config)),
+        constants,
+        joining,
+    )
+
+
+def _allocated(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
 
 
 def default_programs(device: torch.device) -> int:

@@ -43,7 +43,8 @@ def decode_variants(
         constants |= {"BATCH_PADDED": triton.next_power_of_2(batch_size)}
         variants.append(_attention(served, dtype, config | constants, options))
         if schedule == "stream":
-            variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], dtype))
+            units = triton.next_power_of_2(len(parts.table)) * triton.next_power_of_2(batch_size)
+            variants.append(combine_variant(config["PARTIAL_WIDTH"], config["TILE_ROWS"], units, dtype))
         elif schedule == "lpt":
             variants.append(assign_variant(len(parts.table), batch_size))
         variants += range_variants(config["TILE"], batch_size, words=False, masked=mask)

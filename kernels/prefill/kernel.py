@@ -10,9 +10,10 @@ no memory for it, by each row block for itself, in registers.
 
 Rows of a tile are (position, query head) pairs of the heads that share keys, positions slowest, so that a chunk of few
 positions still fills a tile. Rows know the range of keys that they attend to: causal, windows, padding, chunks
-against an existing cache and sequences of different lengths are all ranges. The longest row blocks are launched first,
-and those of a last round that would not fill the GPU in pieces, by a launch of their own. Where there are so few row
-blocks that most of a GPU would idle, the keys of each are split as well (`slices`).
+against an existing cache and sequences of different lengths are all ranges. Queries are [sequence, position], or of
+sequences of any lengths packed behind each other (`tasks`). The longest row blocks are launched first, and those of a
+last round that would not fill the GPU in pieces, by a launch of their own. Where there are so few row blocks that most
+of a GPU would idle, the keys of each are split as well (`slices`).
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from ..tiles import (
     rotate_tile,
     scaled_logits,
 )
+from .tasks import row_block_at
 
 INTEGERS = [
     "batch_size", "units", "blocks", "seq_len", "query_offset", "query_batch", "query_head", "query_position",
-    "key_offset", "key_block", "key_row", "value_offset", "value_block", "value_row", "output_offset", "output_batch",
-    "output_position", "lse_offset", "lse_batch", "lse_head", "table_stride", "mask_batch", "mask_query",
-    "rotation_stride", "basis_stride", "basis_offset", "constant_offset", "first_task",
+    "key_offset", "key_block", "key_row", "value_offset", "value_block", "value_row", "output_offset",
+    "output_position", "lse_offset", "lse_head", "table_stride", "mask_query", "rotation_stride", "basis_stride",
+    "basis_offset", "constant_offset", "first_task",
 ]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
 
 SLICE_FIELDS = tl.constexpr(3)
-"""Numbers of a slice of a task's keys: the task (row block times batch_size plus sequence), its first tile, its end."""
+"""Numbers of a slice of a task's keys: the task, its first tile, its end."""
 
 
 @triton.jit
@@ -55,20 +57,22 @@ def _load_queries(base, rows, head_stride, position_stride, valid, WIDTH: tl.con
 
 @triton.jit(do_not_specialize=INTEGERS)
 def prefill_kernel(
-    query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, constant, slices,
-    batch_size, units, blocks, seq_len, query_offset, query_batch, query_head, query_position, key_offset, key_block,
-    key_row, value_offset, value_block, value_row, output_offset, output_batch, output_position, lse_offset, lse_batch,
-    lse_head, table_stride, mask_batch, mask_query, rotation_stride, basis_stride, basis_offset, constant_offset,
-    first_task, scale, softcap,
+    query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, constant, tasks,
+    query_start_loc, slices, batch_size, units, blocks, seq_len, query_offset, query_batch, query_head, query_position,
+    key_offset, key_block, key_row, value_offset, value_block, value_row, output_offset, output_position, lse_offset,
+    lse_head, table_stride, mask_query, rotation_stride, basis_stride, basis_offset, constant_offset, first_task, scale,
+    softcap,
     QK: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, QK_ROW: tl.constexpr,
     V_ROW: tl.constexpr, PRE: tl.constexpr, CONSTANT: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ALIGN: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr, COLUMNS: tl.constexpr, SLICED: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, KEY_PAGE: tl.constexpr,
+    MASK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIGN: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, COLUMNS: tl.constexpr, SLICED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the ROWS * SPLIT of a task, a row block of one unit of one sequence; see `prefill_attention`. Offsets and
-    strides in units of ALIGN, of the key and value rows in KEY_ALIGN and VALUE_ALIGN.
+    strides in units of ALIGN, of the key and value rows in KEY_ALIGN and VALUE_ALIGN. PACKED: queries of sequences of
+    any lengths behind each other, as `query_start_loc` and `tasks` say. PAGE: keys of a page of values, KEY_PAGE of
+    keys: 0, as where there are none, of those that were rebuilt.
 
     SLICED: of the keys of a task only the tiles that `slices` names, into `output` [programs, ROWS, V] and `lse`
     [programs, ROWS] (base 2), both float32, which `slices.join_slices` joins.
@@ -81,16 +85,17 @@ def prefill_kernel(
         unit = tl.program_id(0) % units
         slice_of = slices + tl.program_id(0) // units * SLICE_FIELDS
         task = tl.load(slice_of)
-        row_block = task // batch_size
     else:
         task = first_task + tl.program_id(0) // SPLIT
-        row_block = blocks - 1 - task // (units * batch_size)
-        unit = task // batch_size % units
-    sequence = task % batch_size
+        unit = task % units
+        task = task // units
+    sequence, row_block, first_query, count = row_block_at(
+        task, tasks, query_start_loc, batch_size, blocks, seq_len, PACKED
+    )
     group = unit // HEADS
     rows = (row_block * SPLIT + tl.program_id(0) % SPLIT) * ROWS + tl.arange(0, ROWS)
-    in_range = rows < seq_len * PACK
-    place = sequence * seq_len + rows // PACK
+    in_range = rows < count * PACK
+    place = first_query + rows // PACK
     first = tl.load(first_key + place, mask=in_range, other=0)
     end = tl.load(end_key + place, mask=in_range, other=0)
     attends = first < end
@@ -108,7 +113,7 @@ def prefill_kernel(
     value_row = value_row.to(tl.int64) * VALUE_ALIGN
     head_stride = query_head.to(tl.int64) * ALIGN
     position_stride = query_position.to(tl.int64) * ALIGN
-    query_base = query + sequence * (query_batch.to(tl.int64) * ALIGN)
+    query_base = query + (first_query if PACKED else sequence) * (query_batch.to(tl.int64) * ALIGN)
     query_base += unit * PACK * head_stride + query_offset.to(tl.int64) * ALIGN
     # Latents are a group's, rebuilt keys a head's.
     key_base = key + (key_offset * KEY_ALIGN + (group if PRE else unit) * QK_ROW)
@@ -136,7 +141,7 @@ def prefill_kernel(
             )  # fmt: skip
     if MASK:
         has_holes = tl.load(holes + place, mask=in_range, other=0) > 0
-        mask_rows = mask + sequence.to(tl.int64) * mask_batch + (rows // PACK).to(tl.int64) * mask_query
+        mask_rows = mask + place.to(tl.int64) * mask_query
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     weighted = ()
@@ -149,12 +154,16 @@ def prefill_kernel(
         # Rows behind the last key of the tile's rows may hold anything, pages behind it may not exist.
         valid = (index < tl.max(end, 0)) & (index >= tl.min(tl.where(attends, first, 2147483647), 0))
         block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
+        if KEY_PAGE == PAGE:
+            block_of_key, row_of_key = block, row
+        else:
+            block_of_key, row_of_key = sequence + 0 * index, index
         latents = ()
         if COLUMNS == 0:
             for p in tl.static_range(len(KEYS)):
                 piece = load_piece(
-                    key_base + KEYS[p][3], block, row, key_block, key_row, KEYS[p][4], valid, KEYS[p][0], KEYS[p][5],
-                    DTYPE,
+                    key_base + KEYS[p][3], block_of_key, row_of_key, key_block, key_row, KEYS[p][4], valid, KEYS[p][0],
+                    KEYS[p][5], DTYPE,
                 )  # fmt: skip
                 latents += (numbers_of(piece, KEYS[p][0], KEYS[p][5], TILE, DTYPE),)
         if PRE:
@@ -164,8 +173,8 @@ def prefill_kernel(
                 for p in tl.static_range(len(KEYS)):
                     places += ((KEYS[p][1], KEYS[p][2], KEYS[p][3], KEYS[p][4]),)
                 key_0, key_1 = rebuilt_tile(
-                    key_base, block, row, key_block, key_row, valid, places, basis_base, stride, basis_row, HALF, KEYS,
-                    HALF, HALF_PADDED, COLUMNS, TILE, ALIGN, KEY_ALIGN, DTYPE, PRECISION,
+                    key_base, block_of_key, row_of_key, key_block, key_row, valid, places, basis_base, stride,
+                    basis_row, HALF, KEYS, HALF, HALF_PADDED, COLUMNS, TILE, ALIGN, KEY_ALIGN, DTYPE, PRECISION,
                 )  # fmt: skip
             else:
                 key_0 = tl.zeros((TILE, HALF_PADDED), tl.float32)
@@ -225,10 +234,9 @@ def prefill_kernel(
         out = output + (slot * V)[:, None]
     else:
         head = unit * PACK + rows % PACK
-        lse_place = lse + sequence.to(tl.int64) * lse_batch + (lse_offset + head).to(tl.int64) * lse_head + rows // PACK
+        lse_place = lse + (lse_offset + head).to(tl.int64) * lse_head + place
         tl.store(lse_place, base_2_lse * 0.6931471805599453, mask=in_range)
-        offset = sequence * (output_batch.to(tl.int64) * ALIGN) + rows // PACK * (output_position.to(tl.int64) * ALIGN)
-        out = output + (offset + output_offset * ALIGN + head * V)[:, None]
+        out = output + (place * (output_position.to(tl.int64) * ALIGN) + output_offset * ALIGN + head * V)[:, None]
     for p in tl.static_range(len(VALUES)):
         column = tl.arange(0, VALUES[p][5])[None, :]
         some = in_range[:, None] & (column < VALUES[p][2])

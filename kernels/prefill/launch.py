@@ -31,6 +31,7 @@ from ..tile_sizes import (
 from .kernel import prefill_kernel
 from .rebuild import rebuild_keys
 from .slices import join_slices, planned_slices
+from .tasks import row_blocks, task_count
 
 
 def prefill_attention(
@@ -50,33 +51,36 @@ def prefill_attention(
     rebuilt: bool | None = None,
     kernels: LayerKernels | None = None,
     programs: int | None = None,
+    output: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of several query positions of each sequence over a layer's packed rows; nothing waits for the host.
 
     Args:
         query: domain `pre`: [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, width],
-            projected, the rows of a group beside each other. The innermost stride is 1.
+            projected, the rows of a group beside each other. Packed (`PrefillKeys.packed`), of sequences of any
+            lengths: [tokens, num_heads, head_dim], or [tokens, width]. The innermost stride is 1.
         key, value: packed rows, [batch_size, kv_len, qk_width] and [batch_size, kv_len, v_width], or rows of codes
             [batch_size, kv_len, bytes], uint8; with a block table [num_pages, page_size, .]. They hold the new keys.
         keys: which keys each query attends to.
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
             cache, [at least kv_len, head_dim].
         constant_key, block_table, softcap: as in `decode_attention`.
-        rebuilt: domain `pre`, contiguous: whether keys are rebuilt in memory first; by default where that pays.
+        rebuilt: domain `pre`: whether keys are rebuilt in memory first; by default where that pays, and
+            of pages only where `keys` knows the most keys of a sequence.
         kernels: the classes, one launch each, and their blocks; by default by rule.
         programs: how many share the keys of a class, where its row blocks are less than half as many; by default as
             `kernels` says.
+        output: of packed queries, where to write, [tokens, at least the output's width]; by default a new tensor.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
-        logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity.
+        logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity. Packed:
+        [tokens, .] and [num_heads, tokens]; tokens of no sequence are left as they are.
     """
     pre, head_dim = layout.domain == "pre", query.shape[-1]
-    batch_size, seq_len = keys.first.shape
+    batch_size, seq_len, packed = keys.batch_size, keys.seq_len, keys.query_start_loc is not None
     if rebuilt is None:
-        tokens = key.shape[0] * key.shape[1]
-        rebuilt = block_table is None and rebuilding_pays(
-            layout, heads_per_kv, head_dim, seq_len, tokens, query.element_size()
-        )
+        tokens = batch_size * (key.shape[1] if block_table is None else keys.longest_kv)
+        rebuilt = tokens > 0 and rebuilding_pays(layout, heads_per_kv, head_dim, seq_len, tokens, query.element_size())
     page = check_page(key, block_table)
     if layout.coded:
         key, value = as_words(key), as_words(value)
@@ -84,11 +88,15 @@ def prefill_attention(
         assert query_basis is not None
         assert key_rotation is not None
         first, end = keys.union
-        key = rebuild_keys(key, layout, query_basis, key_rotation, first, end, constant_key)
+        key = rebuild_keys(
+            key, layout, query_basis, key_rotation, first, end, constant_key, block_table, keys.longest_kv
+        )
     group_rows = layout.group_size * heads_per_kv
     num_heads = group_rows * len(layout.groups)
-    output = torch.empty(batch_size, seq_len, group_rows * layout.v_width, dtype=query.dtype, device=query.device)
-    lse = torch.empty(batch_size, num_heads, seq_len, dtype=torch.float32, device=query.device)
+    queries = keys.first.numel()
+    if output is None:
+        output = torch.empty(queries, group_rows * layout.v_width, dtype=query.dtype, device=query.device)
+    lse = torch.empty(num_heads, queries, dtype=torch.float32, device=query.device)
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
     constant = lse if constant_key is None else constant_key
@@ -98,20 +106,23 @@ def prefill_attention(
     for cls, whole_blocks in prefill_constants(layout, heads_per_kv, element_bytes, head_dim, rebuilt, gpu, kernels):
         constants = sliced(whole_blocks, seq_len, element_bytes, gpu)
         units, pack = cls.count * constants["HEADS"], constants["PACK"]
-        share = split_programs(triton.cdiv(seq_len * pack, constants["ROWS"]) * batch_size, units, programs)
+        share = split_programs(task_count(keys, constants["ROWS"], pack), units, programs)
         if not share:
             constants = whole_blocks
+        # From one sequence to the next, or from one packed query to the next, from head to head and in a sequence.
         if pre:
-            strides = [cls.start * group_rows * query.stride(1), query.stride(0), query.stride(1), query.stride(2)]
+            strides = [cls.start * group_rows * query.stride(1), query.stride(0), query.stride(1), query.stride(-2)]
         else:
-            strides = [group_rows * cls.qk_offset, query.stride(0), cls.qk_rank, query.stride(1)]
-        strides += [group_rows * cls.v_offset, output.stride(0), output.stride(1)]
+            strides = [group_rows * cls.qk_offset, query.stride(0), cls.qk_rank, query.stride(-2)]
+        if packed:
+            strides[3] = query.stride(0)
+        strides += [group_rows * cls.v_offset, output.stride(0)]
         strides += [cos.stride(0), basis.stride(0), cls.qk_offset] if constants["PRE"] else [0, 0, 0]
         places = row_places(layout, cls.start, element_bytes, head_dim if rebuilt else 0)
         key_strides, value_strides = [places[0], *key.stride()[:2]], [places[1], *value.stride()[:2]]
         align, key_align, value_align = prefill_alignment(constants, strides, key_strides, value_strides)
         rows, first_head = constants["ROWS"], cls.start * group_rows
-        blocks = triton.cdiv(seq_len * pack, rows)
+        row_block_places = row_blocks(keys, rows, pack)
         out, out_lse, slices, starts = output, lse, empty, empty
         if share:
             slices, starts = planned_slices(keys, rows, pack, constants["TILE"], share)
@@ -120,24 +131,25 @@ def prefill_attention(
         arguments: list[Any] = [
             query, key, value, out, out_lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
             empty if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
-            constant, slices, batch_size, units, blocks, seq_len, *(stride // align for stride in strides[:4]),
-            *(stride // key_align for stride in key_strides), *(stride // value_align for stride in value_strides),
-            *(stride // align for stride in strides[4:7]), first_head, lse.stride(0), lse.stride(1),
-            0 if block_table is None else block_table.stride(0),
-            *((0, 0) if keys.mask is None else (keys.mask.stride(0), keys.mask.stride(1))),
-            *(stride // align for stride in strides[7:]), cls.start * layout.group_size,
+            constant, *row_block_places, slices, batch_size, units, triton.cdiv(seq_len * pack, rows), seq_len,
+            *(stride // align for stride in strides[:4]), *(stride // key_align for stride in key_strides),
+            *(stride // value_align for stride in value_strides), *(stride // align for stride in strides[4:6]),
+            first_head, lse.stride(0), 0 if block_table is None else block_table.stride(0),
+            0 if keys.mask is None else keys.mask.stride(1), *(stride // align for stride in strides[6:]),
+            cls.start * layout.group_size,
         ]  # fmt: skip
         real = scaling, 1.0 if softcap is None else softcap
-        flags = {"PAGE": page, "MASK": keys.mask is not None, "SOFT_CAP": softcap is not None, "ALIGN": align}
-        flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
+        flags = {"PAGE": page, "KEY_PAGE": 0 if rebuilt else page, "MASK": keys.mask is not None}
+        flags |= {"SOFT_CAP": softcap is not None, "ALIGN": align, "KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
+        flags["PACKED"] = packed
         flags["CONSTANT"] = constants["PRE"] and constant_key is not None
         if share:
             launch(prefill_kernel, (share * units,), *arguments, 0, *real, **constants, **flags)
-            join_slices(out, out_lse, output, lse, starts, units, pack, group_rows * cls.v_offset, first_head)
+            join_slices(out, out_lse, output, lse, keys, starts, units, pack, group_rows * cls.v_offset, first_head)
             continue
-        tasks, workers = blocks * units * batch_size, prefill_workers(constants, sm_count(query.device))
+        tasks, workers = task_count(keys, rows, pack) * units, prefill_workers(constants, sm_count(query.device))
         whole, cut = tasks, False
-        if can_be_cut(constants):
+        if can_be_cut(constants) and not packed:  # lengths are the device's
             whole, cut = last_round(seq_len, keys.past, rows, pack, units * batch_size, workers)
         if whole:
             launch(prefill_kernel, (whole,), *arguments, 0, *real, **constants, **flags)
@@ -145,7 +157,9 @@ def prefill_attention(
             pieces = pieces_of(constants)
             grid = ((tasks - whole) * pieces["SPLIT"],)
             launch(prefill_kernel, grid, *arguments, whole, *real, **pieces, **flags)
-    return output, lse
+    if packed:
+        return output, lse
+    return output.view(batch_size, seq_len, -1), lse.view(num_heads, batch_size, seq_len).transpose(0, 1)
 
 
 def row_elements(layout: LayerLayout, element_bytes: int) -> tuple[int, int]:

@@ -26,22 +26,25 @@ from ..launch import launch
 from ..layer_table import WORDS_OF_A_LOAD
 from ..projection.rotation import rank_alignment
 from ..rows import key_columns
+from ..strides import check_page
 from ..tile_sizes import precision
-from ..tiles import elements_of, load_basis, load_piece, load_rotation, numbers_of, rotate_tile
+from ..tiles import elements_of, key_rows, load_basis, load_piece, load_rotation, numbers_of, rotate_tile
 from ..widths import padded
 
 INTEGERS = [
-    "blocks", "kv_heads", "key_batch", "key_row", "basis_stride", "rotation_stride", "out_batch", "out_row",
+    "blocks", "kv_heads", "key_batch", "key_row", "table_stride", "basis_stride", "rotation_stride", "out_batch",
+    "out_row",
 ]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def rebuild_kernel(
-    key, out, basis, cos, sin, constant, table, first_key, end_key, blocks, kv_heads, key_batch, key_row, basis_stride,
-    rotation_stride, out_batch, out_row,
+    key, out, basis, cos, sin, constant, table, first_key, end_key, block_table, blocks, kv_heads, key_batch, key_row,
+    table_stride, basis_stride, rotation_stride, out_batch, out_row,
     SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CODED: tl.constexpr, CONSTANT: tl.constexpr, KEY_ALIGN: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """ROWS keys of one KV head of one sequence; heads are fastest, since those of a group read the same latents."""
     program = tl.program_id(0)
@@ -54,6 +57,7 @@ def rebuild_kernel(
     if (start < end) & (start + ROWS > first):
         index = start + tl.arange(0, ROWS)
         valid = (index >= first) & (index < end)
+        block, block_row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, ROWS)
         key_0 = tl.zeros((ROWS, HALF_PADDED), tl.float32)
         key_1 = tl.zeros((ROWS, HALF_PADDED), tl.float32)
         basis_row = (head % SIZE) * (2 * HALF)
@@ -72,8 +76,8 @@ def rebuild_kernel(
                 width = count - column
                 place = tl.multiple_of(elements_of(column, widths[w], DTYPE), KEY_ALIGN)
                 piece = load_piece(
-                    key + offset + place, sequence + 0 * index, index, batch_stride, row_stride, elements - place,
-                    valid, widths[w], COLUMNS, DTYPE,
+                    key + offset + place, block, block_row, batch_stride, row_stride, elements - place, valid,
+                    widths[w], COLUMNS, DTYPE,
                 )  # fmt: skip
                 latent = numbers_of(piece, widths[w], COLUMNS, ROWS, DTYPE)
                 columns = basis + first_column + column
@@ -110,21 +114,26 @@ def rebuild_keys(
     first: Tensor,
     end: Tensor,
     constant_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_len: int = 0,
 ) -> Tensor:
     """Rotated keys of all KV heads from their latents.
 
     Args:
         key: packed rows [batch_size, kv_len, qk_width] in query_basis's dtype, or rows of codes in words [batch_size,
-            kv_len, words], int32.
+            kv_len, words], int32; with a block table [num_pages, page_size, .].
         query_basis, key_rotation: [group_size * head_dim, qk_width], and cos and sin by index in the cache, [at least
             kv_len, head_dim].
         first, end: [batch_size], int32: the keys of each sequence that are wanted.
         constant_key: [num_kv_heads, head_dim], added before the rotation.
+        block_table: [batch_size, pages of a sequence], int32. kv_len: with it, the most keys of a sequence.
     Returns:
         [batch_size, kv_len, num_kv_heads * head_dim] in query_basis's dtype, heads in the order of the layout; other
         keys than the wanted ones hold anything.
     """
-    batch_size, kv_len = key.shape[:2]
+    batch_size = len(first)
+    if block_table is None:
+        kv_len = key.shape[1]
     head_dim = query_basis.shape[0] // layout.group_size
     kv_heads = len(layout.groups) * layout.group_size
     dtype = query_basis.dtype
@@ -138,9 +147,10 @@ def rebuild_keys(
     launch(
         rebuild_kernel, (blocks * kv_heads * batch_size,), key, out, query_basis, cos, sin,
         cos if constant_key is None else constant_key, rebuilt_groups(layout, dtype.itemsize, key.device),
-        first, end, blocks, kv_heads, *(stride // key_align for stride in key_strides),
+        first, end, first if block_table is None else block_table, blocks, kv_heads,
+        *(stride // key_align for stride in key_strides), 0 if block_table is None else block_table.stride(0),
         *(stride // align for stride in strides), **constants, CONSTANT=constant_key is not None, ALIGN=align,
-        KEY_ALIGN=key_align,
+        KEY_ALIGN=key_align, PAGE=check_page(key, block_table),
     )  # fmt: skip
     return out
 
@@ -189,18 +199,18 @@ def rebuild_constants(layout: LayerLayout, head_dim: int, element_bytes: int) ->
     }
 
 
-def rebuild_variant(layout: LayerLayout, head_dim: int, dtype: torch.dtype) -> Variant:
+def rebuild_variant(layout: LayerLayout, head_dim: int, dtype: torch.dtype, page: int = 0) -> Variant:
     """What `rebuild_keys` compiles for a layer whose widths and strides are multiples of 8 elements."""
     constants = rebuild_constants(layout, head_dim, dtype.itemsize)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     row_width = layout.read_bytes(dtype.itemsize)[0] // WORD_BYTES if layout.coded else layout.qk_width
     align, key_align = rebuild_alignment(layout, dtype.itemsize, [head_dim], [row_width])
-    constants |= {"CONSTANT": layout.coded, "ALIGN": align, "KEY_ALIGN": key_align}
+    constants |= {"CONSTANT": layout.coded, "ALIGN": align, "KEY_ALIGN": key_align, "PAGE": page}
     pointers = {
         "key": torch.int32 if layout.coded else dtype,
         **dict.fromkeys(("out", "basis"), dtype),
         **dict.fromkeys(("cos", "sin", "constant"), torch.float32),
-        **dict.fromkeys(("table", "first_key", "end_key"), torch.int32),
+        **dict.fromkeys(("table", "first_key", "end_key", "block_table"), torch.int32),
     }
     name = f"rebuild {layout.group_size} heads of {head_dim}"
     return Variant(name, rebuild_kernel, pointers, constants, (), options)

@@ -35,16 +35,17 @@ def prefill_variants(
     pointers = {
         **dict.fromkeys(("query", "output", "basis"), dtype),
         **dict.fromkeys(("cos", "sin"), torch.float32 if layout.domain == "pre" else dtype),
-        **dict.fromkeys(("first_key", "end_key", "holes", "block_table", "slices"), torch.int32),
+        **dict.fromkeys(("first_key", "end_key", "holes", "block_table"), torch.int32),
+        **dict.fromkeys(("tasks", "query_start_loc", "slices"), torch.int32),
         **dict.fromkeys(("lse", "constant"), torch.float32),
         "mask": torch.int64 if mask else torch.float32,
     }
     groups = len(layout.groups)
     row_widths = row_elements(layout, dtype.itemsize)
-    once = layout.domain == "pre" and page == 0
-    variants = [rebuild_variant(layout, head_dim, dtype)] if once else []
+    pre = layout.domain == "pre"
+    variants = [rebuild_variant(layout, head_dim, dtype, page)] if pre else []
     variants += range_variants(0, 0, words=True, masked=mask)
-    for rebuilt in (True, False) if once else (False,):
+    for rebuilt in (True, False) if pre else (False,):
         for cls, constants in prefill_constants(layout, heads_per_kv, dtype.itemsize, head_dim, rebuilt, gpu, kernels):
             places = [list(row_places(layout, g, dtype.itemsize, head_dim if rebuilt else 0)) for g in range(groups)]
             widths = [head_dim if rebuilt else row_widths[0], row_widths[1]]
@@ -53,8 +54,9 @@ def prefill_variants(
                 [cls.qk_offset, cls.v_offset],
                 *([place[side] for place in places] + [widths[side]] for side in (0, 1)),
             )
-            flags = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "ALIGN": align}
-            flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
+            flags = {"PAGE": page, "KEY_PAGE": 0 if rebuilt else page, "MASK": mask, "SOFT_CAP": softcap}
+            flags["ALIGN"] = align
+            flags |= {"KEY_ALIGN": key_align, "VALUE_ALIGN": value_align, "PACKED": page > 0}
             flags["CONSTANT"] = constants["PRE"] and layout.coded
             row = torch.int32 if layout.coded else dtype
             pointers |= {"key": dtype if rebuilt else row, "value": row}
@@ -68,7 +70,7 @@ def prefill_variants(
                     Variant(name + suffix, prefill_kernel, pointers | results, fixed, ("scale", "softcap"), options)
                 )
                 if shape["SLICED"]:
-                    variants += slice_variants(shape, dtype)
+                    variants += slice_variants(shape, dtype, page > 0)
     return variants
 
 

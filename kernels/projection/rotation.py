@@ -34,18 +34,16 @@ INTEGERS = [
 
 
 @triton.jit
-def _project(
-    source, output, basis, shift, cos, sin, tokens, seq_len, batch_stride, position_stride, head_stride, basis_stride,
-    cos_batch, cos_position, output_stride, first_head, basis_row, heads, rank, basis_column, output_column,
-    first_column, row_block, PACK: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, SHIFT: tl.constexpr,
+def projected(
+    source, basis, shift, cos, sin, row, valid, seq_len, batch_stride, position_stride, head_stride, basis_stride,
+    cos_batch, cos_position, first_head, basis_row, heads, rank, basis_column, first_column, PACK: tl.constexpr,
+    HALF: tl.constexpr, HALF_PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Rows (token, one of PACK heads) times COLUMNS columns of a basis, summed over `heads` heads; with SHIFT, plus the
-    columns' numbers in `shift`.
+    """Rows (token, one of PACK heads) times COLUMNS of `rank` columns of a basis, summed over `heads` heads, [ROWS,
+    COLUMNS], float32; with SHIFT, plus the columns' numbers in `shift`.
     """
-    row = row_block * ROWS + tl.arange(0, ROWS)
     token = row // PACK
-    valid = token < tokens
     sequence = token // seq_len
     position = token % seq_len
     half = tl.arange(0, HALF_PADDED)
@@ -71,17 +69,37 @@ def _project(
         result = tl.dot(second.to(basis_0.dtype), basis_1, result, input_precision=PRECISION)
     if SHIFT:
         result += tl.load(shift + basis_column + column, mask=column < rank, other=0.0)[None, :]
+    return result
+
+
+@triton.jit
+def store_projected(
+    source, output, basis, cos, sin, tokens, seq_len, batch_stride, position_stride, head_stride, basis_stride,
+    cos_batch, cos_position, output_stride, first_head, basis_row, heads, rank, basis_column, output_column,
+    first_column, row_block, PACK: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `projected` finds for a row block, written to `output`: PACK times `rank` columns of a token."""
+    row = row_block * ROWS + tl.arange(0, ROWS)
+    token = row // PACK
+    valid = token < tokens
+    result = projected(
+        source, basis, basis, cos, sin, row, valid, seq_len, batch_stride, position_stride, head_stride, basis_stride,
+        cos_batch, cos_position, first_head, basis_row, heads, rank, basis_column, first_column, PACK, HALF,
+        HALF_PADDED, ROWS, COLUMNS, PRECISION, False,
+    )  # fmt: skip
+    column = first_column + tl.arange(0, COLUMNS)
     out = output + (token.to(tl.int64) * output_stride + output_column + (row % PACK) * rank)[:, None] + column[None, :]
     tl.store(out, result.to(output.dtype.element_ty), mask=valid[:, None] & (column[None, :] < rank))
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def rotation_kernel(
-    query, key, query_rows, key_rows, query_basis, key_basis, key_shift, cos, sin, table, tokens, seq_len, query_batch,
+    query, key, query_rows, key_rows, query_basis, key_basis, cos, sin, table, tokens, seq_len, query_batch,
     query_position, query_head, key_batch, key_position, key_head, basis_stride, cos_batch, cos_position,
     query_row_stride, key_row_stride,
     SIZE: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, SHIFT: tl.constexpr,
+    COLUMNS: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks of queries, groups x (SIZE + 1), blocks of columns); the last job of a group is its keys."""
     row_block = tl.program_id(0)
@@ -100,19 +118,19 @@ def rotation_kernel(
     cos_batch = cos_batch.to(tl.int64) * ALIGN
     if first_column < rank:
         if job < SIZE:
-            _project(
-                query, query_rows, query_basis, key_shift, cos, sin, tokens, seq_len, query_batch, query_position,
+            store_projected(
+                query, query_rows, query_basis, cos, sin, tokens, seq_len, query_batch, query_position,
                 query_head, basis_stride * ALIGN, cos_batch, cos_position * ALIGN,
                 query_row_stride * ALIGN, (group * SIZE + job) * HEADS_PER_KV, job * 2 * HALF, 1, rank, offset,
                 offset * SIZE * HEADS_PER_KV + job * HEADS_PER_KV * rank, first_column, row_block, HEADS_PER_KV, HALF,
-                HALF_PADDED, ROWS, COLUMNS, PRECISION, False,
+                HALF_PADDED, ROWS, COLUMNS, PRECISION,
             )  # fmt: skip
         elif row_block * ROWS < tokens:
-            _project(
-                key, key_rows, key_basis, key_shift, cos, sin, tokens, seq_len, key_batch, key_position, key_head,
+            store_projected(
+                key, key_rows, key_basis, cos, sin, tokens, seq_len, key_batch, key_position, key_head,
                 basis_stride * ALIGN, cos_batch, cos_position * ALIGN,
                 key_row_stride * ALIGN, group * SIZE, 0, SIZE, rank, offset, offset, first_column, row_block, 1, HALF,
-                HALF_PADDED, ROWS, COLUMNS, PRECISION, SHIFT,
+                HALF_PADDED, ROWS, COLUMNS, PRECISION,
             )  # fmt: skip
 
 
@@ -125,7 +143,6 @@ def rotate_and_project(
     heads_per_kv: int,
     query_basis: Tensor,
     key_basis: Tensor,
-    key_shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Latents of queries and keys, packed side by side, from those that RoPE has not turned yet.
 
@@ -134,7 +151,6 @@ def rotate_and_project(
             heads in the order of the layout; the innermost stride is 1.
         cos, sin: [batch_size or 1, seq_len, head_dim], both halves alike.
         query_basis, key_basis: [group_size * head_dim, qk_width].
-        key_shift: [qk_width], float32, contiguous: added to the keys' latents before they are rounded.
     Returns:
         [batch_size, seq_len, sum over query heads of qk_rank] (as domain `none` wants it), and
         [batch_size, seq_len, qk_width].
@@ -158,9 +174,9 @@ def rotate_and_project(
         triton.cdiv(max(group.qk_rank for group in layout.groups), COLUMNS),
     )
     launch(
-        rotation_kernel, grid, query, key, query_rows, key_rows, query_basis, key_basis,
-        key_basis if key_shift is None else key_shift, cos, sin, group_table(layout, query.device), tokens, seq_len,
-        *(stride // align for stride in strides), **constants, ALIGN=align, SHIFT=key_shift is not None,
+        rotation_kernel, grid, query, key, query_rows, key_rows, query_basis, key_basis, cos, sin,
+        group_table(layout, query.device), tokens, seq_len, *(stride // align for stride in strides), **constants,
+        ALIGN=align,
     )  # fmt: skip
     return query_rows, key_rows
 
@@ -187,13 +203,13 @@ def rotation_variants(
 ) -> list[Variant]:
     """What `rotate_and_project` compiles while decoding and in a prefill, widths being multiples of 8 elements."""
     names = ("query", "key", "query_rows", "key_rows", "query_basis", "key_basis")
-    pointers = dict.fromkeys(names, dtype) | {"key_shift": torch.float32 if layout.coded else dtype}
+    pointers = dict.fromkeys(names, dtype)
     pointers |= dict.fromkeys(("cos", "sin"), cos_dtype or dtype) | {"table": torch.int32}
     variants = []
     for name, tokens in (("decode", 1), ("prefill", 4096)):
         constants = rotation_constants(layout, heads_per_kv, head_dim, tokens, dtype.itemsize)
         options = {option: int(constants.pop(option)) for option in ("num_warps", "num_stages")}
-        constants |= {"ALIGN": rank_alignment(layout, [head_dim]), "SHIFT": layout.coded}
+        constants["ALIGN"] = rank_alignment(layout, [head_dim])
         label = f"rotation {layout.group_size}x{heads_per_kv} rows, {name}"
         variants.append(Variant(label, rotation_kernel, pointers, constants, (), options))
     return variants

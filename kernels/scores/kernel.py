@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotor.format.layout import LayerLayout
+
+from ..ahead import Variant
 from ..launch import launch
 from ..tile_sizes import precision
 from .column_sums import ClassProducts
@@ -21,7 +24,7 @@ from .column_sums import ClassProducts
 QUERIES, KEYS, WIDTH = 64, 64, 64
 """Of one tile; a product goes over the width in pieces."""
 
-INTEGERS = ["seq_len", "kv_len", "mask_batch", "mask_unit", "mask_head", "mask_query", "mask_key"]
+INTEGERS = ["units", "seq_len", "kv_len", "mask_batch", "mask_unit", "mask_head", "mask_query", "mask_key"]
 """Not specialised on their values, as in the decode kernel."""
 
 
@@ -154,16 +157,59 @@ def sums_of_columns(products: ClassProducts, counted: Tensor) -> Tensor:
 
 def launch_constants(products: ClassProducts, element_bytes: int) -> dict[str, Any]:
     """What the kernels are compiled for."""
+    heads, row = products.queries.shape[2], products.queries.shape[-1]
+    flags = products.mask is not None, products.bias is not None, products.softcap is not None
+    return _constants(heads, row, products.causal, *flags, element_bytes)
+
+
+def _constants(
+    heads: int, row: int, causal: bool, mask: bool, bias: bool, softcap: bool, element_bytes: int
+) -> dict[str, Any]:
     return {
-        "HEADS": products.queries.shape[2],
-        "CAUSAL": products.causal,
-        "MASK": products.mask is not None,
-        "BIAS": products.bias is not None,
-        "SOFTCAP": products.softcap is not None,
+        "HEADS": heads,
+        "CAUSAL": causal,
+        "MASK": mask,
+        "BIAS": bias,
+        "SOFTCAP": softcap,
         "QUERIES": QUERIES,
         "KEYS": KEYS,
-        "ROW": products.queries.shape[-1],
+        "ROW": row,
         "WIDTH": WIDTH,
         "PRECISION": precision(element_bytes),
         "num_warps": 8,
     }
+
+
+def score_variants(
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    softened: bool,
+    mask: bool = False,
+    softcap: bool = False,
+) -> list[Variant]:
+    """What `sums_of_columns` compiles for the prompts of a layer whose cache policy adds up what keys draw.
+
+    Args:
+        softened: whether the policy adds a number for each key to the logits: their log-sum-exp is then found anew;
+            otherwise attention's own is given.
+        mask: whether the layer has one; without one queries are causal.
+    """
+    single = torch.float32
+    pointers = {**dict.fromkeys(("query", "key"), dtype), **dict.fromkeys(("log_sums", "sums"), single)}
+    pointers |= {"bias": single if softened else dtype, "mask": torch.uint8 if mask else dtype}
+    reals = "scaling", "softcap", "inverse_temperature"
+    kernels = {"log sums": log_sums_kernel} if softened else {}
+    variants = []
+    for cls in layout.classes():
+        pre = layout.domain == "pre"
+        heads, row = heads_per_kv * (1 if pre else layout.group_size), head_dim if pre else cls.qk_rank
+        constants = _constants(heads, row, not mask, mask, softened, softcap, dtype.itemsize)
+        options = {"num_warps": constants.pop("num_warps")}
+        for name, kernel in {**kernels, "column sums": column_sums_kernel}.items():
+            of_kernel = {argument: of for argument, of in pointers.items() if argument in kernel.arg_names}
+            label = f"{name} {heads} heads of {row}"
+            variants.append(Variant(label, kernel, of_kernel, dict(constants), reals, options))
+    return variants

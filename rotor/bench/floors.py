@@ -9,7 +9,7 @@ from pathlib import Path
 from ..kernels.occupancy import programs_per_sm
 from ..models.compressed import CompressedCheckpoint
 from ..prediction.devices import Device
-from ..prediction.kernels import PROMPTS, STEPS, Floor, Launch, Load, predicted_floor
+from ..prediction.kernels import FEW, PROMPTS, SHARED, STEPS, Floor, Launch, Load, predicted_floor
 from .precompile import Compiled, kernel_dtype, variants_of_layers
 
 DEVICE_OF_ARCH = {80: "a100-80g", 89: "l40s", 90: "h200", 100: "b200"}
@@ -29,7 +29,7 @@ def with_floors(
     lengths: Sequence[int] = (32768,),
     prompts: Sequence[int] = (8192,),
 ) -> list[Compiled]:
-    """Each kernel with its predicted floors; without where it failed, its device is not known, or it is a small one.
+    """Each kernel with its predicted floors; without where it failed, its device or its work is not known.
 
     Args:
         folder: what the kernels were compiled for. kernels, dtype, batch_sizes: of `precompile`.
@@ -54,11 +54,12 @@ def with_floors(
             continue
         kind = kernel.name.partition(" ")[0]
         loads = steps if kind in STEPS else prefills if kind in PROMPTS else [*steps, *prefills]
-        if kernel.constants.get("SLICED"):  # keys split for few queries
+        if kernel.constants.get("SLICED") or kind in FEW:  # keys split for few queries
             loads = [Load(step.batch_size, FEW_QUERIES, max(0, step.keys - FEW_QUERIES)) for step in steps]
         if kernel.batch_size is not None:  # of a decode step: the loads that this one is launched for
             loads = [load for load in loads if 1 << (load.batch_size - 1).bit_length() == kernel.batch_size]
-        launches = [Launch(kind, kernel.constants, layout, checkpoint.shape, element_bytes) for layout in layouts]
+        served = layouts[:1] if kind in SHARED else layouts
+        launches = [Launch(kind, kernel.constants, layout, checkpoint.shape, element_bytes) for layout in served]
         found.append(replace(kernel, floors=tuple(_floors(kernel, launches, loads, device))))
     return found
 

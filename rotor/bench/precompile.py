@@ -127,6 +127,8 @@ def variants_of_layers(
     config, kernels = checkpoint.config, checkpoint.kernel_config
     chosen = kernel_dtype(config.dtype, dtype)
     softcap = FAMILIES[config.model_type].softcap if config.model_type in FAMILIES else None
+    policy = checkpoint.policy
+    softened = policy.softens if policy is not None and policy.needs_weights else None
     distinct: dict[Any, tuple[Any, list[LayerLayout]]] = {}
     layers = list(zip(checkpoint.default_layouts, kernels.layers, strict=True))
     for batch_size in batch_sizes:
@@ -138,6 +140,7 @@ def variants_of_layers(
                 chosen,
                 batch_size=batch_size,
                 softcap=bool(softcap and getattr(config, softcap, None)),
+                softened=softened,
                 gpu=Gpu.of_capability(arch),
             ):
                 key = variant.name, tuple(sorted(variant.constants.items(), key=lambda item: item[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -78,25 +78,45 @@ def capture(
     if reads_before:
         for layer, module in enumerate(modules):
             handles.append(module.get_submodule(family.key_source).register_forward_hook(hook_for(layer)))
-    AttentionInterface.register(CAPTURE, attention)
-    AttentionMaskInterface.register(CAPTURE, sdpa_mask)  # without it transformers drops the mask silently
-    before = model.config._attn_implementation
-    model.config._attn_implementation = CAPTURE
     try:
-        if family.bypasses_interface:
-            for module in modules:
-                module.forward = partial(forward_through_interface, module, family, shape, attention)  # type: ignore[method-assign]
-        yield
+        with attention_replaced(CAPTURE, attention, model.config, modules, family, shape):
+            yield
     finally:
-        if family.bypasses_interface:
-            for module in modules:
-                del module.forward
-        model.config._attn_implementation = before
         for handle in handles:
             handle.remove()
 
 
-def forward_through_interface(
+@contextmanager
+def attention_replaced(
+    name: str,
+    attention: Callable[..., tuple[Tensor, None]],
+    config: Any,
+    modules: Sequence[Any],
+    family: Family,
+    shape: AttentionShape,
+) -> Iterator[None]:
+    """While active, `attention` serves a model's layers, as transformers' attention interface knows it by `name`.
+
+    Args:
+        config: the model's. modules: those of attention that are run; in a family that bypasses the interface they get
+            a forward that calls it.
+    """
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)  # without it transformers drops the mask silently
+    before = config._attn_implementation
+    config._attn_implementation = name
+    replaced = modules if family.bypasses_interface else ()
+    for module in replaced:
+        module.forward = partial(_forward_through_interface, module, family, shape, attention)
+    try:
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+        config._attn_implementation = before
+
+
+def _forward_through_interface(
     module: Any,
     family: Family,
     shape: AttentionShape,

@@ -12,16 +12,13 @@ gradients: a model whose weights are read layer by layer needs no more memory fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
 from ..codes.quantiser import SAMPLES
@@ -31,7 +28,7 @@ from ..kernels.reference import attend
 from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import keys_before_rope
 from ..progress import Advance
-from .capture import forward_through_interface
+from .capture import attention_replaced
 from .samples import SampleKeeper, TokenSamples
 
 FISHER = "rotor_fisher"
@@ -192,7 +189,7 @@ def _keys_and_values(network: LayerwiseModel, index: int) -> Iterator[dict[str, 
     """A dict that holds `key_post`, `value` and, in a model with RoPE, `key_pre` of the batch that last went through
     the layer: the very tensors that its output depends on, as gradients are wanted by them."""
     seen: dict[str, Tensor] = {}
-    family, shape, config = network.family, network.shape, network.config
+    family, shape = network.family, network.shape
 
     def attention(
         module: Any,
@@ -215,19 +212,9 @@ def _keys_and_values(network: LayerwiseModel, index: int) -> Iterator[dict[str, 
     handles: list[Any] = []
     if family.rotary is not None:
         handles.append(module.get_submodule(family.key_source).register_forward_hook(keep_keys))
-    AttentionInterface.register(FISHER, attention)
-    AttentionMaskInterface.register(FISHER, sdpa_mask)
-    before = config._attn_implementation
-    config._attn_implementation = FISHER
-    forward: Callable[..., Any] | None = None
-    if family.bypasses_interface:
-        forward = partial(forward_through_interface, module, family, shape, attention)
-        module.forward = forward  # type: ignore[method-assign]
     try:
-        yield seen
+        with attention_replaced(FISHER, attention, network.config, [module], family, shape):
+            yield seen
     finally:
-        if forward is not None:
-            del module.forward
-        config._attn_implementation = before
         for handle in handles:
             handle.remove()

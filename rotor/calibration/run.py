@@ -160,6 +160,9 @@ class Run:
         path = Path(folder)
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
+        for file in (path / INFO, path / RECIPE):
+            if file.exists() and not (file.is_file() or file.is_dir()):  # opening a pipe would wait for its writer
+                raise CheckpointError(f"{file}: is no regular file.", CALIBRATE_AGAIN)
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))
@@ -268,7 +271,10 @@ class Run:
     @property
     def candidates(self) -> dict[str, Candidate]:
         """What each layer may be compressed to, by key."""
-        return {key: Candidate(**candidate) for key, candidate in self.info["candidates"].items()}
+        return {
+            key: Candidate(found["domain"], found["group_size"], found.get("joint", False))
+            for key, found in self.info["candidates"].items()
+        }
 
     def columns(self, candidate: Candidate) -> tuple[int, int]:
         """Groups of a layer, and the columns of each of their latents."""

@@ -103,8 +103,8 @@ def print_export_plan(plan: Any) -> None:
         ranks = [" ".join(f"({qk}, {v})" for qk, v in layer) for layer in plan.ranks]
         title = "Ranks (key, value) of each group"
     else:
-        ranks = [" ".join(f"({_by_bits(qk)}; {_by_bits(v)})" for qk, v in layer) for layer in plan.columns]
-        title = "Columns x bits (key; value) of each group"
+        ranks = [" ".join(f"({'; '.join(map(_by_bits, latents))})" for latents in layer) for layer in plan.columns]
+        title = "Columns x bits of each group (key; value, or both together)"
     rows_of = [(index, key, found) for index, (key, found) in enumerate(zip(plan.choice, ranks, strict=True))]
     print_table(title, ("layer", "basis", "columns"), (), rows_of)
     tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -193,6 +194,18 @@ class LayerLayout:
     domain: Domain
     folded_keys: bool
     groups: tuple[GroupLayout, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.domain, self.folded_keys, self.groups))
+
+    def __hash__(self) -> int:
+        """Computed once: every launch looks the layer up in caches."""
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: texts have other hashes in other processes."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def group_size(self) -> int:

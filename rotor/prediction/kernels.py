@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..format.columns import Columns
-from ..format.kernel_config import SlowPlanes
+from ..format.kernel_config import DEFAULT_SLICES, SlowPlanes
 from ..format.layout import AttentionShape, GroupClass, LayerLayout
 from ..kernels.occupancy import GRID_PROGRAMS
 from ..kernels.schedule import row_block_costs
@@ -212,7 +212,7 @@ def _rebuild(launch: Launch, load: Load, sms: int) -> Work:
 
 
 def _rotation(launch: Launch, load: Load, sms: int) -> Work:
-    """Queries and keys in, latents of both out, both bases once."""
+    """Queries and keys in, latents of both out, both bases once; of codes values in too, and words out of both."""
     layout, shape = launch.layout, launch.shape
     tokens = load.batch_size * load.new_tokens
     rows = layout.group_size * shape.heads_per_kv
@@ -220,15 +220,67 @@ def _rotation(launch: Launch, load: Load, sms: int) -> Work:
     written = (rows + 1) * layout.qk_width
     basis = layout.group_size * shape.head_dim * layout.qk_width
     flops = 2 * tokens * shape.head_dim * layout.qk_width * (rows + layout.group_size)
-    return Work(cache_bytes=(tokens * (read + written) + 2 * basis) * launch.element_bytes, cache_flops=flops)
+    read_and_written: float = (tokens * (read + written) + 2 * basis) * launch.element_bytes
+    if layout.coded:
+        values_less_keys = (layout.v_width - layout.qk_width) * launch.element_bytes
+        read_and_written += tokens * (values_less_keys + sum(layout.row_bytes(launch.element_bytes)))
+    return Work(cache_bytes=read_and_written, cache_flops=flops)
 
 
 def _append(launch: Launch, load: Load, sms: int) -> Work:
-    """One launch for keys and one for values: numbers in, words out, on the average of both."""
+    """Keys and values: numbers in, words out."""
     layout = launch.layout
     numbers = (layout.qk_width + (0 if layout.joint else layout.v_width)) * launch.element_bytes
-    both = numbers + sum(layout.row_bytes(launch.element_bytes))
-    return Work(cache_bytes=load.batch_size * load.new_tokens * both / (1 if layout.joint else 2))
+    of_token = numbers + sum(layout.row_bytes(launch.element_bytes))
+    return Work(cache_bytes=load.batch_size * load.new_tokens * of_token)
+
+
+def _ranges(launch: Launch, load: Load, sms: int) -> Work:
+    """A byte of the mask a key; three numbers a query out, and with words a bit a key."""
+    rows = load.batch_size * load.new_tokens
+    bits = rows * load.keys / 8 if launch.constants["WORDS"] else 0.0
+    return Work(cache_bytes=rows * (load.keys + 12) + bits)
+
+
+def _tiles(launch: Launch, load: Load, sms: int) -> Work:
+    """First and end of each sequence's keys in, tiles before it out."""
+    return Work(cache_bytes=8.0 * (2 * load.batch_size + 1))
+
+
+def _plan(launch: Launch, load: Load, sms: int) -> Work:
+    """First and end of each query's keys in; at most as many slices as there are programs out, of three numbers."""
+    queries = load.batch_size * load.new_tokens
+    tasks = -(-load.new_tokens * launch.constants["PACK"] // launch.constants["ROWS"]) * load.batch_size
+    return Work(cache_bytes=8.0 * queries + 12.0 * DEFAULT_SLICES * sms + 4.0 * (tasks + 1))
+
+
+def _join(launch: Launch, load: Load, sms: int) -> Work:
+    """At most as many partial results as there are programs come out of the L2 cache, of ROWS rows each."""
+    rows, width = launch.constants["ROWS"], launch.constants["V"]
+    partial = DEFAULT_SLICES * sms * rows * width
+    heads = sum(cls.count for cls in launch.layout.classes() if cls.v_rank == width)
+    heads *= launch.layout.group_size * launch.shape.heads_per_kv
+    written = load.batch_size * load.new_tokens * heads * (width * launch.element_bytes + 4)
+    return Work(cache_bytes=written, l2_bytes=4 * partial * (1 + 1 / width), vector_flops=2 * partial)
+
+
+def _sums(launch: Launch, load: Load, sms: int) -> Work:
+    """Of columns, or their log-sum-exp: one product of all pairs of queries and keys, causal where there is no mask."""
+    heads, width = launch.constants["HEADS"], launch.constants["ROW"]
+    pre, size = launch.layout.domain == "pre", launch.layout.group_size
+    units = sum(cls.count * (size if pre else 1) for cls in launch.layout.classes() if pre or cls.qk_rank == width)
+    queries, keys = load.batch_size * load.new_tokens, load.batch_size * load.keys
+    pairs: float = queries * load.keys
+    if launch.constants["CAUSAL"]:
+        pairs = load.batch_size * (load.new_tokens * (load.new_tokens + 1) / 2 + load.new_tokens * load.past)
+    numbers = units * width * (heads * queries + keys)
+    results = 4 * units * (heads * queries + keys)
+    masked = queries * load.keys if launch.constants["MASK"] else 0
+    return Work(
+        cache_bytes=numbers * launch.element_bytes + results + masked,
+        cache_flops=2 * width * units * heads * pairs,
+        vector_flops=4 * units * heads * pairs,
+    )
 
 
 WORKS: dict[str, Callable[[Launch, Load, int], Work | None]] = {
@@ -238,9 +290,22 @@ WORKS: dict[str, Callable[[Launch, Load, int], Work | None]] = {
     "rebuild": _rebuild,
     "rotation": _rotation,
     "append": _append,
+    "ranges": _ranges,
+    "words": _ranges,
+    "tiles": _tiles,
+    "plan": _plan,
+    "join": _join,
+    "log": _sums,
+    "column": _sums,
 }
 """By the first word of a variant's name."""
 
-STEPS = {"decode", "combine"}
-PROMPTS = {"prefill", "rebuild"}
+STEPS = {"decode", "combine", "ranges", "tiles"}
+PROMPTS = {"prefill", "rebuild", "words", "log", "column"}
 """Kernels of decoding alone, and of prompts alone; others run in both."""
+
+FEW = {"plan", "join"}
+"""Kernels that run where the keys of few queries are split."""
+
+SHARED = {"ranges", "words", "tiles", "plan"}
+"""Kernels that run once for all layers of a step; in traced code for each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,7 @@ from .recipe import Recipe
 
 def bundled_recipes() -> dict[str, Recipe]:
     """The recipes that come with rotor, by name."""
-    folder = resources.files("rotor.recipes")
-    names = sorted(item.name for item in folder.iterdir() if item.name.endswith(".yaml"))
-    return {name[:-5]: parse_recipe((folder / name).read_text("utf-8"), name) for name in names}
+    return {name: _bundled(name) for name in _bundled_names()}
 
 
 def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
@@ -48,15 +47,26 @@ def _find_recipe(name_or_path: str) -> Recipe:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return parse_recipe(read_text(path, f"recipe {name_or_path}"), name_or_path)
-    recipes = bundled_recipes()
-    if name_or_path not in recipes:
+    names = _bundled_names()
+    if name_or_path not in names:
         raise RecipeError(
-            f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, recipes)}",
-            f"Bundled recipes: {', '.join(recipes)}; or give the path of a YAML file.",
+            f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, names)}",
+            f"Bundled recipes: {', '.join(names)}; or give the path of a YAML file.",
         )
-    return recipes[name_or_path]
+    return _bundled(name_or_path)
 
 
+def _bundled_names() -> list[str]:
+    files = sorted(item.name for item in resources.files("rotor.recipes").iterdir())
+    return [file.removesuffix(".yaml") for file in files if file.endswith(".yaml")]
+
+
+def _bundled(name: str) -> Recipe:
+    file = f"{name}.yaml"
+    return parse_recipe((resources.files("rotor.recipes") / file).read_text("utf-8"), file)
+
+
+@lru_cache(maxsize=32)  # each step of a command reads the recipe of its run
 def parse_recipe(text: str, where: str) -> Recipe:
     """Parse a recipe's YAML text; `where` names it in errors."""
     data = read_yaml(text, f"recipe {where}")

@@ -20,9 +20,11 @@ from ..kernels.defaults import SCHEDULE, default_layer
 from ..kernels.dispatch import kernels_serve
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import grouped_attention, project_keys, rotate
+from ..kernels.rows import LayerColumns, pack_layer
+from . import kernel_projection
 from .cache.adoption import policy_layer
 from .cache.policy import Policy
-from .code_rows import CodeRows, check_cache
+from .code_rows import check_cache
 from .families import Family
 from .policy_attention import attend_by_policy, in_pytorch
 from .rotary_table import RotaryTable
@@ -98,7 +100,7 @@ class RotorAttention(nn.Module):
         self.query_basis = (
             None if layout.domain == "none" else nn.Parameter(torch.empty(basis_shape), requires_grad=False)
         )
-        self._code_rows = CodeRows(layout) if layout.coded else None
+        self.row_columns = LayerColumns.of(layout) if layout.coded else None
         self.key_shift = self.key_constant = None
         if layout.coded and not layout.folded_keys:
             self.key_shift = _in_float32(layout.qk_width)
@@ -149,7 +151,7 @@ class RotorAttention(nn.Module):
 
         use_kernels = (
             self.spread is None
-            and not in_pytorch(cache_layer)
+            and not in_pytorch(cache_layer, self, hidden_states)
             and kernels_serve(
                 hidden_states,
                 layout,
@@ -188,10 +190,10 @@ class RotorAttention(nn.Module):
         if self.spread is not None:
             output = self.spread.attend(self, query, key, value, past_key_values, key_rotation)
         elif cache_layer is not None:
-            dropout = kwargs.get("dropout", 0.0)
             output = attend_by_policy(
-                self, cache_layer, query, key, value, past_key_values, attention_mask, key_rotation, attend, dropout
-            )
+                self, cache_layer, query, key, value, past_key_values, attention_mask, key_rotation, attend,
+                kwargs.get("dropout", 0.0), use_kernels,
+            )  # fmt: skip
         else:
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, self.layer_idx)
@@ -207,7 +209,7 @@ class RotorAttention(nn.Module):
             rotation: cos and sin of these tokens: [batch_size, seq_len, rotary_dim], or in domain `pre` [seq_len,
                 rotary_dim] by which queries alone are rotated.
         """
-        layout, traced = self.layout, torch.compiler.is_compiling()
+        layout = self.layout
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         value = key[..., :0] if layout.joint else self.v_proj(hidden_states)
         if layout.domain != "none":
@@ -219,25 +221,11 @@ class RotorAttention(nn.Module):
             key = self._heads(key, "k_norm")
         if layout.domain == "post":
             assert rotation is not None
-            if use_kernels and traced:
-                from ..kernels import operators  # imports Triton
-
-                query, key = operators.rotate_and_project(
-                    query, key, *rotation, self.query_basis, self.key_basis, self.key_shift, self.described
-                )
-            elif use_kernels:
-                from ..kernels.projection.rotation import rotate_and_project
-
-                query, key = rotate_and_project(
-                    query,
-                    key,
-                    *rotation,
-                    layout,
-                    self.heads_per_kv,
-                    self.query_basis,
-                    self.key_basis,
-                    self.key_shift,
-                )
+            if use_kernels and layout.coded:
+                query, key, value = kernel_projection.rotate_and_pack(self, query, key, value, rotation)
+                return query, key.unsqueeze(1), value.unsqueeze(1)
+            if use_kernels:
+                query, key = kernel_projection.rotate_and_project(self, query, key, rotation)
             else:
                 cos, sin = (table.unsqueeze(1) for table in rotation)
                 query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
@@ -251,13 +239,10 @@ class RotorAttention(nn.Module):
             key = project_keys(heads, self.key_basis, layout, self.key_shift)
 
         value = value.unsqueeze(1)
-        if self._code_rows is not None:
-            if use_kernels and traced:
-                from ..kernels import operators
-
-                key, value = operators.pack_rows(key, value, self.described)
-            else:
-                key, value = self._code_rows.pack(key, value, use_kernels)
+        if layout.coded and use_kernels:
+            key, value = kernel_projection.pack_rows(self, key, value)
+        elif self.row_columns is not None:
+            key, value = pack_layer(key, self.row_columns.key), pack_layer(value, self.row_columns.value)
         return query, key, value
 
     @property

@@ -1,43 +1,17 @@
-"""Rows of codes between a layer's projections and its cache: packed once, stored as bytes.
-
-transformers' own caches store them unchanged; those that quantise what they are given are refused.
-"""
+"""Rows of codes in transformers' caches: stored unchanged; caches that quantise what they are given are refused."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from torch import Tensor
 from transformers import cache_utils
 
 from ..errors import UsageError
 from ..format.layout import LayerLayout
-from ..kernels.rows import key_columns, pack_layer, value_columns
 
 # Older versions of transformers have but one layer that quantises.
 QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
-
-
-class CodeRows:
-    """Packs the new keys and values of a layer whose layout is coded."""
-
-    def __init__(self, layout: LayerLayout) -> None:
-        self.columns = tuple(key_columns(layout)), tuple(value_columns(layout))
-
-    def pack(self, key: Tensor, value: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor]:
-        """Latents as the projections put them out, in the model's dtype, into rows of bytes.
-
-        Args:
-            key, value: [batch_size, 1, seq_len, qk_width] and [batch_size, 1, seq_len, v_width].
-        Returns:
-            [batch_size, 1, seq_len, bytes] each, uint8.
-        """
-        if use_kernels:
-            from ..kernels.projection.append import pack_rows  # imports Triton
-
-            return pack_rows(key, self.columns[0]), pack_rows(value, self.columns[1])
-        return pack_layer(key, self.columns[0]), pack_layer(value, self.columns[1])
 
 
 def check_cache(cache: Any, layer_idx: int, layout: LayerLayout) -> None:

@@ -15,7 +15,7 @@ from .cache.evicting_layer import EvictingLayer
 from .cache.layer import PolicyLayer
 from .cache.spans import spans_of
 from .cache.tiered_layer import TieredLayer
-from .tiered_attention import attend_to_tiers
+from .tiered_attention import attend_to_tiers, tiers_fit_kernels
 
 if TYPE_CHECKING:
     from .attention import RotorAttention
@@ -25,9 +25,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Rotation], Tensor]
 """(query, key, value, mask, key rotation) -> the output of attention as where no policy is."""
 
 
-def in_pytorch(layer: PolicyLayer | None) -> bool:
+def in_pytorch(layer: PolicyLayer | None, module: RotorAttention, hidden_states: Tensor) -> bool:
     """Whether attention to what the layer holds runs in plain PyTorch, whatever the device."""
-    return isinstance(layer, EvictingLayer | TieredLayer)
+    if isinstance(layer, TieredLayer):
+        return not tiers_fit_kernels(layer.policy, module, hidden_states.dtype, hidden_states.device)
+    return isinstance(layer, EvictingLayer)
 
 
 def attend_by_policy(
@@ -41,6 +43,7 @@ def attend_by_policy(
     key_rotation: Rotation,
     attend: Attend,
     dropout: float,
+    use_kernels: bool,
 ) -> Tensor:
     """Store the rows of new tokens as the policy does, and let the queries attend to what it holds.
 
@@ -48,15 +51,24 @@ def attend_by_policy(
         layer: of `cache`, which is transformers'.
         query, key, value: as in `grouped_attention`, of the new tokens.
         mask: over all tokens so far. key_rotation: in domain `pre`, of all of them.
+        use_kernels: queries come as the Triton kernels take them, and these run.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank].
     """
     seq_len = value.shape[2]
     layer.begin(mask, value.shape[0], seq_len, query.device)
     if isinstance(layer, TieredLayer):
-        layer.follow(module.layout, module.heads_per_kv, query.element_size())
+        layer.follow(module.layout, module.heads_per_kv, query.dtype)
         cache.update(key, value, module.layer_idx)
-        output, log_sums = attend_to_tiers(module.parameters_of_attention(), layer, query, mask, key_rotation)
+        partial = partial_attention
+        if use_kernels:
+            from ..kernels.attention import packed_partial_attention  # imports Triton
+
+            def partial(query: Tensor, key: Tensor, value: Tensor, own: Any, _: Rotation, mask: Any) -> Any:
+                return packed_partial_attention(query, key, value, own, module.head_dim, mask)
+
+        parameters = module.parameters_of_attention()
+        output, log_sums = attend_to_tiers(parameters, layer, query, mask, key_rotation, partial)
         layer.finish_step(log_sums)
         return output
     if not isinstance(layer, EvictingLayer):

@@ -94,8 +94,7 @@ class ExportJob:
                 _check_fitting(policy, settings)
             else:
                 policy.layers(count)  # what it cannot serve is said now
-            if recipe.coded:
-                policy.check_coded()
+            policy.check_rows(recipe.coded)
             if recipe.evaluation.metric.startswith(LM_EVAL):
                 raise UsageError(
                     f"--cache {settings.cache}: {recipe.evaluation.metric} does not read what such a cache stores.",

@@ -29,6 +29,7 @@ from .front import CHANGES, WEIGHTS
 from .parts import reads_tokens
 from .peers import peers
 from .peers_part import SHARES
+from .tiers_codes import coded_labels
 from .tiers_part import labels
 
 VARIANTS = ("random", "random-1", "text", "other-text", "synthetic")
@@ -169,8 +170,9 @@ class Outlook:
 
     def tiers(self, tally: Tally, name: str, recipe: Recipe) -> None:
         """Records alone; the choices that lead to them are measured on few tokens."""
-        missing = sum(f"tiers/{name}/records/{label}" not in self.records for label in labels())
-        if missing and not recipe.coded:
+        named = coded_labels() if recipe.coded else labels()
+        missing = sum(f"tiers/{name}/records/{label}" not in self.records for label in named)
+        if missing:
             self._run(tally, name, recipe)
             tally.whole += missing
 

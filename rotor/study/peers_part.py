@@ -164,18 +164,28 @@ def write_peers_csv(store: StudyStore) -> Path | None:
     records = peer_records(store)
     if not records:
         return None
-    tasks = _tasks_of(records)
+    path = store.folder / CSV
+    write_text(path, records_csv([({}, record) for record in records]))
+    return path
+
+
+def records_csv(rows: Sequence[tuple[Mapping[str, str], PeerRecord]]) -> str:
+    """A table of records, each behind what is said of it by column; without numbers where it was skipped.
+
+    Args:
+        rows: the same columns in each.
+    """
+    records = [record for _, record in rows]
+    tasks, said = _tasks_of(records), list(rows[0][0])
     plain = [name for name in asdict(records[0]) if name not in LISTS]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*plain, *(f"{task}_{what}" for task in tasks for what in ("answers", "hits"))])
-    for record in records:
+    writer.writerow([*said, *plain, *(f"{task}_{what}" for task in tasks for what in ("answers", "hits"))])
+    for of_record, record in rows:
         numbers = [getattr(record, name) if name in ("name", "skipped") or not record.skipped else "" for name in plain]
         both = [found.get(task, "") for task in tasks for found in (record.answers, record.hits)]
-        writer.writerow([*numbers, *both])
-    path = store.folder / CSV
-    write_text(path, text.getvalue())
-    return path
+        writer.writerow([*(of_record[name] for name in said), *numbers, *both])
+    return text.getvalue()
 
 
 def peer_rows(records: Sequence[PeerRecord]) -> tuple[list[str], list[list[str]]]:

@@ -24,7 +24,7 @@ FOLDER = "plots"
 SIZES = {
     "peers": (15.0, 8.5),
     "combine": (17.0, 9.0),
-    "tiers": (20.0, 4.8),
+    "tiers": (25.0, 4.8),
     **dict.fromkeys(("quantise", "evict", "budgets"), (16.0, 5.0)),
 }
 """Inches of the plots that have more than two axes."""

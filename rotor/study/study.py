@@ -35,6 +35,7 @@ from .plots import require_matplotlib, write_plots
 from .request import CACHE_PARTS, PARTS, StudyPlan
 from .store import StudyStore
 from .tables import SUMMARY, write_csv, write_summary
+from .tiers_tables import write_tiers_csv
 
 TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -169,7 +170,8 @@ def plan_study(model: str | Path, out: str | Path, request: StudyPlan, at: float
 def _write(store: StudyStore, plots: bool) -> list[Path]:
     """Tables, and pictures, of what there is so far."""
     store.save()
-    tables = [write_csv(store), write_peers_csv(store), write_caches_csv(store), write_summary(store)]
+    tables = [write_csv(store), write_peers_csv(store), write_caches_csv(store), write_tiers_csv(store)]
+    tables.append(write_summary(store))
     files = [path for path in tables if path is not None]
     return files + (write_plots(store) if plots else [])
 

@@ -18,13 +18,12 @@ from ..rewriting.compressible import CompressibleModel
 from ..runtime.cache import H2O, EvictingLayer, Policy, Tiers, read_stored
 from ..search.probe import full_ranks
 from ..search.tier_choice import RatioRegression, Tried, with_leaders, within
-from ..search.tier_grid import LEVELS, TierGrid, TierMeter, degradation
+from ..search.tier_grid import LEVELS, RATIOS, TierGrid, TierMeter, degradation
 from ..search.tier_repeats import by_average_score, by_denominator, importances, repetition
 from .cache_bench import PolicyModel
 from .peers import PeerRecord
 from .peers_part import PeersPart
-
-PART = "tiers"
+from .tiers_codes import PART, CodedTiers
 
 LIMITS = (0.02, 0.05, 0.1, 0.2)
 """Q_d for which ratios are chosen."""
@@ -69,13 +68,13 @@ class TiersPart(PeersPart):
     """Measures what the store does not have yet; raises as PeersPart."""
 
     def measure(self, name: str, recipe: Recipe, run: Callable[[], Run]) -> None:
-        """All of the part for a recipe's bases, of which every column is kept and tiers cut some.
+        """All of the part for a recipe's bases, of which every column is kept and tiers cut some; of codes, CodedTiers.
 
         Args:
             run: gives the recipe's calibration.
         """
         if recipe.coded:
-            self.subject.progress.message(f"{PART}: {name} is left out: tiers are measured on columns of 16 bits")
+            CodedTiers(self).measure(name, recipe, run)
             return
         parts = ("layers", "grid", "shares", "ratios", "choices", *(f"records/{label}" for label in labels()))
         if all(self.store.get(f"{PART}/{name}/{part}") for part in parts):
@@ -280,13 +279,16 @@ def labels(limits: Sequence[float] = COMPARED) -> list[str]:
 
 
 def one_ratio(grid: TierGrid, removed: float) -> tuple[float, float]:
-    """The ratios of keys and of values that remove a share of the rows' bytes at the least predicted cost."""
+    """The ratios of keys and of values that remove a share of the rows' bytes at the least predicted cost: those of
+    which neither is beyond the largest that was measured, or both alike."""
     sizes = np.array(grid.row_bytes, dtype=float).sum(0)
-    found = []
+    pairs = [(removed, removed)]
     for v in np.linspace(0.0, 0.95, 96):
         qk = (removed * sizes.sum() - v * sizes[1]) / sizes[0]
-        if 0 <= qk < 0.96:
-            policy = Tiers(important=0.0, qk_unimportant=float(qk), v_unimportant=float(v))
-            found.append((grid.predicted(policy), float(qk), float(v)))
-    _, qk, v = min(found)
-    return qk, v
+        if qk >= 0 and max(qk, v) <= RATIOS[-1] + 1e-9:
+            pairs.append((float(qk), float(v)))
+
+    def cost(pair: tuple[float, float]) -> float:
+        return grid.predicted(Tiers(important=0.0, qk_unimportant=pair[0], v_unimportant=pair[1]))
+
+    return min(pairs, key=cost)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..format.atomic import write_text
 from .peers import PeerRecord
-from .peers_part import peer_rows
+from .peers_part import peer_rows, records_csv
 from .store import StudyStore
-from .tiers_part import IMPORTANT, LIMITS, PART, SET_SHARE
+from .tiers_codes import PART
+from .tiers_part import IMPORTANT, LIMITS, SET_SHARE
 
+CSV = "tiers.csv"
 Table = tuple[str, list[str], list[list[str]]]
 KINDS = ("tiers", "tiers, keys lose more", "g alike", "one ratio", "regression", "oracle")
 
@@ -44,8 +48,20 @@ def tiers_tables(store: StudyStore) -> Iterator[Table]:
         if "choices" in found:
             yield _choices(name, found["choices"])
         if found["records"]:
-            title = f"`{name}`: tiers against one ratio at equal bytes, report split, read through the cache"
+            against = "one ratio" if "choices" in found else "one plan of codes"
+            title = f"`{name}`: tiers against {against} at equal bytes, report split, read through the cache"
             yield title, *peer_rows(list(found["records"].values()))
+
+
+def write_tiers_csv(store: StudyStore) -> Path | None:
+    """One row a record: what takes the important tokens' place, at equal bytes; None without any."""
+    recipes = tiers_of_recipes(store)
+    rows = [({"recipe": name}, record) for name, found in recipes.items() for record in found["records"].values()]
+    if not rows:
+        return None
+    path = store.folder / CSV
+    write_text(path, records_csv(rows))
+    return path
 
 
 def by_distance(matrix: Sequence[Sequence[float]]) -> dict[int, float]:

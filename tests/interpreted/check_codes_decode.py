@@ -6,6 +6,7 @@ import pytest
 import torch
 from code_checks import check_coded_decode
 from coded import MIXTURES, coded_layer, random_coded_case
+from kernel_checks import pairs
 
 from rotor.format.columns import Columns
 from rotor.kernels.truth import Sequence
@@ -23,14 +24,12 @@ def whole(*lengths: int) -> list[Sequence]:
     return [Sequence(1 if length else 0, 0, length) for length in lengths]
 
 
-@pytest.mark.parametrize(
-    ("rows", "dtype"),
-    [*((rows, torch.float32) for rows in ROWS), *((rows, torch.float16) for rows in ROWS[-2:])],
-    ids=str,
-)
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-def test_widths_mixtures_domains_and_group_sizes(rows, group, dtype) -> None:
-    domain, size, heads_per_kv = group
+TYPED = [*((rows, torch.float32) for rows in ROWS), *((rows, torch.float16) for rows in ROWS[-2:])]
+
+
+@pytest.mark.parametrize(("typed", "group"), pairs(TYPED, GROUPS, pytest.mark.slow), ids=str)
+def test_widths_mixtures_domains_and_group_sizes(typed, group) -> None:
+    (rows, dtype), (domain, size, heads_per_kv) = typed, group
     layout = coded_layer(domain, size, *rows)
     check_coded_decode(random_coded_case(layout, heads_per_kv, HEAD_DIM, 1, 1, 70, dtype), whole(70), programs=2)
 

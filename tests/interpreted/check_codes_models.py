@@ -10,7 +10,7 @@ from coded_models import write_pair
 from conftest import build_tiny
 
 from rotor.kernels.decode.launch import decode_attention
-from rotor.kernels.projection.append import pack_rows
+from rotor.kernels.projection import append, coded
 from rotor.kernels.rows import key_columns, unpack_layer, value_columns
 
 CASES = [
@@ -35,10 +35,9 @@ def test_generate_with_left_padding(case, tmp_path: Path, monkeypatch) -> None:
         "rotor.kernels.attention.decode_attention",
         lambda *args, **kwargs: calls.append("decode") or decode_attention(*args, **kwargs),
     )
-    monkeypatch.setattr(
-        "rotor.kernels.projection.append.pack_rows",
-        lambda *args, **kwargs: calls.append("pack") or pack_rows(*args, **kwargs),
-    )
+    for module, name in ((append, "pack_rows"), (coded, "rotate_and_pack")):
+        pack = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, pack=pack: calls.append("pack") or pack(*args))
     logits, stored = {}, {}
     for choice in ("reference", "triton"):
         monkeypatch.setenv("ROTOR_ATTENTION", choice)
@@ -59,8 +58,8 @@ def test_generate_with_left_padding(case, tmp_path: Path, monkeypatch) -> None:
             for rows, columns in ((cached.keys, key_columns), (cached.values, value_columns))
             if columns(layout)
         ]
-        # Two layers: a step after the prefill, and keys and values of both.
-        expected = (0, 0) if choice == "reference" else (2, 2 * 2 * 2)
+        # Two layers: a step after the prefill, and the rows of both.
+        expected = (0, 0) if choice == "reference" else (2, 2 * 2)
         assert (calls.count("decode"), calls.count("pack")) == expected
     error = (logits["triton"] - logits["reference"]).norm() / logits["reference"].norm()
     assert error < 1e-4

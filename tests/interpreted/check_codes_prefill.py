@@ -6,6 +6,7 @@ import pytest
 import torch
 from code_checks import check_coded_prefill
 from coded import MIXTURES, coded_layer, random_coded_case
+from kernel_checks import pairs
 
 from rotor.kernels.truth import Sequence
 
@@ -21,14 +22,12 @@ def whole(*lengths: int) -> list[Sequence]:
     return [Sequence(length, 0, length) for length in lengths]
 
 
-@pytest.mark.parametrize(
-    ("rows", "dtype"),
-    [*((rows, torch.float32) for rows in ROWS), (ROWS[0], torch.float16), (ROWS[-1], torch.float16)],
-    ids=str,
-)
-@pytest.mark.parametrize("domain", DOMAINS, ids=str)
-def test_widths_mixtures_and_domains(rows, domain, dtype) -> None:
-    kind, size, heads_per_kv, rebuilt = domain
+TYPED = [*((rows, torch.float32) for rows in ROWS), (ROWS[0], torch.float16), (ROWS[-1], torch.float16)]
+
+
+@pytest.mark.parametrize(("typed", "domain"), pairs(TYPED, DOMAINS, pytest.mark.slow), ids=str)
+def test_widths_mixtures_and_domains(typed, domain) -> None:
+    (rows, dtype), (kind, size, heads_per_kv, rebuilt) = typed, domain
     case = random_coded_case(coded_layer(kind, size, *rows), heads_per_kv, HEAD_DIM, 1, 21, 21, dtype)
     check_coded_prefill(case, whole(21), rebuilt=rebuilt)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build_tiny, calibrated
+from conftest import build_tiny, calibrated, shortcuts  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from rotor.export.export import export
@@ -33,7 +33,7 @@ KERNELS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     run = calibrated(build_tiny("mistral", folder / "m"), folder / "run", "pre", 2)
-    return export(run.folder, folder / "out", compression=0.45).folder
+    return export(run.folder, folder / "out", compression=0.45, measure=False).folder
 
 
 def generate(folder: Path, edit: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Any]:

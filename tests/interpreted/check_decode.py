@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_checks import check_decode
+from kernel_checks import check_decode, pairs
 from ragged import layer, random_case
 
 from rotor.kernels.decode.longest_first import longest_first
@@ -25,8 +25,7 @@ def whole(*lengths: int) -> list[Sequence]:
     return [Sequence(1 if length else 0, 0, length) for length in lengths]
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize(("widths", "group"), pairs(WIDTHS, GROUPS, pytest.mark.slow), ids=str)
 def test_widths_domains_group_sizes_and_query_rows(widths, group) -> None:
     domain, size, heads_per_kv = group
     layout = layer(domain, size, *widths)

@@ -24,7 +24,7 @@ def test_decode(domain, size, heads_per_kv, page_size) -> None:
 
 @pytest.mark.parametrize(
     ("domain", "rebuilt", "page_size"),
-    [("none", None, 0), ("none", None, 16), ("pre", True, 0), ("pre", False, 0), ("pre", False, 16)],
+    [("none", None, 0), ("none", None, 16), ("pre", True, 0), ("pre", False, 0), ("pre", False, 16), ("pre", True, 16)],
 )
 def test_prefill(domain, rebuilt, page_size) -> None:
     layout = coded_layer(domain, 2, (MIXTURES[7], None), (MIXTURES[3], None))

@@ -71,7 +71,7 @@ def test_a_mask_is_looked_at_once_a_step(seq_len, graph, computed, monkeypatch) 
     """In inference mode, and in a CUDA graph, a later layer of the same step takes what an earlier one computed; the
     next step begins anew, and sees a mask that was written over.
     """
-    monkeypatch.setattr(attention, "_capturing", lambda: graph)
+    monkeypatch.setattr(attention, "_capturing", lambda device: graph)
     case = random_case(layer("none", 1, (16, 24)), 2, 16, BATCH, seq_len, KV_LEN)
     with torch.inference_mode(not graph):
         mask = torch.rand(BATCH, 1, seq_len, KV_LEN, generator=torch.Generator().manual_seed(0)) < 0.5

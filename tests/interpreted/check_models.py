@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_tiny, calibrated
+from conftest import build_tiny, calibrated, shortcuts  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from rotor.export.export import export
@@ -34,6 +34,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory):
                 calibrated(build_tiny(family, folder / "m"), folder / "run", domain, size).folder,
                 folder / "out",
                 compression=0.45,
+                measure=False,
             )
             made[case] = AutoModelForCausalLM.from_pretrained(folder / "out", dtype=torch.float32).eval()
         return made[case]

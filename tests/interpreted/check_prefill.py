@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_checks import check_prefill
+from kernel_checks import check_prefill, pairs
 from ragged import layer, random_case
 
 from rotor.kernels.key_ranges import PrefillKeys
@@ -19,8 +19,7 @@ WAYS = [("none", None), ("pre", False), ("pre", True)]
 
 
 @pytest.mark.parametrize("widths", [((80, 48),), ((24, 40), (24, 40), (16, 8))], ids=str)
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("group", [(1, 3), (2, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(("group", "way"), pairs([(1, 3), (2, 2), (2, 1)], WAYS, pytest.mark.slow), ids=str)
 def test_widths_domains_group_sizes_and_query_rows(widths, group, way) -> None:
     (size, heads_per_kv), (domain, rebuilt) = group, way
     case = random_case(layer(domain, size, *widths), heads_per_kv, HEAD_DIM, 1, 35, 35)
@@ -51,8 +50,9 @@ def test_sliding_windows_and_left_padding(window) -> None:
         check_prefill(case, [Sequence(50, 0, 60), Sequence(50, 23, 60)], window=window, rebuilt=rebuilt)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # tiles of 32 and of 64 keys
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("way", "dtype"), pairs(WAYS, [torch.float32, torch.float16], pytest.mark.slow), ids=str
+)  # tiles of 32 and of 64 keys
 def test_a_mask_with_holes(way, dtype) -> None:
     domain, rebuilt = way
     case = random_case(layer(domain, 1, (16, 24)), 2, HEAD_DIM, 2, 20, 150).to("cpu", dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from code_checks import check_coded_prefill
 from coded import MIXTURES, coded_layer, random_coded_case
-from kernel_checks import check_prefill
+from kernel_checks import check_prefill, pairs
 from ragged import layer, random_case
 
 from rotor.kernels.key_ranges import PrefillKeys
@@ -31,16 +31,14 @@ def joined(monkeypatch: pytest.MonkeyPatch):
     assert calls
 
 
-@pytest.mark.parametrize("seq_len", [2, 4, 16, 64])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("seq_len", "way"), pairs([2, 4, 16, 64], WAYS, pytest.mark.slow), ids=str)
 def test_few_queries_against_a_long_cache(way, seq_len) -> None:
     domain, rebuilt = way
     case = random_case(layer(domain, 2, (24, 40)), 1, HEAD_DIM, 1, seq_len, 333)
     check_prefill(case, [Sequence(seq_len, 0, 333)], rebuilt=rebuilt, programs=8)
 
 
-@pytest.mark.parametrize("programs", [10, 13])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("programs", "way"), pairs([10, 13], WAYS, pytest.mark.slow), ids=str)
 def test_a_batch_of_mixed_lengths(way, programs) -> None:
     domain, rebuilt = way
     case = random_case(layer(domain, 1, (24, 40)), 2, HEAD_DIM, 5, 4, 290)
@@ -112,8 +110,8 @@ def test_slices_are_as_even_as_tiles_allow(joined) -> None:
     assert starts.tolist() == [0, 7, 8, 8]
     assert slices.tolist() == [[0, i, i + 1] for i in range(1, 8)] + [[1, 0, 1], [0, 0, 0]]
     assert planned_slices(keys, 16, 2, 128, 9)[0] is slices  # for all layers of a step
-    # Two row blocks a sequence: four queries of eight heads. The first sees a tile less than the second.
+    # Two row blocks a sequence, the longest first: four queries of eight heads. One sees a tile less than the other.
     keys = PrefillKeys.causal(torch.tensor([4]), torch.tensor([0]), torch.tensor([130]), 4)
     slices, starts = planned_slices(keys, 16, 8, 64, 5)
-    assert starts.tolist() == [0, 1, 3]
-    assert slices.tolist() == [[0, 0, 2], [1, 0, 1], [1, 1, 3], [0, 0, 0], [0, 0, 0]]
+    assert starts.tolist() == [0, 2, 3]
+    assert slices.tolist() == [[0, 0, 1], [0, 1, 3], [1, 0, 2], [0, 0, 0], [0, 0, 0]]

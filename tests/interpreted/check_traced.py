@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
 import pytest
 import torch
 from coded import MIXTURES, coded_layer, random_coded_case
 from coded_models import write_pair
-from conftest import build_tiny, calibrated
+from conftest import build_tiny, calibrated, shortcuts  # noqa: F401
 from ragged import layer, random_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CompileConfig
@@ -20,6 +22,7 @@ from rotor.kernels.defaults import default_layer
 CASES = [
     ("llama", "post", 1, False),
     pytest.param(("llama", "pre", 2, True), marks=pytest.mark.slow),
+    pytest.param(("llama", "post", 1, True), marks=pytest.mark.slow),
 ]
 PROMPT = torch.randint(1, 4096, (2, 13), generator=torch.Generator().manual_seed(5))
 LAYERS = 2
@@ -38,7 +41,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory):
             if coded:
                 made[case] = write_pair(source, folder, domain, size).load()
             else:
-                export(calibrated(source, folder / "run", domain, size).folder, folder / "out", compression=0.45)
+                run = calibrated(source, folder / "run", domain, size).folder
+                export(run, folder / "out", compression=0.45, measure=False)
                 made[case] = AutoModelForCausalLM.from_pretrained(folder / "out", dtype=torch.float32).eval()
         return made[case]
 
@@ -48,6 +52,26 @@ def loaded(tmp_path_factory: pytest.TempPathFactory):
 def operators_in(graph: Any) -> list[Any]:
     """Those of rotor, in their order."""
     return [node.target for node in graph.graph.nodes if "rotor." in str(node.target)]
+
+
+def logits_of(model: Any, config: CompileConfig | None) -> torch.Tensor:
+    """Logits of three generated tokens with a static cache, the steps of decoding compiled by `config`."""
+    mask = torch.ones_like(PROMPT)
+    mask[0, :5] = 0
+    if config is not None:
+        config._compile_all_devices = True
+    output = model.generate(
+        PROMPT,
+        attention_mask=mask,
+        max_new_tokens=3,
+        do_sample=False,
+        pad_token_id=0,
+        cache_implementation="static",
+        compile_config=config,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(output.logits)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -61,29 +85,31 @@ def test_generate_with_a_static_cache_is_one_graph_with_the_kernels_in_it(case, 
         graphs.append(operators_in(graph))
         return graph.forward
 
-    mask = torch.ones_like(PROMPT)
-    mask[0, :5] = 0
-    logits = []
-    for config in (None, CompileConfig(backend=backend, fullgraph=True)):
-        if config is not None:
-            config._compile_all_devices = True
-        output = model.generate(
-            PROMPT,
-            attention_mask=mask,
-            max_new_tokens=3,
-            do_sample=False,
-            pad_token_id=0,
-            cache_implementation="static",
-            compile_config=config,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        logits.append(torch.stack(output.logits))
-    assert torch.equal(*logits)
+    assert torch.equal(*(logits_of(model, config) for config in (None, CompileConfig(backend=backend, fullgraph=True))))
     ops = torch.ops.rotor
     expected = [ops.rotate_and_project.default] if case[1] == "post" else []
-    expected += [ops.pack_rows.default] if case[3] else []
+    if case[3]:
+        expected = [ops.rotate_and_pack.default if case[1] == "post" else ops.pack_rows.default]
     assert graphs == [[*expected, ops.attention.default] * LAYERS]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="inductor needs a C++ compiler on a CPU, and there is none",
+)
+def test_what_inductor_compiles_calls_the_operators(loaded, monkeypatch) -> None:
+    """The compiler that `generate` uses by default, for a step of decoding on this CPU."""
+    monkeypatch.setenv("ROTOR_ATTENTION", "triton")
+    model, called = loaded(CASES[0]), []
+    attend = operators.attend
+    monkeypatch.setattr(operators, "attend", lambda *given: called.append("attend") or attend(*given))
+    plain = logits_of(model, None)
+    assert not called
+    torch.compiler.reset()
+    compiled = logits_of(model, CompileConfig(backend="inductor", fullgraph=True))
+    torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-4)
+    assert called == ["attend"] * (LAYERS * 2)  # two steps after the prompt
 
 
 def arguments(domain: str, coded: bool, seq_len: int, device: str) -> tuple[Any, ...]:
@@ -123,8 +149,10 @@ def test_projections_and_rows_keep_what_they_declare() -> None:
     query, key, table = torch.randn(2, 3, 4, 32), torch.randn(2, 3, 2, 32), torch.randn(1, 3, 32)
     basis, shift = torch.randn(2, 64, layout.qk_width), torch.randn(layout.qk_width)
     checks = ("test_schema", "test_faketensor")
-    given = query, key, table, table, basis[0], basis[1], shift, text
-    torch.library.opcheck(operators.rotate_and_project, given, test_utils=checks)
+    given = table, table, basis[0], basis[1]
+    torch.library.opcheck(operators.rotate_and_project, (query, key, *given, text), test_utils=checks)
+    value = torch.randn(2, 3, layout.v_width)
+    torch.library.opcheck(operators.rotate_and_pack, (query, key, value, *given, shift, text), test_utils=checks)
     rows = torch.randn(2, 1, 3, layout.qk_width), torch.randn(2, 1, 3, layout.v_width)
     torch.library.opcheck(operators.pack_rows, (*rows, text), test_utils=checks)
 

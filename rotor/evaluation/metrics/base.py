@@ -103,3 +103,15 @@ class Metric(ABC):
     @abstractmethod
     def measure(self, seen: Seen, split: str) -> Measurement:
         """The accuracy of a compressed model on a split."""
+
+
+class TextMetric(Metric):
+    """A metric of the split's text alone, which compares with the uncompressed model's scores of it."""
+
+    def __init__(self, name: str, context: EvaluationContext) -> None:
+        super().__init__(name, context)
+        self._base: dict[str, Scores] = {}
+
+    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
+        self._base[split] = seen.text
+        return {}

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ..scoring import Scores, resample
-from .base import EvaluationContext, Measurement, Metric, Seen
+from ..scoring import resample
+from .base import Measurement, Seen, TextMetric
 
 
-class _NextToken(Metric):
-    def __init__(self, name: str, context: EvaluationContext) -> None:
-        super().__init__(name, context)
-        self._base: dict[str, Scores] = {}
-
-    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
-        self._base[split] = seen.text
-        return {}
-
-
-class TokenAccuracy(_NextToken):
+class TokenAccuracy(TextMetric):
     """Tokens predicted right by the compressed model over those by the base model."""
 
     def measure(self, seen: Seen, split: str) -> Measurement:
@@ -29,7 +17,7 @@ class TokenAccuracy(_NextToken):
         return Measurement.of(after.sum() / max(before.sum(), 1), ratio)
 
 
-class PerplexityRatio(_NextToken):
+class PerplexityRatio(TextMetric):
     """Perplexity of the base model over that of the compressed one."""
 
     def measure(self, seen: Seen, split: str) -> Measurement:

@@ -14,6 +14,7 @@ from ...format.kernel_config import LayerKernels, Schedule
 from ...kernels.dispatch import layer_served
 from ...kernels.paged_reference import paged_attention
 from ...kernels.parameters import AttentionParameters
+from ...kernels.tile_sizes import REBUILT_BYTES
 from .metadata import ReferenceMetadataBuilder, RotorMetadata, RotorMetadataBuilder
 from .pages import LayerPages
 
@@ -50,6 +51,10 @@ class RotorBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # batches are planned by the host's lengths of queries: how many row blocks there may be
 
 
 @lru_cache(maxsize=4)
@@ -125,7 +130,9 @@ class RotorImpl(AttentionImpl[RotorMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if attn_metadata is None:  # profiling
+        if attn_metadata is None:  # vLLM finds out what memory a step takes
+            if self.use_kernels and self.layout.domain == "pre":
+                torch.empty(REBUILT_BYTES, dtype=torch.uint8, device=output.device)
             return output.fill_(0)
         if self.layout.domain == "pre":
             query = query.unflatten(-1, (self.num_heads, self.head_dim))
@@ -160,23 +167,20 @@ class RotorImpl(AttentionImpl[RotorMetadata]):
                 schedule=self.schedule,
                 **common,
             )[0]
-        if decodes < len(batch.query_start_loc) - 1:
-            chunks = batch.chunks
-            prompts = query[chunks.tokens]
-            found = prefill_attention(
-                prompts.transpose(1, 2) if pre else prompts,
+        if decodes < len(batch.starts) - 1:
+            prefill_attention(
+                query,
                 keys,
                 values,
                 self.layout,
                 batch.prefill_keys(self.sliding_window),
                 self.heads_per_kv,
                 self.scale,
-                block_table=batch.chunk_tables,
+                block_table=batch.prompt_tables,
                 kernels=self.kernels,
+                output=output,
                 **common,
-            )[0]
-            first = batch.query_start_loc[decodes]
-            output[first : first + len(chunks.back)] = found.flatten(0, 1)[chunks.back]
+            )
 
     def _in_pytorch(self, query: Tensor, rows: Tensor, batch: RotorMetadata, output: Tensor) -> None:
         """Decoding requests of similar lengths at once, prompts one by one."""
@@ -184,7 +188,7 @@ class RotorImpl(AttentionImpl[RotorMetadata]):
             index: Any = slice(0, len(own)) if len(own) == batch.num_decodes else own
             longest = max(batch.lengths[i] for i in own)
             output[index] = self._paged(query[index].unsqueeze(1), rows, batch, index, longest).squeeze(1)
-        starts = batch.query_start_loc
+        starts = batch.starts
         for i in range(batch.num_decodes, len(starts) - 1):
             tokens = slice(starts[i], starts[i + 1])
             if tokens.start < tokens.stop:

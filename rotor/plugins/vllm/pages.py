@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...format.columns import Columns
 from ...format.layout import LayerLayout
-from ...kernels.rows import key_columns, pack_layer, value_columns
+from ...kernels.rows import LayerColumns, pack_layer
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,24 @@ class LayerPages:
                 kernels skip it, and PyTorch, without asking the host, puts it into page 0, which vLLM gives to nobody.
         """
         tokens, page_size = slots.shape[0], pages.shape[1]
-        sides = list(zip(self.split(pages), (key[:tokens], value[:tokens]), self._columns, strict=True))
-        if self.layout.joint:
-            sides = sides[:1]
+        columns, latents = self._columns, (key[:tokens], value[:tokens])
         if use_kernels and self._in_words:
             from ...kernels.projection.append import pack_rows  # imports Triton
 
-            for rows, latents, columns in sides:
-                pack_rows(latents.contiguous(), columns, rows, slots.long())
+            pack_rows(latents[0].contiguous(), latents[1].contiguous(), columns, self.split(pages), slots.long())
             return
         slots = slots.clamp(min=0).long()
         page, row = slots // page_size, slots % page_size
-        for rows, latents, columns in sides:
+        sides = list(zip(self.split(pages), latents, (columns.key, columns.value), strict=True))
+        for rows, side, of_side in sides[: 1 if self.layout.joint else 2]:
             coded = self.layout.coded
-            rows[page, row] = pack_layer(latents, columns) if coded else latents.contiguous().view(torch.uint8)
+            rows[page, row] = pack_layer(side, of_side) if coded else side.contiguous().view(torch.uint8)
 
     @property
-    def _columns(self) -> tuple[tuple[Columns, ...], tuple[Columns, ...]]:
-        if self.layout.coded:
-            return tuple(key_columns(self.layout)), tuple(value_columns(self.layout))
-        widths = self.layout.qk_width, self.layout.v_width
-        return ((Columns(n16=widths[0]),), (Columns(n16=widths[1]),)) if self._in_words else ((), ())
+    def _columns(self) -> LayerColumns:
+        if self.layout.coded or not self._in_words:
+            return LayerColumns.of(self.layout)
+        return LayerColumns((Columns(n16=self.layout.qk_width),), (Columns(n16=self.layout.v_width),))
 
     @property
     def _in_words(self) -> bool:

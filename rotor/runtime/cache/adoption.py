@@ -158,8 +158,8 @@ class _Attachment:
         width = _key_width(model.config)
         widths = [m.layout.qk_width if has else width for m, has in zip(modules, compressed, strict=True)]
         check_widths(policy, widths)
-        if any(module.layout.coded for module, has in zip(modules, compressed, strict=True) if has):
-            policy.check_coded()
+        for module in (module for module, has in zip(modules, compressed, strict=True) if has):
+            policy.check_layer(module.layout, module.softcap)
         for index, (module, has) in enumerate(zip(modules, compressed, strict=True)):
             if has:
                 module.cache_policy = policy

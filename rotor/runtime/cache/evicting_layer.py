@@ -127,8 +127,8 @@ class EvictingLayer(PolicyLayer):
         key, value = (torch.cat(both, dim=2) for both in zip(coded, (self.keys, self.values), strict=True))
         return key, value
 
-    def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
-        self.spans = spans_of(layout, element_bytes)
+    def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
+        self.spans = spans_of(layout, dtype.itemsize)
 
     @property
     def _held(self) -> int:

@@ -27,6 +27,7 @@ class Keyformer(ScoringEviction):
     """
 
     method: ClassVar[str] = "keyformer"
+    softens: ClassVar[bool] = True
     recent: float = 0.3
     tau_first: float = 1.0
     tau_last: float = 2.0

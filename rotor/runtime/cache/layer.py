@@ -73,8 +73,8 @@ class PolicyLayer(DynamicLayer):
         """What a step's hidden states were before this layer's attention was added and after it, [batch_size, length,
         hidden_size] each; only for policies that need them."""
 
-    def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
-        """Before anything is stored of a compressed model: what its rows are, and the bytes of a number in them."""
+    def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
+        """Before anything is stored of a compressed model: what its rows are, and the dtype of a number in them."""
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store tokens whose attention is not known, for counting bytes."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ...errors import UnsupportedModelError, UsageError
+from ...format.layout import LayerLayout
 from ...typed import Reader, nearest_name, shorten
 from .codec import tensor_bytes
 from .layer import PolicyLayer
@@ -35,8 +36,9 @@ class LayerSample:
 class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
 
-    needs_weights: attention has to hand out its weights. needs_states: and what the layers' hidden states are.
-    needs_samples: something in it is found on calibration text, and has not been.
+    needs_weights: attention has to hand out its weights; softens: of logits to which something is added, key by key.
+    needs_states: and what the layers' hidden states are. needs_samples: something in it is found on calibration text,
+    and has not been.
     evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for the rows of a
     compressed model.
     """
@@ -44,6 +46,7 @@ class Policy(ABC):
     method: ClassVar[str]
     evicts: ClassVar[bool] = False
     rows_only: ClassVar[bool] = False
+    softens: ClassVar[bool] = False
 
     @property
     def needs_weights(self) -> bool:
@@ -78,6 +81,16 @@ class Policy(ABC):
     @abstractmethod
     def check_coded(self) -> None:
         """Raises UsageError unless the policy can hold rows of codes."""
+
+    def check_rows(self, coded: bool) -> None:
+        """Raises UsageError unless the policy can hold rows of a compressed model: of codes, or of 16-bit columns."""
+        if coded:
+            self.check_coded()
+
+    def check_layer(self, layout: LayerLayout, softcap: float | None) -> None:
+        """Raises UsageError unless the policy can hold the rows of a compressed layer, of which `softcap` bounds the
+        logits."""
+        self.check_rows(layout.coded)
 
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for read_policy."""

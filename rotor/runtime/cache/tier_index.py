@@ -57,6 +57,7 @@ class TierIndex:
         self.low_slots = 0
         self._move: Move | None = None
         self._to_follow = 0
+        self._known: dict[tuple[int, int], Tensor] | None = None  # places, while tokens are appended and not yet told
 
     @property
     def seen(self) -> int:
@@ -71,11 +72,15 @@ class TierIndex:
             check_left(real)
         new = torch.where(real, HIGH, PADDING).to(torch.uint8)
         self.tiers = new if self.tiers is None else torch.cat([self.tiers, new], dim=1)
+        self._known = {}
 
     def places(self, tier: int, slots: int) -> Tensor:
         """Places of a tier's rows in the sequence, [batch_size, slots] int64, -1 where there is nothing."""
         assert self.tiers is not None
-        return right_aligned(self.tiers == tier, slots)
+        known = {} if self._known is None else self._known
+        if (tier, slots) not in known:
+            known[tier, slots] = right_aligned(self.tiers == tier, slots)
+        return known[tier, slots]
 
     def choose(self, log_sums: Tensor) -> None:
         """Tell important tokens from others, now that it is known what the newest tokens are worth.
@@ -99,13 +104,14 @@ class TierIndex:
         rank = torch.arange(order.shape[1], device=order.device).expand_as(order)
         kept = there & (torch.empty_like(order).scatter_(-1, order, rank) < budget[:, None])
         self.scores = scores
-        self._carry_out(places, kept, there & ~kept, self.places(LOW, self.low_slots))
+        low, self._known = self.places(LOW, self.low_slots), None
+        self._carry_out(places, kept, there & ~kept, low)
 
     def crop(self, count: int) -> None:
         """Forget the newest `count` tokens; those that were cut before stay cut."""
         assert self.tiers is not None
         assert self.scores is not None
-        rest = self.seen - count
+        self._known, rest = None, self.seen - count
         high, low = self.places(HIGH, self.scores.shape[1]), self.places(LOW, self.low_slots)
         self.tiers = self.tiers[:, :rest].clone()
         nothing = torch.zeros_like(high, dtype=torch.bool)
@@ -113,6 +119,7 @@ class TierIndex:
 
     def select(self, indices: Tensor) -> None:
         """Rows of the batch by their indices."""
+        self._known = None
         if self.tiers is not None:
             self.tiers = self.tiers[indices.to(self.tiers.device)]
         if self.scores is not None:

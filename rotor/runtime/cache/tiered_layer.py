@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,15 +54,11 @@ class TieredLayer(PolicyLayer):
         self.low_keys: Tensor | None = None
         self.low_values: Tensor | None = None
         self.blocks: list[Block] = []
-        self._tiers: tuple[TierRows, TierRows] | None = None
-        self._cut: TierRows | None = None
+        self._layout: tuple[LayerLayout, int, torch.dtype] | None = None
         self._length = 0
 
-    def follow(self, layout: LayerLayout, heads_per_kv: int, element_bytes: int) -> None:
-        high, low = self.policy.layouts(layout)
-        parts = heads_per_kv, element_bytes
-        self._tiers = tier_rows(layout, layout, high, *parts), tier_rows(layout, layout, low, *parts)
-        self._cut = tier_rows(layout, high, low, *parts)
+    def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
+        self._layout = layout, heads_per_kv, dtype
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         self._length = length
@@ -71,20 +68,18 @@ class TieredLayer(PolicyLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the rows of new tokens; `blocks` are then what this step's attention sees. Returns the rows."""
         length = key_states.shape[2]
-        if self._tiers is None or self._length != length or self.index.seen != self.seen + length:
+        if self._layout is None or self._length != length or self.index.seen != self.seen + length:
             raise UsageError(
                 f"cache policy {self.policy.method}: the model's attention does not know that its cache has tiers.",
                 "Load a checkpoint that `rotor export` wrote, and give it the policy with rotor.use_cache_policy().",
             )
-        high = self._tiers[0]
-        new = key_states[..., high.key.to(key_states.device)], value_states[..., high.value.to(value_states.device)]
+        high, _, demotion = self._rows_on(key_states.device)
+        new = high.cut_key(key_states), high.cut_value(value_states)
         if self.keys is None or self.values is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = new
-            self.low_keys, self.low_values = (
-                x[:, :, :0, : len(c)].clone()  # a view would keep alive what it was cut from
-                for x, c in zip(new, self._kept, strict=True)
-            )
+            self.low_keys = demotion.cut_key(new[0][:, :, :0]).clone()  # a view would keep alive what it was cut from
+            self.low_values = demotion.cut_value(new[1][:, :, :0]).clone()
         else:
             self.keys = torch.cat([self.keys, new[0]], dim=2)
             self.values = torch.cat([self.values, new[1]], dim=2)
@@ -119,23 +114,23 @@ class TieredLayer(PolicyLayer):
             return None
         return mask_of_places(mask, places, self.seen - self._length, self._length, None)
 
-    @property
-    def _kept(self) -> tuple[Tensor, Tensor]:
-        assert self._cut is not None
-        return self._cut.key, self._cut.value
+    def _rows_on(self, device: torch.device) -> tuple[TierRows, TierRows, TierRows]:
+        """What the tiers keep of new rows, high and low; and what is left of a high row that becomes a low one."""
+        assert self._layout is not None
+        return rows_of_tiers(self.policy, *self._layout, device)
 
     def _blocks(self) -> list[Block]:
         """Those that hold something."""
-        assert self._tiers is not None
         assert self.keys is not None
         assert self.values is not None
         assert self.low_keys is not None
         assert self.low_values is not None
+        high, low, _ = self._rows_on(self.keys.device)
         slots = self.keys.shape[2], self.low_keys.shape[2]
         places = [self.index.places(tier, count) for tier, count in zip((HIGH, LOW), slots, strict=True)]
         both = (
-            Block(self._tiers[0], self.keys, self.values, places[0]),
-            Block(self._tiers[1], self.low_keys, self.low_values, places[1]),
+            Block(high, self.keys, self.values, places[0]),
+            Block(low, self.low_keys, self.low_values, places[1]),
         )
         found = [block for block in both if block.key.shape[2]]
         if len(found) == 1 and found[0].key.shape[2] == self.seen:
@@ -154,11 +149,12 @@ class TieredLayer(PolicyLayer):
             )
         if move.high is None or move.low is None:
             return
-        for high_name, low_name, kept in (("keys", "low_keys", 0), ("values", "low_values", 1)):
-            high, low = getattr(self, high_name), getattr(self, low_name)
-            demoted = _rows(high, move.demoted)[..., self._kept[kept].to(high.device)]
-            setattr(self, low_name, _rows(torch.cat([low, demoted], dim=2), move.low))
-            setattr(self, high_name, _rows(high, move.high))
+        for side in ("key", "value"):
+            high, low = getattr(self, f"{side}s"), getattr(self, f"low_{side}s")
+            demotion = self._rows_on(high.device)[2]
+            cut = demotion.cut_key if side == "key" else demotion.cut_value
+            setattr(self, f"low_{side}s", _rows(torch.cat([low, cut(_rows(high, move.demoted))], dim=2), move.low))
+            setattr(self, f"{side}s", _rows(high, move.high))
 
     def stored_bytes(self) -> int:
         own = tensor_bytes([self.keys, self.values, self.low_keys, self.low_values])
@@ -205,6 +201,20 @@ class TieredLayer(PolicyLayer):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
+
+
+@lru_cache(maxsize=1024)
+def rows_of_tiers(
+    policy: Tiers, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype, device: torch.device
+) -> tuple[TierRows, TierRows, TierRows]:
+    """What the tiers keep of whole rows, high and low; and what is left of a high row that becomes a low one."""
+    high, low = policy.layouts(layout)
+    parts = heads_per_kv, dtype, device
+    return (
+        tier_rows(layout, layout, high, *parts),
+        tier_rows(layout, layout, low, *parts),
+        tier_rows(layout, high, low, *parts),
+    )
 
 
 def _rows(states: Tensor, index: Tensor) -> Tensor:

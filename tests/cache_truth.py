@@ -1,0 +1,26 @@
+"""Random states of heads, and the affine code of them in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def states(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.rand(shape[-1], generator=generator) * 3 + 0.2
+    return (torch.randn(shape, generator=generator) * scales + scales.flip(0)).to(dtype)
+
+
+def affine_truth(numbers: np.ndarray, bits: int, tokens: int, columns: int) -> np.ndarray:
+    """Decoded numbers of one head, [tokens, width], group by group in float64; metadata rounded to float16."""
+    result = np.empty_like(numbers)
+    for t in range(0, numbers.shape[0], tokens):
+        for c in range(0, numbers.shape[1], columns):
+            group = numbers[t : t + tokens, c : c + columns]
+            zero = float(np.float16(group.min()))
+            scale = float(np.float16((group.max() - zero) / (2**bits - 1)))
+            codes = np.clip(np.round((group - zero) / scale), 0, 2**bits - 1)
+            result[t : t + tokens, c : c + columns] = zero + scale * codes
+    return result

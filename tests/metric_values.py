@@ -1,0 +1,36 @@
+"""Made-up logits of two rows, their scores, and what a metric is made with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rotor.data.splits import evaluation_data
+from rotor.evaluation.metrics import EvaluationContext
+from rotor.evaluation.scoring import Tally
+from rotor.models.checkpoint import Checkpoint
+from rotor.recipe import Evaluation
+
+# Two rows of two predicted positions over three tokens, as probabilities.
+BASE = torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.7, 0.1]], [[0.1, 0.1, 0.8], [0.6, 0.2, 0.2]]]).log()
+OTHER = torch.tensor([[[0.25, 0.5, 0.25], [0.2, 0.7, 0.1]], [[0.1, 0.1, 0.8], [0.3, 0.4, 0.3]]]).log()
+ROWS = torch.tensor([[0, 0, 1], [0, 2, 1]])
+
+
+def tally(logits: torch.Tensor, reference: torch.Tensor | None = None):
+    result = Tally()
+    for i in range(len(logits)):
+        result.add(logits[i], ROWS[i, 1:], None if reference is None else reference[i])
+    return result.scores(len(logits))
+
+
+def context(spec: Evaluation | None = None, checkpoint: Checkpoint | None = None) -> EvaluationContext:
+    rows = {split: ROWS for split in ("search", "report")}
+    if checkpoint is None:
+        return EvaluationContext(spec or Evaluation(), rows, None, None)
+    spec = spec or Evaluation()
+    data = evaluation_data(
+        replace(spec, search_tokens=2048, report_tokens=2048), checkpoint.config, checkpoint.tokenizer
+    )
+    return EvaluationContext(spec, data.rows, checkpoint.tokenizer, checkpoint.config)

@@ -1,0 +1,88 @@
+"""What makes a session of tests quicker and changes nothing that they look at."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rotor
+from rotor.data import tokens
+from rotor.models import tokenizer as tokenizers
+from rotor.report import report
+
+ROOT = Path(rotor.__file__).parent.parent
+DEMO_MODEL = ROOT / "artifacts" / "demo-model"
+FILES = ("tokenizer.json", "tokenizer_config.json")
+"""Of the bundled tokenizer, which nearly all models of the tests have."""
+
+
+@contextmanager
+def figures_only_where_asked() -> Iterator[None]:
+    """Reports are as without matplotlib: drawing takes longer than the rest of an export."""
+
+    def missing(data: object) -> dict[str, str]:
+        raise ImportError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "figures", missing)
+        yield
+
+
+@contextmanager
+def figures_as_ever(draw: Any = report.figures) -> Iterator[None]:
+    """What takes that back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "figures", draw)
+        yield
+
+
+@contextmanager
+def one_trial_of_the_bundled_tokenizer() -> Iterator[None]:
+    """It is tried in a process of its own once, and not with every config.json beside it."""
+    trial, verdicts = tokenizers._trial, []
+
+    def tried(folder: Path) -> dict[str, Any]:
+        if not _bundled(folder):
+            return trial(folder)
+        if not verdicts:
+            verdicts.append(trial(folder))
+        return dict(verdicts[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "_trial", tried)
+        yield
+
+
+@contextmanager
+def long_texts_encoded_once() -> Iterator[None]:
+    """The held-out text is the same for most measurements, and takes a second each time."""
+    encode, known = tokens.encode, {}
+
+    def encoded(tokenizer: Any, text: str) -> list[int]:
+        if len(text) < 2000 or not _bundled(Path(getattr(tokenizer, "name_or_path", ""))):
+            return encode(tokenizer, text)
+        key = len(tokenizer), text
+        if key not in known:
+            known[key] = array("i", encode(tokenizer, text))
+        return known[key].tolist()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "encode", encoded)
+        yield
+
+
+def _bundled(folder: Path) -> bool:
+    """Whether a folder's tokenizer is the bundled one, byte for byte."""
+    return all(_content(folder / name) == _content(DEMO_MODEL / name) for name in FILES)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
