@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from rotor.format.columns import Columns
-from rotor.format.kernel_config import Blocks, ClassKernels, KernelConfig, LayerKernels, Schedule, serving
+from rotor.format.kernel_config import Blocks, ClassKernels, KernelConfig, LayerKernels, Schedule, SlowPlanes, serving
 from rotor.format.layout import AttentionShape, LayerLayout
 
 from .schedule import balanced_row_blocks
@@ -54,6 +55,15 @@ def default_layer(layout: LayerLayout, head_dim: int) -> LayerKernels:
         bodies,
         _tile(bodies, layout.domain == "pre"),
     )
+
+
+SLOW_TILE = 128
+"""Keys of a decode tile where slow planes are interpolated: of fewer frequencies, registers hold more keys."""
+
+
+def with_slow_planes(kernels: LayerKernels, slow: SlowPlanes | None) -> LayerKernels:
+    """The same launches with slow planes interpolated in decoding."""
+    return kernels if slow is None else replace(kernels, tile=SLOW_TILE, slow_planes=slow)
 
 
 def _counts(columns: Columns | None) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotor.format.columns import WIDTHS, WORD_BYTES
-from rotor.format.kernel_config import LayerKernels, serving
+from rotor.format.kernel_config import LayerKernels, SlowPlanes, serving
 from rotor.format.layout import GroupLayout, LayerLayout
 
 from .defaults import default_layer
@@ -82,6 +82,8 @@ class LayerParts:
     tile: keys of a tile, as `LayerKernels` says.
     align: what divides the widths of all pieces, in columns; row_align: what divides their sizes and the groups'
         offsets in the rows, in elements: 16 bytes suffice.
+    slow: planes that are interpolated rather than rebuilt; None for none, as where a head has no more than those that
+        are to be rebuilt.
     """
 
     domain: str
@@ -92,6 +94,7 @@ class LayerParts:
     tile: int
     align: int
     row_align: int
+    slow: SlowPlanes | None = None
 
     @cached_property
     def _hash(self) -> int:
@@ -195,7 +198,14 @@ def layer_parts(
         kernels.tile,
         math.gcd(16, *counts),
         math.gcd(WORDS_OF_A_LOAD if layout.coded else 16, *sizes),
+        kernels.slow_planes if kernels.slow_planes and 2 * kernels.slow_planes.rebuilt < head_dim else None,
     )
+
+
+@lru_cache(maxsize=4096)
+def rebuilding_all(parts: LayerParts) -> LayerParts:
+    """The same with whole keys rebuilt."""
+    return replace(parts, slow=None)
 
 
 def _widest(bodies: Bodies) -> tuple[int, int]:

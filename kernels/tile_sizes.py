@@ -6,6 +6,7 @@ spills nothing at these sizes, and needs no more shared memory than estimated he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,8 +19,9 @@ from rotor.format.kernel_config import DEFAULT_SLICES, Blocks, LayerKernels
 from rotor.format.layout import GroupClass, LayerLayout
 
 from .defaults import default_layer
-from .layer_table import REGISTER_COLUMNS, Bodies, Column, LayerParts, Piece, layer_parts
+from .layer_table import REGISTER_COLUMNS, Bodies, Column, LayerParts, Piece, layer_parts, rebuilding_all
 from .schedule import PIECES
+from .slow_planes import absorbing_constants
 from .tuning import chosen_constants
 from .widths import chunks, padded
 
@@ -96,6 +98,8 @@ def decode_config(
 
 @lru_cache(maxsize=4096)
 def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu) -> dict[str, Any]:
+    if gpu.registers_hold_operands:
+        parts = rebuilding_all(parts)  # these have none left for the absorbed queries
     widest = parts.widest
     tile_rows = padded(parts.rows)
     # Rebuilding from wide latents takes registers, more of them where they hold both operands or serve two bodies:
@@ -119,13 +123,15 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
         stages = max(
             stages, min(MOST_STAGES, 1 - -BYTES_IN_FLIGHT // (tile * _piece_bytes(parts.bodies, element_bytes)))
         )
+    if parts.slow is not None:
+        frequencies = math.gcd(frequencies, parts.slow.rebuilt)
+    absorbed_planes = 32 if parts.coded else 16  # what the compiler does not spill at
     config = {
         # Smaller tiles than these would be loaded two bytes at a time.
         "BODIES": tuple(tuple(map(_widened, body)) for body in parts.bodies) if wide_pre else parts.bodies,
         "PRE": parts.domain == "pre",
         "HEADS_PER_KV": heads_per_kv,
         "HALF": half,
-        "HALF_PADDED": padded(half),
         "FREQUENCIES": frequencies,
         "ROWS": parts.rows,
         "TILE_ROWS": tile_rows,
@@ -135,6 +141,7 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
         "AHEAD": parts.coded and parts.domain == "pre" and not columns,
         "COLUMNS": columns,
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
+        **absorbing_constants(parts.slow, heads_per_kv, half, padded(widest[0]), absorbed_planes),
         "num_warps": warps,
         "num_stages": stages,
         "maxnreg": MOST_REGISTERS if warps == 4 and len(parts.bodies) > 1 else None,
@@ -154,8 +161,11 @@ takes of 16-bit numbers is a cache line, and of codes of two bits four words, wh
 def in_pieces(parts: LayerParts, gpu: Gpu) -> bool:
     """Whether the decode kernel rebuilds keys from columns that it loads for every head: of wide latents, and from 129
     numbers on where products read their operands from shared memory: tiles of 64 keys then take no more registers than
-    those of 16 whose latents stay in them, and the basis is read for four times as many keys.
+    those of 16 whose latents stay in them, and the basis is read for four times as many keys. Beside queries that are
+    absorbed fewer latents stay in registers.
     """
+    if parts.slow is not None and max(parts.widest) >= 128:
+        return True
     narrow = gpu.registers_hold_operands or parts.coded or parts.domain != "pre" or len(parts.bodies) > 1
     return parts.wide or (not narrow and max(parts.widest) > 128)
 
@@ -164,6 +174,8 @@ def _wide_tile(parts: LayerParts, head_dim: int, gpu: Gpu) -> tuple[int, int]:
     """Keys of a tile and frequencies at a time that the compiler does not spill at, of latents `in_pieces`."""
     # Words take registers beside the numbers, and so do operands that are not read from shared memory.
     tile, frequencies = (16, 32) if parts.coded or gpu.registers_hold_operands else (64, 64)
+    if parts.slow is not None:
+        tile, frequencies = 2 * tile if tile == 64 else tile, frequencies // 2
     return min(parts.tile, tile), min(frequencies, padded(head_dim // 2))
 
 
@@ -187,7 +199,7 @@ def _widened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
     """Steps in which the decode kernel rebuilds the keys of a tile: FREQUENCIES of one head in each."""
-    return parts.heads * (config["HALF_PADDED"] // config["FREQUENCIES"])
+    return parts.heads * (config["FAST"] // config["FREQUENCIES"])
 
 
 def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
@@ -195,16 +207,24 @@ def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     key, value = (max(sum(size for *_, size in body[side]) for body in config["BODIES"]) for side in (0, 1))
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
+    absorbed = len(config["NODES"]) * rows
     if config["COLUMNS"]:
-        rebuilding = stages * config["COLUMNS"] * (tile + 2 * frequencies) + 2 * frequencies * tile
+        beside = max(2 * frequencies, absorbed)
+        rebuilding = stages * config["COLUMNS"] * (tile + beside) + 2 * frequencies * tile
         return (rebuilding + tile * (value + 2 * rows)) * element_bytes + 8 * frequencies * tile + scores + 1024
     if config["BODIES"][0][0][0][0]:
         words = stages * tile * _piece_bytes(config["BODIES"], element_bytes)
         rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile) if config["PRE"] else 0
-        return words + (tile * max(key, value) + rows * key) * element_bytes + rebuilding + 4 * scores + 1024
+        return (
+            words
+            + (tile * max(key, value) + max(rows, absorbed) * key) * element_bytes
+            + rebuilding
+            + 4 * scores
+            + 1024
+        )
     if config["PRE"]:
         rebuilding = 2 * frequencies * ((key + tile) * element_bytes + 4 * tile)
-        return stages * tile * (key + value) * element_bytes + rebuilding + scores + 1024
+        return (stages * tile * (key + value) + absorbed * key) * element_bytes + rebuilding + scores + 1024
     return (max(1, stages - 1) * tile * (key + value) + rows * key) * element_bytes + 4 * scores + 1024
 
 

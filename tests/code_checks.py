@@ -8,6 +8,7 @@ from kernel_checks import FLOAT32_ERROR, allowed_error, assert_lse, relative_err
 from ragged import paged
 from torch import Tensor
 
+from rotor.format.kernel_config import LayerKernels
 from rotor.kernels.decode.launch import decode_attention
 from rotor.kernels.key_ranges import DecodeKeys, PrefillKeys
 from rotor.kernels.layer_table import layer_parts
@@ -41,10 +42,13 @@ def check_coded_decode(
     page_size: int = 0,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    kernels: LayerKernels | None = None,
 ) -> None:
     """As `kernel_checks.check_decode`."""
     floats, device = case.floats, case.key.device
-    parts = layer_parts(case.layout, floats.heads_per_kv, floats.head_dim, element_bytes=case.query.element_size())
+    parts = layer_parts(
+        case.layout, floats.heads_per_kv, floats.head_dim, kernels, element_bytes=case.query.element_size()
+    )
     full_mask = torch.zeros(case.key.shape[:2], dtype=torch.bool)
     for b, sequence in enumerate(sequences):
         full_mask[b, sequence.kv_start : sequence.kv_end] = True

@@ -11,6 +11,7 @@ import torch
 from ragged import RaggedCase, paged
 from torch import Tensor
 
+from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 from rotor.kernels import reference
 from rotor.kernels.decode.launch import decode_attention
@@ -72,14 +73,16 @@ def check_decode(
     page_size: int = 0,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    kernels: LayerKernels | None = None,
 ) -> None:
     """Decode one query of each sequence; keys outside of a sequence's range are poisoned with NaN.
 
-    `mask` [batch_size, kv_len] goes to the kernel in place of the sequences' ranges, which it must lie in.
+    `mask` [batch_size, kv_len] goes to the kernel in place of the sequences' ranges, which it must lie in. `kernels`
+    are the layer's launches, by default by rule.
     """
     layout, device = case.layout, case.key.device
     kv_len = case.key.shape[1]
-    parts = layer_parts(layout, case.heads_per_kv, case.head_dim)
+    parts = layer_parts(layout, case.heads_per_kv, case.head_dim, kernels)
     full_mask = torch.zeros(len(sequences), kv_len, dtype=torch.bool)
     for b, sequence in enumerate(sequences):
         full_mask[b, sequence.kv_start : sequence.kv_end] = True

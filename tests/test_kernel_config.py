@@ -110,6 +110,10 @@ CHANGES = [
     ("layers.0.specialisations.0", [64, 48], r"layers\[0\].specialisations\[0\]: got .*, expected powers of two"),
     ("layers.0.specialisations.0", [128, 64], r"layers\[0\].specialisations\[0\]: got .*, expected powers of two"),
     ("layers.1.specialisations", [[32, 32], [16, 16]], r"layers\[1\].specialisations\[1\]: got .*this serves none"),
+    ("layers.1.slow_planes", {"rebuilt": 24, "block": 128, "nodes": 3}, r"layers\[1\].slow_planes.rebuilt: got 24"),
+    ("layers.1.slow_planes", {"rebuilt": 16, "block": 100, "nodes": 3}, r"layers\[1\].slow_planes.block: got 100"),
+    ("layers.1.slow_planes", {"rebuilt": 16, "block": 128, "nodes": 9}, r"layers\[1\].slow_planes.nodes: got 9"),
+    ("layers.1.slow_planes", {"rebuilt": 16, "block": 128}, r"missing key 'layers\[1\].slow_planes.nodes'"),
     ("version", 1, r"version 1, this rotor reads 2"),
 ]
 
@@ -127,6 +131,16 @@ def test_nonsense_is_refused_by_name(place: str, value: Any, words: str) -> None
     with pytest.raises(CheckpointError, match=r"^here\.json: " + words) as caught:
         KernelConfig.from_dict(data, "here.json").check(LAYOUTS, "here.json")
     assert "remove the file" in caught.value.hint or "Known keys" in caught.value.hint
+
+
+def test_slow_planes_are_of_keys_before_rope() -> None:
+    layouts = [layer("post", 2, (32, 32))]
+    data = default_config(layouts, SHAPE).to_dict()
+    data["layers"][0]["slow_planes"] = {"rebuilt": 16, "block": 128, "nodes": 3}
+    with pytest.raises(
+        CheckpointError, match=r"layers\[0\].slow_planes: got .*, expected none in other domains than pre"
+    ):
+        KernelConfig.from_dict(data).check(layouts)
 
 
 def test_a_damaged_file_keeps_the_checkpoint_from_loading(folder: Path) -> None:

@@ -10,11 +10,13 @@ from ragged import layer
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from rotor.format.kernel_config import SlowPlanes
 from rotor.format.layout import AttentionShape
 from rotor.kernels.ahead import Resources, Variant, compile_variant
+from rotor.kernels.decode.kernel import decode_kernel
 from rotor.kernels.decode.longest_first import assign_variant
 from rotor.kernels.decode.variants import decode_variants
-from rotor.kernels.defaults import default_config
+from rotor.kernels.defaults import default_config, default_layer, with_slow_planes
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.kernel import prefill_kernel
 from rotor.kernels.prefill.rebuild import rebuild_kernel
@@ -71,6 +73,25 @@ def test_one_latent_reads_its_basis_for_64_keys_on_hopper() -> None:
         decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, gpu=Gpu.of_capability(c))[0] for c in (80, 90)
     ]
     assert [(v.constants["TILE"], v.constants["COLUMNS"]) for v in found] == [(16, 0), (64, 64)]
+
+
+def test_slow_planes_are_interpolated_on_hopper() -> None:
+    """Without spills, with the queries that are absorbed copied asynchronously; beside the kernel of short caches."""
+    kernels = with_slow_planes(default_layer(MENU["pre one latent"], HEAD_DIM), SlowPlanes(32, 256, 3))
+    parts = layer_parts(MENU["pre one latent"], HEADS_PER_KV, HEAD_DIM, kernels)
+    by_gpu = {}
+    for capability in (80, 90):
+        variants = decode_variants(parts, HEADS_PER_KV, HEAD_DIM, torch.bfloat16, gpu=Gpu.of_capability(capability))
+        by_gpu[capability] = [v for v in variants if v.kernel is decode_kernel]
+    assert [len(v.constants["NODES"]) for v in by_gpu[80]] == [0]
+    assert [len(v.constants["NODES"]) for v in by_gpu[90]] == [3, 0]
+    variant = by_gpu[90][0]
+    assert (variant.constants["TILE"], variant.constants["FAST"], variant.constants["FREQUENCIES"]) == (128, 32, 32)
+    resources = compile_variant(variant, 90)
+    assert resources.spill_bytes == 0
+    assert resources.scalar_loads == 4  # of queries that are absorbed: both halves, twice 16 planes, one a thread
+    assert {"key", "basis", "absorbed"} <= resources.async_bytes.keys()
+    assert resources.shared_bytes <= decode_shared_bytes(variant.constants | variant.options, 2)
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -5,7 +5,8 @@ Floor: bytes of the compressed keys and values that are attended / memory bandwi
 tile, so its latents are read once. In domain `pre` the keys of each KV head are rebuilt from them by a matrix product
 and rotated in registers, from latents that stay there or, with COLUMNS, from so many columns at a time, which come out
 of the L1 or L2 cache again for every head. Queries are rotated back to the start of the tile, so that keys only turn by
-their place in it, by a table of `TILE` rows that stays in the L1 cache.
+their place in it, by a table of `TILE` rows that stays in the L1 cache. With NODES only the FAST planes of a key are
+rebuilt so; what the others contribute comes from the latents themselves (`absorbed`).
 
 A program works through tiles of keys of one unit (a part of a layer, see `layer_table`, and a sequence) after another;
 which ones is the schedule's matter:
@@ -53,6 +54,7 @@ from ..tiles import (
     rotate_tile,
     scaled_logits,
 )
+from .absorbed import absorb_queries, slow_scores
 from .combine import tiles_before, unit_on_the_line
 
 
@@ -131,14 +133,16 @@ def _load_pieces(
 @triton.jit
 def _segment(
     query, key, value, partial, partial_lse, output, lse, row, slot, first_tile, last_tile, first, end, holes, sequence,
-    block_table, mask, cos, sin, basis, constant, query_stride, head_stride, key_block, key_row, value_block, value_row,
-    table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps, scale,
-    softcap,
+    block_table, mask, cos, sin, basis, constant, absorbed, absorbed_constant, query_stride, head_stride, key_block,
+    key_row, value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride,
+    output_stride, lse_stride, steps, scale, softcap,
     KEYS: tl.constexpr, VALUES: tl.constexpr, PRE: tl.constexpr, CONSTANT: tl.constexpr,
-    HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr, FREQUENCIES: tl.constexpr,
     ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
+    FAST: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr,
+    PLANES: tl.constexpr, NODE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -176,6 +180,16 @@ def _segment(
         )  # fmt: skip
     for tile in range(first_tile, last_tile):
         start = tile * TILE
+        if len(NODES) > 0:  # noqa: SIM102 - known to the compiler, the other is not
+            # Queries of the planes that are not rebuilt, once a block.
+            if (tile == first_tile) | (tile % (BLOCK // TILE) == 0):
+                absorb_queries(
+                    absorbed, absorbed_constant, steps // (FAST // FREQUENCIES), query_base + first_head * head_stride,
+                    head_stride, start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base,
+                    basis_stride, basis_row, tl.multiple_of(tl.load(row + QK_RANK), ALIGN), constant_base, DTYPE,
+                    CONSTANT, NODES, HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                    PRECISION,
+                )  # fmt: skip
         index = start + tl.arange(0, TILE)
         valid = (index >= first) & (index < end)
         if AHEAD:
@@ -195,17 +209,26 @@ def _segment(
                 key_places, KEYS, PAGE, TILE, DTYPE,
             )  # fmt: skip
         latents = ()
+        block = 0
+        block_row = 0
         if COLUMNS == 0:
             for p in tl.static_range(len(KEYS)):
                 latents += (numbers_of(pieces[p], KEYS[p][0], KEYS[p][2], TILE, DTYPE),)
         else:
             block, block_row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
-        scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
+        if len(NODES) > 0:
+            scores = slow_scores(
+                absorbed, absorbed_constant, key_places, latents, key_base, block, block_row, key_block, key_row,
+                valid, index % BLOCK, KEYS, CONSTANT, NODES, ROWS, TILE_ROWS, WIDTH, COLUMNS, TILE, ALIGN, ROW_ALIGN,
+                DTYPE, PRECISION,
+            )  # fmt: skip
+        else:
+            scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
         if PRE:
             # As many steps as an argument says: known, few would be unrolled, and all bases hoisted into registers.
             for step in range(steps):
-                head = step // (HALF_PADDED // FREQUENCIES)
-                frequency = (step % (HALF_PADDED // FREQUENCIES)) * FREQUENCIES
+                head = step // (FAST // FREQUENCIES)
+                frequency = (step % (FAST // FREQUENCIES)) * FREQUENCIES
                 rows = basis_row + head * (2 * HALF) + frequency
                 if COLUMNS > 0:
                     key_0, key_1 = rebuilt_tile(
@@ -281,15 +304,16 @@ INTEGERS = [
 @triton.jit(do_not_specialize=INTEGERS)
 def decode_kernel(
     query, key, value, partial, partial_lse, output, lse, table, first_key, end_key, holes, tile_prefix, order, bounds,
-    block_table, mask, cos, sin, basis, constant, batch_size, query_stride, head_stride, key_block, key_row,
-    value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride, output_stride,
-    lse_stride, parts, total_work, steps, scale, softcap,
+    block_table, mask, cos, sin, basis, constant, absorbed, absorbed_constant, batch_size, query_stride, head_stride,
+    key_block, key_row, value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride, basis_stride,
+    output_stride, lse_stride, parts, total_work, steps, scale, softcap,
     BODIES: tl.constexpr, PRE: tl.constexpr, CONSTANT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr, FREQUENCIES: tl.constexpr, ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    FREQUENCIES: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SCHEDULE: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr,
+    PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr, FAST: tl.constexpr, NODES: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr, PLANES: tl.constexpr,
+    NODE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
 
@@ -349,12 +373,13 @@ def decode_kernel(
                     _segment(
                         query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
                         last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
-                        constant, query_stride, head_stride, key_block, key_row, value_block, value_row, table_stride,
-                        mask_stride, rotation_len, rotation_stride, basis_stride, output_stride, lse_stride, steps,
-                        scale, softcap, BODIES[choice][0], BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF,
-                        HALF_PADDED, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
+                        constant, absorbed + program * (len(NODES) * TILE_ROWS * WIDTH),
+                        absorbed_constant + program * (len(NODES) * TILE_ROWS), query_stride, head_stride, key_block,
+                        key_row, value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride,
+                        basis_stride, output_stride, lse_stride, steps, scale, softcap, BODIES[choice][0],
+                        BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
                         MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, AHEAD,
-                        COLUMNS,
+                        COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
                     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from rotor.errors import UsageError
 
 from ..key_ranges import DecodeKeys
 from ..launch import launch
-from ..layer_table import Column, LayerParts, table_on
+from ..layer_table import Column, LayerParts, rebuilding_all, table_on
 from ..occupancy import GRID_PROGRAMS
 from ..strides import alignment, as_words, check_page
 from ..tile_sizes import decode_config, gpu_of, rebuilding_steps, sm_count
@@ -72,6 +72,8 @@ def decode_attention(
     batch_size, device = query.shape[0], query.device
     if parts.coded:
         key, value = as_words(key), as_words(value)
+    if parts.slow is not None and (key_rotation is None or len(key_rotation[0]) < parts.slow.block):
+        parts = rebuilding_all(parts)  # no turns of the nodes
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
     strides = [query.stride(0), 0, 0, 0, parts.output_width]
@@ -87,6 +89,9 @@ def decode_attention(
     output = query.new_empty(batch_size, parts.output_width)
     lse, *partials = workspace.take(*steady.shapes) if workspace is not None else _allocated(steady.shapes, device)
     partial, partial_lse = partials or (lse, lse)
+    absorbed, absorbed_constant = query, lse
+    if steady.constants["NODES"]:
+        absorbed, absorbed_constant = _absorbed(steady.constants, steady.grid, query)
     prefix = keys.tile_prefix(steady.constants["TILE"])
     order = bounds = first = keys.first
     if schedule == "lpt":
@@ -98,8 +103,8 @@ def decode_attention(
         decode_kernel, (steady.grid,), query, key, value, partial, partial_lse, output, lse, steady.table, first,
         keys.end, first if keys.holes is None else keys.holes, prefix, order, bounds,
         first if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
-        lse if constant_key is None else constant_key, batch_size, query_stride, head_stride,
-        *(stride // row_align for stride in row_strides),
+        lse if constant_key is None else constant_key, absorbed, absorbed_constant, batch_size, query_stride,
+        head_stride, *(stride // row_align for stride in row_strides),
         0 if block_table is None else block_table.stride(0), 0 if keys.mask is None else keys.mask.stride(0),
         cos.shape[0], rotation_stride, basis_stride, output_stride, steady.heads, *steady.numbers, scaling,
         1.0 if softcap is None else softcap, **steady.constants,
@@ -110,6 +115,14 @@ def decode_attention(
             parts.output_width, steady.heads, steady.grid, parts.total_work, **steady.joining,
         )  # fmt: skip
     return output, lse
+
+
+def _absorbed(constants: dict[str, Any], programs: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for each program's queries absorbed at the nodes of a block, and for their products with the constant
+    key.
+    """
+    rows = programs * len(constants["NODES"]) * constants["TILE_ROWS"]
+    return like.new_empty(rows * constants["WIDTH"]), like.new_empty(rows, dtype=torch.float32)
 
 
 class _Steady(NamedTuple):

@@ -24,10 +24,10 @@ from ..format.locks import exclusive
 from ..format.manifest import write_manifest
 from ..format.publishing import staged_folder, write_shard
 from ..format.section import FORMAT_VERSION, MARK
-from ..kernels.defaults import default_config
 from ..logs import log_file
 from ..models.checkpoint import INDEX_FILE, Checkpoint
 from ..models.projections import read_attention
+from ..prediction.slow_planes import planned_config
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
 from ..recipe.settings import Compute, ExportSettings, Goal
@@ -35,6 +35,7 @@ from ..report.report import write_with_checkpoint
 from ..rewriting.compressible import bias_names
 from ..rewriting.shards import ShardContents, planned_layouts
 from ..runtime.cache import LONG_TOKENS, Policy, packed_bytes_per_token
+from ..runtime.rotary_frequencies import rotary_frequencies
 from ..search.export_job import ExportJob
 from ..search.point import Point
 from ..search.rank_search import RankSearch, stored_ranks
@@ -192,7 +193,9 @@ def _write(
     else:
         config["rank_profile"] = None  # so that one that is asked for reaches rotor, which says that there is none
     write_json(staging / "config.json", config)
-    kernels = dataclasses.replace(default_config(layouts, run.shape), cache=cache)
+    frequencies = [rotary_frequencies(checkpoint.config, layer) for layer in range(len(layouts))]
+    by_prediction = planned_config(layouts, run.shape, frequencies, first.v_weight.element_size())
+    kernels = dataclasses.replace(by_prediction, cache=cache)
     write_json(staging / KERNEL_CONFIG, kernels.to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
     accuracy_info = _unmeasured(job) if table is None else _accuracy(recipe, point, table, job.goal)

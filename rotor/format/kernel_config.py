@@ -26,6 +26,9 @@ SMALLEST_BLOCK, LARGEST_ROW_BLOCK = 16, 1 << 16
 COLUMN_BLOCKS = (16, 32, 64)
 TILES = (16, 32, 64, 128)
 DEFAULT_SLICES, MOST_SLICES = 2, 16
+REBUILT_STEP = 16
+SLOW_BLOCKS = (128, 256, 512)
+MOST_NODES = 8
 EDITED = "Undo the edit, or remove the file: without it the kernels go by their own rules."
 
 
@@ -64,6 +67,19 @@ class ClassKernels:
 
 
 @dataclass(frozen=True)
+class SlowPlanes:
+    """Domain `pre`: the rotary planes of a head that decoding does not rebuild for every key.
+
+    rebuilt: planes that it does, the fastest ones. block: keys over which the turns of the others are interpolated.
+    nodes: places in a block that they are interpolated from.
+    """
+
+    rebuilt: int
+    block: int
+    nodes: int
+
+
+@dataclass(frozen=True)
 class LayerKernels:
     """The launches of a layer.
 
@@ -73,16 +89,18 @@ class LayerKernels:
     tile: keys of a tile in decoding, of 16-bit numbers; fewer where registers or shared memory hold no more.
     slices_per_sm: programs an SM over which a prefill of so few queries that its row blocks are less than half as many
         splits their keys; 0 for never.
+    slow_planes: domain `pre`: what decoding interpolates; None to rebuild whole keys.
     """
 
     classes: tuple[ClassKernels, ...]
     specialisations: tuple[tuple[int, int], ...]
     tile: int
     slices_per_sm: int = DEFAULT_SLICES
+    slow_planes: SlowPlanes | None = None
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.classes, self.specialisations, self.tile, self.slices_per_sm))
+        return hash((self.classes, self.specialisations, self.tile, self.slices_per_sm, self.slow_planes))
 
     def __hash__(self) -> int:
         """Computed once: every launch looks the layer up in caches."""
@@ -115,7 +133,8 @@ class KernelConfig:
             ]
             pairs = [list(pair) for pair in layer.specialisations]
             numbers = {"tile": layer.tile, "slices_per_sm": layer.slices_per_sm}
-            layers.append({"classes": classes, "specialisations": pairs, **numbers})
+            slow = {} if layer.slow_planes is None else {"slow_planes": asdict(layer.slow_planes)}
+            layers.append({"classes": classes, "specialisations": pairs, **numbers, **slow})
         cache = {} if self.cache is None else {"cache": self.cache}
         return {"version": VERSION, "schedule": self.schedule, "layers": layers, **cache}
 
@@ -168,6 +187,9 @@ class KernelConfig:
                 if (cls.rebuilt is None) == (layout.domain == "pre"):
                     expected = "blocks in domain pre, and none in others"
                     raise reader.fail(f"{name}.classes[{number}].rebuilt", cls.rebuilt, expected)
+            if layer.slow_planes is not None and layout.domain != "pre":
+                expected = "none in other domains than pre"
+                raise reader.fail(f"{name}.slow_planes", asdict(layer.slow_planes), expected)
             _check_specialisations(layer, name, ranks, reader)
 
 
@@ -191,6 +213,8 @@ def _check_values(layer: LayerKernels, name: str, reader: Reader) -> None:
         raise reader.fail(f"{name}.tile", layer.tile, f"one of {', '.join(map(str, TILES))}")
     if not 0 <= layer.slices_per_sm <= MOST_SLICES:
         raise reader.fail(f"{name}.slices_per_sm", layer.slices_per_sm, f"a number from 0 to {MOST_SLICES}")
+    if layer.slow_planes is not None:
+        _check_slow_planes(layer.slow_planes, f"{name}.slow_planes", reader)
     for number, cls in enumerate(layer.classes):
         place = f"{name}.classes[{number}]"
         if cls.groups < 1 or cls.groups > 1 << 16:
@@ -204,6 +228,15 @@ def _check_values(layer: LayerKernels, name: str, reader: Reader) -> None:
             if blocks.columns not in COLUMN_BLOCKS:
                 expected = f"one of {', '.join(map(str, COLUMN_BLOCKS))}"
                 raise reader.fail(f"{place}.{kind}.columns", blocks.columns, expected)
+
+
+def _check_slow_planes(slow: SlowPlanes, name: str, reader: Reader) -> None:
+    if slow.rebuilt < REBUILT_STEP or slow.rebuilt % REBUILT_STEP or slow.rebuilt > 1 << 12:
+        raise reader.fail(f"{name}.rebuilt", slow.rebuilt, f"a multiple of {REBUILT_STEP}")
+    if slow.block not in SLOW_BLOCKS:
+        raise reader.fail(f"{name}.block", slow.block, f"one of {', '.join(map(str, SLOW_BLOCKS))}")
+    if not 1 <= slow.nodes <= MOST_NODES:
+        raise reader.fail(f"{name}.nodes", slow.nodes, f"a number from 1 to {MOST_NODES}")
 
 
 def _check_specialisations(layer: LayerKernels, name: str, ranks: list[tuple[int, int]], reader: Reader) -> None:

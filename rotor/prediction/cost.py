@@ -28,8 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..format.columns import Columns
+from ..format.kernel_config import SlowPlanes
 from ..format.layout import AttentionShape, Domain, GroupLayout, LayerLayout
+from ..kernels.defaults import default_layer, with_slow_planes
 from ..kernels.layer_table import layer_parts
+from ..kernels.slow_planes import ABSORBED_COLUMNS
 from ..kernels.tile_sizes import decode_config
 from ..recipe import ObjectiveSettings
 from .devices import Device
@@ -132,7 +135,8 @@ def key_work(
         weights += basis
     if domain == "post":
         products += shape.heads_per_kv * basis
-    flops = key_flops_per_token(domain, group_size, shape.heads_per_kv, head_dim, qk_rank)
+    rebuilt = head_dim if tiling is None or tiling.slow is None else 2 * tiling.slow.rebuilt
+    flops = key_flops_per_token(domain, group_size, shape.heads_per_kv, rebuilt, qk_rank)
     work = _work(step, qk, flops, weights, products, tiling)
     if tiling is None:
         return work
@@ -140,13 +144,41 @@ def key_work(
     if domain != "pre":
         return work + Work(tile_flops=tokens * (2 * tiling.parts * tiling.rows * qk_rank - flops))
     # Each of the part's heads meets all of its rows, and turns them back to the start of each tile.
-    met = group_size * head_dim * tiling.rows
-    duplicated = 2 * met - 2 * query_heads * head_dim
-    rotated = ROTATE_FLOPS * (group_size * head_dim + met / tiling.keys)
-    part_bytes = basis / tiling.parts * step.element_bytes + 4 * head_dim * tiling.keys
+    met = group_size * rebuilt * tiling.rows
+    duplicated = 2 * met - 2 * query_heads * rebuilt
+    rotated = ROTATE_FLOPS * (group_size * rebuilt + met / tiling.keys)
+    part_bytes = rebuilt / head_dim * basis / tiling.parts * step.element_bytes + 4 * rebuilt * tiling.keys
     from_l2 = tiling.parts * part_bytes / tiling.keys if part_bytes > L1_BYTES else 0.0
     from_l2 += tiling.heads * latent_bytes(qk, step.element_bytes)
-    return work + Work(tile_flops=tokens * duplicated, l2_bytes=tokens * from_l2, vector_flops=tokens * rotated)
+    rebuilding = Work(tile_flops=tokens * duplicated, l2_bytes=tokens * from_l2, vector_flops=tokens * rotated)
+    return work + rebuilding + _slow_work(tokens, group_size, qk, head_dim, query_heads, step.element_bytes, tiling)
+
+
+def _slow_work(
+    tokens: int, group_size: int, qk: Latent, head_dim: int, query_heads: int, element_bytes: int, tiling: Tiling
+) -> Work:
+    """Of planes that are interpolated: latents meet the queries of each node; these are absorbed once a block, by the
+    rest of the basis, and read for each tile.
+    """
+    slow = tiling.slow
+    if slow is None:
+        return Work()
+    planes, qk_rank = head_dim - 2 * slow.rebuilt, rank_of(qk)
+    least = 2 * slow.nodes * query_heads * qk_rank * (1 + planes / slow.block)
+    met = 2 * slow.nodes * tiling.parts * tiling.rows * qk_rank
+    absorbed = 2 * group_size * tiling.node_rows * planes * qk_rank / slow.block
+    from_l2 = group_size * planes * qk_rank * element_bytes / slow.block
+    from_l2 += slow.nodes * tiling.parts * tiling.rows * qk_rank * element_bytes / tiling.keys
+    if tiling.columns:
+        from_l2 += tiling.parts * latent_bytes(qk, element_bytes)
+    turned = 2 * ROTATE_FLOPS * group_size * tiling.node_rows * planes / slow.block
+    joined = 2 * slow.nodes * tiling.parts * tiling.rows
+    return Work(
+        cache_flops=tokens * least,
+        tile_flops=tokens * (met + absorbed - least),
+        l2_bytes=tokens * from_l2,
+        vector_flops=tokens * (turned * -(-qk_rank // ABSORBED_COLUMNS) + joined),
+    )
 
 
 def value_work(
@@ -182,23 +214,29 @@ def group_work(
     v: Latent | None,
     shape: AttentionShape,
     step: DecodeStep,
+    slow: SlowPlanes | None = None,
 ) -> Work:
-    """The work of one compressed group, as the kernels do it; v is None where values are in the key latent."""
+    """The work of one compressed group, as the kernels do it, with slow planes interpolated or none; v is None where
+    values are in the key latent.
+    """
     values = qk if v is None else v
-    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, values, shape.head_dim)
+    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, values, shape.head_dim, slow)
     keys = key_work(domain, folded_keys, group_size, qk, shape, step, tiling)
     return keys + value_work(group_size, values, shape, step, tiling, joint=v is None)
 
 
-def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep) -> Work:
+def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep, slow: SlowPlanes | None = None) -> Work:
     """The work of all groups of a compressed layer."""
     sizes = layout.domain, layout.folded_keys, layout.group_size
-    return sum((group_work(*sizes, *latents_of(group), shape, step) for group in layout.groups), Work())
+    return sum((group_work(*sizes, *latents_of(group), shape, step, slow) for group in layout.groups), Work())
 
 
-def layer_residency(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> Residency:
+def layer_residency(
+    layout: LayerLayout, shape: AttentionShape, element_bytes: int, slow: SlowPlanes | None = None
+) -> Residency:
     """What of a layer's decode kernel is on an SM, before it is compiled; of unlike groups, on the average."""
-    parts = layer_parts(layout, shape.heads_per_kv, shape.head_dim)
+    kernels = with_slow_planes(default_layer(layout, shape.head_dim), slow)
+    parts = layer_parts(layout, shape.heads_per_kv, shape.head_dim, kernels)
     head_dim = shape.head_dim if layout.domain == "pre" else 0
     config = decode_config(parts, shape.heads_per_kv, ELEMENT_BYTES, head_dim)
     tiling = Tiling.of_kernel(parts, config, len(layout.groups))

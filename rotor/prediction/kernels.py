@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..format.columns import Columns
-from ..format.kernel_config import DEFAULT_SLICES
+from ..format.kernel_config import DEFAULT_SLICES, SlowPlanes
 from ..format.layout import AttentionShape, GroupClass, LayerLayout
 from ..kernels.occupancy import GRID_PROGRAMS
 from ..kernels.schedule import row_block_costs
@@ -139,7 +139,9 @@ def kernel_work(launch: Launch, load: Load, sms: int) -> Work | None:
 
 
 def _decode(launch: Launch, load: Load, sms: int) -> Work:
-    work = layer_work(launch.layout, launch.shape, DecodeStep(load.keys, load.batch_size, launch.element_bytes))
+    step, nodes = DecodeStep(load.keys, load.batch_size, launch.element_bytes), launch.constants.get("NODES")
+    slow = SlowPlanes(launch.constants["FAST"], launch.constants["BLOCK"], len(nodes)) if nodes else None
+    work = layer_work(launch.layout, launch.shape, step, slow)
     return Work(
         cache_bytes=work.cache_bytes,
         cache_flops=work.cache_flops,

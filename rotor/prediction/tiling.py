@@ -7,10 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from ..format.columns import Columns
+from ..format.kernel_config import SlowPlanes
 from ..format.layout import Domain, GroupLayout, LayerLayout
+from ..kernels.defaults import default_layer, with_slow_planes
 from ..kernels.layer_table import LayerParts, layer_parts
 from ..kernels.occupancy import GRID_PROGRAMS, programs_per_sm
-from ..kernels.tile_sizes import HOPPER, decode_config, decode_shared_bytes
+from ..kernels.tile_sizes import HOPPER, decode_config, decode_shared_bytes, rebuilding_steps
 from .roofline import Residency
 
 Latent = float | Columns
@@ -24,10 +26,11 @@ class Tiling:
     """The decode kernel for one group; see `kernels/layer_table.py` and `kernels/tile_sizes.py`.
 
     parts: each reads the group's latents. rows: query rows of a part's tile, padded. keys: of a tile.
-    heads: KV heads of a group for each of which the latents are loaded again, 0 where they stay in registers.
+    heads: times that rebuilding the keys of a group loads the latents again, 0 where they stay in registers.
     programs: of the kernel on an SM, as far as is known before it is compiled. ahead: tiles that are asked for before
         they are needed, 0 where a program waits for each. columns: of a key latent that are loaded at a time, 0 where
-        that is all of them.
+        that is all of them. slow: which planes are interpolated; None where keys are rebuilt whole.
+        node_rows: of queries that are absorbed at a time, padded.
     """
 
     parts: int
@@ -37,13 +40,22 @@ class Tiling:
     programs: int
     ahead: int
     columns: int
+    slow: SlowPlanes | None = None
+    node_rows: int = 0
 
     @classmethod
     def of(
-        cls, domain: Domain, group_size: int, heads_per_kv: int, qk: Latent, v: Latent, head_dim: int = 128
+        cls,
+        domain: Domain,
+        group_size: int,
+        heads_per_kv: int,
+        qk: Latent,
+        v: Latent,
+        head_dim: int = 128,
+        slow: SlowPlanes | None = None,
     ) -> Tiling:
         """By the kernels' rules for 16-bit models on Hopper; ranks that are no whole number are rounded."""
-        return _tiling(domain, group_size, heads_per_kv, _whole(qk), _whole(v), head_dim)
+        return _tiling(domain, group_size, heads_per_kv, _whole(qk), _whole(v), head_dim, slow)
 
     @classmethod
     def of_kernel(cls, parts: LayerParts, config: dict[str, Any], groups: int) -> Tiling:
@@ -54,10 +66,12 @@ class Tiling:
             parts=count,
             rows=config["TILE_ROWS"],
             keys=config["TILE"],
-            heads=parts.heads * count if columns else 0,
+            heads=rebuilding_steps(parts, config) * count if columns else 0,
             programs=max(1, min(GRID_PROGRAMS, programs)),
             ahead=tiles_ahead(config),
             columns=columns,
+            slow=parts.slow,
+            node_rows=config["NODE_ROWS"],
         )
 
     def residency(self, qk_bytes: float, v_bytes: float) -> Residency:
@@ -81,7 +95,13 @@ def tiles_ahead(config: dict[str, Any]) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _tiling(
-    domain: Domain, group_size: int, heads_per_kv: int, qk: int | Columns, v: int | Columns, head_dim: int
+    domain: Domain,
+    group_size: int,
+    heads_per_kv: int,
+    qk: int | Columns,
+    v: int | Columns,
+    head_dim: int,
+    slow: SlowPlanes | None,
 ) -> Tiling:
     heads = tuple(range(group_size))
     if isinstance(qk, Columns) and isinstance(v, Columns):
@@ -90,7 +110,8 @@ def _tiling(
         assert isinstance(qk, int)
         assert isinstance(v, int)
         group = GroupLayout(heads, qk, v)
-    parts = layer_parts(LayerLayout(domain, domain == "none", (group,)), heads_per_kv, head_dim)
+    layout = LayerLayout(domain, domain == "none", (group,))
+    parts = layer_parts(layout, heads_per_kv, head_dim, with_slow_planes(default_layer(layout, head_dim), slow))
     config = decode_config(parts, heads_per_kv, ELEMENT_BYTES, head_dim if domain == "pre" else 0)
     return Tiling.of_kernel(parts, config, groups=1)
 

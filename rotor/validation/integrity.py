@@ -14,11 +14,12 @@ from ..format.json_differences import differences
 from ..format.json_files import read_json
 from ..format.layout import GroupLayout, compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.manifest import Manifest
-from ..kernels.defaults import default_config
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
+from ..prediction.slow_planes import planned_config
 from ..progress import Progress
 from ..runtime.families import FAMILIES
+from ..runtime.rotary_frequencies import rotary_frequencies
 from ..typed import shorten
 
 
@@ -165,7 +166,9 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
     kernels = read_json(checkpoint.folder / KERNEL_CONFIG)
     cache = checkpoint.config_dict["quantization_config"].get("cache")
     recorded = report["cache"]["policy"] if "cache" in report else None
-    implied = replace(default_config(used, shape), cache=cache).to_dict()
+    frequencies = [rotary_frequencies(checkpoint.config, layer) for layer in range(len(used))]
+    planned = planned_config(used, shape, frequencies, report["kv_bytes_per_token"]["element_bytes"])
+    implied = replace(planned, cache=cache).to_dict()
     by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
     stored = [[[group.qk_rank, group.v_rank] for group in groups] for groups in by_head]
     size = report["kv_bytes_per_token"]
