@@ -81,8 +81,15 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     return statistics
 
 
+def _refuse_pipe(path: Path) -> None:
+    """Raises CheckpointError for what is neither file nor folder: opening a pipe would wait for its writer."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError(f"{path}: is no regular file.", CALIBRATE_AGAIN)
+
+
 def _load(path: Path, names: list[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of those names, or all, of a safetensors file of the run, and its metadata."""
+    _refuse_pipe(path)
     try:
         with safe_open(path, framework="pt") as handle:
             wanted = handle.keys() if names is None else names
@@ -161,8 +168,7 @@ class Run:
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         for file in (path / INFO, path / RECIPE):
-            if file.exists() and not (file.is_file() or file.is_dir()):  # opening a pipe would wait for its writer
-                raise CheckpointError(f"{file}: is no regular file.", CALIBRATE_AGAIN)
+            _refuse_pipe(file)
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))
