@@ -71,9 +71,10 @@ memory's latency on an H100 (3.35 TB/s, 700 ns, 132 SMs)."""
 MOST_STAGES = 6
 """Of the pipeline of loads."""
 
-MANY_PIECES, MANY_PIECES_DECODED = 5, 7
+MANY_PIECES, MANY_PIECES_DECODED = 5, 6
 """Widths of codes in keys and values together, from which on tiles have 16 keys everywhere, where keys are rebuilt in
-registers: in a prefill, which with 32 keys spills at 80 + 48 columns, and in decoding, which with 64 and 32 does."""
+registers: in a prefill, which with 32 keys spills at 80 + 48 columns, and in decoding, which with 64 does at 112 + 112,
+three widths each, and with 32 at more."""
 
 REBUILT_BYTES = 1 << 30
 """The most that rebuilt keys of a layer may take for the time of its prefill."""
