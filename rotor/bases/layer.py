@@ -13,7 +13,7 @@ from ..numerics import one_thread
 from ..runtime.families import AttentionWeights
 from . import fisher, rope_pairs
 from .method import Gradients, Inputs, Moments
-from .pair import BasisPair
+from .pair import BasisPair, stacked_pair
 from .registry import QK_METHODS, VO_METHODS
 
 
@@ -43,6 +43,13 @@ class LayerBases:
         if not self.whole_planes:
             return None
         return rope_pairs.planes(self.qk.encode, self.qk.encode.shape[-2] // self.group_size)
+
+    @property
+    def latents(self) -> dict[str, BasisPair]:
+        """The bases of each latent: `qk` and `vo`, or where these are joint, one over both stacked, `joint`."""
+        if self.joint:
+            return {"joint": stacked_pair(self.qk, self.vo, self.group_size)}
+        return {"qk": self.qk, "vo": self.vo}
 
     def check(self, shape: AttentionShape, where: str) -> None:
         """Check bases that were computed, or read from a file.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..bases.layer import LayerBases
 from ..bases.method import Gradients
-from ..bases.pair import BasisPair, stacked_pair
+from ..bases.pair import BasisPair
 from ..format.columns import WIDTHS, Columns
 from .quantiser import ColumnCode, ColumnStatistics, measure_columns
 
@@ -115,9 +115,7 @@ def layer_codes(bases: LayerBases, gradients: Gradients, softcapped: bool) -> La
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
     if bases.joint:
-        return LayerCodes(
-            _side("joint", stacked_pair(bases.qk, bases.vo, bases.group_size), bases.group_size, gradients, False), None
-        )
+        return LayerCodes(_side("joint", bases.latents["joint"], bases.group_size, gradients, False), None)
     key = "key_pre" if bases.domain == "pre" else "key_post"
     no_constant = softcapped and bases.domain != "pre"
     return LayerCodes(

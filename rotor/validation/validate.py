@@ -282,7 +282,7 @@ def _check_bases(result: Validation, run: Run) -> None:
     """encode decode^T = I at full rank, in float64 (for an orthonormal pair: its columns are orthonormal)."""
     worst, where = 0.0, ""
     for index, key, candidate in ((i, key, c) for i, layer in enumerate(run.bases()) for key, c in layer.items()):
-        for side, pair in (("qk", candidate.qk), ("vo", candidate.vo)):
+        for side, pair in candidate.latents.items():
             identity = torch.eye(pair.encode.shape[-2], dtype=torch.float64)
             deviation = float((pair.encode @ pair.decode.mT - identity).abs().max())
             if deviation >= worst:
