@@ -40,6 +40,8 @@ BOTH = ["plain", "coded"]
 MADE_BY_HAND = [
     *((kind, "llama", domain, size) for kind in BOTH for domain in ("post", "pre") for size in (1, 2)),
     *((kind, "gpt2", "none", size) for kind in BOTH for size in (1, 2)),
+    ("coded", "llama", "pre", 2, "joint"),
+    ("coded", "gpt2", "none", 4, "joint"),
     ("coded", "mistral", "pre", 1),
     ("plain", "mistral", "post", 2),
     ("plain", "qwen2", "post", 1),
@@ -79,7 +81,7 @@ def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
         if case not in made:
             folder = tmp_path_factory.mktemp("pair")
             source = tiny(case[0]) if case[0] != "qwen3_moe" else build_wide(folder / "source")
-            made[case] = write_pair(source, folder, *case[1:])
+            made[case] = write_pair(source, folder, *case[1:3], joint=case[3:] == ("joint",))
         return made[case]
 
     return get
