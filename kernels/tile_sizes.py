@@ -424,11 +424,15 @@ def sliced(constants: dict[str, Any], seq_len: int, element_bytes: int, gpu: Gpu
     few, many = SLICED_ROWS
     rows = min(constants["ROWS"], few if seq_len * constants["PACK"] <= few else many)
     shape = constants | {"ROWS": rows, "SLICED": True}
-    if rows == few and not constants["PRE"]:
+    narrow = rows == few and not constants["PRE"]
+    if narrow:
         shape["num_warps"] = 4
+    if narrow and len(constants["VALUES"]) > 2 and constants["VALUES"][0][0]:
+        shape["TILE"] = min(shape["TILE"], 32)  # of codes of three widths and more, four warps cannot hold 64 keys
     deeper = shape | {"num_stages": 3}
     fits = not constants["PRE"] and prefill_shared_bytes(deeper, element_bytes) <= gpu.shared_bytes
-    return deeper if fits else shape
+    tight = narrow and gpu.registers_hold_operands and constants["V"] > 128  # spills 8 bytes with three stages
+    return deeper if fits and not tight else shape
 
 
 def chunk_programs(kernels: LayerKernels | None, sms: int) -> int:

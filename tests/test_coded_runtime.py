@@ -126,6 +126,9 @@ def test_chunks_leave_the_bytes_and_logits_of_one_prefill(case, pair) -> None:
     assert relative_error(torch.cat(parts, dim=1), whole) < 1e-6
     for layer, layout in enumerate(pair(*case).layouts):
         for name, columns in (("keys", key_columns(layout)), ("values", value_columns(layout))):
+            if not columns:  # values that are read from the key rows
+                assert caches[0].layers[layer].values.shape == (2, 1, 33, 0)
+                continue
             one, other = (unpack_layer(getattr(c.layers[layer], name), columns, torch.float64) for c in caches)
             codes = pair(*case).codes[layer][name == "values"].bits < 16
             assert torch.equal(one[..., codes], other[..., codes])
@@ -309,7 +312,7 @@ def test_compile_lists_what_packs_the_rows() -> None:
     names = [variant.name for variant in variants]
     assert "append" in names
     rotations = [variant for variant in variants if variant.name.startswith("rotation")]
-    assert [(v.constants["SHIFT"], v.pointers["key_shift"]) for v in rotations] == [(True, torch.float32)] * 2
+    assert [(" packed, " in v.name, v.pointers["key_shift"]) for v in rotations] == [(True, torch.float32)] * 2
 
 
 @pytest.mark.parametrize("seq_len", [1, 80])
