@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rotor.format.kernel_config import KernelConfig, LayerKernels, Schedule
@@ -57,7 +57,7 @@ def described(text: str) -> Described:
     )
 
 
-@torch.library.custom_op("rotor::rotate_and_project", mutates_args=())
+@library.custom_op("rotor::rotate_and_project", mutates_args=())
 def rotate_and_project(
     query: Tensor,
     key: Tensor,
@@ -84,7 +84,7 @@ def _(query, key, cos, sin, query_basis, key_basis, layer):  # type: ignore[no-u
     )
 
 
-@torch.library.custom_op("rotor::rotate_and_pack", mutates_args=())
+@library.custom_op("rotor::rotate_and_pack", mutates_args=())
 def rotate_and_pack(
     query: Tensor,
     key: Tensor,
@@ -118,7 +118,7 @@ def _(query, key, value, cos, sin, query_basis, key_basis, key_shift, layer):  #
     )
 
 
-@torch.library.custom_op("rotor::pack_rows", mutates_args=())
+@library.custom_op("rotor::pack_rows", mutates_args=())
 def pack_rows(key: Tensor, value: Tensor, layer: str) -> tuple[Tensor, Tensor]:
     """As `projection.append.pack_rows`, of the keys and of the values of a layer."""
     return append.pack_rows(key, value, LayerColumns.of(described(layer).layout))
@@ -135,7 +135,7 @@ def _(key, value, layer):  # type: ignore[no-untyped-def]
     )
 
 
-@torch.library.custom_op("rotor::attention", mutates_args=())
+@library.custom_op("rotor::attention", mutates_args=())
 def attention(
     query: Tensor,
     key: Tensor,

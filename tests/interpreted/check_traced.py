@@ -12,6 +12,7 @@ from coded import MIXTURES, coded_layer, random_coded_case
 from coded_models import write_pair
 from conftest import build_tiny, calibrated, shortcuts  # noqa: F401
 from ragged import layer, random_case
+from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CompileConfig
 
@@ -135,7 +136,7 @@ def arguments(domain: str, coded: bool, seq_len: int, device: str) -> tuple[Any,
 def test_operators_keep_what_they_declare(domain, coded, seq_len) -> None:
     """Schema and shapes, on this device and on a GPU that need not be there."""
     given = arguments(domain, coded, seq_len, "cpu")
-    torch.library.opcheck(operators.attention, given, test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(operators.attention, given, test_utils=("test_schema", "test_faketensor"))
     with FakeTensorMode():
         of_a_gpu = operators.attention(*arguments(domain, coded, seq_len, "cuda"))
     got = operators.attention(*given)
@@ -150,11 +151,11 @@ def test_projections_and_rows_keep_what_they_declare() -> None:
     basis, shift = torch.randn(2, 64, layout.qk_width), torch.randn(layout.qk_width)
     checks = ("test_schema", "test_faketensor")
     given = table, table, basis[0], basis[1]
-    torch.library.opcheck(operators.rotate_and_project, (query, key, *given, text), test_utils=checks)
+    library.opcheck(operators.rotate_and_project, (query, key, *given, text), test_utils=checks)
     value = torch.randn(2, 3, layout.v_width)
-    torch.library.opcheck(operators.rotate_and_pack, (query, key, value, *given, shift, text), test_utils=checks)
+    library.opcheck(operators.rotate_and_pack, (query, key, value, *given, shift, text), test_utils=checks)
     rows = torch.randn(2, 1, 3, layout.qk_width), torch.randn(2, 1, 3, layout.v_width)
-    torch.library.opcheck(operators.pack_rows, (*rows, text), test_utils=checks)
+    library.opcheck(operators.pack_rows, (*rows, text), test_utils=checks)
 
 
 def test_compiled_code_may_put_another_mask_where_one_was() -> None:
