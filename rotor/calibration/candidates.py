@@ -20,18 +20,12 @@ def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Cand
         RecipeError: the recipe needs RoPE and the model has none, or its group size does not divide the KV heads.
     """
     sizes = _group_sizes(recipe, shape)
+    # Where the key basis folds into W_k, keys are as linear in the hidden states as values: they can share a latent.
     return {
-        f"{domain}-{size}": Candidate(domain, size, recipe.joins_latents and shares_values(domain, family))
+        f"{domain}-{size}": Candidate(domain, size, recipe.joins_latents and folds_keys(domain, family.has_key_norm))
         for domain in _domains(recipe, family)
         for size in sizes
     }
-
-
-def shares_values(domain: Domain, family: Family) -> bool:
-    """Whether keys and values can share a latent: both are linear in the hidden states there, before RoPE and without
-    a norm of the keys.
-    """
-    return folds_keys(domain, family.has_key_norm)
 
 
 def wanted_moments(recipe: Recipe, candidates: Candidates) -> frozenset[str]:
