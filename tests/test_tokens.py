@@ -253,24 +253,31 @@ def test_a_damaged_dataset_is_one_error(data_folder: Path, demo) -> None:
         calibration_tokens(Tokens("dataset", dataset=str(data_folder)), demo.config, demo.tokenizer)
 
 
-def test_repeats_state_a_span_of_the_text_again_further_on():
+def test_repeats_state_a_span_again_further_on():
     rows = torch.arange(8 * 128).reshape(8, 128)  # every token once
-    found = with_repeats(rows, 0.5, seed=3)
+    vocabulary = torch.arange(2000, 4000)
+    found = with_repeats(rows, 0.5, 3, vocabulary)
     assert torch.equal(found[:4], rows[:4])
     assert torch.equal(found[:, 0], rows[:, 0])
-    for row in found[4:]:
+    for number, row in enumerate(found[4:]):
         values, counts = row.unique(return_counts=True)
         again = values[counts == 1 + TIMES]
+        if number % 2:  # drawn tokens, in the order in which they are stated
+            assert bool((again >= 2000).all())
+            first = int(torch.isin(row, again).nonzero()[0])
+            again = row[first : first + len(again)]
+        else:  # from one place of one row
+            assert torch.equal(again, torch.arange(int(again[0]), int(again[0]) + len(again)))
         span = len(again)
-        assert torch.equal(again, torch.arange(int(again[0]), int(again[0]) + span))  # from one place of one row
         assert 16 <= span <= SPAN
         places = (row == again[0]).nonzero().flatten()
         for place in places.tolist():
             assert torch.equal(row[place : place + span], again)
         assert int(places[0]) + span <= 32
         assert int(places[1]) >= 32
-    assert torch.equal(with_repeats(rows, 0.5, seed=3), found)
-    assert not torch.equal(with_repeats(rows, 0.5, seed=4), found)
-    assert torch.equal(with_repeats(rows, 0, seed=3), rows)
+    assert torch.equal(with_repeats(rows, 0.5, 3, vocabulary), found)
+    assert not torch.equal(with_repeats(rows, 0.5, 4, vocabulary), found)
+    assert torch.equal(with_repeats(rows, 0, 3, vocabulary), rows)
+    assert bool((with_repeats(rows, 1, 3, vocabulary[:0]) < 2000).all())  # nothing to draw: all spans are of the text
     short = rows[:, :8].clone()
-    assert torch.equal(with_repeats(short, 1, seed=3), short)
+    assert torch.equal(with_repeats(short, 1, 3, vocabulary), short)

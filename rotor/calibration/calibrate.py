@@ -21,7 +21,7 @@ from ..codes.layer import layer_codes
 from ..data.readiness import told
 from ..data.repeats import with_repeats
 from ..data.splits import calibration_share, digests
-from ..data.tokens import CalibrationTokens, Document, calibration_tokens
+from ..data.tokens import CalibrationTokens, Document, calibration_tokens, ordinary_tokens
 from ..errors import DataError, NumericsError, system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import RECIPE
@@ -278,7 +278,8 @@ class Calibration:
                 network = LayerwiseModel(self.weights(), job.settings.batch_tokens, partial.work)
                 spec, seed = self.recipe.codes, self.recipe.tokens.seed
                 wanted = wanted_gradients(job.candidates)
-                rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed)
+                vocabulary = ordinary_tokens(job.checkpoint.config, job.checkpoint.tokenizer)
+                rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
                 with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
                     for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=done):
                         partial.keep(_gradients_of(layer), found.to_tensors())

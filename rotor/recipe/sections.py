@@ -136,8 +136,8 @@ class Codes:
         many. With 8, 4 or 2 among them, columns are codes: bits are allocated over all layers, sides and candidates by
         what an error in each column costs the model's own loss, and of `ranks` only `rows` is used.
     tokens: calibration tokens, the first ones, whose gradients say that.
-    repeats: share of their rows in which a span of the text is stated again further on: gradients of text alone say
-        little of what a model looks far back by.
+    repeats: share of their rows in which a span, of the text or of random tokens, is stated again further on:
+        gradients of text alone say little of what a model looks far back by.
     """
 
     bits: tuple[int, ...] = (0, 16)
