@@ -14,6 +14,7 @@ from rotor.bases.kq import closed_form
 from rotor.bases.layer import LayerBases
 from rotor.bases.moments import LayerStatistics
 from rotor.bases.pair import BasisPair
+from rotor.calibration.clipping import GradientClip
 from rotor.calibration.gradients import LayerFisher, fisher_information
 from rotor.calibration.samples import SampleKeeper
 from rotor.codes.allocation import bit_curve, bit_path
@@ -256,6 +257,25 @@ def every(network: LayerwiseModel) -> frozenset[str]:
     """All that gradients can be taken by."""
     before_rope = {"key_pre"} if network.family.rotary is not None else set()
     return frozenset({"key_post", "value", "joint"} | before_rope)
+
+
+def test_the_longest_gradients_are_shortened_whatever_the_batches():
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(1000, 2, 4, generator=generator)
+    gradients[[17, 404]] *= 1000
+    squares = gradients.flatten(1).double().square().sum(1)
+    bound = squares.sort(descending=True).values[9]  # one in a hundred is longer, or as long
+    expected = gradients.flatten(1).double() * (bound / squares).clamp(max=1).sqrt()[:, None]
+    for size in (7, 1000):
+        clip = GradientClip(len(gradients))
+        for part in gradients.split(size):
+            clip.add(part)
+        assert relative_error(clip.shortened(gradients).flatten(1).double(), expected) < 1e-6
+        whole, excess = gradients.flatten(1).double(), clip.excess().flatten(1).double()
+        assert relative_error(whole.T @ whole - excess.T @ excess, expected.T @ expected) < 1e-4
+    few = GradientClip(99)
+    few.add(gradients[:99])
+    assert torch.equal(few.shortened(gradients[:99]), gradients[:99])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "falcon", "phi3"])

@@ -2,7 +2,8 @@
 
 With g the gradient of the model's own loss by the keys (or values) of one token in one layer, an error e in them raises
 the loss, and the KL divergence from the uncompressed model, by e^T E[g g^T] e / 2 to second order. The expectation is
-over text that the model wrote itself, where the Fisher information is the loss's curvature. It is summed for the keys
+over text that the model wrote itself, where the Fisher information is the loss's curvature; the longest gradients are
+shortened (`clipping`), or few tokens would be all of it. It is summed for the keys
 and values as they are, [n, n] for the n numbers of a group; any basis has its own: for keys = B latent, B^T G B. So one
 pass over the uncompressed model serves every domain, group size and basis.
 
@@ -29,6 +30,7 @@ from ..models.layerwise import LayerwiseModel, logit_batches
 from ..models.projections import keys_before_rope
 from ..progress import Advance
 from .capture import attention_replaced
+from .clipping import GradientClip
 from .samples import SampleKeeper, TokenSamples
 
 FISHER = "rotor_fisher"
@@ -39,7 +41,7 @@ class LayerFisher:
     """Of one layer, on the CPU.
 
     information: second moments of the gradients by what was wanted of `key_post`, `value`, `key_pre` and `joint`; the
-        gradient of the summed loss, so that information / tokens is per token.
+        gradient of the summed loss, so that information / tokens is per token. Those of few tokens are shortened.
     samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
     """
 
@@ -144,9 +146,10 @@ def _layer_backward(
     Args:
         states: what enters the layer, [n, seq_len, hidden_size].
     """
-    information = LayerStatistics(network.shape, group_size)
-    kept: dict[str, SampleKeeper] = {}
+    information, excess = (LayerStatistics(network.shape, group_size) for _ in range(2))
     tokens = states.shape[0] * states.shape[1]
+    kept = {name: SampleKeeper(tokens, samples, index) for name in sorted(wanted)}
+    clips = {name: GradientClip(tokens) for name in kept}
     with network.layer(index), _keys_and_values(network, index) as seen, torch.enable_grad():
         for part in network.batches(states):
             hidden = states[part].to(network.device).clone().requires_grad_()
@@ -161,13 +164,19 @@ def _layer_backward(
                 )
             gradients = {name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)}
             vectors = {name: _by_token(network, name, tensor.detach()) for name, tensor in seen.items()}
-            by_token = {name: _of(name, gradients) for name in sorted(wanted)}
+            by_token = {name: _of(name, gradients) for name in kept}
             information.add(by_token)
             for name, by_them in by_token.items():
-                kept.setdefault(name, SampleKeeper(tokens, samples, index)).add(_of(name, vectors), by_them)
+                kept[name].add(_of(name, vectors), by_them)
+                clips[name].add(by_them)
             advance(2 * hidden.shape[0] * hidden.shape[1])
-    information.sums = {name: total.cpu() for name, total in information.sums.items() if not name.endswith("_mean")}
-    return LayerFisher(information, {name: keeper.samples() for name, keeper in kept.items()})
+    excess.add({name: clip.excess() for name, clip in clips.items()})
+    information.sums = {name: (information.sums[name] - excess.sums[name]).cpu() for name in kept}
+    found = {name: keeper.samples() for name, keeper in kept.items()}
+    shortened = {name: clips[name].shortened(part.gradients) for name, part in found.items()}
+    return LayerFisher(
+        information, {name: TokenSamples(part.vectors, shortened[name], part.share) for name, part in found.items()}
+    )
 
 
 def _of(name: str, parts: dict[str, Tensor]) -> Tensor:
