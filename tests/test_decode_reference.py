@@ -14,7 +14,7 @@ from torch import Tensor
 from rotor.kernels import code_reference, decode_reference, reference
 from rotor.kernels.code_reference import coded_attention
 from rotor.kernels.reference import grouped_attention
-from rotor.kernels.rows import byte_order, pack, unpack, unpack_transposed
+from rotor.kernels.rows import byte_order, pack, unpack, unpack_by_bytes
 from rotor.kernels.truth import Sequence, ragged_attention
 from rotor.runtime.rotary_table import RotaryTable
 
@@ -159,13 +159,14 @@ def test_gradients_go_the_other_way() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", MIXTURES, ids=str)
-def test_unpacking_along_keys(columns, dtype: torch.dtype) -> None:
+def test_unpacking_by_bytes(columns, dtype: torch.dtype) -> None:
     latents = 100.0 * torch.randn(2, 9, columns.rank, generator=torch.Generator().manual_seed(0))
     rows = pack(latents.to(dtype), columns)
-    order = list(byte_order(columns, dtype.itemsize))
+    order, factors = byte_order(columns, dtype.itemsize)
     assert sorted(order) == list(range(columns.rank))
-    got = unpack_transposed(rows, columns, dtype, torch.float32)
-    assert torch.equal(got, unpack(rows, columns, dtype)[..., order].float().mT)
+    for rows_of_more in (rows, torch.cat([rows, rows], dim=-1)[..., : rows.shape[-1]]):  # a row may go on behind them
+        got = unpack_by_bytes(rows_of_more, columns, dtype, torch.empty(latents.shape))
+        assert torch.equal(got / torch.tensor(factors), unpack(rows, columns, dtype)[..., list(order)].float())
 
 
 def test_turns_are_made_once_for_all_layers_of_a_step() -> None:
