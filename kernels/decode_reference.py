@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import local
 
 import torch
@@ -101,9 +101,8 @@ class Latents:
         `unpack_by_bytes` makes of codes, float32 or wider, until the next block is asked for.
         """
         rows = self.rows[start:end]
-        rows = (
-            rows.squeeze(1).unsqueeze(0) if self.count == 1 else rows.transpose(0, 1)
-        )  # strides as products want them
+        # Of one group with the strides that a product takes without a copy.
+        rows = rows.squeeze(1).unsqueeze(0) if self.count == 1 else rows.transpose(0, 1)
         if self.columns is None:
             return rows
         numbers = _scratch("numbers", (*rows.shape[:2], self.rank), wide(self.dtype))
@@ -176,11 +175,16 @@ class Rebuilding:
         if factors is not None:
             basis /= factors
         self.basis = basis.mT  # [size, count, rank, head_dim]
-        self.heads_basis = basis.transpose(0, 1).flatten(1, 2).mT
         self.shape = basis.shape[:3]
         self.constant = None
         if constant is not None:
             self.constant = constant[..., self.plane_rows].transpose(0, 1).unsqueeze(2).to(self.dtype)
+
+    @cached_property
+    def basis_of_all(self) -> Tensor:
+        """[count, rank, size * head_dim]."""
+        size, count, head_dim = self.shape
+        return self.basis.mT.transpose(0, 1).reshape(count, size * head_dim, -1).mT
 
     def queries(self, queries: Tensor) -> Tensor:
         """[count, heads of a group, head_dim], rotated -> as `logits` takes them."""
@@ -208,7 +212,7 @@ class Rebuilding:
                 torch.bmm(factor, basis, out=of_head)
         else:  # what is converted may change its order
             product = _scratch("product", (count, keys, size * head_dim), dtype)
-            torch.bmm(factor, self.heads_basis, out=product)
+            torch.bmm(factor, self.basis_of_all, out=product)
             rebuilt.copy_(product.unflatten(-1, (size, head_dim)).permute(2, 0, 1, 3))
         if self.constant is not None:
             rebuilt += self.constant

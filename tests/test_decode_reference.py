@@ -26,6 +26,7 @@ PRE = {
 }
 CODED = [coded_layer("pre", 1, *zip(MIXTURES[:3], MIXTURES[3:6], strict=True))]
 CODED += [coded_layer(domain, 2, (MIXTURES[0], MIXTURES[7]), (MIXTURES[0], MIXTURES[7])) for domain in ("pre", "none")]
+CODED += [coded_layer("pre", size, (MIXTURES[0], None), (MIXTURES[7], None)) for size in (1, 2)]
 FLOORS = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -81,7 +82,7 @@ def test_keys_before_rope(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("has_products", [False, True])
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
-@pytest.mark.parametrize("layout", CODED, ids=lambda x: f"{x.domain} {x.group_size}")
+@pytest.mark.parametrize("layout", CODED, ids=lambda x: f"{x.domain} {x.group_size} {'joint' * x.joint}")
 def test_codes(layout, dtype: torch.dtype, has_products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product = dtype if has_products else torch.float32
     monkeypatch.setattr(decode_reference, "product_dtype", lambda dtype: product)
@@ -95,7 +96,7 @@ def test_codes(layout, dtype: torch.dtype, has_products: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, 8])
-@pytest.mark.parametrize("kind", ["per head", "added", "broadcast"])
+@pytest.mark.parametrize("kind", ["per head", "added", "broadcast", "hole"])
 def test_any_mask_and_partial_rotary_as_in_one_piece(kind: str, rotary_dim: int) -> None:
     """Masks of each head, masks that are added, and those of one row for all; keys that nothing attends to."""
     case = random_case(PRE["pairs"], HEADS_PER_KV, HEAD_DIM, 3, 1, KV_LEN)
@@ -108,6 +109,9 @@ def test_any_mask_and_partial_rotary_as_in_one_piece(kind: str, rotary_dim: int)
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     elif kind == "broadcast":
         mask = mask[:1, :1]
+    elif kind == "hole":  # wider than a block; one head sees nothing before it either
+        mask[0, ..., 10:60] = False
+        mask[0, 0, :, :60], mask[0, :, :, 60:] = False, True
     got = grouped_attention(
         case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), case.key_rotation, mask
     )
