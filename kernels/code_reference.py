@@ -46,7 +46,7 @@ def coded_attention(
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, groups in the order of the layout.
     """
     alone = seq_len_of(query) == 1
-    if alone and serves(query) and (key_rotation is None or key_rotation[0].dim() == 2):
+    if alone and serves(query, parameters.query_basis) and (key_rotation is None or key_rotation[0].dim() == 2):
         outputs = []
         for cls in parameters.layout.classes():
             keys, values = _class_rows(key, value, parameters, cls, query.dtype)

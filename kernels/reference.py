@@ -119,7 +119,7 @@ def grouped_attention(
             continue
         assert key_rotation is not None
         basis, rotation = parameters.basis(cls), class_rotation(key_rotation, cls)
-        if one_rebuilt and key_rotation[0].dim() == 2 and serves(query, key, value):
+        if one_rebuilt and key_rotation[0].dim() == 2 and serves(query, key, value, parameters.query_basis):
             rows = keys.transpose(1, 2), values.transpose(1, 2)
             outputs.append(decode_class(queries, *rows, (None, None), parameters, cls, mask, key_rotation))
         elif one_rebuilt:

@@ -51,45 +51,60 @@ def unpack(rows: Tensor, columns: Columns, dtype: torch.dtype) -> Tensor:
     return torch.cat(numbers, dim=-1)
 
 
-def byte_order(columns: Columns, element_bytes: int) -> tuple[int, ...]:
-    """The columns in the order in which `unpack_transposed` gives them: by their place in a byte, then by bytes."""
+def byte_order(columns: Columns, element_bytes: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """How `unpack_by_bytes` gives the columns: in which order (by bytes and the places in each), by what multiplied."""
     order: list[int] = []
+    factors: list[float] = []
     for s in columns.segments(element_bytes):
+        factors += [1.0 if s.bits == 16 else 2.0 ** (8 - s.bits)] * s.count
         if s.bits == 16:
             order += range(s.first, s.first + s.count)
             continue
         in_byte = 8 // s.bits
-        for place in range(in_byte):
-            for byte in range(s.size_bytes):
-                word, half, quarter = byte // 4, byte % 4 // 2, byte % 2
-                order.append(s.first + word * 4 * in_byte + 2 * (quarter * in_byte + place) + half)
-    return tuple(order)
+        for byte in range(s.size_bytes):
+            word, half, quarter = byte // 4, byte % 4 // 2, byte % 2
+            first = s.first + word * 4 * in_byte + 2 * quarter * in_byte + half
+            order += range(first, first + 2 * in_byte, 2)
+    return tuple(order), tuple(factors)
 
 
-def unpack_transposed(rows: Tensor, columns: Columns, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """The numbers of `unpack`, keys last and columns in `byte_order`: all that is done to them is done along keys.
+def unpack_by_bytes(rows: Tensor, columns: Columns, dtype: torch.dtype, numbers: Tensor) -> Tensor:
+    """The numbers of `unpack` in the order and with the factors of `byte_order`, by few passes over few bytes.
+
+    Each code becomes the upper end of a byte of its own whose rest is zero: with the highest bit flipped that is its
+    number, in two's complement, times what the rest counts.
 
     Args:
-        rows: [..., keys, row bytes], uint8. dtype: of the model. wide: of the result.
-    Returns:
-        [..., rank, keys], wide.
+        rows: [..., row bytes], uint8. dtype: of the model.
+        numbers: [..., rank], of any dtype that holds them; written and returned.
     """
-    numbers = torch.empty(*rows.shape[:-2], columns.rank, rows.shape[-2], dtype=wide, device=rows.device)
-    transposed = rows.mT.contiguous()
-    for s in columns.segments(dtype.itemsize):
-        into, end = numbers[..., s.first : s.first + s.count, :], s.offset_bytes + s.size_bytes
-        if s.bits == 16:
-            into.copy_(rows[..., s.offset_bytes : end].contiguous().view(dtype).mT)
-            continue
-        part, first = transposed[..., s.offset_bytes : end, :], 0
-        for shift in range(0, 8, s.bits):
-            codes = part if shift == 0 else part >> shift
-            if shift + s.bits < 8:
-                codes = codes & ((1 << s.bits) - 1)
-            # Below zero it wraps, and is read as what is below zero.
-            into[..., first : first + s.size_bytes, :].copy_((codes - (1 << (s.bits - 1))).view(torch.int8))
-            first += s.size_bytes
+    bits, sizes_bytes, counts = _segments(columns, dtype.itemsize)
+    parts = zip(bits, rows.split_with_sizes(sizes_bytes, -1), numbers.split_with_sizes(counts, -1), strict=True)
+    for of_part, part, into in parts:
+        into.copy_(part.contiguous().view(dtype).to(into.dtype) if of_part == 16 else _spread_codes(part, of_part))
     return numbers
+
+
+@lru_cache(maxsize=4096)
+def _segments(columns: Columns, element_bytes: int) -> tuple[list[int], list[int], list[int]]:
+    """Bits, bytes and columns of each segment."""
+    found = list(columns.segments(element_bytes))
+    return [s.bits for s in found], [s.size_bytes for s in found], [s.count for s in found]
+
+
+def _spread_codes(rows: Tensor, bits: int) -> Tensor:
+    """[..., n bits / 8] uint8 -> [..., n] int8: the numbers times 2^(8 - bits), in the order of `byte_order`."""
+    if bits == 8:
+        return (rows.contiguous() ^ 0x80).view(torch.int8)
+    if bits == 4:
+        words = rows.to(torch.int16)
+        places, upper, signs = (words << 4).bitwise_or_(words << 8), 0xF0F0 - (1 << 16), 0x8080 - (1 << 16)
+    else:
+        words = rows.to(torch.int32)
+        # One product makes two places: they do not overlap.
+        places = (words * (1 << 6 | 1 << 18)).bitwise_or_(words * (1 << 12 | 1 << 24))
+        upper, signs = 0xC0C0C0C0 - (1 << 32), 0x80808080 - (1 << 32)
+    return places.bitwise_and_(upper).bitwise_xor_(signs).view(torch.int8)
 
 
 def pack_layer(latents: Tensor, columns: Sequence[Columns]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rotor.kernels import code_reference, decode_reference, reference
 from rotor.kernels.code_reference import coded_attention
 from rotor.kernels.reference import grouped_attention
-from rotor.kernels.rows import byte_order, pack, unpack, unpack_transposed
+from rotor.kernels.rows import byte_order, pack, unpack, unpack_by_bytes
 from rotor.kernels.truth import Sequence, ragged_attention
 from rotor.runtime.rotary_table import RotaryTable
 
@@ -26,6 +26,7 @@ PRE = {
 }
 CODED = [coded_layer("pre", 1, *zip(MIXTURES[:3], MIXTURES[3:6], strict=True))]
 CODED += [coded_layer(domain, 2, (MIXTURES[0], MIXTURES[7]), (MIXTURES[0], MIXTURES[7])) for domain in ("pre", "none")]
+CODED += [coded_layer("pre", size, (MIXTURES[0], None), (MIXTURES[7], None)) for size in (1, 2)]
 FLOORS = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -81,7 +82,7 @@ def test_keys_before_rope(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("has_products", [False, True])
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
-@pytest.mark.parametrize("layout", CODED, ids=lambda x: f"{x.domain} {x.group_size}")
+@pytest.mark.parametrize("layout", CODED, ids=lambda x: f"{x.domain} {x.group_size} {'joint' * x.joint}")
 def test_codes(layout, dtype: torch.dtype, has_products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product = dtype if has_products else torch.float32
     monkeypatch.setattr(decode_reference, "product_dtype", lambda dtype: product)
@@ -95,7 +96,7 @@ def test_codes(layout, dtype: torch.dtype, has_products: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, 8])
-@pytest.mark.parametrize("kind", ["per head", "added", "broadcast"])
+@pytest.mark.parametrize("kind", ["per head", "added", "broadcast", "hole"])
 def test_any_mask_and_partial_rotary_as_in_one_piece(kind: str, rotary_dim: int) -> None:
     """Masks of each head, masks that are added, and those of one row for all; keys that nothing attends to."""
     case = random_case(PRE["pairs"], HEADS_PER_KV, HEAD_DIM, 3, 1, KV_LEN)
@@ -108,6 +109,9 @@ def test_any_mask_and_partial_rotary_as_in_one_piece(kind: str, rotary_dim: int)
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     elif kind == "broadcast":
         mask = mask[:1, :1]
+    elif kind == "hole":  # wider than a block; one head sees nothing before it either
+        mask[0, ..., 10:60] = False
+        mask[0, 0, :, :60], mask[0, :, :, 60:] = False, True
     got = grouped_attention(
         case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), case.key_rotation, mask
     )
@@ -159,13 +163,14 @@ def test_gradients_go_the_other_way() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", MIXTURES, ids=str)
-def test_unpacking_along_keys(columns, dtype: torch.dtype) -> None:
+def test_unpacking_by_bytes(columns, dtype: torch.dtype) -> None:
     latents = 100.0 * torch.randn(2, 9, columns.rank, generator=torch.Generator().manual_seed(0))
     rows = pack(latents.to(dtype), columns)
-    order = list(byte_order(columns, dtype.itemsize))
+    order, factors = byte_order(columns, dtype.itemsize)
     assert sorted(order) == list(range(columns.rank))
-    got = unpack_transposed(rows, columns, dtype, torch.float32)
-    assert torch.equal(got, unpack(rows, columns, dtype)[..., order].float().mT)
+    for rows_of_more in (rows, torch.cat([rows, rows], dim=-1)[..., : rows.shape[-1]]):  # a row may go on behind them
+        got = unpack_by_bytes(rows_of_more, columns, dtype, torch.empty(latents.shape))
+        assert torch.equal(got / torch.tensor(factors), unpack(rows, columns, dtype)[..., list(order)].float())
 
 
 def test_turns_are_made_once_for_all_layers_of_a_step() -> None:
