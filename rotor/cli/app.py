@@ -34,11 +34,28 @@ def resumable(how: Callable[[], str]) -> Iterator[None]:
         raise Interrupted("interrupted.", how()) from None
 
 
+CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""Click's UsageError, of which newer versions of Typer have a copy."""
+
+
+@contextmanager
+def _in_two_lines() -> Iterator[None]:
+    """What Typer says of options and arguments becomes an error like all others; a bare `rotor` still shows its help."""
+    try:
+        yield
+    except CLICK_USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        command = error.ctx.command_path if error.ctx else "rotor"
+        message = " ".join(error.format_message().split()).removesuffix(".")
+        raise UsageError(f"{message[:1].lower()}{message[1:]}.", f"`{command} --help` has an example.") from None
+
+
 class Commands(typer.core.TyperGroup):
     """The commands; one that is interrupted says so, with its exit code."""
 
     def make_context(self, *arguments: Any, **keywords: Any) -> Any:
-        with resumable(lambda: UNTOUCHED):
+        with resumable(lambda: UNTOUCHED), _in_two_lines():
             return super().make_context(*arguments, **keywords)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -49,7 +66,7 @@ class Commands(typer.core.TyperGroup):
             formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
-        with resumable(lambda: UNTOUCHED):
+        with resumable(lambda: UNTOUCHED), _in_two_lines():
             return super().invoke(ctx)
 
 

@@ -19,7 +19,7 @@ from ..errors import UsageError
 from ..format.atomic import write_text
 from ..installing import pip_install
 from .data import ROTOR_JSON, ReportData, collect, format_bytes
-from .figures import figures
+from .figures import SIDE_NAMES, figures
 
 NAME = "report.html"
 TEMPLATE = "report.html.jinja"
@@ -95,13 +95,17 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
     Args:
         drawn: SVG by section; None where figures cannot be drawn, and tables stand open in their place.
     """
-    energies = [tuple(_columns_for(layer[side], 0.99) for side in ("qk", "vo")) for layer in data.spectra]
+    energies = [
+        {side: f"{_columns_for(values, 0.99)} of {len(values)}" for side, values in layer.items()}
+        for layer in data.spectra
+    ]
     return _template().render(
         data=data,
         figures=drawn or {},
         spectra_figures=[name for name in drawn or {} if name.startswith("spectra-")],
         with_figures=drawn is not None,
         energies=energies,
+        sides={side: name for side, name in SIDE_NAMES.items() if any(side in layer for layer in energies)},
         recipe_yaml=data.recipe.to_yaml(),
     )
 
