@@ -40,7 +40,7 @@ CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 @contextmanager
 def _in_two_lines() -> Iterator[None]:
-    """What Typer says of options and arguments becomes an error like all others; a bare `rotor` still shows its help."""
+    """What Typer says of options and arguments becomes an error like others; a bare `rotor` still shows its help."""
     try:
         yield
     except CLICK_USAGE_ERROR as error:
@@ -164,7 +164,8 @@ def root(
 def check_folder(folder: Path) -> None:
     """Raises MissingError where there is none."""
     if not folder.is_dir():
-        raise MissingError(f"{folder}: no such folder.", "Give a folder that `rotor export` wrote.")
+        said = "is a file" if folder.exists() else "no such folder"
+        raise MissingError(f"{folder}: {said}.", "Give a folder that `rotor export` wrote.")
 
 
 def command_line() -> str:
@@ -195,3 +196,12 @@ def shares(option: str, text: str | None) -> tuple[float, ...]:
         return tuple(dict.fromkeys(float(item) for item in split(text or "")))
     except ValueError:
         raise UsageError(f"{option} {text}: expected numbers.", f"Example: {option} 0.99,0.95") from None
+
+
+def check_results(*files: Path | None) -> None:
+    """Raises UsageError where one of these files, of those that were asked for, cannot be written."""
+    from ..format.places import check_file
+
+    for path in files:
+        if path is not None:
+            check_file(path)

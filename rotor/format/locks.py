@@ -32,7 +32,8 @@ def exclusive(folder: Path, command: str) -> Iterator[None]:
     Args:
         command: what is being done, for the message that another process gets.
     Raises:
-        UsageError: another process holds it; says which; or it lies below a file. CheckpointError: the lock file cannot be written, or what has
+        UsageError: another process holds it; says which; or it lies below a file.
+        CheckpointError: the lock file cannot be written, or what has
             its name is none.
     """
     path = lock_path(folder)

@@ -57,7 +57,7 @@ class Checkpoint:
     def _kind(self) -> str:
         """What to do where there is no config.json that can be read."""
         if (self.folder / "run.json").is_file():
-            return "It is a run folder of `rotor calibrate`: export it, and give the folder that it writes, or its source."
+            return "It is a run folder of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
         return "Give a folder that save_pretrained wrote."
 
     @property

@@ -79,10 +79,10 @@ class ReportData:
     """Everything that the page shows.
 
     kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
-    headline: (label, value, note). spectra: per layer and side (or JOINT) the singular values over the largest, averaged
-    over the groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of the point
-    that is shown; ratios_of: the split that they are on. reached: what each target that was asked for led to. ranks:
-    per layer its groups by KV heads. absent: section -> why there is nothing to show.
+    headline: (label, value, note). spectra: per layer and side (or JOINT) singular values over the largest, averaged
+    over the groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of
+    the point that is shown; ratios_of: the split that they are on. reached: what each target that was asked for led to.
+    ranks: per layer its groups by KV heads. absent: section -> why there is nothing to show.
     """
 
     kind: str

@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from ..calibration.run import Run
 from ..errors import UsageError
 from ..format.atomic import write_text
+from ..format.places import check_file
 from ..installing import pip_install
 from .data import ROTOR_JSON, ReportData, collect, format_bytes
 from .figures import SIDE_NAMES, figures
@@ -44,11 +45,12 @@ def report(folder: str | Path, out: str | Path | None = None, *, study: str | Pa
             OUT-report.html beside a checkpoint, whose files stay as its manifest says.
         study: folder of a study whose comparison of token sources is to be in it.
     Raises:
-        UsageError: `out` is not an .html file, or its folder does not exist. CheckpointError: a damaged folder.
+        UsageError: `out` is not an .html file, or cannot be written where it is. CheckpointError: a damaged folder.
     """
     path = _place(Path(folder)) if out is None else Path(out)
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise UsageError(f"{path}: a report is an .html file.", "Example: -o report.html")
+    check_file(path)
     data = collect(Path(folder), study=None if study is None else Path(study))
     return write(data, path)
 
