@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rotor.errors import CheckpointError, UsageError
+from rotor.errors import UsageError
 from rotor.format.locks import exclusive, lock_path
 
 HOLDER = """
