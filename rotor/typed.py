@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import reprlib
 import sys
 import types
@@ -132,11 +133,18 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
+    """Without aliases; 1e-3 and 4.8e12 are numbers, as in YAML 1.2 and everywhere else."""
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.YAMLError(f"an alias (*name) in line {mark.line + 1}; write the value out")
         return super().compose_node(parent, index)
+
+
+_PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def nearest_name(word: object, known: Iterable[str]) -> str:

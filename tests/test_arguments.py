@@ -46,6 +46,10 @@ REFUSED = {
     ("generate", "OUT", "x", "--prompt-file", "y"): (2, "got both of PROMPT and --prompt-file"),
     ("generate", "OUT", "--prompt-file", "y"): (2, "--prompt-file y: cannot be read (No such file or directory)"),
     ("run", "no-such-program"): (2, "rotor run no-such-program: no such program"),
+    ("calibrate",): (2, "error: missing argument 'model'.\n  `rotor calibrate --help` has an example.\n"),
+    ("calibrate", "MODEL", "-o", "RUN", "--batch-tokens", "0"): (2, "error: invalid value for '--batch-tokens'"),
+    ("calibrat", "MODEL"): (2, "Did you mean 'calibrate'"),
+    ("calibrate", "MODEL", "-o", "RUN", "--set", "groups.joint=maybe"): (2, "`rotor recipes --fields` has every field"),
 }
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
@@ -88,6 +92,7 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
     for (arguments, (code, text)), (got, error) in zip(REFUSED.items(), json.loads(done.stdout), strict=True):
         assert got == code, (arguments, error)
         assert text in error, arguments
+        assert error.count("\n") == (2 if code else 0), arguments
         assert "ROTOR_DEBUG" not in error, arguments
 
 

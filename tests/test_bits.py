@@ -21,6 +21,9 @@ from rotor.codes.layer import CodedBases
 from rotor.codes.quantiser import ColumnCode
 from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.export.export import export
+from rotor.export.model_card import _columns_row
+from rotor.format.columns import Columns
+from rotor.format.layout import GroupLayout, LayerLayout
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.projections import keys_before_rope
@@ -228,6 +231,18 @@ def test_dry_run_report_and_card_say_columns_by_bits(coded_run, tmp_path: Path):
     assert "at 8 bits" in card
     for page in (collect(result.folder), collect(run.folder)):
         assert all(cell.keys.widths and cell.values.widths for layer in page.ranks for cell in layer)
+
+
+def test_the_card_counts_a_joint_latent_once() -> None:
+    columns = Columns(n4=8)
+    joint = LayerLayout("pre", True, (GroupLayout.coded((0, 1), columns, None),)).to_dict()
+    apart = LayerLayout("post", False, (GroupLayout.coded((0, 1), columns, Columns(n2=16)),)).to_dict()
+    assert GroupLayout.coded((0, 1), columns, None).ranks_in_words == "8 joint"
+    rows = _columns_row([joint, apart])
+    assert rows == (
+        "| columns of latents, each of keys and values together | 8 at 4 bits |\n"
+        "| columns of key latents, of value latents | 8 at 4 bits; 16 at 2 bits |\n"
+    )
 
 
 def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):

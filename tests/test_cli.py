@@ -242,7 +242,7 @@ def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, cap
         importlib.import_module("rotor.search.rank_search"), "Placement", None
     )  # the disk is checked first
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    expect_error(capsys, 1, "GB needed", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
+    expect_error(capsys, 1, "0.0 MB free", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
     assert not (tmp_path / "out").exists()
 
 

@@ -97,7 +97,9 @@ LOAD = DecodeStep(32768, 8)
 def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int) -> None:
     shape, device = AttentionShape(layers, heads, 8, 128, hidden), find_device("h200")
     found = {(t.candidate, t.scenario): t for t in decode_times(shape, True, False, device, LOAD)}
-    assert {key for key, _ in found} == {f"{domain}-{size}" for domain in ("post", "pre") for size in (1, 2, 4, 8)}
+    kinds = ("post-{}", "pre-{}", "pre-{} joint")
+    assert {key for key, _ in found} == {kind.format(size) for kind in kinds for size in (1, 2, 4, 8)}
+    assert found["pre-8 joint", "1/2 at 4 bits"].seconds > 1.5 * found["pre-8", "1/2 at 4 bits"].seconds  # wider
     whole = layers * 2 * 8 * 128 * 2
     for (_, scenario), time in found.items():
         share = {"1/2 at 16 bits": 1 / 2, "1/4 at 16 bits": 1 / 4, "1/2 at 4 bits": 1 / 8, "1/2 at 2 bits": 1 / 16}
@@ -115,5 +117,7 @@ def test_decode_times_are_shown_as_a_prediction(tiny) -> None:
     assert "h200, 8 x 32768 tokens; arithmetic, not measured" in text
     data = inspect(DEMO_MODEL, "rotor", ["objective.device=l40s"]).to_dict()
     assert data["objective"]["device"] == "l40s"
-    assert {time["candidate"] for time in data["decode_times"]} == {"post-1", "post-2", "pre-1", "pre-2"}
-    assert {t.candidate for t in inspect(tiny("gpt2")).decode_times} == {"none-1", "none-2", "none-4"}
+    found = {time["candidate"] for time in data["decode_times"]}
+    assert found == {"post-1", "post-2", "pre-1", "pre-2", "pre-1 joint", "pre-2 joint"}
+    none = {"none-1", "none-2", "none-4"}
+    assert {t.candidate for t in inspect(tiny("gpt2")).decode_times} == {*none, *(f"{key} joint" for key in none)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rotor.errors import CheckpointError, UsageError
+from rotor.errors import UsageError
 from rotor.format.locks import exclusive, lock_path
 
 HOLDER = """
@@ -65,5 +65,5 @@ def test_nothing_is_left_after_errors_and_a_relative_path_is_the_same_folder(tmp
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"), exclusive(tmp_path / "file" / "run", "export"):
+    with pytest.raises(UsageError, match="file is no folder"), exclusive(tmp_path / "file" / "run", "export"):
         pass

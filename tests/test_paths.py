@@ -170,7 +170,7 @@ def test_the_root_files_and_long_names(run: Run, tmp_path: Path, capsys) -> None
         ("/", "is the root of the file system"),
         ("/..", "is the root of the file system"),
         (tmp_path / "file", "is a file"),
-        (tmp_path / "file" / "x", "cannot be written"),
+        (tmp_path / "file" / "x", "file is no folder"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):
         for command in (["export", run.folder, "--compression", "0.5"], ["calibrate", run.model_folder]):

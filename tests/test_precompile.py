@@ -270,7 +270,7 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
 def test_architectures() -> None:
     assert parse_archs("sm_80, sm_90,sm_80") == [80, 90]
     assert parse_archs("sm_120") == [120]
-    for wrong in ("", "90", "sm_9x", "sm_90a", "sm_80,,"):
+    for wrong in ("", "90", "sm_9x", "sm_90a", "sm_80,,", "sm_12", "sm_75"):
         with pytest.raises(UsageError, match="--arch"):
             parse_archs(wrong)
 

@@ -47,6 +47,9 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"a": os.fsdecode(b"caf\xe9")}
     assert victim.read_text() == "keep"
     assert {entry.name for entry in tmp_path.iterdir()} == {"a.json", "victim"}
+    (tmp_path / "link").symlink_to(tmp_path)  # what a user calls a folder
+    write_json(tmp_path / "link" / "a.json", {"b": 2})
+    assert json.loads(path.read_text()) == {"b": 2}
 
 
 def test_the_name_is_on_the_disk_before_the_write_returns(tmp_path: Path, monkeypatch) -> None:

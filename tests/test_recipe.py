@@ -35,6 +35,12 @@ def test_yaml_round_trip_keeps_every_field() -> None:
     assert recipe.search.targets == (0.97, 0.9)
 
 
+def test_an_exponent_makes_a_number() -> None:
+    """YAML 1.1 takes both for text, for want of a point and of a sign."""
+    recipe = load_recipe("rotor", ["search.resolution=1e-3", "cache.tiers=2.5e1"])
+    assert (recipe.search.resolution, recipe.cache.tiers) == (0.001, 25.0)
+
+
 def test_a_recipe_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_recipe("fdc").tokens.count = 1  # type: ignore[misc]

@@ -15,7 +15,7 @@ from rotor.cli import completion
 from rotor.cli.app import app
 from rotor.errors import RecipeError
 from rotor.prediction.devices import bundled_devices
-from rotor.recipe import Recipe, bundled_recipes, load_recipe, parse_recipe
+from rotor.recipe import EXPORT_SECTIONS, Recipe, bundled_recipes, load_recipe, parse_recipe
 from rotor.recipe.reference import field_texts, recipe_fields, reference_page
 
 SETTINGS = {
@@ -24,6 +24,11 @@ SETTINGS = {
     if isinstance(values, dict)
     for field in values
 }
+
+
+def test_the_help_of_export_names_what_can_still_be_set(capsys) -> None:
+    said = " ".join(rotor(capsys, "export", "--help")[1].split()).replace(" and ", ", ")
+    assert f"--set can still change the sections {', '.join(EXPORT_SECTIONS)}." in said
 
 
 @pytest.mark.parametrize("name", list(bundled_recipes()))

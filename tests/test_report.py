@@ -18,6 +18,9 @@ from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
+from rotor.format.atomic import write_json
+from rotor.format.manifest import MANIFEST
+from rotor.format.places import check_file
 from rotor.recipe.metric_registry import METRICS
 from rotor.report import report as report_module
 from rotor.report.data import _ratios, collect
@@ -245,6 +248,21 @@ def test_command(exported, tmp_path: Path, capsys) -> None:
     expect_error(capsys, 2, "a report is an .html file", "report", out, "-o", out / "model.safetensors")
     expect_error(capsys, 1, "neither run.json nor rotor.json", "report", DEMO_MODEL)
     expect_error(capsys, 2, "cannot be written", "report", run, "-o", tmp_path / "nowhere" / "page.html")
+
+
+def test_no_result_becomes_part_of_a_run_or_a_checkpoint(tmp_path: Path, capsys) -> None:
+    """`rotor validate` would find it there and fail, and a run would be refused."""
+    for kind in ("run", "checkpoint"):
+        (tmp_path / kind).mkdir()
+        write_json(tmp_path / kind / MANIFEST, {"rotor_manifest": 1, "kind": kind, "files": {}})
+        with pytest.raises(UsageError, match=f"lies in the {kind} "):
+            check_file(tmp_path / kind / "page.html")
+    check_file(tmp_path / "run" / "report.html")  # a run's own
+    out, inside = tmp_path / "checkpoint", tmp_path / "checkpoint" / "results.json"
+    for command in (["bench", out, "-o"], ["bench", out, "--device-file"], ["traffic", out, "-o"], ["gpu", "-o"]):
+        expect_error(capsys, 2, "lies in the checkpoint", *command, inside)
+    for option in ("schedule", "traffic"):
+        expect_error(capsys, 2, "lies in the checkpoint", option, out, "--plot", inside)
 
 
 def test_errors_name_the_folder(tmp_path: Path) -> None:

@@ -128,6 +128,24 @@ def test_ranks_have_their_denominators() -> None:
     assert set(shares) == {f"--share: {192 / 1024:.3f}"}
 
 
+def test_a_joint_latent_is_shown_once() -> None:
+    """Also where only some layers have one: no spectrum, rank or column of it stands under keys and under values."""
+    data, columns = made(4, coded=True), Columns(4, 8, 16, 0)
+    for layer in (1, 3):
+        data.ranks[layer] = [Cell.of(GroupLayout.coded((0, 1), columns, None), 32)]
+        data.spectra[layer] = {"joint": [1.0, 0.1]}
+        data.spectra_of[layer] = {"joint": "before RoPE, 2 heads a group"}
+    spectra = [name for name in _drawings(data) if name.startswith("spectra")]
+    assert spectra == ["spectra-qk-0", "spectra-vo-0", "spectra-joint-0"]
+    html = render(data, figures(data))
+    maps = html.split('<section id="ranks">')[1].split("</section>")[0].split("<caption>")[1:]
+    layers = {part.split("</caption>")[0]: re.findall(r"layer (\d)", part) for part in maps}
+    assert layers["latents of keys and values together"] == ["1", "3"]
+    assert layers["key latents (qk_rank)"] == layers["value latents (v_rank)"] == ["0", "2"]
+    rows = [re.sub("<[^>]*>", "|", row) for row in html.split("hold 99 % of the energy")[1].split("<tr>")[2:6]]
+    assert [re.findall(r"\d of \d", row) for row in rows] == [["1 of 3", "2 of 3"], ["1 of 2"]] * 2
+
+
 def test_no_card_is_empty() -> None:
     """What there is nothing of is a line with its reason, in one card, not a card of its own."""
     data = made()

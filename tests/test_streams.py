@@ -41,7 +41,7 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
         (">&-", 0, ""),
         (">&- 2>&-", 0, ""),
         ("</dev/null 2>/dev/full", 0, ""),
-        ("--unknown 2>/dev/full", 1, ""),
+        ("--unknown 2>/dev/full", 2, ""),
     ],
 )
 def test_streams_that_are_full_or_closed(redirection: str, code: int, text: str) -> None:

@@ -10,6 +10,8 @@ import torch
 from rotor.bases.layer import LayerBases
 from rotor.bases.pair import BasisPair
 from rotor.errors import UsageError
+from rotor.recipe import load_recipe
+from rotor.study import parts as study_parts
 from rotor.study.comparison import (
     align_signs,
     basis_difference,
@@ -103,3 +105,18 @@ def test_spectra_and_uniform_ranks_by_hand() -> None:
     assert uniform_ranks(wide, 0.3, "qk") == [[(7, 10)]] * 2
     assert uniform_ranks(wide, 0.99, "vo") == [[(10, 1)]] * 2
     assert relative_difference(torch.tensor([1.0, -3.0]), torch.tensor([2.0, -3.0])) == 0.25
+
+
+def test_parts_that_look_at_one_side_take_two_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A joint basis has no columns of one side: cutting or comparing them ended in an error of shapes."""
+    driver = object.__new__(study_parts.StudyParts)
+    monkeypatch.setattr(driver, "_text", lambda recipe, split: split, raising=False)
+    recipe = load_recipe("rotor")
+    assert recipe.joins_latents
+    assert not any(variant.joins_latents for variant in driver._token_variants(recipe).values())
+    measured: list[bool] = []
+    driver.store = {}  # type: ignore[assignment]
+    driver.at = 0.5
+    monkeypatch.setattr(driver, "_measure_variant", lambda key, r, *_: measured.append(r.joins_latents), raising=False)
+    driver.pruning("rotor", recipe)
+    assert set(measured) == {False}

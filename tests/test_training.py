@@ -104,7 +104,7 @@ def test_trainers_take_what_has_gradients(exported, coded: Path, caplog: pytest.
 def test_a_loss_of_codes_has_no_gradient(coded: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(coded)
     loss = loss_of(model)
-    with pytest.raises(UsageError, match=r"caches codes, which have no gradients(.|\n)*codes\.bits"):
+    with pytest.raises(UsageError, match=r"caches codes, which have no gradients(.|\n)*rotor-16"):
         loss.backward()
 
 

@@ -18,7 +18,7 @@ from .plan import SLACK, RankPath, RankPlan
 STEPS = 1024
 """Plans of a path lie at least one part in so many of the uncompressed bytes apart; others are made on demand."""
 
-GRAIN = f"at least one word of {WORD_BYTES} bytes a side of each group", "calibrate with larger groups.size"
+GRAIN = f"at least one word of {WORD_BYTES} bytes a latent", "calibrate with larger groups.size"
 """What plans of codes are made of, and what makes that finer."""
 
 

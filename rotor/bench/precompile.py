@@ -22,6 +22,9 @@ from ..prediction.kernels import Floor
 from ..progress import Progress
 from ..runtime.families import FAMILIES
 
+ARCHS = (80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
+"""Compute capabilities that kernels are compiled for: of an older or an unknown one the compiler ends the process."""
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -62,8 +65,9 @@ def parse_archs(text: str) -> list[int]:
     """
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if not re.fullmatch(r"sm_[1-9][0-9]{1,2}", name):
-            raise UsageError(f"--arch {text}: {name!r} is no architecture.", "Example: --arch sm_80,sm_90")
+        if not re.fullmatch(r"sm_[1-9][0-9]{1,2}", name) or int(name[3:]) not in ARCHS:
+            known = ", ".join(f"sm_{number}" for number in ARCHS)
+            raise UsageError(f"--arch {text}: {name!r} is no architecture that is compiled for.", f"Known are {known}.")
     return [int(name[3:]) for name in dict.fromkeys(names)]
 
 

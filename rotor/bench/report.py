@@ -78,6 +78,6 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
     """Write the result as JSON; raises UsageError if it cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json_text(report) + "\n", "utf-8")
+        write_text(path, json_text(report) + "\n")
     except OSError as error:
         raise UsageError(f"{path}: {error}", "Give another file with -o.") from error

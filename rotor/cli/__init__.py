@@ -25,6 +25,7 @@ def main() -> None:
     _prepare_streams()
     logging.setLogRecordFactory(PrintableRecord)
     warnings.formatwarning = _printable_warning
+    warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")  # of Triton's own future, once for each compilation
     for library in ("transformers", "lm_eval"):
         logging.getLogger(library).setLevel(logging.ERROR)
     try:

@@ -34,11 +34,28 @@ def resumable(how: Callable[[], str]) -> Iterator[None]:
         raise Interrupted("interrupted.", how()) from None
 
 
+CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""Click's UsageError, of which newer versions of Typer have a copy."""
+
+
+@contextmanager
+def _in_two_lines() -> Iterator[None]:
+    """What Typer says of options and arguments becomes an error like others; a bare `rotor` still shows its help."""
+    try:
+        yield
+    except CLICK_USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        command = error.ctx.command_path if error.ctx else "rotor"
+        message = " ".join(error.format_message().split()).removesuffix(".")
+        raise UsageError(f"{message[:1].lower()}{message[1:]}.", f"`{command} --help` has an example.") from None
+
+
 class Commands(typer.core.TyperGroup):
     """The commands; one that is interrupted says so, with its exit code."""
 
     def make_context(self, *arguments: Any, **keywords: Any) -> Any:
-        with resumable(lambda: UNTOUCHED):
+        with resumable(lambda: UNTOUCHED), _in_two_lines():
             return super().make_context(*arguments, **keywords)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -49,7 +66,7 @@ class Commands(typer.core.TyperGroup):
             formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
-        with resumable(lambda: UNTOUCHED):
+        with resumable(lambda: UNTOUCHED), _in_two_lines():
             return super().invoke(ctx)
 
 
@@ -147,7 +164,8 @@ def root(
 def check_folder(folder: Path) -> None:
     """Raises MissingError where there is none."""
     if not folder.is_dir():
-        raise MissingError(f"{folder}: no such folder.", "Give a folder that `rotor export` wrote.")
+        said = "is a file" if folder.exists() else "no such folder"
+        raise MissingError(f"{folder}: {said}.", "Give a folder that `rotor export` wrote.")
 
 
 def command_line() -> str:
@@ -178,3 +196,12 @@ def shares(option: str, text: str | None) -> tuple[float, ...]:
         return tuple(dict.fromkeys(float(item) for item in split(text or "")))
     except ValueError:
         raise UsageError(f"{option} {text}: expected numbers.", f"Example: {option} 0.99,0.95") from None
+
+
+def check_results(*files: Path | None) -> None:
+    """Raises UsageError where one of these files, of those that were asked for, cannot be written."""
+    from ..format.places import check_file
+
+    for path in files:
+        if path is not None:
+            check_file(path)

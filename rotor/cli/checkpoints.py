@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,12 +115,13 @@ def calibrate(
     if as_json:
         print_json({"run": str(run.folder), "recipe": run.recipe.name, **run.info})
         return
+    candidates = ", ".join(f"{key} joint" if found.joint else key for key, found in run.candidates.items())
     say(
-        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (domain-group size) "
-        f"{', '.join(run.info['candidates'])}, {run.info['tokens']['count']} tokens"
+        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (domain-group size) {candidates}, "
+        f"{run.info['tokens']['count']} tokens"
     )
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
-    say(f"Next: rotor export {run.folder} -o OUT --accuracy 0.99")
+    say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT --accuracy 0.99")
 
 
 def _how_to_resume(out: Path) -> str:
@@ -169,7 +171,12 @@ def export(
     offload: Offload = "auto",
     device_map: DeviceMap = None,
     measure: Annotated[
-        bool, typer.Option(" /--no-measure", help="Write --compression or --removal-rate without measuring accuracy.")
+        bool,
+        typer.Option(
+            " /--no-measure",
+            help="Write --compression or --removal-rate without measuring accuracy.",
+            show_default=False,
+        ),
     ] = True,
     cache: Annotated[
         str | None,
@@ -189,8 +196,8 @@ def export(
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
     An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
-    once, for the point that is written. Only the recipe's sections ranks, evaluation, search and objective can still
-    be changed with --set.
+    once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes, evaluation,
+    search, objective and cache.
     """
     from ..recipe.settings import Compute, ExportSettings, Goal
 
@@ -247,7 +254,7 @@ def export(
         say(f"Cache policy {name}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
-    say(f"Next: rotor validate {out}")
+    say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
 def _device_overrides(name: str | None, file: Path | None) -> list[str]:

@@ -42,8 +42,8 @@ def _print_decode_times(found: Any) -> None:
     scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
     rows = []
     for candidate in candidates:
-        cells = [times[candidate, scenario] for scenario in scenarios]
-        rows.append((candidate, *(f"{t.share:.2f} ({t.kv_bytes_per_token:,} B)" for t in cells)))
+        cells = [times.get((candidate, scenario)) for scenario in scenarios]
+        rows.append((candidate, *("" if t is None else f"{t.share:.2f} ({t.kv_bytes_per_token:,} B)" for t in cells)))
     load = found.objective
     title = (
         f"Predicted attention time of a decode step over the uncompressed model's, and bytes per token, by columns "

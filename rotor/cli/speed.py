@@ -17,6 +17,7 @@ from .app import (
     TargetDevice,
     app,
     check_folder,
+    check_results,
     command_line,
     numbers,
     print_json,
@@ -146,6 +147,7 @@ def schedule(
     is run, and no GPU is needed.
     """
     check_folder(folder)
+    check_results(plot)
 
     from ..bench.provenance import provenance
     from ..models.compressed import CompressedCheckpoint
@@ -205,6 +207,8 @@ def traffic(
     Counted from the checkpoint's layouts; with --measure also from the calls of real processes, which must send as
     many. Times are predicted from data-sheet rates of links: nothing is timed.
     """
+    check_results(out, plot)
+
     from ..bench.report import write_report
     from ..bench.traffic import measure_traffic
     from ..bench.traffic_plot import write_traffic_plot

@@ -18,6 +18,7 @@ from .app import (
     SourceModel,
     app,
     check_folder,
+    check_results,
     command_line,
     numbers,
     print_json,
@@ -67,6 +68,7 @@ def bench(
     """
     from ..recipe.settings import Compute
 
+    check_results(out, device_file)
     if engine != "transformers":
         if engine != "vllm":
             raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")

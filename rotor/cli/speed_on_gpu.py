@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .app import AsJson, Quiet, app, check_folder, command_line, print_json, split
+from .app import AsJson, Quiet, app, check_folder, check_results, command_line, print_json, split
 from .console import print_table, say, show_progress
 
 
@@ -50,6 +50,7 @@ def gpu(
     from ..bench.provenance import provenance
     from ..bench.report import write_report
 
+    check_results(out)
     if checkpoint is not None:
         check_folder(checkpoint)
     settings = GpuSettings(out, minutes, NAMES if phases is None else tuple(split(phases)), dry, checkpoint)

@@ -351,7 +351,10 @@ def separator_token(tokenizer: Any) -> int | None:
 def require_tokenizer(tokenizer: Any) -> None:
     """Raises DataError if there is no tokenizer to read text with."""
     if tokenizer is None:
-        raise DataError("text needs a tokenizer, and the model's folder has none.", "Add tokenizer.json to it.")
+        raise DataError(
+            "text needs a tokenizer, and the model's folder has none.",
+            "Add tokenizer.json to it; without one calibrate on random tokens, and export a --compression.",
+        )
 
 
 def check_ids(rows: Tensor, config: Any) -> None:

@@ -38,8 +38,9 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
 
 # {name}, KV cache compressed by rotor
 
-The weights of {name} with value, output and (where folded) key projections rotated and truncated. The KV cache
-holds {size["after"]} instead of {size["before"]} bytes per token ({100 * share["stored"]:.1f} % less).
+The weights of {name} with value, output and (where folded) key projections rotated and truncated.
+{_merged(layouts)}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
+({100 * share["stored"]:.1f} % less).
 
 | | |
 |---|---|
@@ -148,11 +149,16 @@ def _label(info: MetricInfo) -> str:
 def _columns_row(layouts: list[dict[str, Any]]) -> str:
     """The columns of all layers by bits, where they are codes."""
     groups = [GroupLayout.from_dict(group, ROTOR_JSON) for layout in layouts for group in layout["groups"]]
-    keys = in_words(group.qk_columns for group in groups if group.qk_columns)
-    if keys and all(group.joint for group in groups):
-        return f"| columns of latents, each of keys and values together | {keys} |\n"
-    values = in_words(group.v_columns for group in groups if group.v_columns)
-    return f"| columns of key latents, of value latents | {keys}; {values} |\n" if keys else ""
+    together = in_words(group.qk_columns for group in groups if group.joint and group.qk_columns)
+    keys = in_words(group.qk_columns for group in groups if not group.joint and group.qk_columns)
+    values = in_words(group.v_columns for group in groups if not group.joint and group.v_columns)
+    rows = f"| columns of latents, each of keys and values together | {together} |\n" if together else ""
+    return rows + (f"| columns of key latents, of value latents | {keys}; {values} |\n" if keys else "")
+
+
+def _merged(layouts: list[dict[str, Any]]) -> str:
+    joint = any(group.get("joint", False) for layout in layouts for group in layout["groups"])
+    return "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n" if joint else ""
 
 
 def _domain(domain: str) -> str:

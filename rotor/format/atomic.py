@@ -26,7 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
-        sync(path.parent)
+        sync(path.parent.resolve())  # what a user calls a folder may be a link to it
     except BaseException:
         with suppress(OSError):
             temporary.unlink()

@@ -127,6 +127,11 @@ class GroupLayout:
         joint, v_columns = v_columns is None, v_columns or qk_columns
         return cls(kv_heads, qk_columns.rank, v_columns.rank, (), qk_columns, v_columns, joint)
 
+    @property
+    def ranks_in_words(self) -> str:
+        """`48+32` of keys and values, or `96 joint`."""
+        return f"{self.qk_rank} joint" if self.joint else f"{self.qk_rank}+{self.v_rank}"
+
     def row_bytes(self, element_bytes: int) -> tuple[int, int]:
         """Bytes that the group takes in a token's key and value row, in a model whose dtype takes element_bytes."""
         qk_bytes, v_bytes = self.read_bytes(element_bytes)

@@ -32,13 +32,18 @@ def exclusive(folder: Path, command: str) -> Iterator[None]:
     Args:
         command: what is being done, for the message that another process gets.
     Raises:
-        UsageError: another process holds it; says which. CheckpointError: the lock file cannot be written, or what has
+        UsageError: another process holds it; says which; or it lies below a file.
+        CheckpointError: the lock file cannot be written, or what has
             its name is none.
     """
     path = lock_path(folder)
     with ExitStack() as held:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                file = next(above for above in path.parents if above.exists())
+                raise UsageError(f"{folder}: {file} is no folder.", "Choose another place.") from error
             descriptor = _lock_file(path, held)
             _lock_folder(folder, held, alone=descriptor is None)
             if descriptor is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..errors import CheckpointError, UsageError
 from .atomic import sync, write_json
 from .json_files import read_json
-from .manifest import MARKERS, UNFINISHED, Kind, Manifest
+from .manifest import CHANGING, MANIFEST, MARKERS, UNFINISHED, Kind, Manifest
 
 INSIDE = re.compile(r"\.rotor-([0-9a-f]{16}|partial)")
 """What rotor keeps in a folder that it cannot rename."""
@@ -121,6 +121,27 @@ def check_apart(
             for path in (read, *linked):
                 if is_same_or_inside(path, folder) or (path.is_dir() and identity(path) in mounted):
                     raise UsageError(f"{folder}: contains {path}, which rotor reads from.", "Choose another folder.")
+
+
+def check_file(path: Path) -> None:
+    """Raises UsageError where a result cannot become this file, before it is worked for.
+
+    A folder has its name, nothing can be written above it, or it would be foreign to a run or a checkpoint.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder.", "Give the name of a file.")
+    place = path.resolve()
+    above = next(folder for folder in place.parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UsageError(f"{path}: {above} is no folder that can be written to.", "Choose another place.")
+    for folder in place.parents:
+        with suppress(CheckpointError):
+            kind = Manifest.read(folder).kind
+            if not CHANGING[kind].fullmatch(place.relative_to(folder).as_posix()):
+                raise UsageError(
+                    f"{path}: lies in the {kind} {folder}, whose {MANIFEST} has every file that belongs there.",
+                    "Choose a place outside of it.",
+                )
 
 
 def identity(path: Path) -> tuple[int, int] | None:

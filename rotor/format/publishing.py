@@ -66,7 +66,8 @@ def check_space(place: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise CheckpointError(
-            f"{place}: {free / 1e9:.2f} GB free, {needed_bytes / 1e9:.2f} GB needed.", "Free space, or choose another."
+            f"{place}: {free / 1e6:,.1f} MB free, {needed_bytes / 1e6:,.1f} MB needed.",
+            "Free space, or choose another place.",
         )
 
 

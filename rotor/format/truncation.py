@@ -26,7 +26,7 @@ def truncate_layer(
         raise UsageError(
             "rank profiles need columns of 16 bits, and this checkpoint has columns of fewer, ordered by bits rather "
             "than by what they are worth.",
-            "Export one checkpoint for each accuracy, or an elastic one with --set codes.bits=[0,16].",
+            "Export one checkpoint for each accuracy, or an elastic one of columns of 16 bits (recipe rotor-16).",
         )
     groups = [
         GroupLayout(group.kv_heads, qk_rank, v_rank, group.planes[: qk_rank // 2])

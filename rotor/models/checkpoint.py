@@ -44,14 +44,21 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise MissingError(f"{folder}: no such folder.", "Give the folder of a downloaded model.")
+            said = "is a file" if self.folder.exists() else "no such folder"
+            raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
         _refuse_pointers(self.folder)
         _refuse_other_formats(self.folder)
-        self.config_dict = read_json(self.folder / "config.json", "Give a folder that save_pretrained wrote.")
+        self.config_dict = read_json(self.folder / "config.json", self._kind())
         check_config(self.folder / "config.json", self.config_dict)
         self.file_of = self._locate()
         self._handles: dict[str, Any] = {}
         self._check_index()
+
+    def _kind(self) -> str:
+        """What to do where there is no config.json that can be read."""
+        if (self.folder / "run.json").is_file():
+            return "It is a run folder of `rotor calibrate`: give its source model, or what `rotor export` makes of it."
+        return "Give a folder that save_pretrained wrote."
 
     @property
     def files(self) -> list[str]:

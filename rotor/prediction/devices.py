@@ -97,8 +97,6 @@ def parse_devices(text: str, where: str) -> dict[str, Device]:
     devices = {}
     for key, fields in data.items():
         name = key if isinstance(key, str) else shorten(key)
-        if isinstance(fields, Mapping):
-            fields = {field: _number(value) if field in RATES else value for field, value in fields.items()}
         device: Device = Reader(where).read(Device, fields, name)
         for rate in (*RATES, *COUNTS):
             value = getattr(device, rate)
@@ -106,11 +104,3 @@ def parse_devices(text: str, where: str) -> dict[str, Device]:
                 raise RecipeError(f"{where}: {name}.{rate}: got {value}, expected a positive number.")
         devices[name] = device
     return devices
-
-
-def _number(value: object) -> object:
-    """YAML 1.1 takes 4.8e12, with no sign in its exponent, for a string."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value

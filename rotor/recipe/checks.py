@@ -14,6 +14,8 @@ from ..typed import Reader, nearest_name
 from .metric_registry import LM_EVAL, METRICS
 from .recipe import Recipe
 
+FIELDS_HINT = "`rotor recipes --fields` has every field, what it may be and what it decides."
+
 LARGEST: dict[str, int] = {
     **dict.fromkeys(
         (
@@ -174,7 +176,7 @@ NAMES: dict[str, Mapping[str, BasisMethod | RankMethod]] = {
 
 def check(recipe: Recipe, where: str) -> None:
     """Check what the types do not express."""
-    reader = Reader(f"recipe {where}")
+    reader = Reader(f"recipe {where}", hint=FIELDS_HINT)
 
     def value(name: str) -> Any:
         return attrgetter(name)(recipe)
@@ -198,5 +200,6 @@ def check(recipe: Recipe, where: str) -> None:
     if metric not in METRICS and (not metric.startswith(LM_EVAL) or not task.strip()):
         raise RecipeError(
             f"recipe {where}: evaluation.metric: got {metric!r}, expected one of {', '.join(METRICS)} "
-            f"or {LM_EVAL}TASK{nearest_name(metric, [*METRICS, LM_EVAL])}"
+            f"or {LM_EVAL}TASK{nearest_name(metric, [*METRICS, LM_EVAL])}",
+            FIELDS_HINT,
         )

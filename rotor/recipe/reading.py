@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import RecipeError
 from ..typed import Reader, nearest_name, read_text, read_yaml
-from .checks import check
+from .checks import FIELDS_HINT, check
 from .recipe import Recipe
 
 
@@ -70,7 +70,7 @@ def _bundled(name: str) -> Recipe:
 def parse_recipe(text: str, where: str) -> Recipe:
     """Parse a recipe's YAML text; `where` names it in errors."""
     data = read_yaml(text, f"recipe {where}")
-    recipe: Recipe = Reader(f"recipe {where}").read(Recipe, data)
+    recipe: Recipe = Reader(f"recipe {where}", hint=FIELDS_HINT).read(Recipe, data)
     check(recipe, where)
     return recipe
 
@@ -106,6 +106,6 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
                 target = target[key]
         target[keys[-1]] = read_yaml(value, f"--set {item}")
     where = "--set" if overrides else recipe.name
-    result: Recipe = Reader(f"recipe {where}").read(Recipe, data)
+    result: Recipe = Reader(f"recipe {where}", hint=FIELDS_HINT).read(Recipe, data)
     check(result, where)
     return result

@@ -35,6 +35,8 @@ from .advice import steps_of_checkpoint, steps_of_run
 from .cells import Cell, cells_of_layouts, cells_of_point
 
 SIDES = ("qk", "vo")
+JOINT = "joint"
+"""What stands for both sides where keys and values share a latent."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,10 @@ class ReportData:
     """Everything that the page shows.
 
     kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
-    headline: (label, value, note). spectra: per layer and side the singular values over the largest, averaged over the
-    groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of the point
-    that is shown; ratios_of: the split that they are on. reached: what each target that was asked for led to. ranks:
-    per layer its groups by KV heads. absent: section -> why there is nothing to show.
+    headline: (label, value, note). spectra: per layer and side (or JOINT) singular values over the largest, averaged
+    over the groups; spectra_of: by side, what those of a layer are of. ratios: (name, value or why there is none) of
+    the point that is shown; ratios_of: the split that they are on. reached: what each target that was asked for led to.
+    ranks: per layer its groups by KV heads. absent: section -> why there is nothing to show.
     """
 
     kind: str
@@ -269,7 +271,8 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     chosen = [layer[key] for layer, key in zip(spectra, choice, strict=True)]
     data.spectra_of = [_spectrum_names(run, key) for key in choice]
     data.spectra = [
-        {side: _mean_spectrum(values) for side, values in zip(SIDES, layer, strict=True)} for layer in chosen
+        {side: _mean_spectrum(layer[SIDES.index(side)] if side in SIDES else layer[0]) for side in names}
+        for names, layer in zip(data.spectra_of, chosen, strict=True)
     ]
     if point and not data.ranks:
         data.ranks = cells_of_point(run, point)
@@ -309,12 +312,14 @@ def _loss(
 
 
 def _spectrum_names(run: Run, key: str) -> dict[str, str]:
-    """By side, what a candidate's singular values are of; those of different names belong into different axes."""
+    """By side, what a candidate's singular values are of; those of different names belong into different axes.
+
+    A joint latent has one set of them, of `joint`.
+    """
     domain, heads, joint = run.candidates[key]
     where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[domain]
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
-    shared = " in one latent with the other side" if joint else ""
-    return {"qk": where + size + shared, "vo": size + shared}
+    return {JOINT: where + size} if joint else {"qk": where + size, "vo": size}
 
 
 def _mean_spectrum(values: Any) -> list[float]:

@@ -15,13 +15,13 @@ from html import escape
 from typing import Any
 
 from .axes import accuracy_axis, layer_colours, layer_legend, shown_loss
-from .data import SIDES, ReportData
+from .data import JOINT, SIDES, ReportData
 from .style import STYLE
 
 INK, KEYS, VALUES, MUTED, ACCENT = "#010203", "#010204", "#010205", "#010206", "#010207"
 COLOURS = {INK: "currentColor", KEYS: "var(--keys)", VALUES: "var(--values)", MUTED: "var(--muted)"}
 COLOURS[ACCENT] = "var(--accent)"
-SIDE_NAMES = {"qk": "keys", "vo": "values"}
+SIDE_NAMES = {"qk": "keys", "vo": "values", JOINT: "keys and values together"}
 
 SVG_STYLE: dict[Any, Any] = {
     **STYLE,
@@ -77,9 +77,9 @@ def _drawings(data: ReportData) -> dict[str, Drawing]:
     if data.losses:
         text = f"KL divergence with one of {len(data.losses)} layers compressed alone; numbers below."
         found["losses"] = Drawing(lambda figure: _draw_losses(figure.subplots(), data), text)
-    for side in SIDES:
-        names = [of[side] for of in data.spectra_of]
-        for number, name in enumerate(dict.fromkeys(names)):
+    for side in SIDE_NAMES:
+        names = [of.get(side) for of in data.spectra_of]
+        for number, name in enumerate(name for name in dict.fromkeys(names) if name is not None):
             layers = [index for index, of in enumerate(names) if of == name]
             text = f"Singular values of the {SIDE_NAMES[side]} ({name}) of {len(layers)} layers, falling from 1"
             draw = partial(_draw_spectra, data=data, side=side, layers=layers, name=name)
@@ -139,7 +139,7 @@ def _draw_spectra(figure: Any, *, data: ReportData, side: str, layers: list[int]
         share = [(i + 1) / len(values) for i in range(len(values))]
         axes.plot(share, values, color=colours[index], linewidth=1.2)
         if data.ranks:
-            ranks = [cell.side(SIDE_NAMES[side]).rank for cell in data.ranks[index]]
+            ranks = [(cell.values if side == "vo" else cell.keys).rank for cell in data.ranks[index]]
             kept = min(max(round(sum(ranks) / len(ranks)), 1), len(values))
             axes.plot([share[kept - 1]], [values[kept - 1]], "o", color=colours[index], markersize=4)
     axes.set_yscale("log")

@@ -17,9 +17,10 @@ from markupsafe import Markup, escape
 from ..calibration.run import Run
 from ..errors import UsageError
 from ..format.atomic import write_text
+from ..format.places import check_file
 from ..installing import pip_install
 from .data import ROTOR_JSON, ReportData, collect, format_bytes
-from .figures import figures
+from .figures import SIDE_NAMES, figures
 
 NAME = "report.html"
 TEMPLATE = "report.html.jinja"
@@ -44,11 +45,12 @@ def report(folder: str | Path, out: str | Path | None = None, *, study: str | Pa
             OUT-report.html beside a checkpoint, whose files stay as its manifest says.
         study: folder of a study whose comparison of token sources is to be in it.
     Raises:
-        UsageError: `out` is not an .html file, or its folder does not exist. CheckpointError: a damaged folder.
+        UsageError: `out` is not an .html file, or cannot be written where it is. CheckpointError: a damaged folder.
     """
     path = _place(Path(folder)) if out is None else Path(out)
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise UsageError(f"{path}: a report is an .html file.", "Example: -o report.html")
+    check_file(path)
     data = collect(Path(folder), study=None if study is None else Path(study))
     return write(data, path)
 
@@ -95,13 +97,17 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
     Args:
         drawn: SVG by section; None where figures cannot be drawn, and tables stand open in their place.
     """
-    energies = [tuple(_columns_for(layer[side], 0.99) for side in ("qk", "vo")) for layer in data.spectra]
+    energies = [
+        {side: f"{_columns_for(values, 0.99)} of {len(values)}" for side, values in layer.items()}
+        for layer in data.spectra
+    ]
     return _template().render(
         data=data,
         figures=drawn or {},
         spectra_figures=[name for name in drawn or {} if name.startswith("spectra-")],
         with_figures=drawn is not None,
         energies=energies,
+        sides={side: name for side, name in SIDE_NAMES.items() if any(side in layer for layer in energies)},
         recipe_yaml=data.recipe.to_yaml(),
     )
 

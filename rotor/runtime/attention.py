@@ -294,7 +294,7 @@ class RotorAttention(nn.Module):
         return self.get_submodule(norm)(heads) if norm in self._modules else heads
 
     def extra_repr(self) -> str:
-        ranks = ", ".join(f"{g.qk_rank}+{g.v_rank}" for g in self.layout.groups)
+        ranks = ", ".join(group.ranks_in_words for group in self.layout.groups)
         text = f"domain={self.layout.domain}, group_size={self.layout.group_size}, ranks=[{ranks}]"
         return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
 
@@ -382,7 +382,7 @@ def rotor_attention_forward(
 
 def _refuse_gradients(gradient: Tensor) -> None:
     """Keys and values get no gradient through their codes: what is left of it would train something else."""
-    raise UsageError(NO_GRADIENTS, "Export the model with --set codes.bits=[0,16], and train that.")
+    raise UsageError(NO_GRADIENTS, "Export a run of columns of 16 bits (recipe rotor-16), and train that.")
 
 
 def _check_mask(mask: Tensor, module: RotorAttention, batch_size: int, seq_len: int, kv_len: int) -> None:

@@ -50,7 +50,8 @@ class ExportJob:
             raise UsageError(
                 f"--elastic: codes.bits {list(recipe.codes.bits)} folds the step of each column's code into the "
                 "weights, for one width: a profile cannot lower bits, only drop columns of 16.",
-                "Export once for each accuracy from this run, or give --set codes.bits=[0,16].",
+                "Export once for each accuracy from this run; elastic are columns of 16 bits (recipe rotor-16, "
+                "--set bases.refit=false).",
             )
         if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
             raise UsageError(

@@ -197,7 +197,7 @@ class StudyParts:
             values = ("null" if value is None else value for value in fields.values())
             changes = [f"prune.{field}={value}" for field, value in zip(fields, values, strict=True)]
             try:
-                self._measure_variant(key, override(recipe, changes), {"recipe": name, **fields}, None)
+                self._measure_variant(key, override(_of_two_latents(recipe), changes), {"recipe": name, **fields}, None)
             except DataError as error:
                 self.store.put(key, {"recipe": name, **fields, "skipped": error.message})
 
@@ -246,7 +246,8 @@ class StudyParts:
         }
         # The folders hold one split each: with other held-out text, nothing is left out of them.
         apart = Evaluation()
-        return {s: replace(recipe, tokens=changed, evaluation=apart) for s, changed in variants.items()}
+        two = _of_two_latents(recipe)
+        return {s: replace(two, tokens=changed, evaluation=apart) for s, changed in variants.items()}
 
     def _text(self, recipe: Recipe, split: str) -> Path:
         """A folder with the documents of a third of the held-out text, one file each."""
@@ -281,6 +282,11 @@ class StudyParts:
                 "Delete it, and the study calibrates again.",
             )
         return run
+
+
+def _of_two_latents(recipe: Recipe) -> Recipe:
+    """The recipe with a latent for keys and one for values: what looks at one side alone needs a basis of that side."""
+    return replace(recipe, groups=replace(recipe.groups, joint=False))
 
 
 def reads_tokens(recipe: Recipe) -> bool:

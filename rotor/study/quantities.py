@@ -16,10 +16,11 @@ def quantity(store: StudyStore, name: str, side: str) -> str:
     if not settings:
         return ""
     method = settings["bases"][side]
+    shared = " (groups.joint)" if settings["groups"].get("joint") else ""  # of keys and values stacked
     if side == "vo":
-        return f"by {method}"
+        return f"by {method}{shared}"
     where = {"pre": ", before RoPE", "post": ", after RoPE"}.get(settings["groups"]["domain"], "")
-    return f"by {method}{where}"
+    return f"by {method}{where}{shared}"
 
 
 def token_sides(store: StudyStore, name: str) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ class StudyPlan:
         if asked is not None and "front" in asked and not allocating:
             raise UsageError(
                 f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",
-                f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor has.",
+                f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor-16 has.",
             )
         base: Recipe | None = None
         variants: dict[str, Recipe] = {}

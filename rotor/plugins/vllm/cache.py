@@ -81,5 +81,5 @@ class RotorCache(nn.Module, AttentionLayerBase):
 
     def extra_repr(self) -> str:
         layout = self.impl.layout
-        ranks = ", ".join(f"{g.qk_rank}+{g.v_rank}" for g in layout.groups)
+        ranks = ", ".join(group.ranks_in_words for group in layout.groups)
         return f"domain={layout.domain}, ranks=[{ranks}], row_bytes={self.row_bytes}, kernels={self.impl.use_kernels}"

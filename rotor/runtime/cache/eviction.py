@@ -107,7 +107,7 @@ class Eviction(Policy):
         if self.bits < 16:
             raise UsageError(
                 f"cache policy {self.method}: bits {self.bits}: this checkpoint's rows are codes already.",
-                "Leave bits at 16, or use a recipe whose columns have 16 bits (codes.bits=[0,16]).",
+                "Leave bits at 16, or use a recipe whose columns have 16 bits (rotor-16).",
             )
 
     @abstractmethod

@@ -35,7 +35,7 @@ class Quantiser(Policy):
     def check_coded(self) -> None:
         raise UsageError(
             f"cache policy {self.method}: this checkpoint's rows are codes already, which it would take for numbers.",
-            "Use --cache none or a policy that evicts, or a recipe whose columns have 16 bits (codes.bits=[0,16]).",
+            "Use --cache none or a policy that evicts, or a recipe whose columns have 16 bits (rotor-16).",
         )
 
 
