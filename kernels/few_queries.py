@@ -13,12 +13,14 @@ from rotor.format.layout import LayerLayout
 
 from .defaults import default_layer
 from .layer_table import REGISTER_COLUMNS, SHARES, Bodies, Column, LayerParts, layer_parts
+from .occupancy import MOST_REGISTERS
 from .tile_sizes import (
     HOPPER,
     MANY_PIECES,
     REBUILT_COLUMNS,
     Gpu,
     most_pieces,
+    narrow_tile,
     padded_columns,
     precision,
     prefill_shape,
@@ -58,7 +60,10 @@ def few_constants(
     most_rows, most_keys = min(b.rows for b in blocks if b), min(b.columns for b in blocks if b)
     rows, tile, warps = prefill_shape([(key, 0), (value, 0)], most_rows, most_keys, element_bytes, pre, gpu)
     few, many = ROWS
-    rows = min(rows, few if seq_len * pack <= few else many)
+    wanted = few if seq_len * pack <= few else many
+    if _crowded(bodies, pre):
+        wanted = few if pre and gpu.registers_hold_operands else many
+    rows = min(rows, wanted)
     wide = pre and max(key, value) > REGISTER_COLUMNS
     if wide and value > REGISTER_COLUMNS:
         rows = few
@@ -68,8 +73,8 @@ def few_constants(
     elif layout.coded and not rebuilt and gpu.registers_hold_operands and value > 64:
         tile = 16
     narrow = rows == few and not pre
-    if narrow and layout.coded and max(len(body[1]) for body in bodies) > 2:
-        tile = min(tile, 32)  # of codes of three widths and more, four warps cannot hold 64 keys
+    if narrow:
+        tile = narrow_tile(tile, max(len(body[1]) for body in bodies))
     half = head_dim // 2 if pre else 0
     constants = {
         "BODIES": bodies,
@@ -88,6 +93,8 @@ def few_constants(
         "COLUMNS": REBUILT_COLUMNS if wide else 0,
         "num_warps": 4 if narrow else warps,
         "num_stages": 2,
+        # Left to itself the assembler stops earlier, where several bodies spill; two programs an SM have so many.
+        "maxnreg": MOST_REGISTERS if (narrow or warps == 4) and len(bodies) > 1 else None,
     }
     tight = narrow and gpu.registers_hold_operands and value > 128  # spills 8 bytes with three stages
     deeper = constants | {"num_stages": 3}
@@ -97,6 +104,13 @@ def few_constants(
     while few_shared_bytes(constants, element_bytes) > gpu.shared_bytes and shrink(constants, *order):
         pass
     return constants
+
+
+def _crowded(bodies: Bodies, pre: bool) -> bool:
+    """Whether values have codes of all four widths, or keys are rebuilt here from many: the registers then hold one
+    number of rows without spilling, 64 where products read their operands from shared memory, else 16.
+    """
+    return max(len(values) for _, values in bodies) > 3 or (pre and most_pieces(bodies) >= MANY_PIECES)
 
 
 def _rebuilt_bodies(parts: LayerParts, head_dim: int) -> Bodies:

@@ -406,11 +406,20 @@ def can_be_cut(constants: dict[str, Any]) -> bool:
 
 
 def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
-    value = padded_columns(constants["VALUES"])
+    """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`.
+
+    Codes take three stages: with two the compiler spills 8 and 16 bytes of three and four widths.
+    """
+    values = constants["VALUES"]
     rows = constants["ROWS"] // PIECES
-    tile = min(16 if rows * value > 2048 else 32, constants["TILE"])
-    return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
+    tile = min(16 if rows * padded_columns(values) > 2048 else 32, narrow_tile(constants["TILE"], len(values)))
+    stages = 3 if values[0][0] else constants["num_stages"]
+    return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4, "num_stages": stages}
+
+
+def narrow_tile(tile: int, pieces: int) -> int:
+    """Keys of a tile that four warps hold beside 16 rows: fewer where values have codes of three widths, and of four."""
+    return min(tile, {3: 32, 4: 16}.get(pieces, tile))
 
 
 def prefill_workers(constants: dict[str, Any], sms: int) -> int:

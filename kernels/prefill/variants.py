@@ -88,7 +88,7 @@ def prefill_variants(
 
 
 def _variant(name: str, kernel: Any, pointers: dict[str, torch.dtype], constants: dict[str, Any]) -> Variant:
-    options = {option: constants[option] for option in ("num_warps", "num_stages")}
+    options = {name: constants[name] for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     fixed = {k: v for k, v in constants.items() if k not in options}
     return Variant(name, kernel, dict(pointers), fixed, ("scale", "softcap"), options)
 
