@@ -74,7 +74,7 @@ def few_constants(
         tile = 16
     narrow = rows == few and not pre
     if narrow:
-        tile = narrow_tile(tile, max(len(body[1]) for body in bodies))
+        tile = min(narrow_tile(tile, values) for _, values in bodies)
     half = head_dim // 2 if pre else 0
     constants = {
         "BODIES": bodies,

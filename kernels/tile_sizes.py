@@ -412,14 +412,20 @@ def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
     """
     values = constants["VALUES"]
     rows = constants["ROWS"] // PIECES
-    tile = min(16 if rows * padded_columns(values) > 2048 else 32, narrow_tile(constants["TILE"], len(values)))
+    tile = min(16 if rows * padded_columns(values) > 2048 else 32, narrow_tile(constants["TILE"], values))
     stages = 3 if values[0][0] else constants["num_stages"]
     return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4, "num_stages": stages}
 
 
-def narrow_tile(tile: int, pieces: int) -> int:
-    """Keys of a tile that four warps hold beside 16 rows: fewer where values have codes of three widths, and of four."""
-    return min(tile, {3: 32, 4: 16}.get(pieces, tile))
+NARROW_COLUMNS = 96
+"""Columns of values in codes of three widths, from which on a tile of 32 keys spills beside 16 rows in four warps."""
+
+
+def narrow_tile(tile: int, values: tuple[StaticPiece, ...] | tuple[Piece, ...]) -> int:
+    """Keys of a tile that four warps hold beside 16 rows: fewer where values have codes of three widths, or of four."""
+    if len(values) < 3:
+        return tile
+    return min(tile, 16 if len(values) > 3 or padded_columns(values) > NARROW_COLUMNS else 32)
 
 
 def prefill_workers(constants: dict[str, Any], sms: int) -> int:

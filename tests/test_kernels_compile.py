@@ -17,8 +17,8 @@ from rotor.kernels.decode.kernel import decode_kernel
 from rotor.kernels.decode.longest_first import assign_variant
 from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.defaults import default_config, default_layer, with_slow_planes
-from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.few_queries import few_shared_bytes
+from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.few_kernel import few_kernel
 from rotor.kernels.prefill.kernel import prefill_kernel
 from rotor.kernels.prefill.rebuild import rebuild_kernel

@@ -218,8 +218,8 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from rotor.kernels import masks
     from rotor.kernels.decode import combine, longest_first
     from rotor.kernels.decode import kernel as decode
-    from rotor.kernels.prefill import kernel as prefill
     from rotor.kernels.prefill import few_kernel, rebuild, slices
+    from rotor.kernels.prefill import kernel as prefill
     from rotor.kernels.projection import append, coded, rotation
     from rotor.kernels.scores import kernel as scores
     from rotor.kernels.specialise import model_variants

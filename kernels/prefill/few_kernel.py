@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 """Few new tokens against a long cache: all groups of a layer in one launch, their keys split over programs.
 
 Floor: bytes of the compressed keys and values that are attended / memory bandwidth, as in decoding. Widths and places

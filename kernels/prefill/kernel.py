@@ -32,6 +32,7 @@ INTEGERS = [
 ]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
 
+
 @triton.jit(do_not_specialize=INTEGERS)
 def prefill_kernel(
     query, key, value, output, lse, first_key, end_key, holes, block_table, mask, cos, sin, basis, constant, tasks,

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 """Attention of a row block: some rows of queries that share keys, against the tiles of keys that they are given.
 
 What the kernel of whole prompts and that of few queries do alike; they differ in how they find their rows, widths and

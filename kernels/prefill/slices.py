@@ -30,7 +30,7 @@ from ..launch import launch
 from ..layer_table import MOST_SHARES, SHARES
 from ..table_fields import FIRST_HEAD, OUTPUT_OFFSET, V_RANK
 from .few_kernel import SLICE_FIELDS, programs_before, programs_of, step_of
-from .tasks import row_block_at, row_blocks, task_count
+from .tasks import row_block_at, row_blocks
 
 LEAST_KEYS = 128
 """Of a slice: shorter ones would take as long as joining them."""

@@ -36,8 +36,8 @@ def print_inspection(found: Any) -> None:
 
 
 def _print_decode_times(found: Any) -> None:
-    """Candidates down, scenarios with their bytes across; times as shares of the uncompressed model's, "-" where latents
-    are too wide for the kernels.
+    """Candidates down, scenarios with their bytes across; times as shares of the uncompressed model's, "-" where the
+    kernels do not serve such wide latents.
     """
     times = {(t.candidate, t.scenario): t for t in found.decode_times}
     candidates = list(dict.fromkeys(t.candidate for t in found.decode_times))

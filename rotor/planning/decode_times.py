@@ -1,5 +1,5 @@
-"""Predicted times of a decode step, and bytes, of every candidate: domain, group size, and whether keys and values share
-one latent. Nothing is measured.
+"""Predicted times of a decode step, and bytes, of every candidate: domain, group size, and whether keys and values
+share one latent. Nothing is measured.
 """
 
 from __future__ import annotations

@@ -53,13 +53,7 @@ def fastest(
     """
     widths = {(group.qk_rank, group.v_rank) for group in layout.groups}
     rows = layout.group_size * shape.heads_per_kv
-    if (
-        layout.domain != "pre"
-        or layout.coded
-        or len(widths) > 1
-        or rows > MOST_ROWS
-        or frequencies is None
-    ):
+    if layout.domain != "pre" or layout.coded or len(widths) > 1 or rows > MOST_ROWS or frequencies is None:
         return None
 
     def seconds(slow: SlowPlanes | None) -> float:

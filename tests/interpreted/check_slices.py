@@ -182,7 +182,7 @@ def test_slices_are_as_even_as_tiles_allow(joined) -> None:
 
 
 def test_one_plan_has_the_slices_of_all_widths(joined) -> None:
-    """For a quarter of the mean's nine programs up to four times as many; what a mean unit's plan says is among them."""
+    """For a quarter of the mean's nine programs up to four times as many; each is the plan of that many programs."""
     joined.append("of no interest here")
     keys = PrefillKeys.causal(torch.tensor([2, 1, 0]), torch.tensor([130, 3, 0]), torch.tensor([1000, 90, 0]), 2)
     ragged = Split(9, 3, (8, 2), 1)
