@@ -80,7 +80,7 @@ def packed_attention(
         keys = _known_without_mask(shape, key.device)
     else:
         keys = _known_of_mask(attention_mask, shape, layer_idx)
-    workspace = workspace_on(key.device) if isinstance(keys, DecodeKeys) else None
+    workspace = workspace_on(key.device)
     return attend(query, key, value, parameters, head_dim, keys, key_rotation, schedule, kernels, workspace)
 
 
@@ -119,7 +119,7 @@ def attend(
 ) -> Tensor:
     """As `packed_attention`, with the ranges of keys that queries attend to: DecodeKeys where there is one query.
 
-    workspace: of a decoding step; by default memory is allocated.
+    workspace: memory of partial results, of a decoding step or of few queries; by default it is allocated.
     """
     return _launched(query, key, value, parameters, head_dim, keys, key_rotation, schedule, kernels, workspace)[0]
 
@@ -169,6 +169,7 @@ def _launched(
         parameters.heads_per_kv,
         parameters.scaling,
         kernels=kernels,
+        workspace=workspace,
         **common,
     )
 

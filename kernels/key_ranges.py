@@ -77,7 +77,7 @@ class PrefillKeys:
     longest: int = 0
     longest_kv: int = 0
     tasks: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
-    plans: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = field(
+    plans: dict[tuple[int, int, int, int, int], tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
 

@@ -23,8 +23,9 @@ class Column(IntEnum):
 
     Ranks; offsets in the key and value rows, in elements, of rows of codes in words; offsets in the packed query and
     output rows, and of its columns in the basis; the part's first query head, and its first row in the basis; the work
-    per tile of the parts before it, and its own; the body of the kernel that serves it; columns of keys and of values
-    at 16, 8, 4 and 2 bits, in rows of the model's dtype all at the first.
+    per tile of the parts before it, and its own; the body of the kernel that serves it; the work of its group in SHARES
+    of the mean group's, rounded down; columns of keys and of values at 16, 8, 4 and 2 bits, in rows of the model's
+    dtype all at the first.
     """
 
     QK_RANK = 0
@@ -39,14 +40,19 @@ class Column(IntEnum):
     BODY = 9
     WORK = 10
     BASIS_COLUMN = 11
-    QK_16 = 12
-    QK_8 = 13
-    QK_4 = 14
-    QK_2 = 15
-    V_16 = 16
-    V_8 = 17
-    V_4 = 18
-    V_2 = 19
+    SHARE = 12
+    QK_16 = 13
+    QK_8 = 14
+    QK_4 = 15
+    QK_2 = 16
+    V_16 = 17
+    V_8 = 18
+    V_4 = 19
+    V_2 = 20
+
+
+SHARES, MOST_SHARES = 4, 16
+"""Steps in which work is shared out over groups: so many of a mean group's, and the most that a group counts as."""
 
 
 Piece = tuple[int, int, int]
@@ -165,6 +171,7 @@ def layer_parts(
     group_rows = layout.group_size * heads_per_kv
     table = []
     work_before = 0
+    total_work = sum(sum(row_elements(group, element_bytes)) for group in layout.groups)
     for index, (group, columns, places) in enumerate(
         zip(layout.groups, layout.offsets(), _places(layout, element_bytes), strict=True)
     ):
@@ -183,6 +190,7 @@ def layer_parts(
                 Column.BODY: body_of[index],
                 Column.WORK: work,
                 Column.BASIS_COLUMN: columns[0],
+                Column.SHARE: min(MOST_SHARES, max(1, SHARES * work * len(layout.groups) // total_work)),
                 **dict(zip(list(Column)[Column.QK_16 :], _counts(group), strict=True)),
             }
             table.append(tuple(numbers[column] for column in Column))

@@ -107,14 +107,15 @@ def last_round(seq_len: int, past: int, rows: int, pack: int, others: int, worke
     return (whole, True) if cut else (tasks, False)
 
 
-def split_programs(tasks: int, units: int, programs: int) -> int:
-    """Programs that share the keys of each unit of a prefill; 0 where its tasks fill the GPU as they are, or are none.
+def keys_are_split(tasks: int, units: int, classes: int, programs: int) -> bool:
+    """Whether the keys of a prefill's row blocks are split over programs, in one launch for all classes of a layer:
+    where the launches of single classes would on the average fill half of the GPU at most.
 
     Args:
-        tasks: row blocks times sequences. units: groups, or heads, that each have these tasks. programs: in all.
+        tasks: row blocks times sequences. units: groups, or heads, of all classes, that each have these tasks.
+        programs: that the GPU is to have.
     """
-    share = programs // units
-    return share if 0 < 2 * tasks <= share else 0
+    return 0 < 2 * tasks * units <= programs * classes
 
 
 def row_block_costs(seq_len: int, past: int, rows: int, pack: int, others: int) -> list[float]:

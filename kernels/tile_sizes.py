@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rotor.format.columns import WORD_BYTES, Columns
-from rotor.format.kernel_config import DEFAULT_SLICES, Blocks, LayerKernels
+from rotor.format.kernel_config import Blocks, LayerKernels
 from rotor.format.layout import GroupClass, LayerLayout
 
 from .defaults import default_layer
@@ -147,7 +147,7 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
         "num_stages": stages,
         "maxnreg": MOST_REGISTERS if warps == 4 and len(parts.bodies) > 1 else None,
     }
-    while decode_shared_bytes(config, element_bytes) > gpu.shared_bytes and _shrink(
+    while decode_shared_bytes(config, element_bytes) > gpu.shared_bytes and shrink(
         config, ("TILE", 16), ("num_stages", 1)
     ):
         pass
@@ -229,7 +229,7 @@ def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     return (max(1, stages - 1) * tile * (key + value) + rows * key) * element_bytes + 4 * scores + 1024
 
 
-def _shrink(config: dict[str, Any], *order: tuple[str, int]) -> bool:
+def shrink(config: dict[str, Any], *order: tuple[str, int]) -> bool:
     """Halve the first of `order` that is above its least; False where none is."""
     for name, least in order:
         if config[name] > least:
@@ -307,16 +307,16 @@ def prefill_constants(
             tile = min(tile, 16)
         elif layout.coded and not rebuilt and gpu.registers_hold_operands and sum(widths[1]) > 64:
             tile = 16
-        wide = pre and max(_padded_columns(keys), _padded_columns(values)) > REGISTER_COLUMNS
-        if wide and _padded_columns(values) > REGISTER_COLUMNS:
+        wide = pre and max(padded_columns(keys), padded_columns(values)) > REGISTER_COLUMNS
+        if wide and padded_columns(values) > REGISTER_COLUMNS:
             rows = 16
         constants = {
             "QK": qk_width,
             "V": v_rank,
             "KEYS": keys,
             "VALUES": values,
-            "QK_ROW": sum(piece[4] for piece in keys),
-            "V_ROW": sum(piece[4] for piece in values),
+            "QK_ROW": sum(piece[5] for piece in keys),
+            "V_ROW": sum(piece[5] for piece in values),
             "PRE": pre,
             "HEADS": layout.group_size if per_head else 1,
             "PACK": heads_per_kv if per_head else heads_per_kv * layout.group_size,
@@ -327,21 +327,20 @@ def prefill_constants(
             "TILE": tile,
             "PRECISION": precision(element_bytes),
             "COLUMNS": REBUILT_COLUMNS if wide else 0,
-            "SLICED": False,
             "num_warps": warps,
             "num_stages": 2,
         }
         order = ("TILE", 16), ("num_stages", 1), ("ROWS", 16)
-        while prefill_shared_bytes(constants, element_bytes) > gpu.shared_bytes and _shrink(constants, *order):
+        while prefill_shared_bytes(constants, element_bytes) > gpu.shared_bytes and shrink(constants, *order):
             pass
         result.append((cls, constants))
     return result
 
 
 StaticPiece = tuple[int, int, int, int, int, int]
-"""What the prefill kernel loads of a latent at a time: bits (0 in rows of the model's dtype), the group's columns that
-these are as first and count, the place in the group's row and the size there in elements, the power of two of columns
-that they fit into."""
+"""What the prefill kernel loads of a latent at a time: bits (0 in rows of the model's dtype), its first column of the
+group's, a power of two of columns that it fits into, how many it has, its place in the group's row, and its elements
+there."""
 
 
 def static_pieces(
@@ -350,16 +349,17 @@ def static_pieces(
     """The segments of rows of codes, or a rank in pieces of `widths`."""
     if columns is None:
         first, second = widths
-        whole = (0, 0, min(rank, first), 0, min(rank, first), first)
-        return (whole, (0, first, rank - first, first, rank - first, second)) if second else (whole,)
+        whole = (0, 0, first, min(rank, first), 0, min(rank, first))
+        return (whole, (0, first, second, rank - first, first, rank - first)) if second else (whole,)
     return tuple(
-        (s.bits, s.first, s.count, s.offset_bytes // WORD_BYTES, s.size_bytes // WORD_BYTES, padded(s.count))
+        (s.bits, s.first, padded(s.count), s.count, s.offset_bytes // WORD_BYTES, s.size_bytes // WORD_BYTES)
         for s in columns.segments(element_bytes)
     )
 
 
-def _padded_columns(pieces: tuple[StaticPiece, ...]) -> int:
-    return sum(piece[5] for piece in pieces)
+def padded_columns(pieces: tuple[StaticPiece, ...] | tuple[Piece, ...]) -> int:
+    """Columns of a tile for all pieces."""
+    return sum(piece[2] for piece in pieces)
 
 
 def _launched_classes(kernels: LayerKernels, rebuilt: bool) -> Iterator[tuple[GroupClass, Blocks]]:
@@ -406,38 +406,26 @@ def can_be_cut(constants: dict[str, Any]) -> bool:
 
 
 def pieces_of(constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`."""
-    value = _padded_columns(constants["VALUES"])
-    rows = constants["ROWS"] // PIECES
-    tile = min(16 if rows * value > 2048 else 32, constants["TILE"])
-    return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4}
+    """The constants of a prefill kernel for row blocks that are cut into PIECES; see `schedule.last_round`.
 
-
-SLICED_ROWS = 16, 64
-"""Rows of a tile of a prefill kernel whose keys are split: two kernels serve all numbers of queries."""
-
-
-def sliced(constants: dict[str, Any], seq_len: int, element_bytes: int, gpu: Gpu) -> dict[str, Any]:
-    """The constants of a prefill kernel for so few queries that their keys are split: bound by memory, so no more rows
-    than there are, and one tile of keys more in flight.
+    Codes take three stages: with two the compiler spills 8 and 16 bytes of three and four widths.
     """
-    few, many = SLICED_ROWS
-    rows = min(constants["ROWS"], few if seq_len * constants["PACK"] <= few else many)
-    shape = constants | {"ROWS": rows, "SLICED": True}
-    narrow = rows == few and not constants["PRE"]
-    if narrow:
-        shape["num_warps"] = 4
-    if narrow and len(constants["VALUES"]) > 2 and constants["VALUES"][0][0]:
-        shape["TILE"] = min(shape["TILE"], 32)  # of codes of three widths and more, four warps cannot hold 64 keys
-    deeper = shape | {"num_stages": 3}
-    fits = not constants["PRE"] and prefill_shared_bytes(deeper, element_bytes) <= gpu.shared_bytes
-    tight = narrow and gpu.registers_hold_operands and constants["V"] > 128  # spills 8 bytes with three stages
-    return deeper if fits and not tight else shape
+    values = constants["VALUES"]
+    rows = constants["ROWS"] // PIECES
+    tile = min(16 if rows * padded_columns(values) > 2048 else 32, narrow_tile(constants["TILE"], values))
+    stages = 3 if values[0][0] else constants["num_stages"]
+    return constants | {"ROWS": rows, "SPLIT": PIECES, "TILE": tile, "num_warps": 4, "num_stages": stages}
 
 
-def chunk_programs(kernels: LayerKernels | None, sms: int) -> int:
-    """Programs over which the keys of few queries are split; 0 where they never are."""
-    return sms * (DEFAULT_SLICES if kernels is None else kernels.slices_per_sm)
+NARROW_COLUMNS = 96
+"""Columns of values in codes of three widths, from which on a tile of 32 keys spills beside 16 rows in four warps."""
+
+
+def narrow_tile(tile: int, values: tuple[StaticPiece, ...] | tuple[Piece, ...]) -> int:
+    """Keys of a tile that four warps hold beside 16 rows: fewer where values have codes of three widths, or of four."""
+    if len(values) < 3:
+        return tile
+    return min(tile, 16 if len(values) > 3 or padded_columns(values) > NARROW_COLUMNS else 32)
 
 
 def prefill_workers(constants: dict[str, Any], sms: int) -> int:
@@ -447,7 +435,7 @@ def prefill_workers(constants: dict[str, Any], sms: int) -> int:
 
 def prefill_shared_bytes(constants: dict[str, Any], element_bytes: int) -> int:
     """Shared memory of a program of the prefill kernel, estimated from above."""
-    key, value = _padded_columns(constants["KEYS"]), _padded_columns(constants["VALUES"])
+    key, value = padded_columns(constants["KEYS"]), padded_columns(constants["VALUES"])
     rows, tile, head_dim = constants["ROWS"], constants["TILE"], 2 * constants["HALF_PADDED"]
     if constants["COLUMNS"]:
         key = constants["COLUMNS"] * constants["num_stages"]

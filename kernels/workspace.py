@@ -3,7 +3,8 @@
 Kernels of a stream run one after another: what a layer's launches have read, the next layer's may overwrite. So there
 is one workspace for each thread, device and stream, and it grows to the most that a layer has asked for.
 
-Two callers do without, and allocate: a CUDA graph under capture, whose own pool keeps memory at its addresses for as
+Decoding, few queries whose keys are split, and vLLM's backend take their partial results and log-sum-exps from it. Two
+callers do without, and allocate: a CUDA graph under capture, whose own pool keeps memory at its addresses for as
 long as the graph lives, and the operators of a traced model, whose compiler may own the pool that is allocated from.
 """
 

@@ -251,11 +251,10 @@ def test_bytes_in_flight_are_read_from_what_the_compiler_copies_before_a_loop() 
 
 def test_kernels_are_predicted_at_the_loads_that_they_are_launched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode kernel at its batch size, prompts for a prefill, few queries for one whose keys are split."""
-    few = PREFILL | {"SLICED": True, "ROWS": 16}
     variants = {
         "decode post": {"SCHEDULE": "none", "TILE": 64},
         "prefill post": PREFILL,
-        "prefill post, sliced": few,
+        "few post": PREFILL | {"ROWS": 16},
         "rotation": {},
         "assign": {},
         "tiles of 64 keys": {},
@@ -276,7 +275,7 @@ def test_kernels_are_predicted_at_the_loads_that_they_are_launched_for(monkeypat
     assert shown == {
         "decode post": [(3, 1, 99)],
         "prefill post": [(1, 32, 0)],
-        "prefill post, sliced": [(1, 16, 84), (3, 16, 84)],
+        "few post": [(1, 16, 84), (3, 16, 84)],
         "rotation": [(1, 1, 99), (3, 1, 99), (1, 32, 0)],
         "assign": [],
         "tiles of 64 keys": [(1, 1, 99), (3, 1, 99)],

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rotor.cli.commands import app
 from rotor.errors import UnsupportedModelError
-from rotor.format.layout import AttentionShape, kv_bytes_per_token
+from rotor.format.layout import AttentionShape, Candidate, kv_bytes_per_token
 from rotor.planning.decode_times import decode_times, uniform_layout
 from rotor.planning.inspection import inspect
 from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
@@ -97,18 +97,33 @@ LOAD = DecodeStep(32768, 8)
 def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int) -> None:
     shape, device = AttentionShape(layers, heads, 8, 128, hidden), find_device("h200")
     found = {(t.candidate, t.scenario): t for t in decode_times(shape, True, False, device, LOAD)}
-    kinds = ("post-{}", "pre-{}", "pre-{} joint")
-    assert {key for key, _ in found} == {kind.format(size) for kind in kinds for size in (1, 2, 4, 8)}
-    assert found["pre-8 joint", "1/2 at 4 bits"].seconds > 1.5 * found["pre-8", "1/2 at 4 bits"].seconds  # wider
+    sizes = (1, 2, 4, 8)
+    assert {key for key, _ in found} == {
+        *(f"{domain}-{size}" for domain in ("post", "pre") for size in sizes),
+        *(f"pre-{size}, joint" for size in sizes),
+    }
     whole = layers * 2 * 8 * 128 * 2
     for (_, scenario), time in found.items():
         share = {"1/2 at 16 bits": 1 / 2, "1/4 at 16 bits": 1 / 4, "1/2 at 4 bits": 1 / 8, "1/2 at 2 bits": 1 / 16}
         assert time.kv_bytes_per_token == whole * share[scenario]
         assert time.share == pytest.approx(time.seconds / uncompressed_decode_seconds(shape, device, LOAD))
     assert found["post-1", "1/4 at 16 bits"].share < found["post-1", "1/2 at 16 bits"].share < 1
-    one = uniform_layout(shape, "pre", True, 8, 1 / 4, 16)
+    one = uniform_layout(shape, Candidate("pre", 8), True, 1 / 4, 16)
     assert found["pre-8", "1/4 at 16 bits"].seconds == decode_seconds([one] * layers, shape, device, LOAD)
     assert kv_bytes_per_token([one] * layers, 2) == whole / 4
+    joint = uniform_layout(shape, Candidate("pre", 8, joint=True), True, 1 / 4, 16)
+    assert joint.groups[0].qk_rank == joint.groups[0].v_rank == 2 * one.groups[0].qk_rank
+    assert found["pre-8, joint", "1/4 at 16 bits"].seconds == decode_seconds([joint] * layers, shape, device, LOAD)
+    assert ("pre-8, joint", "1/2 at 16 bits") not in found  # 1024 columns of values
+
+
+def test_joint_latents_are_predicted_where_keys_and_values_are_linear_in_the_hidden_state() -> None:
+    """Not after RoPE, nor behind a norm of the keys."""
+    shape, device = AttentionShape(2, 8, 2, 64, 512), find_device("h200")
+    for rotary, key_norm, expected in ((True, False, ["pre"]), (True, True, []), (False, False, ["none"])):
+        times = decode_times(shape, rotary, key_norm, device, LOAD)
+        joint = [t.candidate for t in times if "joint" in t.candidate]
+        assert list(dict.fromkeys(joint)) == [f"{domain}-{size}, joint" for domain in expected for size in (1, 2)]
 
 
 def test_decode_times_are_shown_as_a_prediction(tiny) -> None:
@@ -117,7 +132,7 @@ def test_decode_times_are_shown_as_a_prediction(tiny) -> None:
     assert "h200, 8 x 32768 tokens; arithmetic, not measured" in text
     data = inspect(DEMO_MODEL, "rotor", ["objective.device=l40s"]).to_dict()
     assert data["objective"]["device"] == "l40s"
-    found = {time["candidate"] for time in data["decode_times"]}
-    assert found == {"post-1", "post-2", "pre-1", "pre-2", "pre-1 joint", "pre-2 joint"}
-    none = {"none-1", "none-2", "none-4"}
-    assert {t.candidate for t in inspect(tiny("gpt2")).decode_times} == {*none, *(f"{key} joint" for key in none)}
+    pre = {"pre-1", "pre-2", "pre-1, joint", "pre-2, joint"}
+    assert {time["candidate"] for time in data["decode_times"]} == {"post-1", "post-2", *pre}
+    none = {f"none-{size}" for size in (1, 2, 4)}
+    assert {t.candidate for t in inspect(tiny("gpt2")).decode_times} == none | {f"{name}, joint" for name in none}

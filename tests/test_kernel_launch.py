@@ -70,6 +70,7 @@ def test_nothing_else_launches_kernels() -> None:
         "column_sums_kernel",
         "combine_kernel",
         "decode_kernel",
+        "few_kernel",
         "join_kernel",
         "log_sums_kernel",
         "mask_kernel",
@@ -174,24 +175,32 @@ def test_a_layer_that_remembers_nothing_launches_five_kernels_a_step(domain, lau
     assert counted.names == []
 
 
-def test_few_queries_are_planned_once_for_all_layers(launched) -> None:
-    """A later layer runs one launch a class, and one that joins it."""
+@pytest.mark.parametrize("domain", ["none", "pre"])
+def test_few_queries_take_two_launches_whatever_the_widths_of_groups(domain, launched) -> None:
+    """One for all classes and one that joins it; the plan is made once, and serves layers of other widths too."""
     from rotor.kernels import attention
 
-    case = random_case(layer("none", 2, (48, 56), (16, 24)), 2, 32, 1, 4, 640)
-    mask = torch.ones(1, 1, 4, 640, dtype=torch.bool)
+    layers = [((48, 56), (16, 24)), ((48, 56), (32, 24)), ((16, 16), (64, 24))]
+    cases = [random_case(layer(domain, 2, *widths), 2, 32, 1, 4, 640) for widths in layers]
+    before, mask = torch.ones(2, 1, 1, 4, 640, dtype=torch.bool)
 
-    def attend(layer_idx: int) -> None:
+    def attend(layer_idx: int, mask: torch.Tensor = mask) -> None:
+        case = cases[layer_idx]
         attention.packed_attention(
-            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), 32, None,
+            case.query, case.key.unsqueeze(1), case.value.unsqueeze(1), case.parameters(), 32, case.key_rotation,
             attention_mask=mask, layer_idx=layer_idx,
         )  # fmt: skip
 
     with torch.inference_mode():
-        attend(0)
-        assert launched == ["mask_kernel", "plan_kernel", *["prefill_kernel", "join_kernel"] * 2]
+        for layer_idx in range(3):
+            attend(layer_idx, before)  # tables are put on the device
         launched.clear()
-        with Counted() as counted:
-            attend(1)
-    assert launched == ["prefill_kernel", "join_kernel"] * 2
-    assert counted.names == []
+        attend(0)
+        assert launched == ["mask_kernel", "plan_kernel", "few_kernel", "join_kernel"]
+        for layer_idx in (1, 2):
+            launched.clear()
+            with Counted() as counted:
+                attend(layer_idx)
+            assert launched == ["few_kernel", "join_kernel"]
+            assert counted.names == []
+            assert counted.allocated == ["aten::empty.memory_format"]  # the output: partial results have a workspace

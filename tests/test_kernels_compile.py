@@ -17,7 +17,9 @@ from rotor.kernels.decode.kernel import decode_kernel
 from rotor.kernels.decode.longest_first import assign_variant
 from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.defaults import default_config, default_layer, with_slow_planes
+from rotor.kernels.few_queries import few_shared_bytes
 from rotor.kernels.layer_table import layer_parts
+from rotor.kernels.prefill.few_kernel import few_kernel
 from rotor.kernels.prefill.kernel import prefill_kernel
 from rotor.kernels.prefill.rebuild import rebuild_kernel
 from rotor.kernels.prefill.variants import prefill_variants
@@ -103,11 +105,33 @@ def test_prefill(name: str, page: int, capability: int) -> None:
     """With a mask; and of packed queries over pages."""
     settings = {"page": page, "mask": not page, "gpu": Gpu.of_capability(capability)}
     for variant in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings):
-        attends = variant.kernel in (prefill_kernel, rebuild_kernel)
+        attends = variant.kernel in (few_kernel, prefill_kernel, rebuild_kernel)
         resources = check(variant, capability, copies=attends)
         assert (resources.matrix_products > 0) == attends
         if variant.kernel is prefill_kernel:
             assert resources.shared_bytes <= prefill_shared_bytes(variant.constants | variant.options, 2)
+        elif variant.kernel is few_kernel:
+            assert resources.shared_bytes <= few_shared_bytes(variant.constants | variant.options, 2)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["none ragged", "pre ragged"])
+def test_groups_of_all_widths_are_served_by_one_kernel_of_few_queries(name: str, capability: int) -> None:
+    """With as many bodies as decoding has, without spills: for the fewest rows, and for more."""
+    settings = {"mask": True, "gpu": Gpu.of_capability(capability)}
+    found = [
+        v
+        for v in prefill_variants(MENU[name], HEADS_PER_KV, HEAD_DIM, torch.bfloat16, **settings)
+        if v.kernel is few_kernel and not v.constants["REBUILT"]
+    ]
+    bodies = layer_parts(MENU[name], HEADS_PER_KV, HEAD_DIM).bodies
+    assert [(v.constants["BODIES"], v.constants["ROWS"]) for v in found] == [
+        (bodies, 16),
+        (bodies, 32 if capability == 80 and name == "pre ragged" else 64),
+    ]
+    for variant in found:
+        resources = check(variant, capability)
+        assert resources.shared_bytes <= few_shared_bytes(variant.constants | variant.options, 2)
 
 
 def test_the_greedy_assignment() -> None:
@@ -131,29 +155,27 @@ def test_every_kernel_of_a_configuration_is_listed_once() -> None:
         "combine 16 rows 64",
         "decode post 1x4 rows 32+16 16+16 stream",
         "decode pre 2x4 rows 64+64 stream",
+        "few post 1x4 rows 32+16 16+16, 16 at a time",
+        "few post 1x4 rows 32+16 16+16, 64 at a time",
+        "few pre 2x4 rows 64+64 rebuilt, 16 at a time",
+        "few pre 2x4 rows 64+64 rebuilt, 64 at a time",
+        "few pre 2x4 rows 64+64, 16 at a time",
+        "few pre 2x4 rows 64+64, 64 at a time",
         "join 16/4 rows 16",
-        "join 16/4 rows 48",
+        "join 16/4 rows 64",
         "join 64/4 rows 16",
-        "join 64/4 rows 48",
+        "join 64/4 rows 64",
         "plan 16/4 rows, 32 keys",
         "plan 16/4 rows, 64 keys",
         "plan 64/4 rows, 32 keys",
         "plan 64/4 rows, 64 keys",
         "prefill post 1x4 rows 16+16",
-        "prefill post 1x4 rows 16+16, 16 sliced",
-        "prefill post 1x4 rows 16+16, 64 sliced",
         "prefill post 1x4 rows 16+16, pieces",
         "prefill post 1x4 rows 32+16",
-        "prefill post 1x4 rows 32+16, 16 sliced",
-        "prefill post 1x4 rows 32+16, 64 sliced",
         "prefill post 1x4 rows 32+16, pieces",
         "prefill pre 2x4 rows 64 rebuilt+48",
-        "prefill pre 2x4 rows 64 rebuilt+48, 16 sliced",
-        "prefill pre 2x4 rows 64 rebuilt+48, 64 sliced",
         "prefill pre 2x4 rows 64 rebuilt+48, pieces",
         "prefill pre 2x4 rows 64+48",
-        "prefill pre 2x4 rows 64+48, 16 sliced",
-        "prefill pre 2x4 rows 64+48, 64 sliced",
         "rebuild 2 heads of 64",
         "rotation 1x4 rows, decode",
         "rotation 1x4 rows, prefill",

@@ -196,9 +196,9 @@ LAUNCHES = {
     "masks": (launch_masks, "none", 2),  # of one query and of many
     "prefill none": (partial(launch_prefill, seq_len=170), "none", 2),  # both classes of groups, in full rounds
     "prefill none, pieces": (partial(launch_prefill, seq_len=50), "none", 2),
-    "prefill none, sliced": (partial(launch_prefill, seq_len=4), "none", 5),  # a plan, and both classes joined
+    "few none": (partial(launch_prefill, seq_len=4), "none", 3),  # a plan, both classes of groups, and their join
     "prefill pre": (partial(launch_prefill, seq_len=60), "pre", 2),
-    "prefill pre, sliced": (launch_prefill, "pre", 5),
+    "few pre": (launch_prefill, "pre", 3),
     "prefill pre, keys rebuilt": (partial(launch_prefill, seq_len=256), "pre", 3),
     "rotation": (launch_rotation, "post", 2),  # one position and many
     "coded: rotation and packing": (launch_rotation_with_packing, "post", 2),
@@ -218,8 +218,8 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from rotor.kernels import masks
     from rotor.kernels.decode import combine, longest_first
     from rotor.kernels.decode import kernel as decode
+    from rotor.kernels.prefill import few_kernel, rebuild, slices
     from rotor.kernels.prefill import kernel as prefill
-    from rotor.kernels.prefill import rebuild, slices
     from rotor.kernels.projection import append, coded, rotation
     from rotor.kernels.scores import kernel as scores
     from rotor.kernels.specialise import model_variants
@@ -245,6 +245,7 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
         combine.combine_kernel,
         longest_first.assign_kernel,
         prefill.prefill_kernel,
+        few_kernel.few_kernel,
         rebuild.rebuild_kernel,
         slices.plan_kernel,
         slices.join_kernel,

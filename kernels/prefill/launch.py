@@ -15,22 +15,21 @@ from rotor.format.layout import LayerLayout
 
 from ..key_ranges import PrefillKeys
 from ..launch import launch
-from ..schedule import last_round, split_programs
+from ..schedule import last_round
 from ..strides import alignment_of, as_words, check_page
 from ..tile_sizes import (
     can_be_cut,
-    chunk_programs,
     gpu_of,
     pieces_of,
     prefill_constants,
     prefill_workers,
     rebuilding_pays,
-    sliced,
     sm_count,
 )
+from ..workspace import Workspace
+from .few_launch import few_attention, few_queries
 from .kernel import prefill_kernel
 from .rebuild import rebuild_keys
-from .slices import join_slices, planned_slices
 from .tasks import row_blocks, task_count
 
 
@@ -52,6 +51,7 @@ def prefill_attention(
     kernels: LayerKernels | None = None,
     programs: int | None = None,
     output: Tensor | None = None,
+    workspace: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of several query positions of each sequence over a layer's packed rows; nothing waits for the host.
 
@@ -68,9 +68,11 @@ def prefill_attention(
         rebuilt: domain `pre`: whether keys are rebuilt in memory first; by default where that pays, and
             of pages only where `keys` knows the most keys of a sequence.
         kernels: the classes, one launch each, and their blocks; by default by rule.
-        programs: how many share the keys of a class, where its row blocks are less than half as many; by default as
-            `kernels` says.
+        programs: how many share the keys of a layer, where its row blocks are so few that keys are split
+            (`schedule.keys_are_split`), in one launch for all classes; by default as `kernels` says.
         output: of packed queries, where to write, [tokens, at least the output's width]; by default a new tensor.
+        workspace: memory of what programs that share keys find, and then of the log-sum-exp, which holds until the
+            workspace is used again; by default they are allocated.
     Returns:
         [batch_size, seq_len, sum over query heads of v_rank] in query's dtype, and the natural log-sum-exp of the
         logits [batch_size, num_heads, seq_len], float32. Queries without keys give zeros and minus infinity. Packed:
@@ -96,19 +98,23 @@ def prefill_attention(
     queries = keys.first.numel()
     if output is None:
         output = torch.empty(queries, group_rows * layout.v_width, dtype=query.dtype, device=query.device)
-    lse = torch.empty(num_heads, queries, dtype=torch.float32, device=query.device)
     cos, sin = key_rotation if key_rotation is not None else (query, query)
     basis = query if query_basis is None else query_basis
+    gpu, element_bytes = gpu_of(query.device), query.element_size()
+    few = few_queries(
+        layout, keys, heads_per_kv, element_bytes, head_dim if pre else 0, rebuilt, query.device, kernels, programs
+    )
+    if few is not None:
+        lse = few_attention(
+            query, key, value, keys, few, output, scaling, basis=basis, cos=cos, sin=sin, constant_key=constant_key,
+            block_table=block_table, page=page, softcap=softcap, workspace=workspace,
+        )  # fmt: skip
+        return _shaped(output, lse, keys)
+    lse = torch.empty(num_heads, queries, dtype=torch.float32, device=query.device)
     constant = lse if constant_key is None else constant_key
     empty = keys.first
-    gpu, element_bytes = gpu_of(query.device), query.element_size()
-    programs = chunk_programs(kernels, sm_count(query.device)) if programs is None else programs
-    for cls, whole_blocks in prefill_constants(layout, heads_per_kv, element_bytes, head_dim, rebuilt, gpu, kernels):
-        constants = sliced(whole_blocks, seq_len, element_bytes, gpu)
+    for cls, constants in prefill_constants(layout, heads_per_kv, element_bytes, head_dim, rebuilt, gpu, kernels):
         units, pack = cls.count * constants["HEADS"], constants["PACK"]
-        share = split_programs(task_count(keys, constants["ROWS"], pack), units, programs)
-        if not share:
-            constants = whole_blocks
         # From one sequence to the next, or from one packed query to the next, from head to head and in a sequence.
         if pre:
             strides = [cls.start * group_rows * query.stride(1), query.stride(0), query.stride(1), query.stride(-2)]
@@ -122,16 +128,10 @@ def prefill_attention(
         key_strides, value_strides = [places[0], *key.stride()[:2]], [places[1], *value.stride()[:2]]
         align, key_align, value_align = prefill_alignment(constants, strides, key_strides, value_strides)
         rows, first_head = constants["ROWS"], cls.start * group_rows
-        row_block_places = row_blocks(keys, rows, pack)
-        out, out_lse, slices, starts = output, lse, empty, empty
-        if share:
-            slices, starts = planned_slices(keys, rows, pack, constants["TILE"], share)
-            out = torch.empty(share, units, rows, cls.v_rank, dtype=torch.float32, device=query.device)
-            out_lse = torch.empty(share, units, rows, dtype=torch.float32, device=query.device)
         arguments: list[Any] = [
-            query, key, value, out, out_lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
+            query, key, value, output, lse, keys.first, keys.end, empty if keys.holes is None else keys.holes,
             empty if block_table is None else block_table, lse if keys.mask is None else keys.mask, cos, sin, basis,
-            constant, *row_block_places, slices, batch_size, units, triton.cdiv(seq_len * pack, rows), seq_len,
+            constant, *row_blocks(keys, rows, pack), batch_size, units, triton.cdiv(seq_len * pack, rows), seq_len,
             *(stride // align for stride in strides[:4]), *(stride // key_align for stride in key_strides),
             *(stride // value_align for stride in value_strides), *(stride // align for stride in strides[4:6]),
             first_head, lse.stride(0), 0 if block_table is None else block_table.stride(0),
@@ -143,10 +143,6 @@ def prefill_attention(
         flags |= {"SOFT_CAP": softcap is not None, "ALIGN": align, "KEY_ALIGN": key_align, "VALUE_ALIGN": value_align}
         flags["PACKED"] = packed
         flags["CONSTANT"] = constants["PRE"] and constant_key is not None
-        if share:
-            launch(prefill_kernel, (share * units,), *arguments, 0, *real, **constants, **flags)
-            join_slices(out, out_lse, output, lse, keys, starts, units, pack, group_rows * cls.v_offset, first_head)
-            continue
         tasks, workers = task_count(keys, rows, pack) * units, prefill_workers(constants, sm_count(query.device))
         whole, cut = tasks, False
         if can_be_cut(constants) and not packed:  # lengths are the device's
@@ -157,9 +153,15 @@ def prefill_attention(
             pieces = pieces_of(constants)
             grid = ((tasks - whole) * pieces["SPLIT"],)
             launch(prefill_kernel, grid, *arguments, whole, *real, **pieces, **flags)
-    if packed:
+    return _shaped(output, lse, keys)
+
+
+def _shaped(output: Tensor, lse: Tensor, keys: PrefillKeys) -> tuple[Tensor, Tensor]:
+    """What `prefill_attention` returns, of [queries, .] and [num_heads, queries]."""
+    if keys.query_start_loc is not None:
         return output, lse
-    return output.view(batch_size, seq_len, -1), lse.view(num_heads, batch_size, seq_len).transpose(0, 1)
+    sequences = keys.batch_size, keys.seq_len
+    return output.view(*sequences, -1), lse.view(-1, *sequences).transpose(0, 1)
 
 
 def row_elements(layout: LayerLayout, element_bytes: int) -> tuple[int, int]:
@@ -186,9 +188,9 @@ def prefill_alignment(
     """ALIGN, KEY_ALIGN and VALUE_ALIGN: what divides widths and strides of queries, bases and outputs, and those of the
     rows. In rows of the model's dtype all are one, so that fewer kernels are compiled.
     """
-    counts = [piece[2] for name in ("KEYS", "VALUES") for piece in constants[name]]
-    keys = alignment_of(*key_strides, constants["QK_ROW"], *(piece[4] for piece in constants["KEYS"]))
-    values = alignment_of(*value_strides, constants["V_ROW"], *(piece[4] for piece in constants["VALUES"]))
+    counts = [piece[3] for name in ("KEYS", "VALUES") for piece in constants[name]]
+    keys = alignment_of(*key_strides, constants["QK_ROW"], *(piece[5] for piece in constants["KEYS"]))
+    values = alignment_of(*value_strides, constants["V_ROW"], *(piece[5] for piece in constants["VALUES"]))
     both = alignment_of(*strides, constants["QK"], constants["V"])
     if constants["VALUES"][0][0] == 0:
         return (math.gcd(both, keys, values),) * 3

@@ -6,11 +6,16 @@ most of a GPU would idle. The tiles of keys of each row block are then cut into 
 all slices of all sequences just have a program each: sequences of different lengths take as long as each other. How
 many tiles that are follows from the ranges of keys on the device, so that a CUDA graph holds for other lengths.
 
+Groups of wider rows get more programs (`Split`). A plan is made for every number of programs that a unit may have, so
+that layers of other widths find theirs in it too.
+
 Source: Flash-Decoding (Dao et al., 2023) for the split; FlashAttention for joining by the log-sum-exp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +27,10 @@ from ..ahead import Variant
 from ..decode.combine import joined
 from ..key_ranges import PrefillKeys
 from ..launch import launch
-from .kernel import SLICE_FIELDS
-from .tasks import row_block_at, row_blocks, task_count
+from ..layer_table import MOST_SHARES, SHARES
+from ..table_fields import FIRST_HEAD, OUTPUT_OFFSET, V_RANK
+from .few_kernel import SLICE_FIELDS, programs_before, programs_of, step_of
+from .tasks import row_block_at, row_blocks
 
 LEAST_KEYS = 128
 """Of a slice: shorter ones would take as long as joining them."""
@@ -32,13 +39,61 @@ PLANNED = 16
 """Slices that one program of the plan writes down."""
 
 
-@triton.jit(do_not_specialize=["batch_size", "blocks", "seq_len", "count", "programs"])
+@dataclass(frozen=True)
+class Split:
+    """How the programs of a launch are shared out over the units of a layer.
+
+    base: programs of a unit of mean work. count: tasks of a unit, each of which has at least one program.
+    steps: of each group, its work as `Column.SHARE` has it, SHARES for the mean. heads: units of a group.
+    """
+
+    base: int
+    count: int
+    steps: tuple[int, ...]
+    heads: int
+
+    @classmethod
+    def of(cls, work: Sequence[int], heads: int, count: int, programs: int) -> Split:
+        """work: of each group as `Column.SHARE` has it. programs: of all units together."""
+        return cls(programs // (heads * len(work)), count, tuple(work), heads)
+
+    @property
+    def even(self) -> bool:
+        """Whether all units have as many programs."""
+        return all(step == SHARES for step in self.steps)
+
+    @property
+    def planned(self) -> tuple[int, int]:
+        """The first and the last step for which there is a plan; all that there may be, unless groups are even."""
+        return (SHARES, SHARES) if self.even else (1, MOST_SHARES)
+
+    def programs_of(self, step: int) -> int:
+        """Programs of a unit."""
+        return max(self.count, self.base * step // SHARES)
+
+    @property
+    def programs(self) -> int:
+        """Of all units."""
+        return self.heads * sum(self.programs_of(step) for step in self.steps)
+
+    @property
+    def slice_rows(self) -> int:
+        """Slices of a plan at the most."""
+        return self.programs_of(self.planned[1])
+
+
+@triton.jit(do_not_specialize=["batch_size", "blocks", "seq_len", "count", "base", "first_step", "slice_rows"])
 def plan_kernel(
-    first_key, end_key, tasks, query_start_loc, slices, starts, batch_size, blocks, seq_len, count, programs,
-    ROWS: tl.constexpr, PACK: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, TASKS: tl.constexpr,
+    first_key, end_key, tasks, query_start_loc, slices, starts, batch_size, blocks, seq_len, count, base, first_step,
+    slice_rows, ROWS: tl.constexpr, PACK: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, TASKS: tl.constexpr,
     PLANNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """See `planned_slices`; every program makes the whole plan, and writes down PLANNED slices of it."""
+    """See `planned_slices`; every program makes a whole plan, and writes down PLANNED slices of it. Grid (programs of
+    the longest plan, plans).
+    """
+    programs = programs_of(first_step + tl.program_id(1), base, count)
+    slices += tl.program_id(1) * slice_rows * SLICE_FIELDS
+    starts += tl.program_id(1) * (count + 1)
     task = tl.arange(0, TASKS)
     some = task < count
     _, row_block, place, queries = row_block_at(
@@ -87,28 +142,30 @@ def plan_kernel(
     tl.store(out + 2, begin + (index + 1) * of_task // among, mask=mask)
 
 
-def planned_slices(keys: PrefillKeys, rows: int, pack: int, tile: int, programs: int) -> tuple[Tensor, Tensor]:
+def planned_slices(keys: PrefillKeys, rows: int, pack: int, tile: int, split: Split) -> tuple[Tensor, Tensor]:
     """The slices of the keys that the row blocks of a unit attend to; computed on the device, once for all layers.
 
     Args:
         rows, pack: of a row block, and query heads that share its keys; rows are (position, head) pairs.
-        tile: keys of a tile. programs: how many share a unit, at least as many as it has tasks.
+        tile: keys of a tile. split: how many programs a unit has, of any step that it may be at.
     Returns:
-        [programs, 3], int32: the task of each, its first tile, and the end of its tiles. And [tasks + 1], int32, the
-        slices before those of each task.
+        [plans, programs, 3], int32: for each step `split` plans for and each program of a unit at it, the task, its
+        first tile, and the end of its tiles. And [plans, tasks + 1], int32, the slices before those of each task.
     """
-    known = keys.plans.get((rows, pack, tile, programs))
+    tasks, device = split.count, keys.first.device
+    first, last = split.planned
+    place = rows, pack, tile, split.base, last
+    known = keys.plans.get(place)
     if known is None:
-        tasks, device = task_count(keys, rows, pack), keys.first.device
-        assert tasks <= programs  # `schedule.split_programs`
-        slices = torch.empty(programs, SLICE_FIELDS.value, dtype=torch.int32, device=device)
-        starts = torch.empty(tasks + 1, dtype=torch.int32, device=device)
+        slices = torch.empty(last - first + 1, split.slice_rows, SLICE_FIELDS.value, dtype=torch.int32, device=device)
+        starts = torch.empty(last - first + 1, tasks + 1, dtype=torch.int32, device=device)
         launch(
-            plan_kernel, (triton.cdiv(programs, PLANNED),), keys.first, keys.end, *row_blocks(keys, rows, pack), slices,
-            starts, keys.batch_size, triton.cdiv(keys.seq_len * pack, rows), keys.seq_len, tasks, programs,
-            **plan_constants(rows, pack, tile, tasks), PACKED=keys.query_start_loc is not None,
+            plan_kernel, (triton.cdiv(split.slice_rows, PLANNED), len(slices)), keys.first, keys.end,
+            *row_blocks(keys, rows, pack), slices, starts, keys.batch_size, triton.cdiv(keys.seq_len * pack, rows),
+            keys.seq_len, tasks, split.base, first, split.slice_rows, **plan_constants(rows, pack, tile, tasks),
+            PACKED=keys.query_start_loc is not None,
         )  # fmt: skip
-        known = keys.plans[rows, pack, tile, programs] = slices, starts
+        known = keys.plans[place] = slices, starts
     return known
 
 
@@ -124,93 +181,76 @@ def plan_constants(rows: int, pack: int, tile: int, tasks: int) -> dict[str, int
     }
 
 
-INTEGERS = ["batch_size", "units", "blocks", "seq_len", "output_offset", "output_position", "lse_offset", "lse_head"]
+INTEGERS = [
+    "groups", "row_size", "base", "count", "first_step", "batch_size", "blocks", "seq_len", "output_position",
+    "lse_head",
+]  # fmt: skip
 """Not specialised on their values, as in the decode kernel."""
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def join_kernel(
-    partial, partial_lse, output, lse, tasks, query_start_loc, starts, batch_size, units, blocks, seq_len,
-    output_offset, output_position, lse_offset, lse_head,
-    ROWS: tl.constexpr, PACK: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
+    partial, partial_lse, output, lse, table, tasks, query_start_loc, starts, groups, row_size, base, count, first_step,
+    batch_size, blocks, seq_len, output_position, lse_head,
+    ROWS: tl.constexpr, PACK: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """output, lse of one row of a row block of one unit; grid (units x tasks, ROWS). See `join_slices`."""
+    units = groups * HEADS
     unit = tl.program_id(0) % units
     task = tl.program_id(0) // units
+    group = unit // HEADS
+    head_of_group = unit % HEADS
     row = tl.program_id(1)
     _, row_block, first_query, queries = row_block_at(task, tasks, query_start_loc, batch_size, blocks, seq_len, PACKED)
     row_in_all = row_block * ROWS + row
     if row_in_all < queries * PACK:
-        first = tl.load(starts + task)
-        end = tl.load(starts + task + 1)
+        part = table + group * row_size
+        before = programs_before(table, groups, row_size, base, count, HEADS, GROUPS_PADDED, EVEN)[1]
+        own = tl.sum(tl.where(tl.arange(0, GROUPS_PADDED) == group, before, 0), 0) + head_of_group
+        plan = step_of(part, group < groups, EVEN) - first_step
+        start_of = starts + plan * (count + 1) + task
+        first = tl.load(start_of)
+        end = tl.load(start_of + 1)
+        width = tl.load(part + V_RANK)
         column = tl.arange(0, WIDTH)
         largest = tl.full((), float("-inf"), tl.float32)
         total = tl.zeros((), tl.float32)
         accumulator = tl.zeros((WIDTH,), tl.float32)
         for start in range(first, end, BLOCK):
             index = start + tl.arange(0, BLOCK)
-            slot = (index.to(tl.int64) * units + unit) * ROWS + row
+            slot = (own + index * HEADS).to(tl.int64) * ROWS + row
             largest, total, accumulator = joined(
-                largest, total, accumulator, partial, partial_lse, slot, index < end, column, V, V
+                largest, total, accumulator, partial, partial_lse, slot, index < end, column, width, WIDTH
             )
         safe_total = tl.where(total == 0.0, 1.0, total)
-        head = unit * PACK + row_in_all % PACK
+        head = head_of_group * PACK + row_in_all % PACK
         query = (first_query + row_in_all // PACK).to(tl.int64)
-        place = output + query * output_position + output_offset + head * V
-        tl.store(place + column, (accumulator / safe_total).to(output.dtype.element_ty), mask=column < V)
+        place = output + query * output_position + tl.load(part + OUTPUT_OFFSET) + head * width
+        tl.store(place + column, (accumulator / safe_total).to(output.dtype.element_ty), mask=column < width)
         natural = (largest + tl.log2(safe_total)) * 0.6931471805599453
-        tl.store(lse + (lse_offset + head).to(tl.int64) * lse_head + query, natural)
+        tl.store(lse + (tl.load(part + FIRST_HEAD) + head).to(tl.int64) * lse_head + query, natural)
 
 
-def join_slices(
-    partial: Tensor,
-    partial_lse: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    keys: PrefillKeys,
-    starts: Tensor,
-    units: int,
-    pack: int,
-    output_offset: int,
-    lse_offset: int,
-) -> None:
-    """Joins what programs found of their slices, by its log-sum-exp.
-
-    Args:
-        partial, partial_lse: [programs of a unit, units, rows, v_rank] and [programs of a unit, units, rows] (base 2),
-            float32.
-        output, lse: [queries of all sequences, width] and [num_heads, queries] (natural), float32: where it goes, in
-            the columns and heads of the units from output_offset and lse_offset on.
-        starts: as `planned_slices` gives it. pack: query heads of a unit.
-    """
-    rows, v_rank = partial.shape[2:]
-    launch(
-        join_kernel, (units * (len(starts) - 1), rows), partial, partial_lse, output, lse,
-        *row_blocks(keys, rows, pack), starts, keys.batch_size, units, triton.cdiv(keys.seq_len * pack, rows),
-        keys.seq_len, output_offset, output.stride(0), lse_offset, lse.stride(0), **join_constants(rows, pack, v_rank),
-        PACKED=keys.query_start_loc is not None,
-    )  # fmt: skip
-
-
-def join_constants(rows: int, pack: int, v_rank: int) -> dict[str, int]:
-    width = triton.next_power_of_2(v_rank)
-    warps = 2 if width <= 256 else 4  # of 512 columns two would spill
-    return {"ROWS": rows, "PACK": pack, "V": v_rank, "WIDTH": width, "BLOCK": 16, "num_warps": warps}
+def join_constants(constants: dict[str, Any]) -> dict[str, Any]:
+    """By those of the kernel whose results are joined."""
+    shared = {name: constants[name] for name in ("ROWS", "PACK", "HEADS", "WIDTH", "GROUPS_PADDED", "EVEN")}
+    warps = 2 if constants["WIDTH"] <= 256 else 4  # of 512 columns two would spill
+    return shared | {"BLOCK": 16, "num_warps": warps}
 
 
 def slice_variants(constants: dict[str, Any], dtype: torch.dtype, packed: bool) -> list[Variant]:
-    """What plans and joins the slices of a prefill kernel with these constants, for one task a unit."""
-    rows, pack, tile, v_rank = (constants[name] for name in ("ROWS", "PACK", "TILE", "V"))
-    plan, join = plan_constants(rows, pack, tile, 1), join_constants(rows, pack, v_rank)
+    """What plans and joins the slices of a kernel of few queries with these constants, for one task a unit."""
+    rows, pack, tile, width = (constants[name] for name in ("ROWS", "PACK", "TILE", "WIDTH"))
+    plan, join = plan_constants(rows, pack, tile, 1), join_constants(constants)
     options = [{"num_warps": shape.pop("num_warps")} for shape in (plan, join)]
-    places = dict.fromkeys(("tasks", "query_start_loc", "starts"), torch.int32)
+    places = dict.fromkeys(("table", "tasks", "query_start_loc", "starts"), torch.int32)
     integers = places | dict.fromkeys(("first_key", "end_key", "slices"), torch.int32)
     numbers = {**dict.fromkeys(("partial", "partial_lse", "lse"), torch.float32), "output": dtype}
     flag = {"PACKED": packed}
     return [
         Variant(f"plan {rows}/{pack} rows, {tile} keys", plan_kernel, integers, plan | flag, (), options[0]),
         Variant(
-            f"join {rows}/{pack} rows {v_rank}", join_kernel, numbers | places, join | flag, (), options[1],
+            f"join {rows}/{pack} rows {width}", join_kernel, numbers | places, join | flag, (), options[1],
         ),
     ]  # fmt: skip

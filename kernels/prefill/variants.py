@@ -11,8 +11,12 @@ from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 
 from ..ahead import Variant
+from ..few_queries import ROWS, chunk_programs, few_constants
+from ..layer_table import layer_parts, pieces_name
 from ..masks import range_variants
-from ..tile_sizes import HOPPER, Gpu, can_be_cut, chunk_programs, pieces_of, prefill_constants, sliced
+from ..strides import alignment, alignment_of
+from ..tile_sizes import HOPPER, Gpu, can_be_cut, pieces_of, prefill_constants
+from .few_kernel import few_kernel
 from .kernel import prefill_kernel
 from .launch import prefill_alignment, row_elements, row_places
 from .rebuild import rebuild_variant
@@ -36,8 +40,8 @@ def prefill_variants(
         **dict.fromkeys(("query", "output", "basis"), dtype),
         **dict.fromkeys(("cos", "sin"), torch.float32 if layout.domain == "pre" else dtype),
         **dict.fromkeys(("first_key", "end_key", "holes", "block_table"), torch.int32),
-        **dict.fromkeys(("tasks", "query_start_loc", "slices"), torch.int32),
-        **dict.fromkeys(("lse", "constant"), torch.float32),
+        **dict.fromkeys(("tasks", "query_start_loc", "slices", "table"), torch.int32),
+        **dict.fromkeys(("lse", "constant", "partial", "partial_lse"), torch.float32),
         "mask": torch.int64 if mask else torch.float32,
     }
     groups = len(layout.groups)
@@ -62,27 +66,42 @@ def prefill_variants(
             pointers |= {"key": dtype if rebuilt else row, "value": row}
             keys = f"{cls.qk_rank} rebuilt" if rebuilt else str(cls.qk_rank)
             name = f"prefill {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {keys}+{cls.v_rank}"
-            for suffix, shape in _shapes(constants, dtype.itemsize, gpu, kernels):
-                options = {option: shape[option] for option in ("num_warps", "num_stages")}
-                fixed = {k: v for k, v in shape.items() if k not in options} | flags
-                results = dict.fromkeys(("output", "lse"), torch.float32) if shape["SLICED"] else {}
-                variants.append(
-                    Variant(name + suffix, prefill_kernel, pointers | results, fixed, ("scale", "softcap"), options)
-                )
-                if shape["SLICED"]:
-                    variants += slice_variants(shape, dtype, page > 0)
+            for suffix, shape in (("", constants), (", pieces", pieces_of(constants)))[: 1 + can_be_cut(constants)]:
+                variants.append(_variant(name + suffix, prefill_kernel, pointers, shape | flags))
+        if chunk_programs(kernels, 1):
+            row = torch.int32 if layout.coded else dtype
+            pointers |= {"key": dtype if rebuilt else row, "value": row}
+            flags = {"PAGE": page, "KEY_PAGE": 0 if rebuilt else page, "MASK": mask, "SOFT_CAP": softcap}
+            sizes = layout, heads_per_kv, dtype.itemsize, head_dim
+            for constants in _few_shapes(*sizes, rebuilt, gpu, kernels):
+                parts = layer_parts(layout, heads_per_kv, head_dim, kernels, dtype.itemsize)
+                align, row_align = alignment(parts, [], [])
+                flags |= {"ALIGN": align, "KEY_ALIGN": alignment_of(head_dim) if rebuilt else row_align}
+                flags |= {"VALUE_ALIGN": row_align, "PACKED": page > 0}
+                flags["CONSTANT"] = constants["PRE"] and layout.coded
+                bodies = " ".join(f"{pieces_name(keys)}+{pieces_name(values)}" for keys, values in constants["BODIES"])
+                name = f"few {layout.domain} {constants['HEADS']}x{constants['PACK']} rows {bodies}"
+                name += f"{' rebuilt' if rebuilt else ''}, {constants['ROWS']} at a time"
+                variants.append(_variant(name, few_kernel, pointers, constants | flags))
+                variants += slice_variants(constants, dtype, page > 0)
     return variants
 
 
-def _shapes(
-    constants: dict[str, Any], element_bytes: int, gpu: Gpu, kernels: LayerKernels | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The constants of a class as it is launched for many queries, in pieces, and for few, and what to call each."""
-    yield "", constants
-    if can_be_cut(constants):
-        yield ", pieces", pieces_of(constants)
-    if chunk_programs(kernels, 1):
-        few, many = (sliced(constants, seq_len, element_bytes, gpu) for seq_len in (1, constants["ROWS"]))
-        yield f", {few['ROWS']} sliced", few
-        if many["ROWS"] != few["ROWS"]:
-            yield f", {many['ROWS']} sliced", many
+def _variant(name: str, kernel: Any, pointers: dict[str, torch.dtype], constants: dict[str, Any]) -> Variant:
+    options = {name: constants[name] for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+    fixed = {k: v for k, v in constants.items() if k not in options}
+    return Variant(name, kernel, dict(pointers), fixed, ("scale", "softcap"), options)
+
+
+def _few_shapes(
+    layout: LayerLayout, heads_per_kv: int, element_bytes: int, head_dim: int, rebuilt: bool, gpu: Gpu,
+    kernels: LayerKernels | None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The constants of the kernel of few queries for the fewest queries, and for more where these take others."""
+    first, rest = (
+        few_constants(layout, heads_per_kv, element_bytes, head_dim, seq_len, rebuilt, gpu, kernels)
+        for seq_len in (1, max(ROWS) + 1)
+    )
+    yield first
+    if rest != first:
+        yield rest

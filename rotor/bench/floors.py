@@ -54,7 +54,7 @@ def with_floors(
             continue
         kind = kernel.name.partition(" ")[0]
         loads = steps if kind in STEPS else prefills if kind in PROMPTS else [*steps, *prefills]
-        if kernel.constants.get("SLICED") or kind in FEW:  # keys split for few queries
+        if kind in FEW:
             loads = [Load(step.batch_size, FEW_QUERIES, max(0, step.keys - FEW_QUERIES)) for step in steps]
         if kernel.batch_size is not None:  # of a decode step: the loads that this one is launched for
             loads = [load for load in loads if 1 << (load.batch_size - 1).bit_length() == kernel.batch_size]

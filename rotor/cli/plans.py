@@ -36,14 +36,16 @@ def print_inspection(found: Any) -> None:
 
 
 def _print_decode_times(found: Any) -> None:
-    """Candidates down, scenarios with their bytes across; times as shares of the uncompressed model's."""
+    """Candidates down, scenarios with their bytes across; times as shares of the uncompressed model's, "-" where the
+    kernels do not serve such wide latents.
+    """
     times = {(t.candidate, t.scenario): t for t in found.decode_times}
     candidates = list(dict.fromkeys(t.candidate for t in found.decode_times))
     scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
     rows = []
     for candidate in candidates:
         cells = [times.get((candidate, scenario)) for scenario in scenarios]
-        rows.append((candidate, *("" if t is None else f"{t.share:.2f} ({t.kv_bytes_per_token:,} B)" for t in cells)))
+        rows.append((candidate, *("-" if t is None else f"{t.share:.2f} ({t.kv_bytes_per_token:,} B)" for t in cells)))
     load = found.objective
     title = (
         f"Predicted attention time of a decode step over the uncompressed model's, and bytes per token, by columns "

@@ -84,11 +84,11 @@ class LayerKernels:
     """The launches of a layer.
 
     classes: of the prefill, in the order of the layout's groups.
-    specialisations: (qk_rank, v_rank) that the decode kernel is compiled for; the narrowest that is wide enough serves
-        a group.
+    specialisations: (qk_rank, v_rank) that the kernels of decoding and of few queries are compiled for; the narrowest
+        that is wide enough serves a group.
     tile: keys of a tile in decoding, of 16-bit numbers; fewer where registers or shared memory hold no more.
-    slices_per_sm: programs an SM over which a prefill of so few queries that its row blocks are less than half as many
-        splits their keys; 0 for never.
+    slices_per_sm: programs an SM over which a prefill of few queries splits their keys, where the row blocks of a class
+        are on the average at most half as many; 0 for never.
     slow_planes: domain `pre`: what decoding interpolates; None to rebuild whole keys.
     """
 

@@ -1,13 +1,23 @@
-"""Predicted times of a decode step, and bytes, of every candidate (domain and group size); nothing is measured."""
+"""Predicted times of a decode step, and bytes, of every candidate: domain, group size, and whether keys and values
+share one latent. Nothing is measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from ..format.columns import Columns
-from ..format.layout import AttentionShape, Domain, GroupLayout, LayerLayout, folds_keys, kv_bytes_per_token
+from ..format.layout import (
+    AttentionShape,
+    Candidate,
+    Domain,
+    GroupLayout,
+    LayerLayout,
+    folds_keys,
+    kv_bytes_per_token,
+)
+from ..kernels.dispatch import MAX_REBUILT_WIDTH, MAX_WIDTH
 from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ..prediction.devices import Device
 
@@ -17,7 +27,7 @@ SCENARIOS: tuple[tuple[str, float, int], ...] = (
     ("1/2 at 4 bits", 1 / 2, 4),
     ("1/2 at 2 bits", 1 / 2, 2),
 )
-"""Name, share of the columns that is kept in every group, and their bits."""
+"""Name, share of the columns of keys and values together that is kept in every group, and their bits."""
 
 COLUMNS = 16
 """What counts of columns are multiples of: whole words at any width."""
@@ -25,7 +35,7 @@ COLUMNS = 16
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """One candidate in one of SCENARIOS; `pre-8 joint` has one latent for keys and values, which only codes have.
+    """One candidate in one of SCENARIOS.
 
     seconds: of attention in all layers in a decode step, predicted. share: of the uncompressed model's.
     """
@@ -40,42 +50,54 @@ class DecodeTime:
 def decode_times(
     shape: AttentionShape, rotary: bool, key_norm: bool, device: Device, step: DecodeStep
 ) -> list[DecodeTime]:
-    """Every domain and group size that the model can have, in each of SCENARIOS that it allows; all layers alike."""
+    """Every domain and group size that the model can have, with latents of their own for keys and values and, where
+    both are linear in the hidden state, with joint ones, in each of SCENARIOS; all layers alike.
+
+    What is too wide for the kernels is left out.
+    """
     base = uncompressed_decode_seconds(shape, device, step)
     domains: Sequence[Domain] = ("post", "pre") if rotary else ("none",)
     sizes = [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
     found = []
     for domain in domains:
         folded = folds_keys(domain, key_norm)
-        for size, joint in product(sizes, (False, True) if folded else (False,)):
-            for name, share, bits in SCENARIOS:
-                if joint and bits == 16:
-                    continue
-                layouts = [uniform_layout(shape, domain, folded, size, share, bits, joint)] * shape.num_layers
-                seconds = decode_seconds(layouts, shape, device, step)
-                stored = kv_bytes_per_token(layouts, step.element_bytes)
-                key = f"{domain}-{size}{' joint' if joint else ''}"
-                found.append(DecodeTime(key, name, stored, seconds, seconds / base))
+        for joint in (False, True) if folded else (False,):
+            for size in sizes:
+                candidate = Candidate(domain, size, joint)
+                for name, share, bits in SCENARIOS:
+                    layout = uniform_layout(shape, candidate, folded, share, bits)
+                    if not _served(layout):
+                        continue
+                    layouts = [layout] * shape.num_layers
+                    seconds = decode_seconds(layouts, shape, device, step)
+                    stored = kv_bytes_per_token(layouts, step.element_bytes)
+                    label = f"{domain}-{size}" + (", joint" if joint else "")
+                    found.append(DecodeTime(label, name, stored, seconds, seconds / base))
     return found
 
 
 def uniform_layout(
-    shape: AttentionShape,
-    domain: Domain,
-    folded_keys: bool,
-    group_size: int,
-    share: float,
-    bits: int,
-    joint: bool = False,
+    shape: AttentionShape, candidate: Candidate, folded_keys: bool, share: float, bits: int
 ) -> LayerLayout:
-    """A layer whose groups all keep a share of their columns, of keys and values alike or `joint`, at one width."""
-    count = max(COLUMNS, round((1 + joint) * share * group_size * shape.head_dim / COLUMNS) * COLUMNS)
+    """A layer whose groups all keep a share of their columns, of keys and values alike, at one width.
+
+    A joint latent has as many as two latents have together, so that it takes as many bytes.
+    """
+    domain, size, joint = candidate
+    kept = share * size * shape.head_dim * (2 if joint else 1)
+    count = max(COLUMNS, round(kept / COLUMNS) * COLUMNS)
+    columns = Columns(**{f"n{bits}": count})
     groups = []
-    for first in range(0, shape.num_kv_heads, group_size):
-        heads = tuple(range(first, first + group_size))
-        if bits == 16:
+    for first in range(0, shape.num_kv_heads, size):
+        heads = tuple(range(first, first + size))
+        if bits == 16 and not joint:
             groups.append(GroupLayout(heads, count, count))
         else:
-            columns = Columns(**{f"n{bits}": count})
             groups.append(GroupLayout.coded(heads, columns, None if joint else columns))
     return LayerLayout(domain, folded_keys, tuple(groups))
+
+
+def _served(layout: LayerLayout) -> bool:
+    """Whether the kernels have bodies for such wide latents."""
+    keys = MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH
+    return all(group.qk_rank <= keys and group.v_rank <= MAX_WIDTH for group in layout.groups)

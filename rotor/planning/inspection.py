@@ -53,7 +53,7 @@ class Inspection:
     kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
     bits: that a column may have.
     objective: device and load for which decode times are predicted. decode_times: of every domain and group size that
-        the model can have, at a few numbers of bytes; a prediction.
+        the model can have, with joint latents too, at a few numbers of bytes; a prediction.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
     calibrate, export: what the commands take on this machine, as they would be run.
     """

@@ -45,7 +45,10 @@ class Launch:
     element_bytes: int
 
     def classes(self) -> Iterator[GroupClass]:
-        """The classes that a prefill kernel serves, whose widths are among its constants."""
+        """The classes that a kernel serves: of a prefill those whose widths are among its constants, else all."""
+        if self.kind != "prefill":
+            yield from self.layout.classes()
+            return
         rebuilt = self.layout.domain == "pre" and not self.constants["PRE"]
         for cls in self.layout.classes():
             if cls.v_rank == self.constants["V"] and (rebuilt or cls.qk_rank == self.constants["QK"]):
@@ -123,7 +126,7 @@ def predicted_floor(
 
 def compiled_residency(launch: Launch, programs: int, flight_bytes: Mapping[str, int]) -> Residency | None:
     """What of a kernel that goes through keys is on an SM; None of others, or where no program fits."""
-    if launch.kind not in ("decode", "prefill") or not programs:
+    if launch.kind not in ("decode", "prefill", "few") or not programs:
         return None
     tile, sides = launch.constants["TILE"], launch.side_bytes()
     if "key" in flight_bytes and "value" in flight_bytes:
@@ -162,10 +165,13 @@ def _combine(launch: Launch, load: Load, sms: int) -> Work:
 
 
 def _prefill(launch: Launch, load: Load, sms: int) -> Work | None:
+    """As `_row_blocks`; some of those of a prompt have a kernel of their own, and are counted once."""
+    return None if launch.constants["SPLIT"] > 1 else _row_blocks(launch, load, sms)
+
+
+def _row_blocks(launch: Launch, load: Load, sms: int) -> Work:
     """Each row block meets the keys up to its last query; keys are read once from memory, and again from L2."""
     constants, head_dim, element_bytes = launch.constants, launch.shape.head_dim, launch.element_bytes
-    if constants["SPLIT"] > 1:
-        return None  # some of the row blocks of the kernel that is not cut
     rebuilt, pre = launch.layout.domain == "pre" and not constants["PRE"], constants["PRE"]
     met = sum(row_block_costs(load.new_tokens, load.past, constants["ROWS"], constants["PACK"], load.batch_size))
     pairs = load.batch_size * (load.new_tokens * (load.new_tokens + 1) / 2 + load.new_tokens * load.past)
@@ -173,8 +179,8 @@ def _prefill(launch: Launch, load: Load, sms: int) -> Work | None:
     whole = Work()
     for cls in launch.classes():
         units = cls.count * constants["HEADS"]
-        width = head_dim if pre else constants["QK"]
-        both = width + constants["V"]
+        width = head_dim if pre or rebuilt else cls.qk_rank
+        both = width + cls.v_rank
         rebuilding = 2 * cls.qk_rank * head_dim if pre else 0
         key_bytes, value_bytes = _class_bytes(cls, element_bytes)
         if rebuilt:
@@ -248,7 +254,9 @@ def _tiles(launch: Launch, load: Load, sms: int) -> Work:
 
 
 def _plan(launch: Launch, load: Load, sms: int) -> Work:
-    """First and end of each query's keys in; at most as many slices as there are programs out, of three numbers."""
+    """First and end of each query's keys in; at most as many slices as there are programs out, of three numbers (a few
+    times as many where groups differ in width).
+    """
     queries = load.batch_size * load.new_tokens
     tasks = -(-load.new_tokens * launch.constants["PACK"] // launch.constants["ROWS"]) * load.batch_size
     return Work(cache_bytes=8.0 * queries + 12.0 * DEFAULT_SLICES * sms + 4.0 * (tasks + 1))
@@ -256,10 +264,9 @@ def _plan(launch: Launch, load: Load, sms: int) -> Work:
 
 def _join(launch: Launch, load: Load, sms: int) -> Work:
     """At most as many partial results as there are programs come out of the L2 cache, of ROWS rows each."""
-    rows, width = launch.constants["ROWS"], launch.constants["V"]
-    partial = DEFAULT_SLICES * sms * rows * width
-    heads = sum(cls.count for cls in launch.layout.classes() if cls.v_rank == width)
-    heads *= launch.layout.group_size * launch.shape.heads_per_kv
+    width = launch.layout.v_width / len(launch.layout.groups)
+    partial = DEFAULT_SLICES * sms * launch.constants["ROWS"] * width
+    heads = len(launch.layout.groups) * launch.layout.group_size * launch.shape.heads_per_kv
     written = load.batch_size * load.new_tokens * heads * (width * launch.element_bytes + 4)
     return Work(cache_bytes=written, l2_bytes=4 * partial * (1 + 1 / width), vector_flops=2 * partial)
 
@@ -287,6 +294,7 @@ WORKS: dict[str, Callable[[Launch, Load, int], Work | None]] = {
     "decode": _decode,
     "combine": _combine,
     "prefill": _prefill,
+    "few": _row_blocks,
     "rebuild": _rebuild,
     "rotation": _rotation,
     "append": _append,
@@ -304,7 +312,7 @@ STEPS = {"decode", "combine", "ranges", "tiles"}
 PROMPTS = {"prefill", "rebuild", "words", "log", "column"}
 """Kernels of decoding alone, and of prompts alone; others run in both."""
 
-FEW = {"plan", "join"}
+FEW = {"few", "plan", "join"}
 """Kernels that run where the keys of few queries are split."""
 
 SHARED = {"ranges", "words", "tiles", "plan"}

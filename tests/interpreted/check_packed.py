@@ -10,6 +10,7 @@ from kernel_checks import check_prefill
 from ragged import layer, random_case
 
 from rotor.kernels.key_ranges import PrefillKeys
+from rotor.kernels.prefill import few_launch
 from rotor.kernels.prefill import launch as prefill
 from rotor.kernels.prefill.tasks import packed_tasks, task_count
 from rotor.kernels.truth import Sequence
@@ -89,16 +90,15 @@ def test_mixtures_of_codes(way, rows) -> None:
 def test_few_queries_beside_each_other_split_their_keys(way, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as speculation asks for, and a request without new tokens."""
     domain, rebuilt = way
-    joined = []
-    join = prefill.join_slices
-    monkeypatch.setattr(prefill, "join_slices", lambda *args: (joined.append(args[0].shape), join(*args)))
+    joined, launch = [], few_launch.launch
+    monkeypatch.setattr(few_launch, "launch", lambda *args, **rest: (joined.append(args[0]), launch(*args, **rest)))
     sequences = [Sequence(4, 0, 290), Sequence(1, 0, 150), Sequence(0, 0, 0), Sequence(3, 0, 3), Sequence(2, 0, 180)]
     case = random_case(layer(domain, 1, (24, 40)), 2, HEAD_DIM, 5, 4, 290)
     for window in (None, 150):
         check_prefill(case, sequences, page_size=16, programs=13, window=window, rebuilt=rebuilt)
     case = random_coded_case(coded_layer(domain, 1, (MIXTURES[0], MIXTURES[4])), 2, HEAD_DIM, 5, 4, 290)
     check_coded_prefill(case, sequences, page_size=64, programs=13, rebuilt=rebuilt)
-    assert len(joined) == 3
+    assert joined == [few_launch.few_kernel, few_launch.join_kernel] * 3
 
 
 def test_a_step_without_new_tokens_launches_nothing(launches) -> None:

@@ -37,7 +37,13 @@ def launches(layout: LayerLayout, head_dim: int) -> LayerKernels:
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize(
     ("size", "heads_per_kv", "head_dim", "ranks"),
-    [(1, 16, 64, [(24, 16)]), (2, 3, 64, [(40, 24), (16, 32)]), (2, 2, 80, [(16, 16)])],
+    [
+        (1, 16, 64, [(24, 16)]),
+        (2, 3, 64, [(40, 24), (16, 32)]),
+        (2, 2, 80, [(16, 16)]),
+        (4, 2, 64, [(40, 24), (16, 16)]),
+        (8, 1, 64, [(56, 40)]),
+    ],
 )
 def test_groups_heads_and_odd_lengths(size, heads_per_kv, head_dim, ranks, page_size) -> None:
     """Slices that begin inside a block, blocks without keys before the first, and keys of no sequence poisoned."""
@@ -66,6 +72,24 @@ def test_codes_and_their_constant_keys(columns: Columns) -> None:
     case = random_coded_case(layout, 2, 64, 3, 1, KEYS)
     assert case.constant_key is not None
     check_coded_decode(case, SEQUENCES, page_size=16, kernels=launches(layout, 64))
+
+
+@pytest.mark.parametrize(
+    ("size", "heads_per_kv", "page_size"),
+    [(1, 3, 16), (2, 2, 0), (4, 1, 16), pytest.param(8, 1, 0, marks=pytest.mark.slow)],
+)
+def test_joint_latents(size: int, heads_per_kv: int, page_size: int) -> None:
+    """Values are read from the rows of the keys; two groups of different columns."""
+    layout = coded_layer("pre", size, (Columns(n16=8, n8=8, n4=16, n2=16), None), (Columns(n8=8, n4=24), None))
+    case = random_coded_case(layout, heads_per_kv, 64, 3, 1, KEYS)
+    check_coded_decode(case, SEQUENCES, programs=3, page_size=page_size, kernels=launches(layout, 64))
+
+
+def test_a_joint_latent_wide_enough_to_be_read_in_pieces() -> None:
+    layout = coded_layer("pre", 2, (Columns(n8=36, n4=72, n2=144), None))
+    case = random_coded_case(layout, 1, 64, 1, 1, KEYS)
+    mask = torch.rand(1, KEYS, generator=torch.Generator().manual_seed(0)) < 0.6
+    check_coded_decode(case, [Sequence(1, 0, KEYS)], mask=mask, softcap=2.0, kernels=launches(layout, 64))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -12,21 +12,30 @@ from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.workspace import workspace_on
 
 
+@pytest.mark.parametrize("new_tokens", [1, 4])
 @pytest.mark.parametrize("domain", ["none", "pre"])
-def test_layers_of_a_step_share_memory_and_nothing_in_it(domain) -> None:
+def test_layers_of_a_step_share_memory_and_nothing_in_it(domain, new_tokens) -> None:
+    """Of a step of decoding, and of a few queries whose keys are split."""
     wide, narrow = layer(domain, 2, (48, 56), (16, 24)), layer(domain, 2, (16, 8))
-    cases = [random_case(layout, 2, 32, 3, 1, 70, seed=seed) for seed, layout in enumerate((narrow, wide, narrow))]
+    batch_size, kv_len = (3, 70) if new_tokens == 1 else (1, 270)
+    cases = [
+        random_case(layout, 2, 32, batch_size, new_tokens, kv_len, seed=seed)
+        for seed, layout in enumerate((narrow, wide, narrow))
+    ]
+    mask = torch.ones(batch_size, 1, new_tokens, kv_len, dtype=torch.bool)
     outputs = []
     with torch.inference_mode():
         for index, case in enumerate(cases):
             given = case.query, case.key[:, None], case.value[:, None], case.parameters(), 32
-            shared = attention.packed_attention(*given, case.key_rotation, layer_idx=index)
-            own = attention.attend(*given, attention.ranges_of(None, (3, 1, 70), case.key.device), case.key_rotation)
+            keys = attention.ranges_of(mask, (batch_size, new_tokens, kv_len), case.key.device)
+            shared = attention.packed_attention(*given, case.key_rotation, attention_mask=mask, layer_idx=index)
+            own = attention.attend(*given, keys, case.key_rotation)
             assert torch.equal(shared, own)
             outputs.append((shared, own))
             workspace = workspace_on(case.key.device)
             assert workspace is not None
             assert workspace._memory is not None
+            assert not workspace._memory.isnan().all()  # it was used
             workspace._memory.fill_(torch.nan)
     assert all(torch.equal(shared, own) for shared, own in outputs)  # no later layer wrote into them
 

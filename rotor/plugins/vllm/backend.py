@@ -144,6 +144,7 @@ class RotorImpl(AttentionImpl[RotorMetadata]):
         from ...kernels.decode.launch import decode_attention  # imports Triton
         from ...kernels.layer_table import layer_parts
         from ...kernels.prefill.launch import prefill_attention
+        from ...kernels.workspace import workspace_on
 
         keys, values = self.pages.numbers(rows)
         pre, decodes = self.layout.domain == "pre", batch.num_decodes
@@ -152,6 +153,8 @@ class RotorImpl(AttentionImpl[RotorMetadata]):
             "key_rotation": self.key_rotation if pre else None,
             "constant_key": self.key_constant,
             "softcap": self.softcap,
+            # Attention runs between the pieces that vLLM compiles; under capture there is no workspace.
+            "workspace": workspace_on(output.device),
         }
         if decodes:
             parts = layer_parts(self.layout, self.heads_per_kv, self.head_dim, self.kernels, query.element_size())
