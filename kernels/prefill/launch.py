@@ -13,25 +13,24 @@ from rotor.format.columns import WORD_BYTES
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 
+from ..gpu import gpu_of, sm_count
 from ..key_ranges import PrefillKeys
 from ..launch import launch
 from ..schedule import last_round, split_programs
 from ..strides import alignment_of, as_words, check_page
-from ..tile_sizes import (
+from .kernel import prefill_kernel
+from .rebuild import rebuild_keys
+from .slices import join_slices, planned_slices
+from .tasks import row_blocks, task_count
+from .tile_sizes import (
     can_be_cut,
     chunk_programs,
-    gpu_of,
     pieces_of,
     prefill_constants,
     prefill_workers,
     rebuilding_pays,
     sliced,
-    sm_count,
 )
-from .kernel import prefill_kernel
-from .rebuild import rebuild_keys
-from .slices import join_slices, planned_slices
-from .tasks import row_blocks, task_count
 
 
 def prefill_attention(

@@ -11,12 +11,13 @@ from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 
 from ..ahead import Variant
+from ..gpu import HOPPER, Gpu
 from ..masks import range_variants
-from ..tile_sizes import HOPPER, Gpu, can_be_cut, chunk_programs, pieces_of, prefill_constants, sliced
 from .kernel import prefill_kernel
 from .launch import prefill_alignment, row_elements, row_places
 from .rebuild import rebuild_variant
 from .slices import slice_variants
+from .tile_sizes import can_be_cut, chunk_programs, pieces_of, prefill_constants, sliced
 
 
 def prefill_variants(

@@ -10,8 +10,9 @@ from kernel_checks import check_decode, check_prefill
 from ragged import layer, random_case
 
 from rotor.format.columns import Columns
+from rotor.kernels.decode.tile_sizes import decode_config
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.tile_sizes import decode_config, prefill_constants
+from rotor.kernels.prefill.tile_sizes import prefill_constants
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM, HEADS_PER_KV = 32, 2
