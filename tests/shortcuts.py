@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rotor
-from rotor.data import tokens
+from rotor.data import rows
 from rotor.models import tokenizer as tokenizers
 from rotor.report import report
 
@@ -61,7 +61,7 @@ def one_trial_of_the_bundled_tokenizer() -> Iterator[None]:
 @contextmanager
 def long_texts_encoded_once() -> Iterator[None]:
     """The held-out text is the same for most measurements, and takes a second each time."""
-    encode, known = tokens.encode, {}
+    encode, known = rows.encode, {}
 
     def encoded(tokenizer: Any, text: str) -> list[int]:
         if len(text) < 2000 or not _bundled(Path(getattr(tokenizer, "name_or_path", ""))):
@@ -72,7 +72,7 @@ def long_texts_encoded_once() -> Iterator[None]:
         return known[key].tolist()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "encode", encoded)
+        patch.setattr(rows, "encode", encoded)
         yield
 
 

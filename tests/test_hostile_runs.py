@@ -34,7 +34,7 @@ from rotor.format.manifest import CHECKSUM
 from rotor.models.checkpoint import Checkpoint
 from rotor.progress import Progress
 from rotor.recipe import override
-from rotor.report.data import collect
+from rotor.report.collect import collect
 from rotor.runtime.families import attention_shape
 from rotor.runtime.integration import RotorConfig
 from rotor.search.search import rank_path

@@ -20,7 +20,7 @@ from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
 from rotor.recipe.metric_registry import METRICS
 from rotor.report import report as report_module
-from rotor.report.data import _ratios, collect
+from rotor.report.collect import _ratios, collect
 from rotor.report.report import report
 from rotor.search.table import RankTable, any_probes
 

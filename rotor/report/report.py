@@ -17,8 +17,10 @@ from markupsafe import Markup, escape
 from ..calibration.run import Run
 from ..errors import UsageError
 from ..format.atomic import write_text
+from ..format.file_names import ROTOR_JSON
 from ..installing import pip_install
-from .data import ROTOR_JSON, ReportData, collect, format_bytes
+from .collect import collect
+from .data import ReportData, format_bytes
 from .figures import figures
 
 NAME = "report.html"
