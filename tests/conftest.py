@@ -19,6 +19,7 @@ from shortcuts import (
     figures_only_where_asked,
     long_texts_encoded_once,
     one_trial_of_the_bundled_tokenizer,
+    plots_as_they_fall,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -167,7 +168,12 @@ def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
 
 @pytest.fixture(scope="session", autouse=True)
 def shortcuts() -> Iterator[None]:
-    with figures_only_where_asked(), one_trial_of_the_bundled_tokenizer(), long_texts_encoded_once():
+    with (
+        figures_only_where_asked(),
+        plots_as_they_fall(),
+        one_trial_of_the_bundled_tokenizer(),
+        long_texts_encoded_once(),
+    ):
         yield
 
 
@@ -226,8 +232,10 @@ SHORT_TEXT = [
     f"evaluation.path={ROOT / 'LICENSE'}",
     "evaluation.search_tokens=512",
     "evaluation.report_tokens=512",
+    "evaluation.lookup_prompts=8",
+    "evaluation.copy_prompts=8",
 ]
-"""And for those that need some measurement: a text that is tokenised in no time."""
+"""And for those that need some measurement: a text that is tokenised in no time, and few prompts."""
 
 
 @pytest.fixture(scope="session")

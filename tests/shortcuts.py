@@ -14,6 +14,7 @@ import rotor
 from rotor.data import rows
 from rotor.models import tokenizer as tokenizers
 from rotor.report import report
+from rotor.report.style import STYLE
 
 ROOT = Path(rotor.__file__).parent.parent
 DEMO_MODEL = ROOT / "artifacts" / "demo-model"
@@ -38,6 +39,14 @@ def figures_as_ever(draw: Any = report.figures) -> Iterator[None]:
     """What takes that back."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "figures", draw)
+        yield
+
+
+@contextmanager
+def plots_as_they_fall() -> Iterator[None]:
+    """A study's plots are drawn, but not laid out: to move axes until no labels overlap takes longer than the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STYLE, "figure.constrained_layout.use", False)
         yield
 
 
