@@ -264,6 +264,13 @@ def run_copy(demo_run, tmp_path: Path):
 
 
 @pytest.fixture(scope="session")
+def policy_models(tiny, tmp_path_factory: pytest.TempPathFactory):
+    from policy_models import PolicyModels
+
+    return PolicyModels(tiny, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def demo() -> tuple[Checkpoint, LayerwiseModel]:
     """The bundled model's checkpoint and the model itself, in float32; do not change it."""
     checkpoint = Checkpoint(DEMO_MODEL)
