@@ -48,7 +48,7 @@ from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.rewriting.compressible import CompressibleModel
 
-settings.register_profile("bounded", max_examples=60, derandomize=True)
+settings.register_profile("bounded", max_examples=40, derandomize=True)
 settings.register_profile("fuzz", max_examples=2000, print_blob=True)
 settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherwise
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from code_checks import check_coded_prefill
 from coded import MIXTURES, coded_layer, random_coded_case
 from kernel_checks import check_prefill, pairs
 from ragged import layer, random_case
@@ -78,9 +77,9 @@ def test_rows_of_codes(way) -> None:
     case = random_coded_case(coded_layer(domain, 1, (MIXTURES[0], MIXTURES[4])), 2, HEAD_DIM, 2, 3, 150, dtype)
     sequences = [Sequence(3, 0, 150), Sequence(1, 5, 140)]
     if not rebuilt:
-        check_coded_prefill(case, sequences, page_size=16, programs=6)
+        check_prefill(case, sequences, page_size=16, programs=6)
     mask = torch.rand(2, 3, 150, generator=torch.Generator().manual_seed(0)) < 0.6
-    check_coded_prefill(case, sequences, mask=mask, rebuilt=rebuilt, programs=6)
+    check_prefill(case, sequences, mask=mask, rebuilt=rebuilt, programs=6)
 
 
 def test_latents_wider_than_registers_hold(joined) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from code_checks import check_coded_decode
 from coded import coded_layer, random_coded_case
 from kernel_checks import check_decode
 from ragged import layer, random_case
@@ -65,7 +64,7 @@ def test_codes_and_their_constant_keys(columns: Columns) -> None:
     layout = coded_layer("pre", 2, (columns, Columns(n8=16, n4=8)))
     case = random_coded_case(layout, 2, 64, 3, 1, KEYS)
     assert case.constant_key is not None
-    check_coded_decode(case, SEQUENCES, page_size=16, kernels=launches(layout, 64))
+    check_decode(case, SEQUENCES, page_size=16, kernels=launches(layout, 64))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
