@@ -265,7 +265,7 @@ def run_copy(demo_run, tmp_path: Path):
 
 @pytest.fixture(scope="session")
 def policy_models(tiny, tmp_path_factory: pytest.TempPathFactory):
-    from policy_models import PolicyModels
+    from policy_models import PolicyModels  # which imports from here
 
     return PolicyModels(tiny, tmp_path_factory)
 
