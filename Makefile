@@ -11,6 +11,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
+# One thread a process, and compiled modules kept for the processes that tests start, whatever the user's shell says.
+TESTED := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 TARGETS := 0.99 0.95 0.90
 
 .PHONY: demo gpu test test-slow test-vllm fuzz test-min lint setup clean
@@ -40,13 +42,13 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m slow
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) -m slow
 
 fuzz: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/test_fuzz.py --hypothesis-profile=fuzz
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) tests/test_fuzz.py --hypothesis-profile=fuzz
 
 # Every lower bound of pyproject.toml as an exact version, in an environment of its own (Python 3.10 if there is one).
 test-min:
@@ -54,14 +56,14 @@ test-min:
 	.venv-min/bin/pip install --quiet --disable-pip-version-check \
 		$$(sed -n 's/^ *"\([A-Za-z_-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml | grep -v -e ruff -e mypy -e types- -e import-linter)
 	.venv-min/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
-	OMP_NUM_THREADS=1 .venv-min/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
+	$(TESTED) .venv-min/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 gpu: setup
 	$(BIN)/rotor gpu $(if $(DRY),--dry -o runs/gpu-dry.jsonl,-o artifacts/benchmarks/gpu.jsonl)
 
 # vLLM for CPUs, without what it needs for pictures and sounds (torchvision, torchaudio, torchcodec).
 test-vllm: .venv-vllm/.done
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm
+	$(TESTED) .venv-vllm/bin/python -m pytest -q -m vllm
 
 .venv-vllm/.done: constraints-vllm.txt pyproject.toml
 	$(PYTHON) -m venv .venv-vllm

@@ -71,7 +71,7 @@ def _counts(columns: Columns | None) -> tuple[int, ...] | None:
 
 
 def _tile(bodies: tuple[tuple[int, int], ...], pre: bool) -> int:
-    """Keys of a decode tile, in 16 bits; in `pre` at most, since there it is registers that bound it (`tile_sizes`)."""
+    """Keys of a decode tile, in 16 bits; in `pre` at most, as registers bound it there (`decode.tile_sizes`)."""
     widest = max(qk for qk, _ in bodies), max(v for _, v in bodies)
     if pre:
         return 64

@@ -32,8 +32,10 @@ from rotor.format.layout import LayerLayout
 from rotor.installing import pip_install
 from rotor.logs import log
 
+from .decode.tile_sizes import decode_config, decode_shared_bytes
+from .gpu import Gpu, gpu_of
 from .layer_table import layer_parts
-from .tile_sizes import fits_shared_memory, gpu_of
+from .prefill.tile_sizes import prefill_constants, prefill_shared_bytes
 
 VARIABLE = "ROTOR_ATTENTION"
 CHOICES = ("auto", "triton", "reference")
@@ -93,6 +95,24 @@ def widths_fit(
     if widest[0] > (MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH) or widest[1] > MAX_WIDTH:
         return False
     return _fits_shared_memory(layout, heads_per_kv, head_dim, dtype, device, kernels)
+
+
+@lru_cache(maxsize=4096)
+def fits_shared_memory(
+    layout: LayerLayout,
+    heads_per_kv: int,
+    head_dim: int,
+    element_bytes: int,
+    gpu: Gpu,
+    kernels: LayerKernels | None = None,
+) -> bool:
+    """Whether decoding and prefill, in their smallest tiles, fit into the shared memory that a program may have."""
+    parts = layer_parts(layout, heads_per_kv, head_dim, kernels, element_bytes)
+    config = decode_config(parts, heads_per_kv, element_bytes, head_dim if layout.domain == "pre" else 0, gpu)
+    prefills = prefill_constants(layout, heads_per_kv, element_bytes, head_dim, False, gpu, kernels)
+    needed = [decode_shared_bytes(config, element_bytes)]
+    needed += [prefill_shared_bytes(constants, element_bytes) for _, constants in prefills]
+    return max(needed) <= gpu.shared_bytes
 
 
 @lru_cache(maxsize=4096)

@@ -73,6 +73,10 @@ REGISTER_COLUMNS = 256
 """The widest latents of domain `pre` that a decode tile keeps in registers while keys are rebuilt from them. Of wider
 ones some columns at a time are loaded for every head."""
 
+REBUILT_COLUMNS = 64
+"""Of a latent that are loaded at a time for every head, where a tile's do not stay in registers: what one row of a tile
+takes of 16-bit numbers is a cache line, and of codes of two bits four words, what a thread loads at once."""
+
 
 @dataclass(frozen=True)
 class LayerParts:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .gpu import SHARED_KB
 from .schedule import REGISTERS_PER_SM
-from .tile_sizes import SHARED_KB
 
 WARPS = {70: 64, 75: 32, 80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 103: 64, 110: 48, 120: 48, 121: 48}
 PROGRAMS = {70: 32, 75: 16, 80: 32, 86: 16, 87: 16, 89: 24, 90: 32, 100: 32, 103: 32, 110: 24, 120: 24, 121: 24}

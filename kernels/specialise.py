@@ -12,6 +12,7 @@ from rotor.format.layout import AttentionShape, LayerLayout
 
 from .ahead import Variant
 from .decode.variants import decode_variants
+from .gpu import HOPPER, Gpu
 from .layer_table import layer_parts
 from .prefill.variants import prefill_variants
 from .projection.append import append_variant
@@ -19,7 +20,6 @@ from .projection.coded import rotate_and_pack_variants
 from .projection.rotation import rotation_variants
 from .rows import LayerColumns
 from .scores.kernel import score_variants
-from .tile_sizes import HOPPER, Gpu
 
 
 def model_variants(

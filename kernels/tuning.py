@@ -12,7 +12,7 @@ _chosen: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("rotor_decode_cons
 
 @contextmanager
 def decode_constants(**constants: Any) -> Iterator[None]:
-    """Within the block, `tile_sizes.decode_config` gives these in place of what it would choose.
+    """Within the block, `decode.tile_sizes.decode_config` gives these in place of what it would choose.
 
     Args:
         constants: of the decode kernel by name, as in num_warps=4, num_stages=2, TILE=64. That the GPU can hold them is

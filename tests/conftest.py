@@ -19,6 +19,7 @@ from shortcuts import (
     figures_only_where_asked,
     long_texts_encoded_once,
     one_trial_of_the_bundled_tokenizer,
+    plots_as_they_fall,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -47,7 +48,7 @@ from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.rewriting.compressible import CompressibleModel
 
-settings.register_profile("bounded", max_examples=60, derandomize=True)
+settings.register_profile("bounded", max_examples=40, derandomize=True)
 settings.register_profile("fuzz", max_examples=2000, print_blob=True)
 settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherwise
 
@@ -167,7 +168,12 @@ def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
 
 @pytest.fixture(scope="session", autouse=True)
 def shortcuts() -> Iterator[None]:
-    with figures_only_where_asked(), one_trial_of_the_bundled_tokenizer(), long_texts_encoded_once():
+    with (
+        figures_only_where_asked(),
+        plots_as_they_fall(),
+        one_trial_of_the_bundled_tokenizer(),
+        long_texts_encoded_once(),
+    ):
         yield
 
 
@@ -226,8 +232,10 @@ SHORT_TEXT = [
     f"evaluation.path={ROOT / 'LICENSE'}",
     "evaluation.search_tokens=512",
     "evaluation.report_tokens=512",
+    "evaluation.lookup_prompts=8",
+    "evaluation.copy_prompts=8",
 ]
-"""And for those that need some measurement: a text that is tokenised in no time."""
+"""And for those that need some measurement: a text that is tokenised in no time, and few prompts."""
 
 
 @pytest.fixture(scope="session")
@@ -253,6 +261,13 @@ def run_copy(demo_run, tmp_path: Path):
         return Run.open(tmp_path / "run")
 
     return get
+
+
+@pytest.fixture(scope="session")
+def policy_models(tiny, tmp_path_factory: pytest.TempPathFactory):
+    from policy_models import PolicyModels  # which imports from here
+
+    return PolicyModels(tiny, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Checks of the kernels against the float64 attention, shared by the interpreter's tests and those on a GPU."""
+"""Checks of the kernels against the float64 attention, shared by the interpreter's tests and those on a GPU.
+
+Of rows of numbers and of rows of codes alike.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from coded import CodedCase
 from ragged import RaggedCase, paged
 from torch import Tensor
 
@@ -64,8 +68,28 @@ def allowed_error(case: RaggedCase, exact: Tensor, mask: Tensor) -> float:
     return max(2.0 * relative_error(plain.nan_to_num(), exact.view_as(plain)), FLOAT32_ERROR)
 
 
+def limit_of(case: RaggedCase | CodedCase, exact: Tensor, mask: Tensor, softcap: float | None) -> float:
+    """Of the relative error; `mask` is [batch_size, 1, seq_len, kv_len]."""
+    if case.query.dtype == torch.float32:
+        return FLOAT32_ERROR
+    return allowed_error(case.floats, exact, mask) if softcap is None else 0.02
+
+
+def poisoned_rows(case: RaggedCase | CodedCase, inside: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Key and value rows with NaN in the keys that are not `inside` [batch_size, kv_len], of codes 255 in every byte,
+    which is no number in columns of 16 bits; and the block table where they are spread over pages.
+    """
+    rows = torch.cat([case.key, case.value], -1)
+    rows = rows.masked_fill(~inside.unsqueeze(-1).to(rows.device), 255 if rows.dtype == torch.uint8 else torch.nan)
+    table = None
+    if page_size:
+        rows, table = paged(rows, page_size, torch.Generator().manual_seed(3))
+    key, value = rows.split([case.key.shape[-1], case.value.shape[-1]], dim=-1)
+    return key, case.parameters().value_rows(key, value), table
+
+
 def check_decode(
-    case: RaggedCase,
+    case: RaggedCase | CodedCase,
     sequences: list[Sequence],
     *,
     schedule: str = "stream",
@@ -75,61 +99,55 @@ def check_decode(
     mask: Tensor | None = None,
     kernels: LayerKernels | None = None,
 ) -> None:
-    """Decode one query of each sequence; keys outside of a sequence's range are poisoned with NaN.
+    """Decode one query of each sequence; keys outside of a sequence's range are poisoned.
 
     `mask` [batch_size, kv_len] goes to the kernel in place of the sequences' ranges, which it must lie in. `kernels`
     are the layer's launches, by default by rule.
     """
-    layout, device = case.layout, case.key.device
-    kv_len = case.key.shape[1]
-    parts = layer_parts(layout, case.heads_per_kv, case.head_dim, kernels)
-    full_mask = torch.zeros(len(sequences), kv_len, dtype=torch.bool)
+    floats, device = case.floats, case.key.device
+    parts = layer_parts(
+        case.layout, floats.heads_per_kv, floats.head_dim, kernels, element_bytes=case.query.element_size()
+    )
+    inside = torch.zeros(case.key.shape[:2], dtype=torch.bool)
     for b, sequence in enumerate(sequences):
-        full_mask[b, sequence.kv_start : sequence.kv_end] = True
-    if mask is not None:
-        full_mask &= mask
+        inside[b, sequence.kv_start : sequence.kv_end] = True
+    attended = inside if mask is None else inside & mask
     expected, expected_lse = ragged_attention(
-        case.query,
-        case.key,
-        case.value,
-        layout,
-        case.heads_per_kv,
-        case.scaling,
+        floats.query,
+        floats.key,
+        floats.value,
+        floats.layout,
+        floats.heads_per_kv,
+        floats.scaling,
         sequences,
-        case.query_basis,
-        case.key_rotation,
+        floats.query_basis,
+        floats.key_rotation,
         softcap=softcap,
         mask=None if mask is None else mask.unsqueeze(1),
     )
-    rows = torch.cat([case.key, case.value], -1)
     if mask is None:
-        rows = rows.masked_fill(~full_mask.unsqueeze(-1).to(device), torch.nan)
         ranges = [[s.kv_start for s in sequences], [s.kv_end for s in sequences]]
         keys = DecodeKeys(*torch.tensor(ranges, dtype=torch.int32, device=device))
     else:
-        keys = DecodeKeys.from_mask(full_mask.to(device))
-    table = None
-    if page_size:
-        rows, table = paged(rows, page_size, torch.Generator().manual_seed(3))
-    key, value = rows.split([layout.qk_width, layout.v_width], dim=-1)
+        keys = DecodeKeys.from_mask(attended.to(device))
+    key, value, table = poisoned_rows(case, inside, page_size)
     got, lse = decode_attention(
-        case.query[:, 0] if layout.domain == "none" else case.query[:, :, 0],
+        case.query[:, 0] if case.layout.domain == "none" else case.query[:, :, 0],
         key,
         value,
         parts,
         keys,
-        case.heads_per_kv,
-        case.scaling,
+        floats.heads_per_kv,
+        floats.scaling,
         query_basis=case.query_basis,
-        key_rotation=case.key_rotation,
+        key_rotation=floats.key_rotation,
+        constant_key=case.constant_key,
         block_table=table,
         softcap=softcap,
         schedule=schedule,
         programs=programs,
     )
-    limit = FLOAT32_ERROR
-    if case.key.dtype != torch.float32:
-        limit = allowed_error(case, expected, full_mask[:, None, None]) if softcap is None else 0.02
+    limit = limit_of(case, expected, attended[:, None, None], softcap)
     assert relative_error(got, expected[:, 0]) <= limit
     assert_lse(lse, expected_lse[:, :, 0], 20 * limit)
 
@@ -178,7 +196,7 @@ def run_prefill(
 
 
 def check_prefill(
-    case: RaggedCase,
+    case: RaggedCase | CodedCase,
     sequences: list[Sequence],
     *,
     page_size: int = 0,
@@ -189,61 +207,55 @@ def check_prefill(
     programs: int | None = None,
 ) -> None:
     """Prefill the queries of each sequence, which are packed where keys are in pages; keys outside of a sequence's
-    range are poisoned with NaN.
+    range are poisoned.
 
     `mask` [batch_size, seq_len, kv_len] takes keys away from what is causal, and goes to the kernel as a mask.
     """
-    layout, device = case.layout, case.key.device
-    kv_len = case.key.shape[1]
-    seq_len = case.query.shape[1] if layout.domain == "none" else case.query.shape[2]
+    floats, device = case.floats, case.key.device
+    seq_len = case.query.shape[1] if case.layout.domain == "none" else case.query.shape[2]
     expected, expected_lse = ragged_attention(
-        case.query,
-        case.key,
-        case.value,
-        layout,
-        case.heads_per_kv,
-        case.scaling,
+        floats.query,
+        floats.key,
+        floats.value,
+        floats.layout,
+        floats.heads_per_kv,
+        floats.scaling,
         sequences,
-        case.query_basis,
-        case.key_rotation,
+        floats.query_basis,
+        floats.key_rotation,
         window=window,
         softcap=softcap,
         mask=mask,
     )
-    fields = [[s.query_len for s in sequences], [s.kv_start for s in sequences], [s.kv_end for s in sequences]]
-    keys = PrefillKeys.causal(*torch.tensor(fields, device=device), seq_len, window)
-    index = torch.arange(kv_len, device=device)
-    full_mask = (index >= keys.first[..., None]) & (index < keys.end[..., None])
-    if mask is not None:
-        full_mask &= mask.to(device)
-        keys = PrefillKeys.from_mask(full_mask)
-    rows = torch.cat([case.key, case.value], -1)
-    inside = (index >= torch.tensor(fields[1], device=device)[:, None]) & (
-        index < torch.tensor(fields[2], device=device)[:, None]
+    lengths, starts, ends = torch.tensor(
+        [[s.query_len for s in sequences], [s.kv_start for s in sequences], [s.kv_end for s in sequences]],
+        device=device,
     )
-    rows = rows.masked_fill(~inside.unsqueeze(-1), torch.nan)
-    table = None
-    if page_size:
-        rows, table = paged(rows, page_size, torch.Generator().manual_seed(3))
-    key, value = rows.split([layout.qk_width, layout.v_width], dim=-1)
+    keys = PrefillKeys.causal(lengths, starts, ends, seq_len, window)
+    index = torch.arange(case.key.shape[1], device=device)
+    attended = (index >= keys.first[..., None]) & (index < keys.end[..., None])
+    if mask is not None:
+        attended &= mask.to(device)
+        keys = PrefillKeys.from_mask(attended)
+    inside = (index >= starts[:, None]) & (index < ends[:, None])
+    key, value, table = poisoned_rows(case, inside, page_size)
     got, lse = run_prefill(
         case.query,
         key,
         value,
-        layout,
+        case.layout,
         keys,
-        case.heads_per_kv,
-        case.scaling,
+        floats.heads_per_kv,
+        floats.scaling,
         packed=page_size > 0,
         query_basis=case.query_basis,
-        key_rotation=case.key_rotation,
+        key_rotation=floats.key_rotation,
+        constant_key=case.constant_key,
         block_table=table,
         softcap=softcap,
         rebuilt=rebuilt,
         programs=programs,
     )
-    limit = FLOAT32_ERROR
-    if case.key.dtype != torch.float32:
-        limit = allowed_error(case, expected, full_mask[:, None]) if softcap is None else 0.02
+    limit = limit_of(case, expected, attended[:, None], softcap)
     assert relative_error(got, expected) <= limit
     assert_lse(lse, expected_lse, 20 * limit)

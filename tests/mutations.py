@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -28,10 +29,13 @@ CASES = {
 }
 """Mutations of each kind of file."""
 
+SHARES = [pytest.param(0.4, id="some"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
+"""Of them that are made: the first ones, and among the slow tests all."""
 
-def mutations(kind: str) -> settings:
+
+def mutations(kind: str, share: float) -> settings:
     return settings(
-        max_examples=CASES[kind],
+        max_examples=round(share * CASES[kind]),
         derandomize=True,
         deadline=None,
         database=None,
@@ -156,11 +160,11 @@ def clean(action: Callable[[], Any]) -> Any:
     return None
 
 
-def both(kind: str, base: Any, check: Callable[[bytes], None]) -> None:
+def both(kind: str, base: Any, check: Callable[[bytes], None], share: float) -> None:
     """Run `check` on mutations of a JSON value: two thirds by structure, one third by bytes."""
     text = json.dumps(base).encode()
 
-    @mutations(kind)
+    @mutations(kind, share)
     @given(st.one_of(CHANGES, CHANGES, BYTES))
     def run(changes: Any) -> None:
         by_bytes = changes[0][1] in ("flip", "insert", "cut", "end")

@@ -39,6 +39,12 @@ class RaggedCase:
     value: Tensor
     query_basis: Tensor | None
     key_rotation: tuple[Tensor, Tensor] | None
+    constant_key: None = None
+
+    @property
+    def floats(self) -> RaggedCase:
+        """The case whose rows are numbers: itself."""
+        return self
 
     @property
     def scaling(self) -> float:

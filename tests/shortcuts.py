@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import rotor
-from rotor.data import tokens
+from rotor.data import rows
 from rotor.models import tokenizer as tokenizers
 from rotor.report import report
+from rotor.report.style import STYLE
 
 ROOT = Path(rotor.__file__).parent.parent
 DEMO_MODEL = ROOT / "artifacts" / "demo-model"
@@ -42,6 +43,14 @@ def figures_as_ever(draw: Any = report.figures) -> Iterator[None]:
 
 
 @contextmanager
+def plots_as_they_fall() -> Iterator[None]:
+    """A study's plots are drawn, but not laid out: to move axes until no labels overlap takes longer than the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STYLE, "figure.constrained_layout.use", False)
+        yield
+
+
+@contextmanager
 def one_trial_of_the_bundled_tokenizer() -> Iterator[None]:
     """It is tried in a process of its own once, and not with every config.json beside it."""
     trial, verdicts = tokenizers._trial, []
@@ -61,7 +70,7 @@ def one_trial_of_the_bundled_tokenizer() -> Iterator[None]:
 @contextmanager
 def long_texts_encoded_once() -> Iterator[None]:
     """The held-out text is the same for most measurements, and takes a second each time."""
-    encode, known = tokens.encode, {}
+    encode, known = rows.encode, {}
 
     def encoded(tokenizer: Any, text: str) -> list[int]:
         if len(text) < 2000 or not _bundled(Path(getattr(tokenizer, "name_or_path", ""))):
@@ -72,7 +81,7 @@ def long_texts_encoded_once() -> Iterator[None]:
         return known[key].tolist()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "encode", encoded)
+        patch.setattr(rows, "encode", encoded)
         yield
 
 

@@ -13,8 +13,8 @@ from test_cli import rotor
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.data.documents import Document
 from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
-from rotor.data.tokens import Document
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export

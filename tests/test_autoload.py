@@ -50,7 +50,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
+@pytest.mark.parametrize("kind", ["build_wheel", pytest.param("build_editable", marks=pytest.mark.slow)])
 def test_an_installed_rotor_is_found_by_transformers_alone(kind: str, program: Path, tmp_path: Path) -> None:
     """By what pip unpacks into site-packages, from a wheel of either kind; start-up imports nothing for it."""
     pytest.importorskip("setuptools", reason="setuptools, which builds the wheels, is not installed")

@@ -30,7 +30,7 @@ from rotor.models.projections import keys_before_rope
 from rotor.planning.dry_run import plan_export
 from rotor.recipe import load_recipe, override
 from rotor.recipe.settings import Compute, ExportSettings, Goal
-from rotor.report.data import collect
+from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.runtime.cache_size import cache_bytes_per_token
 from rotor.search.point import Point, columns_json

@@ -1,29 +1,21 @@
-"""Cache policies in use: adopted by attention, stored in a checkpoint, under transformers' own generate."""
+"""Cache policies in use: adopted by attention, under transformers' own generate."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
+from policy_models import COMPRESSED, PolicyModels, left_padded, prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-import rotor
-from rotor.calibration.calibrate import calibrate
-from rotor.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
-from rotor.export.export import export
 from rotor.runtime.cache import (
-    FP8,
     GEAR,
     H2O,
     KCVT,
     KIVI,
-    METHODS,
     EvictingLayer,
     Keyformer,
     PerToken,
@@ -34,13 +26,8 @@ from rotor.runtime.cache import (
     TieredLayer,
     Tiers,
     Window,
-    bundled_policies,
     cache_policy,
-    find_policy,
-    make_cache,
-    policy_of,
     stored_bytes,
-    use_cache_policy,
 )
 
 ALL = 10_000
@@ -83,65 +70,29 @@ def serves(policy: Policy, kind: str) -> bool:
     return kind != "codes" or (policy.evicts and getattr(policy, "bits", 16) == 16)
 
 
+def on_every_kind(policies: list[Policy]) -> list[Any]:
+    """(policy, kind of rows) wherever it serves them."""
+    return [
+        pytest.param(policy, kind, id=f"{policy.method}-{kind}")
+        for policy in policies
+        for kind in ("plain", *COMPRESSED)
+        if serves(policy, kind)
+    ]
+
+
 def served(policy: Policy) -> str:
     """Rows before RoPE, of codes where the policy is for these alone."""
     return "pre" if serves(policy, "pre") else "codes"
 
 
-def prompts(batch: int, length: int) -> Tensor:
-    return torch.randint(1, 4096, (batch, length), generator=torch.Generator().manual_seed(3))
-
-
-def left_padded(rows: Tensor, pads: list[int]) -> Tensor:
-    mask = torch.ones_like(rows)
-    for row, count in enumerate(pads):
-        mask[row, :count] = 0
-    return mask
-
-
 @pytest.fixture(scope="module")
-def checkpoints(tiny, tmp_path_factory):
-    """get(kind) -> folder: rows of numbers before and after RoPE in two groups, and rows of codes."""
-    built: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in built:
-            folder = tmp_path_factory.mktemp(kind)
-            domain = "post" if kind == "post" else "pre"
-            run = calibrated(tiny("llama"), folder / "run", domain, 2)
-            if kind == "codes":
-                more = ["codes.bits=[0,2,4,8,16]", "codes.tokens=512", "tokens.count=1024", "tokens.seq_len=64"]
-                overrides = [f"groups.domain={domain}", "groups.size=2", *more, *FAST_EVALUATION, *SHORT_TEXT]
-                run = calibrate(tiny("llama"), folder / "coded", "rotor", overrides)
-            export(run.folder, folder / "out", compression=0.4, measure=False)
-            built[kind] = folder / "out"
-        return built[kind]
-
-    return get
+def models(policy_models: PolicyModels):
+    return policy_models.model
 
 
-@pytest.fixture(scope="module")
-def models(tiny, checkpoints):
-    """get(kind) -> the model `plain`, of another family, or compressed."""
-    loaded = {}
-
-    def get(kind: str):
-        if kind not in loaded:
-            folder = (
-                checkpoints(kind) if kind in ("pre", "post", "codes") else tiny("llama" if kind == "plain" else kind)
-            )
-            loaded[kind] = AutoModelForCausalLM.from_pretrained(folder).eval()
-        return loaded[kind]
-
-    return get
-
-
-@pytest.mark.parametrize("kind", ["plain", "pre", "post", "codes"])
-@pytest.mark.parametrize("policy", EVERYTHING, **NAMES)
+@pytest.mark.parametrize(("policy", "kind"), on_every_kind(EVERYTHING))
 def test_with_everything_kept_the_tokens_are_the_same(policy: Policy, kind: str, models) -> None:
     model, rows = models(kind), prompts(2, 16)
-    if not serves(policy, kind):
-        return
     mask = left_padded(rows, [5, 0])
     for extra in ({}, {"num_beams": 3}):
         options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **extra}
@@ -152,11 +103,8 @@ def test_with_everything_kept_the_tokens_are_the_same(policy: Policy, kind: str,
         assert all(isinstance(layer, PolicyLayer) for layer in output.past_key_values.layers)
 
 
-@pytest.mark.parametrize("kind", ["plain", "pre", "post", "codes"])
-@pytest.mark.parametrize("policy", LOSSY, **NAMES)
+@pytest.mark.parametrize(("policy", "kind"), on_every_kind(LOSSY))
 def test_a_row_alone_equals_its_row_in_a_batch(policy: Policy, kind: str, models) -> None:
-    if not serves(policy, kind):
-        return
     model, rows, pads = models(kind), prompts(3, 24), [0, 9, 2]
     mask = left_padded(rows, pads)
     for beams in (1, 2):
@@ -204,105 +152,6 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
 
 
-@pytest.mark.parametrize("name", ["gear-2", "tiers-50"])
-def test_a_policy_is_exported_loaded_saved_and_validated(name: str, tiny, tmp_path) -> None:
-    run = calibrated(tiny("llama"), tmp_path / "run", "post", 2)
-    out, again = tmp_path / "out", tmp_path / "again"
-    export(run.folder, out, compression=0.3, cache=name, measure=False)
-    stored = json.loads((out / "config.json").read_text())["quantization_config"]["cache"]
-    assert stored == find_policy(name).as_dict()
-    assert json.loads((out / "kernel_config.json").read_text())["cache"] == stored
-    model = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert policy_of(model) == find_policy(name)
-    rows = prompts(1, 30)
-    output = model.generate(
-        rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, return_dict_in_generate=True, pad_token_id=0
-    )
-    assert isinstance(output.past_key_values.layers[0], PolicyLayer)
-    model.save_pretrained(again)
-    assert json.loads((again / "config.json").read_text())["quantization_config"]["cache"] == stored
-    twice = AutoModelForCausalLM.from_pretrained(again).eval()
-    same = twice.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, pad_token_id=0)
-    assert torch.equal(same, output.sequences)
-    rotor.use_cache_policy(model, "none")
-    plain = model.generate(
-        rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, return_dict_in_generate=True, pad_token_id=0
-    )
-    assert type(plain.past_key_values.layers[0]).__name__ == "DynamicLayer"
-    result = rotor.validate(out, dtype="float32")
-    assert not result.damaged
-    assert result.summary["measured_kv_bytes_per_token"] == result.summary["cache"]["kv_bytes_per_token"]
-
-
-@pytest.mark.parametrize(
-    "section, text",
-    [
-        (["gear"], "cache"),
-        ({"method": "gears"}, "cache.method"),
-        ({"method": "h2o", "share": 2.0}, "share: got 2.0"),
-        ({"method": "h2o", "layer_shares": [1.0]}, "one for each of the model's 2 layers"),
-        ({"method": "h2o", "tokens": "many"}, "cache.tokens"),
-        ({"method": "tiers", "qk_unimportant": 1.0}, "qk_unimportant: got 1.0"),
-        ({"method": "tiers", "leaders": [1, 0]}, "leaders"),
-        ({"method": "tiers", "leaders": [0, 0, 0]}, "one for each of the model's 2 layers"),
-        ({"method": "tiers", "importance": "score"}, "cache.importance"),
-    ],
-)
-def test_a_hostile_section_is_refused(section: object, text: str, checkpoints, tmp_path) -> None:
-
-    folder = tmp_path / "out"
-    shutil.copytree(checkpoints("post"), folder)
-    for name in ("config.json", "kernel_config.json"):
-        data = json.loads((folder / name).read_text())
-        (data["quantization_config"] if name == "config.json" else data)["cache"] = section
-        (folder / name).write_text(json.dumps(data))
-    reseal(folder)
-    with pytest.raises(CheckpointError, match=text):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_what_a_policy_cannot_serve_is_said(models, tiny, checkpoints, tmp_path) -> None:
-    model, rows = models("pre"), prompts(1, 10)
-    options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 4, "pad_token_id": 0}
-    with cache_policy(model, H2O()):
-        with pytest.raises(UsageError, match="is a StaticLayer, expected one that grows"):
-            model.generate(rows, cache_implementation="static", **options)
-        full = DynamicCache(config=model.config)
-        with torch.no_grad():
-            cache_policy_off = policy_of(model)
-            use_cache_policy(model, None)
-            model(rows, past_key_values=full)
-            use_cache_policy(model, cache_policy_off)
-            with pytest.raises(UsageError, match="holds 10 tokens that were stored without it"):
-                model(rows[:, :1], past_key_values=full)
-            cache = DynamicCache(config=model.config)
-            model(rows, past_key_values=cache)
-        with pytest.raises(UsageError, match="has dropped tokens, which cannot come back"):
-            cache.crop(-2)
-    plain = models("plain")
-    with cache_policy(plain, Streaming(tokens=4)), pytest.raises(UsageError, match="has dropped tokens, which cannot"):
-        plain.generate(rows, assistant_model=models("pre"), attention_mask=torch.ones_like(rows), max_new_tokens=6)
-    with pytest.raises(UsageError, match="does not know that its cache drops tokens"):
-        plain(rows, past_key_values=make_cache(Window(), plain.config))
-    with pytest.raises(UnsupportedModelError, match="DynamicSlidingWindowLayer"):
-        use_cache_policy(AutoModelForCausalLM.from_pretrained(tiny("mistral")), Window())
-    with pytest.raises(UnsupportedModelError, match="layer 0 is not compressed"):
-        use_cache_policy(plain, Tiers())
-    with pytest.raises(UsageError, match="does not know that its cache has tiers"):
-        plain(rows, past_key_values=make_cache(Tiers(), plain.config))
-    with pytest.raises(UsageError, match="cut: bits: this checkpoint's columns are numbers of 16 bits, no codes"):
-        use_cache_policy(models("pre"), Tiers(cut="bits"))
-    with pytest.raises(UsageError, match="rows are codes already"):
-        use_cache_policy(models("codes"), KIVI())
-    with pytest.raises(UsageError, match="bits 4: this checkpoint's rows are codes already"):
-        use_cache_policy(models("codes"), H2O(bits=4))
-    with pytest.raises(RecipeError, match="did you mean 'gear-2'"):
-        find_policy("gear2")
-    holes = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]])
-    with cache_policy(plain, Window()), pytest.raises(UsageError, match="not on the left"):
-        plain.generate(rows, **{**options, "attention_mask": holes})
-
-
 def test_a_cache_that_kept_everything_can_be_cropped_and_regrouped(models) -> None:
     model, rows = models("plain"), prompts(2, 10)
     with cache_policy(model, H2O(tokens=ALL)), torch.no_grad():
@@ -346,8 +195,8 @@ def test_an_offloaded_cache_gives_the_same_tokens(policy: Policy, models) -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("policy", LOSSY, **NAMES)
-def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, checkpoints) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoints("pre")).cuda().eval()
+def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, policy_models: PolicyModels) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy_models.checkpoint("pre")).cuda().eval()
     rows = prompts(2, 20).cuda()
     options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with cache_policy(model, policy):
@@ -392,34 +241,3 @@ def test_a_prompt_in_chunks_goes_on(policy: Policy, models) -> None:
             rows, attention_mask=mask, max_new_tokens=4, prefill_chunk_size=6, do_sample=False, pad_token_id=0
         )
     assert output.shape == (2, 22)
-
-
-def test_bundled_policies_are_there_under_every_method() -> None:
-    found = bundled_policies()
-    assert {policy.method for policy in found.values()} == set(METHODS)
-    assert found["gear-l-2"] == GEAR(bits=2, sparsity=0.0)
-    assert found["fp8"] == FP8("token")
-    assert find_policy("none") is None
-
-
-def test_commands_take_a_policy_by_name(checkpoints, tiny, capsys, tmp_path) -> None:
-    from test_cli import rotor as command
-
-    sizes = []
-    for folder, name in ((tiny("llama"), "none"), (tiny("llama"), "random-50"), (checkpoints("codes"), "streaming-50")):
-        arguments = ("generate", folder, "def main(self, a, b): return a", "--cache", name, "--max-new-tokens", "4")
-        code, out, _ = command(capsys, *arguments, "--json", "-q")
-        assert code == 0
-        sizes.append(json.loads(out)["kv_cache_bytes"])
-    assert sizes[0] > sizes[1]
-    code, _, error = command(capsys, "generate", checkpoints("codes"), "def", "--cache", "kivi-2", "-q")
-    assert code == 2
-    assert "codes already" in error
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("method: h2o\nshare: 2\n")
-    code, _, error = command(capsys, "generate", tiny("llama"), "def", "--cache", mine, "-q")
-    assert code == 2
-    assert "share: got 2.0" in error
-    code, out, _ = command(capsys, "recipes")
-    assert code == 0
-    assert "streaming-50" in out

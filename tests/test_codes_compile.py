@@ -10,16 +10,18 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from rotor.format.columns import Columns
 from rotor.kernels.ahead import Resources, Variant, compile_variant
+from rotor.kernels.decode.tile_sizes import decode_shared_bytes
 from rotor.kernels.decode.variants import decode_variants
+from rotor.kernels.gpu import Gpu
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.few_kernel import few_kernel
 from rotor.kernels.prefill.kernel import prefill_kernel
 from rotor.kernels.prefill.rebuild import rebuild_kernel
+from rotor.kernels.prefill.tile_sizes import prefill_shared_bytes
 from rotor.kernels.prefill.variants import prefill_variants
 from rotor.kernels.projection.append import append_variant
 from rotor.kernels.projection.coded import rotate_and_pack_variants
 from rotor.kernels.rows import LayerColumns
-from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes
 
 HEADS_PER_KV, HEAD_DIM = 4, 128
 MIXED = Columns(n8=16, n4=32, n2=64)

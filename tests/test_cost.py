@@ -14,8 +14,8 @@ from rotor.format.layout import (
     kv_bytes_per_token,
     uncompressed_kv_bytes_per_token,
 )
+from rotor.kernels.decode.tile_sizes import decode_config
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.tile_sizes import decode_config
 from rotor.prediction.cost import (
     UNPACK_FLOPS,
     DecodeStep,

@@ -247,17 +247,17 @@ def test_shards_are_kept_and_a_layer_may_be_spread_over_them(tmp_path: Path, tin
     assert not result.damaged
 
 
-@pytest.mark.parametrize(("recipe", "goal"), [("fdc", {"removal_rate": 0.0}), ("rotor-16", {"compression": 0.2})])
-def test_stock_transformers_refuses_to_load_it_as_uncompressed(recipe: str, goal, run_copy, tmp_path: Path) -> None:
-    """Even where every shape fits, as with a removal rate that removes nothing."""
-    run = run_copy(recipe)
-    export(run.folder, tmp_path / "out", **goal)
-    refused_without_rotor(tmp_path / "out")
-
-
-def refused_without_rotor(*folders: Path) -> None:
-    """In a fresh process that does not import rotor, with an error that says what to install."""
-    program = """
+LOADS = """
+import sys, rotor
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    for saved in (folder + "-again", folder + "-twice"):
+        model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        print(*(len(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")))
+        model.save_pretrained(saved)
+        folder = saved
+"""
+LOADS_WITHOUT_ROTOR = """
 import sys
 from transformers import AutoModelForCausalLM
 for folder in sys.argv[1:]:
@@ -266,19 +266,20 @@ for folder in sys.argv[1:]:
     except ValueError as error:
         print(error)
 """
+
+
+def said_by_a_fresh_process(program: str, folders: list[str], **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, folders)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "ROTOR_AUTOLOAD": "0"},
+        [sys.executable, "-c", program, *folders], capture_output=True, text=True, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr
-    said = f'`attn_implementation="{MARK}"` is not supported'
-    assert [said in line for line in done.stdout.splitlines()] == [True] * len(folders), done.stdout
+    return done.stdout.splitlines()
 
 
-def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(tmp_path: Path, monkeypatch) -> None:
-    """Also one where only queries and keys are compressed, whose shapes all fit; and both, loaded and saved again."""
+def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(run_copy, tmp_path: Path, monkeypatch) -> None:
+    """Where every shape fits, too: with a removal rate that removes nothing, and where only queries and keys are
+    compressed; and what was loaded and saved again. Without rotor the error says what to install.
+    """
     plan_for = importlib.import_module("rotor.search.rank_search").plan_for
 
     def keys_alone(*arguments):
@@ -294,21 +295,14 @@ def test_a_fresh_process_loads_every_tensor_and_only_with_rotor(tmp_path: Path, 
     before, after = (load_file(folder / "model.safetensors") for folder in (DEMO_MODEL, tmp_path / "keys"))
     assert all(after[name].shape == tensor.shape for name, tensor in before.items())
     assert {name.rpartition(".")[2] for name in after.keys() - before.keys()} == {"key_basis", "query_basis"}
-    program = """
-import sys, rotor
-from transformers import AutoModelForCausalLM
-for folder in sys.argv[1:]:
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    print(*(len(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")))
-    model.save_pretrained(folder + "-again")
-"""
-    folders = [str(tmp_path / "out"), str(tmp_path / "keys")]
-    again = [f"{folder}-again" for folder in folders]
-    for some in (folders, again):
-        done = subprocess.run([sys.executable, "-c", program, *some], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == "0 0 0\n" * 2
-    refused_without_rotor(*map(Path, folders + again))
+    export(run, tmp_path / "whole", removal_rate=0.0, measure=False)
+    export(run_copy("rotor-16").folder, tmp_path / "rotor-16", compression=0.2)
+
+    folders = [str(tmp_path / name) for name in ("out", "keys")]
+    assert said_by_a_fresh_process(LOADS, folders) == ["0 0 0"] * 4
+    folders += [f"{folder}-again" for folder in folders] + [str(tmp_path / name) for name in ("whole", "rotor-16")]
+    said = said_by_a_fresh_process(LOADS_WITHOUT_ROTOR, folders, ROTOR_AUTOLOAD="0")
+    assert [f'`attn_implementation="{MARK}"` is not supported' in line for line in said] == [True] * len(folders), said
 
 
 def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from rotor.bench.problem import checked_output, copied, paged_rows, random_probl
 from rotor.bench.rows import BACKENDS, pytorch_path, sdpa
 from rotor.errors import NumericsError
 from rotor.format.layout import AttentionShape
+from rotor.kernels.decode.tile_sizes import decode_config
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.tile_sizes import decode_config
 from rotor.kernels.tuning import decode_constants
 
 SHAPE = AttentionShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=96)

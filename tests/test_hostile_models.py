@@ -22,6 +22,7 @@ from mutations import (
     BYTES,
     CASES,
     CHANGES,
+    SHARES,
     both,
     changed,
     clean,
@@ -54,7 +55,8 @@ def open_checkpoint(folder: Path) -> None:
         checkpoint.tensor(name)
 
 
-def test_safetensors_headers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_safetensors_headers(tmp_path: Path, share: float) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(4, 4), "b.weight": torch.ones(8, dtype=torch.bfloat16)}, weights)
@@ -62,7 +64,7 @@ def test_safetensors_headers(tmp_path: Path) -> None:
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])
 
-    @mutations("header")
+    @mutations("header", share)
     @given(st.one_of(CHANGES, BYTES), st.one_of(st.none(), st.none(), st.integers(0, 2**64 - 1)))
     def run(changes: Any, declared: int | None) -> None:
         if changes[0][1] in ("flip", "insert", "cut", "end"):
@@ -77,7 +79,8 @@ def test_safetensors_headers(tmp_path: Path) -> None:
     run()
 
 
-def test_indexes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_indexes(tmp_path: Path, share: float) -> None:
     (tmp_path / "in").mkdir()
     for folder in (tmp_path, tmp_path / "in"):
         save_file({"a": torch.ones(2)}, folder / "model.safetensors")
@@ -90,7 +93,7 @@ def test_indexes(tmp_path: Path) -> None:
         (folder / "model.safetensors.index.json").write_bytes(data)
         clean(lambda: open_checkpoint(folder))
 
-    both("index", index, check)
+    both("index", index, check, share)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +131,15 @@ def read_model(folder: Path) -> None:
     check_fit(checkpoint)
 
 
-def test_configs(tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_configs(tiny, tmp_path: Path, share: float) -> None:
     model = shutil.copytree(tiny("llama"), tmp_path / "model")
 
     def check(data: bytes) -> None:
         (model / "config.json").write_bytes(data)
         clean(lambda: read_model(model))
 
-    both("config", json.loads((model / "config.json").read_text()), check)
+    both("config", json.loads((model / "config.json").read_text()), check, share)
 
 
 def test_no_pickle_is_loaded_and_no_code_of_the_model_runs(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mutations import (
     BYTES,
     CHANGES,
+    SHARES,
     VALUES,
     changed,
     clean,
@@ -25,13 +26,14 @@ from rotor.recipe import load_recipe, override, parse_recipe
 pytestmark = pytest.mark.usefixtures("bounded_memory")
 
 
-def test_recipes() -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_recipes(share: float) -> None:
     text = load_recipe("zdc").to_yaml()
     base = {
         k: v for k, v in load_recipe("rotor").to_dict().items() if k in ("name", "summary", "tokens", "ranks", "search")
     }
 
-    @mutations("recipe")
+    @mutations("recipe", share)
     @given(st.one_of(CHANGES, CHANGES, BYTES))
     def run(changes: Any) -> None:
         if changes[0][1] in ("flip", "insert", "cut", "end"):
@@ -45,7 +47,8 @@ def test_recipes() -> None:
     run()
 
 
-def test_overrides() -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_overrides(share: float) -> None:
     recipe = load_recipe("fdc")
     names = [
         "tokens.count",
@@ -58,7 +61,7 @@ def test_overrides() -> None:
     ]
     values = st.one_of(VALUES.map(lambda v: json.dumps(v)), st.text(max_size=20))
 
-    @mutations("override")
+    @mutations("override", share)
     @given(st.sampled_from(names), values)
     def run(name: str, value: str) -> None:
         clean(lambda: override(recipe, [f"{name}={value}"]))

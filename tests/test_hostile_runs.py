@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mutations import (
     BYTES,
     CHANGES,
+    SHARES,
     both,
     changed,
     clean,
@@ -34,7 +35,7 @@ from rotor.format.manifest import CHECKSUM
 from rotor.models.checkpoint import Checkpoint
 from rotor.progress import Progress
 from rotor.recipe import override
-from rotor.report.data import collect
+from rotor.report.collect import collect
 from rotor.runtime.families import attention_shape
 from rotor.runtime.integration import RotorConfig
 from rotor.search.search import rank_path
@@ -59,7 +60,8 @@ def places_for(small, tmp_path: Path) -> tuple[Path, Path, Path]:
     return tuple(shutil.copytree(path, tmp_path / path.name) for path in small)  # type: ignore[return-value]
 
 
-def test_quantization_configs(small) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_quantization_configs(small, share: float) -> None:
     _, _, out = small
     config = json.loads((out / "config.json").read_text())
     shape = attention_shape(Checkpoint(out).config)
@@ -77,10 +79,11 @@ def test_quantization_configs(small) -> None:
         read.layouts(shape)
         read.profile_ranks("0.9")
 
-    both("quantization", base, check)
+    both("quantization", base, check, share)
 
 
-def test_run_files(places_for) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_run_files(places_for, share: float) -> None:
     _, run, _ = places_for
 
     def check(data: bytes) -> None:
@@ -97,7 +100,7 @@ def test_run_files(places_for) -> None:
     shutil.rmtree(run / "tables")
     shutil.rmtree(run / "probes", ignore_errors=True)
     shutil.rmtree(run / "bases")
-    both("run", json.loads((run / "run.json").read_text()), check)
+    both("run", json.loads((run / "run.json").read_text()), check, share)
 
 
 @pytest.mark.parametrize("name", ["run.json", "recipe.yaml", "bases/layer-0000.safetensors"])
@@ -122,7 +125,8 @@ def write_sealed(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def test_rank_tables(places_for) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_rank_tables(places_for, share: float) -> None:
     _, folder, _ = places_for
     run = Run.open(folder)
     bases = run.bases()
@@ -140,10 +144,11 @@ def test_rank_tables(places_for) -> None:
         for point in table.points:
             point.to_json()
 
-    both("table", json.loads(path.read_text()), check)
+    both("table", json.loads(path.read_text()), check, share)
 
 
-def test_probes(places_for) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_probes(places_for, share: float) -> None:
     _, folder, _ = places_for
     run = Run.open(folder)
     path = folder / "probes" / "some.json"
@@ -154,11 +159,12 @@ def test_probes(places_for) -> None:
         write_sealed(path, data)
         clean(lambda: read_probes(run, "some"))
 
-    both("table", json.loads(json.dumps(probes_json(layers))), check)
+    both("table", json.loads(json.dumps(probes_json(layers))), check, share)
     path.unlink()
 
 
-def test_checkpoint_files(places_for) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_checkpoint_files(places_for, share: float) -> None:
     _, _, out = places_for
 
     def check(data: bytes) -> None:
@@ -166,10 +172,11 @@ def test_checkpoint_files(places_for) -> None:
         clean(lambda: check_integrity(Validation(out), Progress()))
         clean(lambda: collect(out, run="not looked for"))
 
-    both("checkpoint", json.loads((out / "rotor.json").read_text()), check)
+    both("checkpoint", json.loads((out / "rotor.json").read_text()), check, share)
 
 
-def test_kernel_configs(places_for) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_kernel_configs(places_for, share: float) -> None:
     _, _, out = places_for
     written = (out / "kernel_config.json").read_bytes()
     original = json.loads(written)
@@ -182,16 +189,17 @@ def test_kernel_configs(places_for) -> None:
             assert result.damaged == (data != written)
             json.loads(data)
 
-    both("kernels", original, check)
+    both("kernels", original, check, share)
 
 
-def test_bases_and_statistics(places_for) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_bases_and_statistics(places_for, share: float) -> None:
     _, folder, _ = places_for
     run = Run.open(folder)
     files = [folder / "bases" / "layer-0000.safetensors", folder / "statistics" / "layer-0000.safetensors"]
     originals = {path: path.read_bytes() for path in files}
 
-    @mutations("bases")
+    @mutations("bases", share)
     @given(st.sampled_from(files), st.one_of(CHANGES, BYTES))
     def mutate(path: Path, changes: Any) -> None:
         data = originals[path]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import DEMO_MODEL, reseal
 
+from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import CheckpointError, UnsupportedModelError, UsageError
 from rotor.models.checkpoint import Checkpoint
@@ -35,18 +34,17 @@ def cache(tmp_path: Path) -> Path:
     return repository.parent
 
 
-def in_cache(cache: Path, code: str) -> subprocess.CompletedProcess:
-    """Run Python code in a process whose hub cache is `cache`, offline."""
-    env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+@pytest.fixture
+def offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As with HF_HUB_CACHE and HF_HUB_OFFLINE, which huggingface_hub reads once; the cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cache
 
 
-def test_calibrate_from_the_hub_pins_the_commit(cache: Path, tmp_path: Path) -> None:
+def test_calibrate_from_the_hub_pins_the_commit(offline: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    code = f"import rotor; rotor.calibrate('team/demo', {str(out)!r}, 'fdc', ['tokens.count=512'])"
-    done = in_cache(cache, code)
-    assert done.returncode == 0, done.stderr
-    model = Run.open(out).info["model"]
+    model = calibrate("team/demo", out, "fdc", ["tokens.count=512"]).info["model"]
     assert (model["name"], model["hub_id"], model["revision"]) == ("demo", "team/demo", COMMIT)
 
     # The cache has moved since: the run finds its model again, by id and commit.
@@ -54,23 +52,14 @@ def test_calibrate_from_the_hub_pins_the_commit(cache: Path, tmp_path: Path) -> 
     info["model"]["path"] = str(tmp_path / "gone")
     (out / "run.json").write_text(json.dumps(info))
     reseal(out)
-    done = in_cache(cache, f"from rotor.calibration.run import Run; print(Run.open({str(out)!r}).fetch_model())")
-    assert done.stdout.strip() == str(cache / "models--team--demo" / "snapshots" / COMMIT)
+    assert Run.open(out).fetch_model() == offline / "models--team--demo" / "snapshots" / COMMIT
 
 
-def test_what_the_hub_does_not_have(cache: Path) -> None:
-    code = """
-from rotor.errors import CheckpointError
-from rotor.models.hub import find_model
-for arguments in (("team/other",), ("team/demo", "v2")):
-    try:
-        find_model(*arguments)
-    except CheckpointError as error:
-        print(error.message)
-"""
-    done = in_cache(cache, code)
-    assert "team/other: no such folder, and not in the hub's cache; HF_HUB_OFFLINE forbids" in done.stdout, done.stderr
-    assert "team/demo at revision v2: no such folder" in done.stdout
+def test_what_the_hub_does_not_have(offline: Path) -> None:
+    with pytest.raises(CheckpointError, match="team/other: no such folder, and not in the hub's cache; HF_HUB_OFFLINE"):
+        find_model("team/other")
+    with pytest.raises(CheckpointError, match="team/demo at revision v2: no such folder"):
+        find_model("team/demo", "v2")
 
 
 def test_local_folders_need_no_hub(tmp_path: Path) -> None:

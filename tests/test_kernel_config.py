@@ -22,7 +22,7 @@ from rotor.format.truncation import truncate_layer
 from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.defaults import default_config, default_layer
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.tile_sizes import prefill_constants
+from rotor.kernels.prefill.tile_sizes import prefill_constants
 from rotor.progress import Progress
 from rotor.runtime import integration
 from rotor.runtime.attention import RotorAttention

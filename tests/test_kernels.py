@@ -25,7 +25,7 @@ def missing() -> str:
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-TOGETHER = 4
+TOGETHER = 8
 """Files of checks in a process: its imports take seconds."""
 
 
@@ -39,9 +39,10 @@ def checks(word: str = "") -> list[tuple[str, ...]]:
 def interpret(names: tuple[str, ...], marks: str) -> None:
     paths = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist",
-         "-p", "interpreter", "-m", marks, *(str(FOLDER / f"{name}.py") for name in names)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "interpreter",
+         "-m", marks, *(str(FOLDER / f"{name}.py") for name in names)],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "1",
+             "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         cwd=FOLDER.parent.parent,

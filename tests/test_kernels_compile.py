@@ -15,17 +15,19 @@ from rotor.format.layout import AttentionShape
 from rotor.kernels.ahead import Resources, Variant, compile_variant
 from rotor.kernels.decode.kernel import decode_kernel
 from rotor.kernels.decode.longest_first import assign_variant
+from rotor.kernels.decode.tile_sizes import decode_shared_bytes
 from rotor.kernels.decode.variants import decode_variants
 from rotor.kernels.defaults import default_config, default_layer, with_slow_planes
-from rotor.kernels.few_queries import few_shared_bytes
+from rotor.kernels.gpu import Gpu
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.prefill.few_kernel import few_kernel
+from rotor.kernels.prefill.few_tile_sizes import few_shared_bytes
 from rotor.kernels.prefill.kernel import prefill_kernel
 from rotor.kernels.prefill.rebuild import rebuild_kernel
+from rotor.kernels.prefill.tile_sizes import prefill_shared_bytes
 from rotor.kernels.prefill.variants import prefill_variants
 from rotor.kernels.projection.rotation import rotation_variants
 from rotor.kernels.specialise import model_variants
-from rotor.kernels.tile_sizes import Gpu, decode_shared_bytes, prefill_shared_bytes
 from rotor.kernels.widths import chunks, padded
 
 HEADS_PER_KV, HEAD_DIM = 4, 128

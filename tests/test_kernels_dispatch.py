@@ -13,8 +13,8 @@ from rotor.errors import UsageError
 from rotor.format.layout import GroupLayout, LayerLayout
 from rotor.kernels import dispatch
 from rotor.kernels.dispatch import kernels_serve, kernels_wanted
+from rotor.kernels.gpu import Gpu
 from rotor.kernels.reference import grouped_attention
-from rotor.kernels.tile_sizes import Gpu
 from rotor.runtime.attention import _check_mask
 
 POST, PRE = layer("post", 1, (64, 64)), layer("pre", 8, (256, 256))

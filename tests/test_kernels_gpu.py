@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from code_checks import check_coded_decode, check_coded_prefill
 from coded import coded_layer, random_coded_case, steps_of
 from coded_models import write_pair
 from kernel_checks import check_decode, check_prefill, relative_error
@@ -178,7 +177,7 @@ def test_a_captured_step_follows_lengths_that_change(name, schedule) -> None:
 def test_decode_of_rows_of_codes(name, schedule, dtype) -> None:
     lengths = (1, 63, 64, 65, 0, 257, 1000, 4096)
     case = coded_case_of(name, dtype, len(lengths), 1, max(lengths))
-    check_coded_decode(case, [Sequence(1 if n else 0, 0, n) for n in lengths], schedule=schedule)
+    check_decode(case, [Sequence(1 if n else 0, 0, n) for n in lengths], schedule=schedule)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -187,10 +186,10 @@ def test_decode_of_codes_in_poisoned_pages_with_masks_and_softcap(name, dtype) -
     case = coded_case_of(name, dtype, 3, 1, 2000)
     sequences = [Sequence(1, 0, 2000), Sequence(1, 777, 2000), Sequence(1, 5, 1234)]
     for page_size in (16, 256):
-        check_coded_decode(case, sequences, page_size=page_size)
+        check_decode(case, sequences, page_size=page_size)
     mask = torch.rand(3, 2000, generator=torch.Generator().manual_seed(0)) < 0.5
-    check_coded_decode(case, sequences, mask=mask)
-    check_coded_decode(case, sequences, softcap=3.0)
+    check_decode(case, sequences, mask=mask)
+    check_decode(case, sequences, softcap=3.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -200,11 +199,11 @@ def test_prefill_against_a_cache_of_codes(name, dtype) -> None:
     sequences = [Sequence(300, 0, 1100), Sequence(129, 50, 900), Sequence(1, 0, 64)]
     mask = torch.rand(3, 300, 1100, generator=torch.Generator().manual_seed(0)) < 0.5
     for rebuilt in (False, True) if name.startswith("pre") else (False,):
-        check_coded_prefill(case, sequences, rebuilt=rebuilt)
-        check_coded_prefill(case, sequences, rebuilt=rebuilt, mask=mask)
-    check_coded_prefill(case, sequences, page_size=16)
-    check_coded_prefill(case, sequences, window=100)
-    check_coded_prefill(case, sequences, softcap=3.0)
+        check_prefill(case, sequences, rebuilt=rebuilt)
+        check_prefill(case, sequences, rebuilt=rebuilt, mask=mask)
+    check_prefill(case, sequences, page_size=16)
+    check_prefill(case, sequences, window=100)
+    check_prefill(case, sequences, softcap=3.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

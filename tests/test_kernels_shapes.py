@@ -6,14 +6,12 @@ import pytest
 import torch
 from ragged import layer
 
+from rotor.kernels.decode.tile_sizes import decode_config, decode_shared_bytes
+from rotor.kernels.dispatch import fits_shared_memory
+from rotor.kernels.gpu import Gpu, gpu_of
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.tile_sizes import (
-    Gpu,
+from rotor.kernels.prefill.tile_sizes import (
     can_be_cut,
-    decode_config,
-    decode_shared_bytes,
-    fits_shared_memory,
-    gpu_of,
     pieces_of,
     prefill_constants,
     prefill_shared_bytes,

@@ -93,7 +93,7 @@ def test_bootstrap_draws_the_same_rows_for_all_columns() -> None:
 @pytest.mark.parametrize("name", METRICS)
 def test_the_uncompressed_model_has_accuracy_one(name: str, demo) -> None:
     checkpoint, model = demo
-    spec = Evaluation(metric=name, seq_len=256, lookup_prompts=4, copy_prompts=4)
+    spec = Evaluation(metric=name, seq_len=256, search_tokens=1024, lookup_prompts=4, copy_prompts=4)
     made = context(spec, checkpoint)
     meter = FidelityMeter(made, Progress())
     meter.measure_base(model, "search")
@@ -121,12 +121,6 @@ def test_swapping_the_attention_leaves_both_models_as_they_were(demo_run) -> Non
         assert torch.equal(batch_logits(network, rows), before)
     assert torch.equal(batch_logits(network, rows), compressed)
     assert modules == [network.family.attention_module(network.model, i) for i in range(network.shape.num_layers)]
-
-
-# Look-up and copying rows.
-
-
-# Recipes, the rank table, export and validate.
 
 
 @pytest.mark.parametrize(
@@ -221,6 +215,3 @@ def test_another_metric_adds_a_table_and_wipes_none(run_copy, tmp_path: Path) ->
     again = export(run.folder, tmp_path / "c", accuracy=0.9, overrides=["evaluation.metric=text"])
     assert again.measured_points == 0
     assert again.report["ranks"] == first.report["ranks"]
-
-
-# lm-eval.

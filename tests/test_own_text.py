@@ -11,9 +11,10 @@ from conftest import ROOT, build_tiny
 from test_cli import expect_error, rotor
 
 from rotor.calibration.run import Run
+from rotor.data.documents import read_documents
 from rotor.data.readiness import check_text, judged_on
+from rotor.data.rows import rows_in, text_rows
 from rotor.data.splits import held_out_documents
-from rotor.data.tokens import read_documents, rows_in, text_rows
 from rotor.errors import DataError
 from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import load_recipe, text_overrides

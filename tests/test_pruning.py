@@ -17,7 +17,7 @@ from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.pruning import BATCH_VECTORS, CLUSTERED, ClusteredStatistics, StreamingKMeans, prune_rows
 from rotor.calibration.run import read_statistics
-from rotor.data.tokens import CalibrationTokens
+from rotor.data.rows import CalibrationTokens
 from rotor.errors import DataError, NumericsError, RecipeError
 from rotor.format.layout import AttentionShape
 from rotor.recipe import Prune, load_recipe, parse_recipe

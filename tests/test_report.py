@@ -23,7 +23,7 @@ from rotor.format.manifest import MANIFEST
 from rotor.format.places import check_file
 from rotor.recipe.metric_registry import METRICS
 from rotor.report import report as report_module
-from rotor.report.data import _ratios, collect
+from rotor.report.collect import _ratios, collect
 from rotor.report.report import report
 from rotor.search.table import RankTable, any_probes
 

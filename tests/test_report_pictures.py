@@ -20,9 +20,10 @@ from rotor.format.layout import GroupLayout
 from rotor.recipe import load_recipe
 from rotor.report.axes import LOSS_FLOOR, layer_colours, shown_loss
 from rotor.report.cells import Cell
-from rotor.report.data import LayerLoss, ReportData, ShownPoint, _add_study
+from rotor.report.data import LayerLoss, ReportData, ShownPoint
 from rotor.report.figures import _drawings, figures
 from rotor.report.report import render
+from rotor.report.token_sources import add_study
 
 
 def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = False) -> ReportData:
@@ -179,5 +180,5 @@ def test_what_no_tokens_change_is_not_compared(tmp_path: Path) -> None:
     }
     (tmp_path / "results.json").write_text(json.dumps(study))
     data = made()
-    _add_study(data, tmp_path)
+    add_study(data, tmp_path)
     assert data.token_pairs == [("fdc", "random", "text", "12.34 %", "-")]

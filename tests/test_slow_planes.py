@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 from rotor.format.columns import Columns
 from rotor.format.kernel_config import MOST_NODES, KernelConfig, SlowPlanes
 from rotor.format.layout import AttentionShape
+from rotor.kernels.decode.tile_sizes import decode_config, rebuilding_steps
 from rotor.kernels.layer_table import layer_parts, rebuilding_all
 from rotor.kernels.slow_planes import TOLERANCE, choices, node_places, node_weights, turn_error
-from rotor.kernels.tile_sizes import decode_config, rebuilding_steps
 from rotor.prediction.cost import DecodeStep, key_work, layer_work
 from rotor.prediction.devices import find_device
 from rotor.prediction.slow_planes import LEAST_GAIN, fastest, planned_config

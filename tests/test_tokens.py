@@ -11,17 +11,10 @@ import pytest
 import torch
 from conftest import DEMO_MODEL
 
+from rotor.data.documents import Document, read_documents, read_topics
 from rotor.data.repeats import SPAN, TIMES, with_repeats
-from rotor.data.tokens import (
-    Document,
-    calibration_tokens,
-    ordinary_tokens,
-    random_tokens,
-    read_documents,
-    read_topics,
-    synthetic_tokens,
-    topic_rows,
-)
+from rotor.data.rows import topic_rows
+from rotor.data.tokens import calibration_tokens, ordinary_tokens, random_tokens, synthetic_tokens
 from rotor.errors import DataError, NumericsError
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model

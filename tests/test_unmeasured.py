@@ -14,7 +14,7 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import UsageError
 from rotor.export.export import export
-from rotor.report.data import collect
+from rotor.report.collect import collect
 from rotor.validation.validate import validate
 
 RANDOM = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random", "ranks.multiple_of=4"]

@@ -20,7 +20,8 @@ from test_cli import rotor
 
 import rotor.models.tokenizer as tokenizer_module
 from rotor.calibration.calibrate import calibrate
-from rotor.data.tokens import calibration_tokens, check_ids
+from rotor.data.rows import check_ids
+from rotor.data.tokens import calibration_tokens
 from rotor.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UsageError
 from rotor.evaluation.scoring import logit_errors
 from rotor.export.export import export

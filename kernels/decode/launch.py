@@ -11,17 +11,18 @@ from torch import Tensor
 
 from rotor.errors import UsageError
 
+from ..gpu import gpu_of, sm_count
 from ..key_ranges import DecodeKeys
 from ..launch import launch
 from ..layer_table import Column, LayerParts, rebuilding_all, table_on
 from ..occupancy import GRID_PROGRAMS
 from ..strides import alignment, as_words, check_page
-from ..tile_sizes import decode_config, gpu_of, rebuilding_steps, sm_count
 from ..tuning import chosen_constants
 from ..workspace import Workspace
 from .combine import combine_constants, combine_kernel
 from .kernel import decode_kernel
 from .longest_first import longest_first
+from .tile_sizes import decode_config, rebuilding_steps
 
 SCHEDULES = ("stream", "lpt", "none")
 

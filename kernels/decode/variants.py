@@ -8,13 +8,14 @@ import torch
 import triton
 
 from ..ahead import Variant
+from ..gpu import HOPPER, Gpu
 from ..layer_table import LayerParts, pieces_name, rebuilding_all
 from ..masks import range_variants
 from ..strides import alignment
-from ..tile_sizes import HOPPER, Gpu, decode_config
 from .combine import combine_variant
 from .kernel import decode_kernel
 from .longest_first import assign_variant
+from .tile_sizes import decode_config
 
 
 def decode_variants(

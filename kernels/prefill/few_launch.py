@@ -12,16 +12,16 @@ from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 
 from ..defaults import default_layer
-from ..few_queries import chunk_programs, few_constants
+from ..gpu import gpu_of, sm_count
 from ..key_ranges import PrefillKeys
 from ..launch import launch
 from ..layer_table import SHARES, Column, LayerParts, layer_parts, table_on
 from ..schedule import keys_are_split
 from ..strides import alignment, alignment_of
 from ..table_fields import FIELDS
-from ..tile_sizes import gpu_of, sm_count
 from ..workspace import Workspace
 from .few_kernel import few_kernel
+from .few_tile_sizes import chunk_programs, few_constants
 from .slices import Split, join_constants, join_kernel, planned_slices
 from .tasks import row_blocks, task_count
 

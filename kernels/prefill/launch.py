@@ -13,24 +13,17 @@ from rotor.format.columns import WORD_BYTES
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 
+from ..gpu import gpu_of, sm_count
 from ..key_ranges import PrefillKeys
 from ..launch import launch
 from ..schedule import last_round
 from ..strides import alignment_of, as_words, check_page
-from ..tile_sizes import (
-    can_be_cut,
-    gpu_of,
-    pieces_of,
-    prefill_constants,
-    prefill_workers,
-    rebuilding_pays,
-    sm_count,
-)
 from ..workspace import Workspace
 from .few_launch import few_attention, few_queries
 from .kernel import prefill_kernel
 from .rebuild import rebuild_keys
 from .tasks import row_blocks, task_count
+from .tile_sizes import can_be_cut, pieces_of, prefill_constants, prefill_workers, rebuilding_pays
 
 
 def prefill_attention(

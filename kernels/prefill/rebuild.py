@@ -22,12 +22,12 @@ from rotor.format.columns import WORD_BYTES
 from rotor.format.layout import LayerLayout
 
 from ..ahead import Variant
+from ..gpu import precision
 from ..launch import launch
 from ..layer_table import WORDS_OF_A_LOAD
 from ..projection.rotation import rank_alignment
 from ..rows import key_columns
 from ..strides import check_page
-from ..tile_sizes import precision
 from ..tiles import elements_of, key_rows, load_basis, load_piece, load_rotation, numbers_of, rotate_tile
 from ..widths import padded
 

@@ -11,16 +11,17 @@ from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import LayerLayout
 
 from ..ahead import Variant
-from ..few_queries import ROWS, chunk_programs, few_constants
+from ..gpu import HOPPER, Gpu
 from ..layer_table import layer_parts, pieces_name
 from ..masks import range_variants
 from ..strides import alignment, alignment_of
-from ..tile_sizes import HOPPER, Gpu, can_be_cut, pieces_of, prefill_constants
 from .few_kernel import few_kernel
+from .few_tile_sizes import ROWS, chunk_programs, few_constants
 from .kernel import prefill_kernel
 from .launch import prefill_alignment, row_elements, row_places
 from .rebuild import rebuild_variant
 from .slices import slice_variants
+from .tile_sizes import can_be_cut, pieces_of, prefill_constants
 
 
 def prefill_variants(

@@ -17,9 +17,9 @@ from torch import Tensor
 from rotor.format.layout import LayerLayout
 
 from ..ahead import Variant
+from ..gpu import precision
 from ..launch import launch
 from ..strides import alignment_of
-from ..tile_sizes import precision
 from ..tiles import load_rotation, rotate_tile
 from ..widths import padded
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from rotor.format.layout import LayerLayout
 
 from ..ahead import Variant
+from ..gpu import precision
 from ..launch import launch
-from ..tile_sizes import precision
 from .column_sums import ClassProducts
 
 QUERIES, KEYS, WIDTH = 64, 64, 64

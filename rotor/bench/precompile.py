@@ -124,8 +124,8 @@ def variants_of_layers(
     """The same, each with the layers that launch it."""
     if not triton_installed():
         raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
+    from ..kernels.gpu import Gpu
     from ..kernels.specialise import model_variants
-    from ..kernels.tile_sizes import Gpu
 
     checkpoint = CompressedCheckpoint(folder)
     config, kernels = checkpoint.config, checkpoint.kernel_config

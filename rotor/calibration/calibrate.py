@@ -18,15 +18,17 @@ from torch import Tensor
 from ..bases.layer import LayerBases, layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
+from ..data.documents import Document
 from ..data.readiness import told
 from ..data.repeats import with_repeats
+from ..data.rows import CalibrationTokens
 from ..data.splits import calibration_share, digests
-from ..data.tokens import CalibrationTokens, Document, calibration_tokens, ordinary_tokens
+from ..data.tokens import calibration_tokens, ordinary_tokens
 from ..errors import DataError, NumericsError, system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import RECIPE
 from ..format.hashes import file_sha256
-from ..format.layout import AttentionShape, folds_keys
+from ..format.layout import folds_keys
 from ..format.locks import exclusive
 from ..format.publishing import check_space, recover
 from ..logs import log_file
@@ -37,7 +39,6 @@ from ..models.weights import Weights
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
-from ..runtime.families import Family
 from .candidates import wanted_gradients
 from .collect import layer_statistics
 from .gradients import LayerFisher, fisher_information
@@ -46,6 +47,7 @@ from .partial import PartialRun
 from .processes import Processes
 from .pruning import check_clusters, prune_rows
 from .run import FISHER, INFO, Run, write_bases, write_codes, write_fisher, write_statistics
+from .weight_information import weight_information
 
 TOKENS = "tokens.safetensors"
 """Calibration tokens of an unfinished run, so that those that the model writes need not be written again."""
@@ -379,35 +381,6 @@ class Calibration:
 
 def _gradients_of(layer: int) -> str:
     return f"gradients-{layer:04d}.safetensors"
-
-
-def weight_information(
-    model: Any, family: Family, shape: AttentionShape, tokens: torch.Tensor, count: int, progress: Progress
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Sum of squared gradients of the next-token loss with respect to W_k and W_v of each KV head.
-
-    The gradient is taken row by row of tokens and squared before it is summed.
-
-    Returns:
-        Per layer two tensors [num_kv_heads], float64: for keys and for values.
-    Source: Palu, arXiv 2407.21118, section 3.2.
-    """
-    rows = tokens[: max(1, count // tokens.shape[1])]
-    zeros = torch.zeros(shape.num_kv_heads, dtype=torch.float64)
-    totals = [(zeros.clone(), zeros.clone()) for _ in range(shape.num_layers)]
-    parameters = [family.kv_parameters(model, layer) for layer in range(shape.num_layers)]
-    with progress.task("gradients", rows.numel(), "tokens") as advance:
-        for row in rows.split(1):
-            ids = row.to(model.device)
-            loss = model(ids, labels=ids, use_cache=False).loss
-            distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}
-            gradients = dict(zip(distinct, torch.autograd.grad(loss, list(distinct.values())), strict=True))
-            for layer, pair in enumerate(parameters):
-                for side, (parameter, part) in enumerate(pair):
-                    squared = part(gradients[id(parameter)]).double().square()
-                    totals[layer][side].add_(squared.reshape(shape.num_kv_heads, -1).sum(-1).cpu())
-            advance(row.numel())
-    return totals
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..bases.moments import MOMENTS, LayerStatistics
-from ..data.tokens import CalibrationTokens
+from ..data.rows import CalibrationTokens
 from ..errors import DataError, NumericsError
 from ..recipe import Prune
 

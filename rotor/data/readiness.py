@@ -11,8 +11,9 @@ from ..errors import DataError
 from ..installing import pip_install
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
+from .documents import Document, read_topics, require_tokenizer
+from .rows import rows_in
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
-from .tokens import Document, read_topics, require_tokenizer, rows_in
 
 CHAT_ADVICE = (
     "the model has a chat template, and Python source is hardly what it is for: give text of your own with --text FILE "

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..errors import DataError
 from ..models.projections import longest_row
 from ..recipe import Evaluation
-from .tokens import Document, read_documents, spread_rows, stdlib_documents, text_rows
+from .documents import Document, read_documents, stdlib_documents
+from .rows import spread_rows, text_rows
 
 SPLITS = ("search", "report")
 FEW, PIECES = 3, 6

@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 from ..format.columns import Columns
 from ..format.kernel_config import SlowPlanes
 from ..format.layout import AttentionShape, Domain, GroupLayout, LayerLayout
+from ..kernels.decode.tile_sizes import decode_config
 from ..kernels.defaults import default_layer, with_slow_planes
 from ..kernels.layer_table import layer_parts
 from ..kernels.slow_planes import ABSORBED_COLUMNS
-from ..kernels.tile_sizes import decode_config
 from ..recipe import ObjectiveSettings
 from .devices import Device
 from .roofline import Residency, Work

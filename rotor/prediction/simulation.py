@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..format.layout import AttentionShape, LayerLayout
+from ..kernels.prefill.tile_sizes import can_be_cut, prefill_constants, prefill_workers, rebuilding_pays
 from ..kernels.schedule import (
     equal_slices,
     greedy_assignment,
@@ -23,7 +24,6 @@ from ..kernels.schedule import (
     row_block_costs,
     work_per_key,
 )
-from ..kernels.tile_sizes import can_be_cut, prefill_constants, prefill_workers, rebuilding_pays
 from .cost import decode_flops_per_token, group_bytes_per_token, latents_of
 from .devices import Device
 

@@ -9,10 +9,11 @@ from typing import Any
 from ..format.columns import Columns
 from ..format.kernel_config import SlowPlanes
 from ..format.layout import Domain, GroupLayout, LayerLayout
+from ..kernels.decode.tile_sizes import decode_config, decode_shared_bytes, rebuilding_steps
 from ..kernels.defaults import default_layer, with_slow_planes
+from ..kernels.gpu import HOPPER
 from ..kernels.layer_table import LayerParts, layer_parts
 from ..kernels.occupancy import GRID_PROGRAMS, programs_per_sm
-from ..kernels.tile_sizes import HOPPER, decode_config, decode_shared_bytes, rebuilding_steps
 from .roofline import Residency
 
 Latent = float | Columns
@@ -23,7 +24,7 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True)
 class Tiling:
-    """The decode kernel for one group; see `kernels/layer_table.py` and `kernels/tile_sizes.py`.
+    """The decode kernel for one group; see `kernels/layer_table.py` and `kernels/decode/tile_sizes.py`.
 
     parts: each reads the group's latents. rows: query rows of a part's tile, padded. keys: of a tile.
     heads: times that rebuilding the keys of a group loads the latents again, 0 where they stay in registers.

@@ -17,9 +17,11 @@ from markupsafe import Markup, escape
 from ..calibration.run import Run
 from ..errors import UsageError
 from ..format.atomic import write_text
+from ..format.file_names import ROTOR_JSON
 from ..format.places import check_file
 from ..installing import pip_install
-from .data import ROTOR_JSON, ReportData, collect, format_bytes
+from .collect import collect
+from .data import ReportData, format_bytes
 from .figures import SIDE_NAMES, figures
 
 NAME = "report.html"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..allocation.plan import RankPlan
 from ..bases.layer import LayerBases
 from ..calibration.run import Run
+from ..data.rows import spread_rows, text_rows
 from ..data.splits import SPLITS, EvaluationData, evaluation_data, held_out_documents
-from ..data.tokens import spread_rows, text_rows
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement

@@ -10,10 +10,10 @@ from kernel_checks import check_decode, pairs
 from ragged import layer, random_case
 
 from rotor.kernels.decode.longest_first import longest_first
+from rotor.kernels.decode.tile_sizes import decode_config
 from rotor.kernels.defaults import MAX_BODIES
 from rotor.kernels.key_ranges import DecodeKeys
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.tile_sizes import decode_config
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM = 32

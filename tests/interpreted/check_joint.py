@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from code_checks import check_coded_decode, check_coded_prefill
 from coded import MIXTURES, coded_layer, random_coded_case
+from kernel_checks import check_decode, check_prefill
 
 from rotor.format.columns import Columns
 from rotor.kernels.truth import Sequence
@@ -19,7 +19,7 @@ def test_decode(domain, size, heads_per_kv, page_size) -> None:
     layout = coded_layer(domain, size, (MIXTURES[0], None), (Columns(n8=8, n4=24), None))
     case = random_coded_case(layout, heads_per_kv, HEAD_DIM, 3, 1, 100)
     sequences = [Sequence(1, 0, 100), Sequence(1, 0, 37), Sequence(0, 0, 0)]
-    check_coded_decode(case, sequences, page_size=page_size, programs=3)
+    check_decode(case, sequences, page_size=page_size, programs=3)
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_decode(domain, size, heads_per_kv, page_size) -> None:
 def test_prefill(domain, rebuilt, page_size) -> None:
     layout = coded_layer(domain, 2, (MIXTURES[7], None), (MIXTURES[3], None))
     case = random_coded_case(layout, 2, HEAD_DIM, 2, 7, 70)
-    check_coded_prefill(case, [Sequence(7, 0, 70), Sequence(2, 0, 37)], rebuilt=rebuilt, page_size=page_size)
+    check_prefill(case, [Sequence(7, 0, 70), Sequence(2, 0, 37)], rebuilt=rebuilt, page_size=page_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from code_checks import check_coded_prefill
 from coded import MIXTURES, coded_layer, random_coded_case
 from kernel_checks import check_prefill
 from ragged import layer, random_case
@@ -82,8 +81,8 @@ def test_mixtures_of_codes(way, rows) -> None:
     domain, rebuilt = way
     sequences = mixed(0, 21)
     case = random_coded_case(coded_layer(domain, 2, *rows), 1, HEAD_DIM, *lengths_of(sequences))
-    check_coded_prefill(case, sequences, page_size=16, rebuilt=rebuilt)
-    check_coded_prefill(case, sequences, page_size=32, window=9, softcap=2.0, rebuilt=rebuilt)
+    check_prefill(case, sequences, page_size=16, rebuilt=rebuilt)
+    check_prefill(case, sequences, page_size=32, window=9, softcap=2.0, rebuilt=rebuilt)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -97,7 +96,7 @@ def test_few_queries_beside_each_other_split_their_keys(way, monkeypatch: pytest
     for window in (None, 150):
         check_prefill(case, sequences, page_size=16, programs=13, window=window, rebuilt=rebuilt)
     case = random_coded_case(coded_layer(domain, 1, (MIXTURES[0], MIXTURES[4])), 2, HEAD_DIM, 5, 4, 290)
-    check_coded_prefill(case, sequences, page_size=64, programs=13, rebuilt=rebuilt)
+    check_prefill(case, sequences, page_size=64, programs=13, rebuilt=rebuilt)
     assert joined == [few_launch.few_kernel, few_launch.join_kernel] * 3
 
 

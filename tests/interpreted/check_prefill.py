@@ -7,10 +7,11 @@ import torch
 from kernel_checks import check_prefill, pairs
 from ragged import layer, random_case
 
+from rotor.kernels.gpu import sm_count
 from rotor.kernels.key_ranges import PrefillKeys
 from rotor.kernels.masks import mask_ranges
+from rotor.kernels.prefill.tile_sizes import prefill_constants, prefill_workers
 from rotor.kernels.schedule import last_round
-from rotor.kernels.tile_sizes import prefill_constants, prefill_workers, sm_count
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM = 16

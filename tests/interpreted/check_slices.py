@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from code_checks import check_coded_prefill
 from coded import MIXTURES, coded_layer, random_coded_case
 from kernel_checks import check_prefill, pairs
 from ragged import layer, random_case
@@ -85,9 +84,9 @@ def test_rows_of_codes(way) -> None:
     case = random_coded_case(coded_layer(domain, 1, (MIXTURES[0], MIXTURES[4])), 2, HEAD_DIM, 2, 3, 150, dtype)
     sequences = [Sequence(3, 0, 150), Sequence(1, 5, 140)]
     if not rebuilt:
-        check_coded_prefill(case, sequences, page_size=16, programs=6)
+        check_prefill(case, sequences, page_size=16, programs=6)
     mask = torch.rand(2, 3, 150, generator=torch.Generator().manual_seed(0)) < 0.6
-    check_coded_prefill(case, sequences, mask=mask, rebuilt=rebuilt, programs=6)
+    check_prefill(case, sequences, mask=mask, rebuilt=rebuilt, programs=6)
 
 
 RAGGED = ((40, 24), (16, 8), (16, 8), (8, 72))
@@ -122,9 +121,9 @@ def test_groups_of_different_codes_in_one_launch(way, joined) -> None:
     domain, rebuilt, dtype = way
     layout = coded_layer(domain, 1, (MIXTURES[0], MIXTURES[4]), (MIXTURES[7], MIXTURES[2]), (MIXTURES[3], MIXTURES[1]))
     case = random_coded_case(layout, 2, HEAD_DIM, 1, 3, 150, dtype)
-    check_coded_prefill(case, [Sequence(3, 0, 150)], page_size=16, rebuilt=rebuilt, programs=15)
+    check_prefill(case, [Sequence(3, 0, 150)], page_size=16, rebuilt=rebuilt, programs=15)
     mask = torch.rand(1, 3, 150, generator=torch.Generator().manual_seed(0)) < 0.6
-    check_coded_prefill(case, [Sequence(3, 0, 150)], mask=mask, rebuilt=rebuilt, programs=15)
+    check_prefill(case, [Sequence(3, 0, 150)], mask=mask, rebuilt=rebuilt, programs=15)
     assert len(joined) == 2
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from code_checks import check_coded_decode
 from coded import coded_layer, random_coded_case
 from kernel_checks import check_decode
 from ragged import layer, random_case
@@ -71,7 +70,7 @@ def test_codes_and_their_constant_keys(columns: Columns) -> None:
     layout = coded_layer("pre", 2, (columns, Columns(n8=16, n4=8)))
     case = random_coded_case(layout, 2, 64, 3, 1, KEYS)
     assert case.constant_key is not None
-    check_coded_decode(case, SEQUENCES, page_size=16, kernels=launches(layout, 64))
+    check_decode(case, SEQUENCES, page_size=16, kernels=launches(layout, 64))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +81,14 @@ def test_joint_latents(size: int, heads_per_kv: int, page_size: int) -> None:
     """Values are read from the rows of the keys; two groups of different columns."""
     layout = coded_layer("pre", size, (Columns(n16=8, n8=8, n4=16, n2=16), None), (Columns(n8=8, n4=24), None))
     case = random_coded_case(layout, heads_per_kv, 64, 3, 1, KEYS)
-    check_coded_decode(case, SEQUENCES, programs=3, page_size=page_size, kernels=launches(layout, 64))
+    check_decode(case, SEQUENCES, programs=3, page_size=page_size, kernels=launches(layout, 64))
 
 
 def test_a_joint_latent_wide_enough_to_be_read_in_pieces() -> None:
     layout = coded_layer("pre", 2, (Columns(n8=36, n4=72, n2=144), None))
     case = random_coded_case(layout, 1, 64, 1, 1, KEYS)
     mask = torch.rand(1, KEYS, generator=torch.Generator().manual_seed(0)) < 0.6
-    check_coded_decode(case, [Sequence(1, 0, KEYS)], mask=mask, softcap=2.0, kernels=launches(layout, 64))
+    check_decode(case, [Sequence(1, 0, KEYS)], mask=mask, softcap=2.0, kernels=launches(layout, 64))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from code_checks import check_coded_decode, check_coded_prefill
 from coded import coded_layer, random_coded_case
 from kernel_checks import check_decode, check_prefill
 from ragged import layer, random_case
 
 from rotor.format.columns import Columns
+from rotor.kernels.decode.tile_sizes import decode_config
 from rotor.kernels.layer_table import layer_parts
-from rotor.kernels.tile_sizes import decode_config, prefill_constants
+from rotor.kernels.prefill.tile_sizes import prefill_constants
 from rotor.kernels.truth import Sequence
 
 HEAD_DIM, HEADS_PER_KV = 32, 2
@@ -45,7 +45,7 @@ def test_decode_with_holes_and_a_soft_cap() -> None:
 def test_decode_of_codes(page_size: int) -> None:
     case = random_coded_case(CODED, HEADS_PER_KV, HEAD_DIM, 3, 1, 70)
     assert decode_config(layer_parts(CODED, HEADS_PER_KV, HEAD_DIM), HEADS_PER_KV, 4, HEAD_DIM)["COLUMNS"] == 64
-    check_coded_decode(case, SEQUENCES, page_size=page_size)
+    check_decode(case, SEQUENCES, page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -56,7 +56,7 @@ def test_prefill_that_rebuilds_for_itself(name: str, page_size: int) -> None:
     assert prefill_constants(layout, HEADS_PER_KV, 4, HEAD_DIM, False)[0][1]["COLUMNS"] == 64
     if name == "codes":
         case = random_coded_case(layout, HEADS_PER_KV, HEAD_DIM, 2, 5, 40)
-        check_coded_prefill(case, sequences, page_size=page_size, rebuilt=False)
+        check_prefill(case, sequences, page_size=page_size, rebuilt=False)
     else:
         check_prefill(
             random_case(layout, HEADS_PER_KV, HEAD_DIM, 2, 5, 40), sequences, page_size=page_size, rebuilt=False

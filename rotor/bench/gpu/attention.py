@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import NumericsError
 from ...format.columns import Columns
 from ...format.layout import AttentionShape, GroupLayout, LayerLayout
-from ...kernels.tile_sizes import sm_count
+from ...kernels.gpu import sm_count
 from ...kernels.tuning import decode_constants
 from ..attention import relative_error, truth_and_limit
 from ..graphs import replayed

@@ -14,7 +14,7 @@ from ...format.kernel_config import LayerKernels, Schedule
 from ...kernels.dispatch import layer_served
 from ...kernels.paged_reference import paged_attention
 from ...kernels.parameters import AttentionParameters
-from ...kernels.tile_sizes import REBUILT_BYTES
+from ...kernels.prefill.tile_sizes import REBUILT_BYTES
 from .metadata import ReferenceMetadataBuilder, RotorMetadata, RotorMetadataBuilder
 from .pages import LayerPages
 

@@ -1,33 +1,31 @@
-"""Tile sizes, warps and stages of the kernel of few queries, whose keys are split over programs (`prefill.few_kernel`).
+"""Tile sizes, warps and stages of the kernel of few queries, whose keys are split over programs (`few_kernel`).
 
 By rule, as `tile_sizes` has them for the other kernels: arithmetic alone, without Triton.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from rotor.format.kernel_config import DEFAULT_SLICES, LayerKernels
 from rotor.format.layout import LayerLayout
 
-from .defaults import default_layer
-from .layer_table import REGISTER_COLUMNS, SHARES, Bodies, Column, LayerParts, layer_parts
-from .occupancy import MOST_REGISTERS
-from .tile_sizes import (
-    HOPPER,
-    MANY_PIECES,
+from ..decode.tile_sizes import most_pieces
+from ..defaults import default_layer
+from ..gpu import HOPPER, Gpu, precision, shrink_to_fit
+from ..layer_table import (
     REBUILT_COLUMNS,
-    Gpu,
-    most_pieces,
-    narrow_tile,
-    padded_columns,
-    precision,
-    prefill_shape,
-    prefill_shared_bytes,
-    shrink,
+    REGISTER_COLUMNS,
+    SHARES,
+    Bodies,
+    Column,
+    LayerParts,
+    layer_parts,
 )
-from .widths import chunks, padded
+from ..occupancy import MOST_REGISTERS
+from ..widths import chunks, padded
+from .tile_sizes import MANY_PIECES, narrow_tile, padded_columns, prefill_shape, prefill_shared_bytes
 
 ROWS = 16, 64
 """Rows of a tile: two kernels serve all numbers of queries."""
@@ -100,9 +98,8 @@ def few_constants(
     deeper = constants | {"num_stages": 3}
     if not pre and not tight and few_shared_bytes(deeper, element_bytes) <= gpu.shared_bytes:
         constants = deeper
-    order = ("TILE", 16), ("num_stages", 1), ("ROWS", 16)
-    while few_shared_bytes(constants, element_bytes) > gpu.shared_bytes and shrink(constants, *order):
-        pass
+    needed = partial(few_shared_bytes, constants, element_bytes)
+    shrink_to_fit(constants, needed, gpu, ("TILE", 16), ("num_stages", 1), ("ROWS", 16))
     return constants
 
 

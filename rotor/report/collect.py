@@ -1,0 +1,321 @@
+"""What a report shows of a run, a checkpoint, or both, collected from their files; nothing is drawn.
+
+Where something was not measured, the field is empty and `absent` says why: a report never fills a gap.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..allocation.registry import RANK_METHODS
+from ..allocation.water_filling import interpolated
+from ..calibration.run import Run
+from ..codes.layer import columns_bytes
+from ..errors import CheckpointError, RotorError
+from ..evaluation.fidelity import Fidelity
+from ..format.file_names import RECIPE, ROTOR_JSON
+from ..format.layout import uncompressed_kv_bytes_per_token
+from ..format.schemas import AccuracyInfo, CheckpointInfo
+from ..models.checkpoint import Checkpoint
+from ..models.compressed import read_report
+from ..recipe import load_recipe
+from ..recipe.metric_registry import METRICS, base_note, chance_note, describe
+from ..runtime.families import attention_shape
+from ..search.point import Point
+from ..search.table import TABLES, RankTable, Request, any_probes
+from ..typed import Reader
+from .advice import steps_of_checkpoint, steps_of_run
+from .cells import cells_of_layouts, cells_of_point
+from .data import JOINT, SIDES, LayerLoss, ReportData, ShownPoint, format_bytes
+from .token_sources import add_study
+
+
+def collect(folder: Path, *, run: Run | str | None = None, name: str = "", study: Path | None = None) -> ReportData:
+    """Collect what there is about a folder.
+
+    Args:
+        folder: a run or a checkpoint. run: of a checkpoint, its opened run, or why there is none; None looks for it.
+        name: what to call the folder, if not by its own name.
+        study: a study folder whose comparison of token sources is to be shown.
+    Raises:
+        CheckpointError: neither a run nor a checkpoint, or a damaged one.
+    """
+    if (folder / ROTOR_JSON).is_file():
+        data = _of_checkpoint(folder, name or folder.resolve().name, run)
+    elif (folder / "run.json").is_file():
+        data = _of_run(Run.open(folder), name or folder.resolve().name)
+    else:
+        raise CheckpointError(
+            f"{folder}: neither run.json nor {ROTOR_JSON} is in it.",
+            "Give a folder that `rotor calibrate` or `rotor export` wrote.",
+        )
+    add_study(data, study)
+    return data
+
+
+def _of_run(run: Run, name: str) -> ReportData:
+    data = ReportData("run", name, str(run.info["model"]["name"]), run.recipe)
+    table = RankTable.latest(run)
+    point = None
+    if table and table.points:
+        data.metric = describe(table.context.metric)
+        data.reached = _reached(table)
+        best = next((r for r in _by_target(table) if table.point(r.point)), None)
+        point = table.point(best.point) if best else max(table.points, key=_shown_accuracy)
+        assert point is not None
+        data.target = best.target if best else None
+        data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
+        at = f"accuracy {data.target:g}" if data.target is not None else "the best measured accuracy"
+        data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
+        split = "report" if point.report else "search"
+        data.ratios_of = split
+        data.ratios = _ratios(point.fidelity(split), table.base.get(split) or {}, table.left_out)
+        _headline(data, next(p for p in data.points if p.chosen), _run_bytes(run, point))
+    else:
+        why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
+        data.absent.update({"points": why, "ranks": why})
+    _add_run(data, run, table, point)
+    data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
+    missed = [target for target, found in data.reached if found is None]
+    data.next_steps = steps_of_run(data.recipe, name, data.target, missed, None if point is None else point.stored)
+    return data
+
+
+def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData:
+    report = read_report(folder)
+    data = ReportData("checkpoint", name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
+    accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
+    data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]
+    interval = accuracy["interval_95"]
+    reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
+    fidelity = {
+        split: Fidelity.from_json(found, f"accuracy.measurements.{split}", reader)
+        for split, found in accuracy["measurements"].items()
+    }
+    chosen = ShownPoint(
+        report["compression"]["stored"],
+        accuracy["search"],
+        fidelity["search"].interval if "search" in fidelity else None,
+        accuracy["report"],
+        None if interval is None else (interval[0], interval[1]),
+        True,
+    )
+    data.ratios = _ratios(
+        fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
+    )
+    if accuracy["report"] is None:
+        data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
+    else:
+        data.points = [chosen]
+    data.ranks = cells_of_layouts(report["layouts"], attention_shape(Checkpoint(folder).config).head_dim)
+    data.ranks_of = "of this checkpoint"
+    _headline(data, chosen, (size["before"], size["after"]))
+    if run is None:
+        run = _opened_run(folder, report["run"])
+    if isinstance(run, Run):
+        _join_run(data, run, report, accuracy)
+    else:
+        for section in ("spectra", "losses", "timings"):
+            data.absent[section] = f"The run folder is not where rotor.json says ({run})."
+    try:
+        data.sizes.append(
+            ("weights of this checkpoint", format_bytes(Checkpoint(folder).total_bytes()), "safetensors files")
+        )
+    except RotorError as error:
+        data.absent["sizes"] = error.message
+    short = interval is not None and data.target is not None and interval[0] < data.target
+    data.next_steps = steps_of_checkpoint(data.recipe, name, data.target if short else None)
+    return data
+
+
+def _opened_run(folder: Path, recorded: str) -> Run | str:
+    try:
+        return Run.open(folder.resolve() / recorded)
+    except RotorError as error:
+        return error.message.replace(str(folder.resolve()), folder.name)
+
+
+def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: AccuracyInfo) -> None:
+    """What the run of a checkpoint adds: the other measured points, spectra, losses and timings."""
+    key = accuracy.get("table")
+    table = None if key is None else RankTable.named(run, key)
+    point = None
+    if table is not None:
+        point = next((p for p in table.points if p.ranks_json == report["ranks"]), None)
+        if point is not None:
+            data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
+            data.reached = _reached(table)
+    _add_run(data, run, table, point)
+    if not data.absent.get("spectra"):
+        data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
+
+
+def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
+    """Facts, spectra, ranks and losses from a run and the point that is shown."""
+    info, shape = run.info, run.shape
+    tokens = info.get("tokens", {})
+    data.facts = [
+        ("model", f"{data.model} ({info['model'].get('model_type', 'unknown type')})"),
+        (
+            "attention",
+            f"{shape.num_layers} layers, {shape.num_heads} query heads, {shape.num_kv_heads} KV heads of "
+            f"{shape.head_dim} dimensions",
+        ),
+        ("calibration tokens", f"{tokens.get('count')} {tokens.get('source')}, rows of {tokens.get('seq_len')}"),
+        ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
+    ]
+    if table and table.base:
+        split = "report" if "report" in table.base else "search"
+        base, context = table.base[split], table.context
+        data.facts += [
+            ("measured on", f"{context.data}, {base['tokens']} predicted tokens to {split}"),
+            ("measured in", f"{context.dtype} on {context.device_type}"),
+            (
+                "uncompressed model",
+                f"perplexity {base['perplexity']:.3f}, accuracy {base['token_accuracy']:.4f}{chance_note(base)}",
+            ),
+        ]
+    try:
+        source = format_bytes(Checkpoint(run.model_folder).total_bytes())
+        data.sizes.append(("weights of the source", source, "safetensors files"))
+    except RotorError as error:
+        data.absent["sizes"] = f"The source model is not where run.json says: {error.message}"
+    try:
+        bases = run.bases()
+        spectra = [bases.spectra(layer) for layer in range(len(bases))]  # not the bases, which are far larger
+    except RotorError as error:
+        data.absent["spectra"] = error.message
+        return
+    choice = point.choice if point else [next(iter(layer)) for layer in spectra]
+    chosen = [layer[key] for layer, key in zip(spectra, choice, strict=True)]
+    data.spectra_of = [_spectrum_names(run, key) for key in choice]
+    data.spectra = [
+        {side: _mean_spectrum(layer[SIDES.index(side)] if side in SIDES else layer[0]) for side in names}
+        for names, layer in zip(data.spectra_of, chosen, strict=True)
+    ]
+    if point and not data.ranks:
+        data.ranks = cells_of_point(run, point)
+    sensitivities = any_probes(run)
+    if sensitivities is not None:
+        data.losses = [_loss(chosen[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
+    elif run.recipe.coded:
+        data.absent["losses"] = "Not measured: bits follow from Fisher information, without probes of single layers."
+    else:
+        probing = [name for name, method in RANK_METHODS.items() if "sensitivities" in method.needs]
+        data.absent["losses"] = (
+            "Not measured yet: the first export probes every layer."
+            if run.recipe.ranks.method in probing
+            else f"Not measured: only ranks.method {', '.join(probing)} probes layers one by one, this recipe's is "
+            f"{run.recipe.ranks.method}."
+        )
+
+
+def _loss(
+    spectra: tuple[Tensor, Tensor],
+    sensitivity: dict[str, Any],
+    key: str,
+    index: int,
+    point: Point | None,
+) -> LayerLoss:
+    """The KL of the deepest probe is its sensitivity times what it dropped; the prediction takes the chosen ranks."""
+    probed, predicted = [], []
+    for number in range(len(SIDES)):
+        energy = spectra[number].square()
+        at = sensitivity[key][number]
+        probed.append(at[0][1] * float(energy[:, at[0][0] :].sum()) if at else 0.0)
+        if point:
+            kept = [ranks[number] for ranks in point.ranks[index]]
+            dropped = torch.stack([group[rank:].sum() for group, rank in zip(energy, kept, strict=True)])
+            predicted.append(float((interpolated(at, torch.tensor(kept)) * dropped).sum()))
+    return LayerLoss((probed[0], probed[1]), (predicted[0], predicted[1]) if predicted else None)
+
+
+def _spectrum_names(run: Run, key: str) -> dict[str, str]:
+    """By side, what a candidate's singular values are of; those of different names belong into different axes.
+
+    A joint latent has one set of them, of `joint`.
+    """
+    domain, heads, joint = run.candidates[key]
+    where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[domain]
+    size = f"{heads} head{'s' if heads > 1 else ''} a group"
+    return {JOINT: where + size} if joint else {"qk": where + size, "vo": size}
+
+
+def _mean_spectrum(values: Any) -> list[float]:
+    """Singular values [num_groups, columns] over each group's largest, averaged over the groups."""
+    largest = values[:, :1].clamp(min=1e-300)
+    return [float(value) for value in (values / largest).mean(0)]
+
+
+def _by_target(table: RankTable) -> list[Request]:
+    """The table's requests, the largest target first."""
+    return sorted(table.requests, key=lambda request: (-request.target, request.confidence or 0))
+
+
+def _reached(table: RankTable) -> list[tuple[str, ShownPoint | None]]:
+    """What each request of the table got."""
+    reached: dict[str, ShownPoint | None] = {}
+    for request in _by_target(table):
+        name = f"{request.target:g}" + ("" if request.confidence is None else f" at {100 * request.confidence:g} %")
+        point = table.point(request.point)
+        reached.setdefault(name, None if point is None else ShownPoint.of(point))
+    return list(reached.items())
+
+
+def _ratios(found: Fidelity | None, base: dict[str, Any], left_out: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+    """Each ratio by itself, or why it was not measured."""
+    values = {} if found is None else found.values
+    missing = {name: why for split in left_out.values() for name, why in split.items()}
+    rows = []
+    for name, info in METRICS.items():
+        value = None if info.parts else values.get(info.accuracy_field)
+        if value is not None:
+            label = info.label if not info.field else f"exp(-KL), {info.label}"
+            rows.append((label, f"{value:.4f}{base_note(name, base)}"))
+        elif name in missing:
+            rows.append((info.label, f"left out: {missing[name]}"))
+    return rows
+
+
+def _shown_accuracy(point: Point) -> float:
+    found = point.report or point.search
+    return -1.0 if found is None else found.accuracy
+
+
+def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
+    element = int(run.info["element_bytes"])
+    before = uncompressed_kv_bytes_per_token(run.shape, element)
+    if point.columns is not None:
+        return before, columns_bytes(point.columns, element)
+    return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
+
+
+def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> None:
+    before, after = size
+    reported = point.report is not None
+    value, interval = (point.report, point.interval) if reported else (point.search, point.search_interval)
+    bounds = "no interval" if interval is None else "95 % interval {:.4f} to {:.4f}".format(*interval)
+    bounds += f" on the {'report' if reported else 'search'} split"
+    target = "no target was set" if data.target is None else f"target {data.target:g}"
+    if reported and data.target is not None and point.report is not None:
+        why = Fidelity(point.report, point.interval, {}).against(data.target)[1]
+        target += f"{why and ': '}{why}"
+    data.headline = [
+        ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
+        ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
+        ("accuracy", "not measured", target) if value is None else ("accuracy", f"{value:.4f}", f"{bounds}; {target}"),
+    ]
+    data.sizes += [
+        ("KV cache per token before", f"{before} bytes", "keys and values of all layers"),
+        ("KV cache per token after", f"{after} bytes", f"{100 * (1 - after / before):.1f} % less"),
+        (
+            "KV cache at 32,768 tokens",
+            f"{format_bytes(32768 * before)} → {format_bytes(32768 * after)}",
+            "one sequence",
+        ),
+    ]

@@ -1,0 +1,165 @@
+"""Cache policies by name: stored in a checkpoint, bundled, given to commands; and what they cannot serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import calibrated, reseal
+from policy_models import PolicyModels, prompts
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+import rotor
+from rotor.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
+from rotor.export.export import export
+from rotor.runtime.cache import (
+    FP8,
+    GEAR,
+    H2O,
+    KIVI,
+    METHODS,
+    PolicyLayer,
+    Streaming,
+    Tiers,
+    Window,
+    bundled_policies,
+    cache_policy,
+    find_policy,
+    make_cache,
+    policy_of,
+    use_cache_policy,
+)
+
+
+@pytest.mark.parametrize("name", ["gear-2", "tiers-50"])
+def test_a_policy_is_exported_loaded_saved_and_validated(name: str, tiny, tmp_path) -> None:
+    run = calibrated(tiny("llama"), tmp_path / "run", "post", 2)
+    out, again = tmp_path / "out", tmp_path / "again"
+    export(run.folder, out, compression=0.3, cache=name, measure=False)
+    stored = json.loads((out / "config.json").read_text())["quantization_config"]["cache"]
+    assert stored == find_policy(name).as_dict()
+    assert json.loads((out / "kernel_config.json").read_text())["cache"] == stored
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert policy_of(model) == find_policy(name)
+    rows = prompts(1, 30)
+    output = model.generate(
+        rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, return_dict_in_generate=True, pad_token_id=0
+    )
+    assert isinstance(output.past_key_values.layers[0], PolicyLayer)
+    model.save_pretrained(again)
+    assert json.loads((again / "config.json").read_text())["quantization_config"]["cache"] == stored
+    twice = AutoModelForCausalLM.from_pretrained(again).eval()
+    same = twice.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, pad_token_id=0)
+    assert torch.equal(same, output.sequences)
+    rotor.use_cache_policy(model, "none")
+    plain = model.generate(
+        rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, return_dict_in_generate=True, pad_token_id=0
+    )
+    assert type(plain.past_key_values.layers[0]).__name__ == "DynamicLayer"
+    result = rotor.validate(out, dtype="float32")
+    assert not result.damaged
+    assert result.summary["measured_kv_bytes_per_token"] == result.summary["cache"]["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize(
+    "section, text",
+    [
+        (["gear"], "cache"),
+        ({"method": "gears"}, "cache.method"),
+        ({"method": "h2o", "share": 2.0}, "share: got 2.0"),
+        ({"method": "h2o", "layer_shares": [1.0]}, "one for each of the model's 2 layers"),
+        ({"method": "h2o", "tokens": "many"}, "cache.tokens"),
+        ({"method": "tiers", "qk_unimportant": 1.0}, "qk_unimportant: got 1.0"),
+        ({"method": "tiers", "leaders": [1, 0]}, "leaders"),
+        ({"method": "tiers", "leaders": [0, 0, 0]}, "one for each of the model's 2 layers"),
+        ({"method": "tiers", "importance": "score"}, "cache.importance"),
+    ],
+)
+def test_a_hostile_section_is_refused(section: object, text: str, policy_models: PolicyModels, tmp_path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(policy_models.checkpoint("post"), folder)
+    for name in ("config.json", "kernel_config.json"):
+        data = json.loads((folder / name).read_text())
+        (data["quantization_config"] if name == "config.json" else data)["cache"] = section
+        (folder / name).write_text(json.dumps(data))
+    reseal(folder)
+    with pytest.raises(CheckpointError, match=text):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, tmp_path) -> None:
+    model, rows = policy_models.model("pre"), prompts(1, 10)
+    options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 4, "pad_token_id": 0}
+    with cache_policy(model, H2O()):
+        with pytest.raises(UsageError, match="is a StaticLayer, expected one that grows"):
+            model.generate(rows, cache_implementation="static", **options)
+        full = DynamicCache(config=model.config)
+        with torch.no_grad():
+            cache_policy_off = policy_of(model)
+            use_cache_policy(model, None)
+            model(rows, past_key_values=full)
+            use_cache_policy(model, cache_policy_off)
+            with pytest.raises(UsageError, match="holds 10 tokens that were stored without it"):
+                model(rows[:, :1], past_key_values=full)
+            cache = DynamicCache(config=model.config)
+            model(rows, past_key_values=cache)
+        with pytest.raises(UsageError, match="has dropped tokens, which cannot come back"):
+            cache.crop(-2)
+    plain = policy_models.model("plain")
+    with cache_policy(plain, Streaming(tokens=4)), pytest.raises(UsageError, match="has dropped tokens, which cannot"):
+        plain.generate(
+            rows, assistant_model=policy_models.model("pre"), attention_mask=torch.ones_like(rows), max_new_tokens=6
+        )
+    with pytest.raises(UsageError, match="does not know that its cache drops tokens"):
+        plain(rows, past_key_values=make_cache(Window(), plain.config))
+    with pytest.raises(UnsupportedModelError, match="DynamicSlidingWindowLayer"):
+        use_cache_policy(AutoModelForCausalLM.from_pretrained(tiny("mistral")), Window())
+    with pytest.raises(UnsupportedModelError, match="layer 0 is not compressed"):
+        use_cache_policy(plain, Tiers())
+    with pytest.raises(UsageError, match="does not know that its cache has tiers"):
+        plain(rows, past_key_values=make_cache(Tiers(), plain.config))
+    with pytest.raises(UsageError, match="cut: bits: this checkpoint's columns are numbers of 16 bits, no codes"):
+        use_cache_policy(policy_models.model("pre"), Tiers(cut="bits"))
+    with pytest.raises(UsageError, match="rows are codes already"):
+        use_cache_policy(policy_models.model("codes"), KIVI())
+    with pytest.raises(UsageError, match="bits 4: this checkpoint's rows are codes already"):
+        use_cache_policy(policy_models.model("codes"), H2O(bits=4))
+    with pytest.raises(RecipeError, match="did you mean 'gear-2'"):
+        find_policy("gear2")
+    holes = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]])
+    with cache_policy(plain, Window()), pytest.raises(UsageError, match="not on the left"):
+        plain.generate(rows, **{**options, "attention_mask": holes})
+
+
+def test_bundled_policies_are_there_under_every_method() -> None:
+    found = bundled_policies()
+    assert {policy.method for policy in found.values()} == set(METHODS)
+    assert found["gear-l-2"] == GEAR(bits=2, sparsity=0.0)
+    assert found["fp8"] == FP8("token")
+    assert find_policy("none") is None
+
+
+def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsys, tmp_path) -> None:
+    from test_cli import rotor as command
+
+    sizes, coded = [], policy_models.checkpoint("codes")
+    for folder, name in ((tiny("llama"), "none"), (tiny("llama"), "random-50"), (coded, "streaming-50")):
+        arguments = ("generate", folder, "def main(self, a, b): return a", "--cache", name, "--max-new-tokens", "4")
+        code, out, _ = command(capsys, *arguments, "--json", "-q")
+        assert code == 0
+        sizes.append(json.loads(out)["kv_cache_bytes"])
+    assert sizes[0] > sizes[1]
+    code, _, error = command(capsys, "generate", coded, "def", "--cache", "kivi-2", "-q")
+    assert code == 2
+    assert "codes already" in error
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("method: h2o\nshare: 2\n")
+    code, _, error = command(capsys, "generate", tiny("llama"), "def", "--cache", mine, "-q")
+    assert code == 2
+    assert "share: got 2.0" in error
+    code, out, _ = command(capsys, "recipes")
+    assert code == 0
+    assert "streaming-50" in out
