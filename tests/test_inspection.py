@@ -12,13 +12,16 @@ from conftest import DEMO_MODEL
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from rotor.calibration.candidates import candidates_of
 from rotor.cli.commands import app
 from rotor.errors import UnsupportedModelError
 from rotor.format.layout import AttentionShape, Candidate, kv_bytes_per_token
-from rotor.planning.decode_times import decode_times, uniform_layout
 from rotor.planning.inspection import inspect
 from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from rotor.prediction.decode_times import decode_times, uniform_layout
 from rotor.prediction.devices import find_device
+from rotor.recipe import load_recipe
+from rotor.runtime.families import FAMILIES
 
 
 def test_the_bundled_model() -> None:
@@ -124,6 +127,20 @@ def test_joint_latents_are_predicted_where_keys_and_values_are_linear_in_the_hid
         times = decode_times(shape, rotary, key_norm, device, LOAD)
         joint = [t.candidate for t in times if "joint" in t.candidate]
         assert list(dict.fromkeys(joint)) == [f"{domain}-{size}, joint" for domain in expected for size in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "expected"),
+    [(8, 128, {"pre-1", "none-4"}), (2, 64, {"pre-2", "none-2"}), (7, 256, {"pre-1", "none-1"})],
+)
+def test_as_many_heads_share_a_latent_as_cost_no_time(heads: int, head_dim: int, expected: set[str]) -> None:
+    shape, recipe = AttentionShape(4, 4 * heads, heads, head_dim, 4 * heads * head_dim), load_recipe("rotor")
+    found = [candidates_of(recipe, FAMILIES[name], shape) for name in ("llama", "gpt2")]
+    assert {key for keys in found for key in keys} == expected
+    times = decode_times(shape, True, False, find_device("h200"), LOAD)
+    share = {t.candidate: t.share for t in times if t.scenario == "1/2 at 4 bits" and t.candidate.endswith("joint")}
+    (chosen,) = (candidate.group_size for candidate in found[0].values())
+    assert chosen == max((size for size in range(1, heads + 1) if share.get(f"pre-{size}, joint", 2) <= 1), default=1)
 
 
 def test_decode_times_are_shown_as_a_prediction(tiny) -> None:

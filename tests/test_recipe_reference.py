@@ -118,7 +118,7 @@ def test_completions_are_those_of_the_dataclasses() -> None:
     assert set(completion.recipe_settings()) == SETTINGS
     assert completion.recipe_names("") == sorted(bundled_recipes())
     assert completion.recipe_settings()["tokens.source"] == ("random", "synthetic", "text", "dataset")
-    assert completion.recipe_settings()["groups.size"] == ("all", "any")
+    assert completion.recipe_settings()["groups.size"] == ("all", "auto", "any")
 
 
 def test_a_completion_imports_nothing_large() -> None:

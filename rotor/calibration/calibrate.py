@@ -121,6 +121,13 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                 held.enter_context(log_file(partial.folder, "calibrate"))
                 progress.message(line)
                 progress.message(told(job.recipe, job.checkpoint.tokenizer))
+                chosen = max(candidate.group_size for candidate in job.candidates.values())
+                if job.recipe.groups.size == "auto" and chosen < job.shape.num_kv_heads:
+                    progress.message(
+                        f"groups: {chosen} of {job.shape.num_kv_heads} KV heads share a latent: more are predicted to "
+                        f"make attention slower than uncompressed on {job.recipe.objective.device}; "
+                        "--set groups.size=all takes fewer bytes"
+                    )
                 if job.recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
                     progress.message(f"latents: keys and values keep one each: {_not_joint(job)} (groups.joint)")
         try:

@@ -6,6 +6,9 @@ from ..bases.layer import needed_statistics
 from ..bases.registry import QK_METHODS
 from ..errors import RecipeError
 from ..format.layout import AttentionShape, Candidate, Domain, folds_keys
+from ..prediction.cost import DecodeStep
+from ..prediction.decode_times import group_sizes, largest_fast_group
+from ..prediction.devices import find_device
 from ..recipe import Recipe
 from ..runtime.families import Family
 
@@ -19,13 +22,13 @@ def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Cand
     Raises:
         RecipeError: the recipe needs RoPE and the model has none, or its group size does not divide the KV heads.
     """
-    sizes = _group_sizes(recipe, shape)
-    # Where the key basis folds into W_k, keys are as linear in the hidden states as values: they can share a latent.
-    return {
-        f"{domain}-{size}": Candidate(domain, size, recipe.joins_latents and folds_keys(domain, family.has_key_norm))
-        for domain in _domains(recipe, family)
-        for size in sizes
-    }
+    found = {}
+    for domain in _domains(recipe, family):
+        # Where the key basis folds into W_k, keys are as linear in the hidden states as values and can share a latent.
+        folded = folds_keys(domain, family.has_key_norm)
+        for size in _group_sizes(recipe, shape, domain, folded):
+            found[f"{domain}-{size}"] = Candidate(domain, size, recipe.joins_latents and folded)
+    return found
 
 
 def wanted_moments(recipe: Recipe, candidates: Candidates) -> frozenset[str]:
@@ -55,13 +58,17 @@ def _domains(recipe: Recipe, family: Family) -> list[Domain]:
     return ["pre", "post"] if recipe.groups.domain == "any" else [recipe.groups.domain]
 
 
-def _group_sizes(recipe: Recipe, shape: AttentionShape) -> list[int]:
+def _group_sizes(recipe: Recipe, shape: AttentionShape, domain: Domain, folded: bool) -> list[int]:
     heads = shape.num_kv_heads
     if recipe.groups.size == "any":
-        return [size for size in range(heads, 0, -1) if heads % size == 0]
+        return group_sizes(shape)[::-1]
+    if recipe.groups.size == "auto":
+        load, bits = recipe.objective, 4 if recipe.coded else 16
+        device, step = find_device(load.device, load.device_file), DecodeStep(load.context_tokens, load.batch_size)
+        return [largest_fast_group(shape, domain, folded, recipe.joins_latents and folded, bits, device, step)]
     size = heads if recipe.groups.size == "all" else int(recipe.groups.size)
     if heads % size:
         raise RecipeError(
-            f"groups.size {size} does not divide the model's {heads} KV heads.", "Choose a divisor, all, or any."
+            f"groups.size {size} does not divide the model's {heads} KV heads.", "Choose a divisor, all, auto or any."
         )
     return [size]

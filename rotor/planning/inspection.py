@@ -20,9 +20,9 @@ from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import find_model, tensor_headers
 from ..models.memory import available_device_bytes, available_host_bytes, fits
 from ..prediction.cost import DecodeStep
+from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
 from ..recipe import ObjectiveSettings, Recipe, load_recipe
-from .decode_times import DecodeTime, decode_times
 
 CONTEXTS = (8192, 32768, 131072)
 """Lengths, in tokens, at which the size of the cache is shown."""

@@ -77,7 +77,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "prune.seed": (_seed, "a number from 0"),
     "tokens.seed": (_seed, "a number from 0"),
     "evaluation.seed": (_seed, "a number from 0"),
-    "groups.size": (_unless_word(_positive), "all, any or a positive number of KV heads"),
+    "groups.size": (_unless_word(_positive), "all, auto, any or a positive number of KV heads"),
     "ranks.multiple_of": (_positive, "a positive number"),
     "ranks.probe_shares": (lambda shares: len(shares) > 0 and all(map(_share, shares)), "shares between 0 and 1"),
     "ranks.probe_tokens": (_positive, "a positive number of tokens"),

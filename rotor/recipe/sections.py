@@ -62,7 +62,8 @@ class Prune:
 class Groups:
     """Groups of KV heads, and the domain in which keys are compressed.
 
-    size: KV heads of a layer that share a latent, or `all` of them; `any` leaves it to the ranks' method `global`, or
+    size: KV heads of a layer that share a latent, or `all` of them; `auto` takes as many as make attention no slower
+        than the uncompressed model's, as predicted for `objective`; `any` leaves it to the ranks' method `global`, or
         to bits of codes, to choose for each layer among all divisors.
     domain: where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
         `any` leaves it to the ranks likewise. A model without RoPE has neither.
@@ -71,7 +72,7 @@ class Groups:
         two latents.
     """
 
-    size: int | Literal["all", "any"] = 1
+    size: int | Literal["all", "auto", "any"] = 1
     domain: Literal["post", "pre", "any"] = "post"
     joint: bool = False
 

@@ -18,8 +18,8 @@ from ..format.layout import (
     kv_bytes_per_token,
 )
 from ..kernels.dispatch import MAX_REBUILT_WIDTH, MAX_WIDTH
-from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
-from ..prediction.devices import Device
+from .cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from .devices import Device
 
 SCENARIOS: tuple[tuple[str, float, int], ...] = (
     ("1/2 at 16 bits", 1 / 2, 16),
@@ -57,12 +57,11 @@ def decode_times(
     """
     base = uncompressed_decode_seconds(shape, device, step)
     domains: Sequence[Domain] = ("post", "pre") if rotary else ("none",)
-    sizes = [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
     found = []
     for domain in domains:
         folded = folds_keys(domain, key_norm)
         for joint in (False, True) if folded else (False,):
-            for size in sizes:
+            for size in group_sizes(shape):
                 candidate = Candidate(domain, size, joint)
                 for name, share, bits in SCENARIOS:
                     layout = uniform_layout(shape, candidate, folded, share, bits)
@@ -74,6 +73,27 @@ def decode_times(
                     label = f"{domain}-{size}" + (", joint" if joint else "")
                     found.append(DecodeTime(label, name, stored, seconds, seconds / base))
     return found
+
+
+def group_sizes(shape: AttentionShape) -> list[int]:
+    """KV heads that can share a latent: every divisor of their number, ascending."""
+    return [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
+
+
+def largest_fast_group(
+    shape: AttentionShape, domain: Domain, folded_keys: bool, joint: bool, bits: int, device: Device, step: DecodeStep
+) -> int:
+    """Find the most KV heads that can share a latent without making attention slower, as predicted.
+
+    A decode step with half of the columns, at `bits`, is predicted to take no longer than the uncompressed model's, and
+    the kernels have bodies for its latents. 1 where no size is.
+    """
+    base = uncompressed_decode_seconds(shape, device, step)
+    for size in reversed(group_sizes(shape)):
+        layout = uniform_layout(shape, Candidate(domain, size, joint), folded_keys, 1 / 2, bits)
+        if _served(layout) and decode_seconds([layout] * shape.num_layers, shape, device, step) <= base:
+            return size
+    return 1
 
 
 def uniform_layout(
