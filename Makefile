@@ -42,13 +42,13 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 test: lint
-	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-slow: setup
-	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) -m slow
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 fuzz: setup
-	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) tests/test_fuzz.py --hypothesis-profile=fuzz
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/test_fuzz.py --hypothesis-profile=fuzz
 
 # Every lower bound of pyproject.toml as an exact version, in an environment of its own (Python 3.10 if there is one).
 test-min:
@@ -56,7 +56,7 @@ test-min:
 	.venv-min/bin/pip install --quiet --disable-pip-version-check \
 		$$(sed -n 's/^ *"\([A-Za-z_-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml | grep -v -e ruff -e mypy -e types- -e import-linter)
 	.venv-min/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
-	$(TESTED) .venv-min/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
+	$(TESTED) .venv-min/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 gpu: setup
 	$(BIN)/rotor gpu $(if $(DRY),--dry -o runs/gpu-dry.jsonl,-o artifacts/benchmarks/gpu.jsonl)
