@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import shutil
 import struct
@@ -30,6 +31,7 @@ from mutations import (
     mutations,
 )
 from safetensors.torch import save_file
+from worlds import limited
 
 from rotor.calibration.calibrate import calibrate
 from rotor.errors import CheckpointError, NumericsError
@@ -53,6 +55,15 @@ def open_checkpoint(folder: Path) -> None:
     for name in sorted(checkpoint.names):
         checkpoint.shape_of(name)
         checkpoint.tensor(name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_a_model_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with limited(60), pytest.raises(CheckpointError, match=f"{name}: is no regular file"):
+        Checkpoint(folder)
 
 
 @pytest.mark.parametrize("share", SHARES)

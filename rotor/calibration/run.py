@@ -26,6 +26,7 @@ from ..codes.layer import MEASURED, GroupColumns, LayerCodes, SideCodes, coded_b
 from ..errors import CheckpointError, MissingError, NumericsError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
+from ..format.json_files import check_regular
 from ..format.layout import AttentionShape, Candidate
 from ..format.manifest import Manifest
 from ..format.publishing import write_tensors
@@ -81,15 +82,9 @@ def read_statistics(folder: Path, layer: int, shape: AttentionShape) -> LayerSta
     return statistics
 
 
-def _refuse_pipe(path: Path) -> None:
-    """Raises CheckpointError for what is neither file nor folder: opening a pipe would wait for its writer."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise CheckpointError(f"{path}: is no regular file.", CALIBRATE_AGAIN)
-
-
 def _load(path: Path, names: list[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of those names, or all, of a safetensors file of the run, and its metadata."""
-    _refuse_pipe(path)
+    check_regular(path, CALIBRATE_AGAIN)
     try:
         with safe_open(path, framework="pt") as handle:
             wanted = handle.keys() if names is None else names
@@ -168,7 +163,7 @@ class Run:
         if not path.is_dir():
             raise MissingError(f"{path}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
         for file in (path / INFO, path / RECIPE):
-            _refuse_pipe(file)
+            check_regular(file, CALIBRATE_AGAIN)
         info: Any = read_file(path / INFO, RunInfo, "Give a folder that `rotor calibrate` wrote.")
         check_run(info, Reader(str(path / INFO), CheckpointError, CALIBRATE_AGAIN))
         run = cls(path, load_recipe(str(path / RECIPE)), info, Manifest.read(path, CALIBRATE_AGAIN))

@@ -26,6 +26,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def check_regular(path: Path, hint: str = "") -> None:
+    """Raises CheckpointError for what is neither file nor folder: opening a pipe would wait for its writer."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError(f"{path}: is no regular file.", hint)
+
+
 def read_json(path: Path, hint: str = "", *, any_names: bool = False) -> dict[str, Any]:
     """Read a JSON object from a file.
 
@@ -35,6 +41,7 @@ def read_json(path: Path, hint: str = "", *, any_names: bool = False) -> dict[st
         CheckpointError: it is missing or not one.
     """
     try:
+        check_regular(path, hint)
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} of any sensible file.", hint)

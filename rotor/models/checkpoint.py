@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
 from ..format.hashes import file_sha256
-from ..format.json_files import read_json
+from ..format.json_files import check_regular, read_json
 from ..typed import shorten
 from .sidecars import sidecars
 from .source_config import check_config, check_generation_config
@@ -48,6 +48,8 @@ class Checkpoint:
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
         _refuse_pointers(self.folder)
         _refuse_other_formats(self.folder)
+        for file in self.folder.iterdir():
+            check_regular(file, "Replace it by the model's own file.")
         self.config_dict = read_json(self.folder / "config.json", self._kind())
         check_config(self.folder / "config.json", self.config_dict)
         self.file_of = self._locate()
