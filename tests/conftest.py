@@ -166,6 +166,11 @@ def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
     return folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes minutes in one process, so that no worker is left with it alone at the end."""
+    items.sort(key=lambda item: item.path.name != "test_kernels.py")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shortcuts() -> Iterator[None]:
     with (
