@@ -18,7 +18,7 @@ class GradientClip:
     """Finds the longest gradients while batches pass by; no batch's size matters.
 
     Args:
-        tokens: that will come. Below two in a hundred nothing is shortened.
+        tokens: that will come. Of fewer than 150 nothing is shortened: one gradient is the longest.
     """
 
     def __init__(self, tokens: int) -> None:
