@@ -21,12 +21,26 @@ Domain = Literal["post", "pre", "none"]
 RoPE, or in whole rotary planes, with which RoPE commutes."""
 
 
+MOST_ROPE_BLOCK = 64
+"""Positions of the largest block that keys may be turned within."""
+
+
 class Candidate(NamedTuple):
-    """What a layer may be compressed to. group_size: KV heads that share a latent. joint: values share it too."""
+    """What a layer may be compressed to.
+
+    group_size: KV heads that share a latent. joint: values share it too. rope_block: in domain `pre`, positions of a
+    block; RoPE turns keys by their place in it before they are compressed, so that attention turns queries, once a
+    block, where it would rebuild each key. 1: keys are not turned.
+    """
 
     domain: Domain
     group_size: int
     joint: bool = False
+    rope_block: int = 1
+
+    def folds_keys(self, has_key_norm: bool) -> bool:
+        """Whether the key basis can be inside W_k: nothing stands between them."""
+        return folds_keys(self.domain, has_key_norm, self.rope_block)
 
 
 LayerRanks = list[tuple[int, int]]
@@ -51,12 +65,16 @@ class GroupDict(_GroupDict, total=False):
     joint: bool
 
 
-class LayoutDict(TypedDict):
-    """A LayerLayout in JSON."""
-
+class _LayoutDict(TypedDict):
     domain: Domain
     folded_keys: bool
     groups: list[GroupDict]
+
+
+class LayoutDict(_LayoutDict, total=False):
+    """A LayerLayout in JSON; keys are turned within blocks where it says so."""
+
+    rope_block: int
 
 
 @dataclass(frozen=True)
@@ -97,9 +115,14 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
 
-def folds_keys(domain: Domain, has_key_norm: bool) -> bool:
-    """Whether the key basis can be inside W_k: not after RoPE, nor behind a norm of the keys."""
-    return domain == "none" or (domain == "pre" and not has_key_norm)
+def folds_keys(domain: Domain, has_key_norm: bool, rope_block: int = 1) -> bool:
+    """Whether the key basis can be inside W_k: not behind RoPE, or a part of it, nor behind a norm of the keys."""
+    return domain == "none" or (domain == "pre" and rope_block == 1 and not has_key_norm)
+
+
+def is_rope_block(positions: int) -> bool:
+    """Whether keys may be turned within blocks of so many positions: a power of two, at most MOST_ROPE_BLOCK."""
+    return 1 <= positions <= MOST_ROPE_BLOCK and positions & (positions - 1) == 0
 
 
 @dataclass(frozen=True)
@@ -194,15 +217,20 @@ class LayerLayout:
 
     All groups of a layer have the same number of KV heads and the same domain. `folded_keys` says that the key basis
     is inside `k_proj` (so that it puts out the latent); otherwise a `key_basis` is applied at run time.
+
+    rope_block: in domain `pre`, positions of a block: a key at position m is stored turned by RoPE to m mod rope_block,
+        a power of two, and turned to the beginning of its block, m - m mod rope_block, when it is read; 1: stored
+        before RoPE.
     """
 
     domain: Domain
     folded_keys: bool
     groups: tuple[GroupLayout, ...]
+    rope_block: int = 1
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.domain, self.folded_keys, self.groups))
+        return hash((self.domain, self.folded_keys, self.groups, self.rope_block))
 
     def __hash__(self) -> int:
         """Computed once: every launch looks the layer up in caches."""
@@ -228,6 +256,11 @@ class LayerLayout:
     def joint(self) -> bool:
         """Whether keys and values share their latents: attention then reads both from the key rows."""
         return self.groups[0].joint
+
+    @property
+    def turned_in_blocks(self) -> bool:
+        """Whether keys are stored as RoPE turns them within a block of positions."""
+        return self.rope_block > 1
 
     @property
     def coded(self) -> bool:
@@ -282,7 +315,7 @@ class LayerLayout:
             "domain": self.domain,
             "folded_keys": self.folded_keys,
             "groups": [group.to_dict() for group in self.groups],
-        }
+        } | ({} if self.rope_block == 1 else {"rope_block": self.rope_block})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str) -> LayerLayout:
@@ -294,14 +327,19 @@ class LayerLayout:
         reader = Reader(where, CheckpointError, "The folder was edited or is from another version of rotor.")
         fields: LayoutDict = reader.read(LayoutDict, data)
         groups = tuple(GroupLayout.from_dict(group, where) for group in fields["groups"])
-        layout = cls(fields["domain"], fields["folded_keys"], groups)
+        layout = cls(fields["domain"], fields["folded_keys"], groups, fields.get("rope_block", 1))
+        if not is_rope_block(layout.rope_block) or (layout.turned_in_blocks and layout.domain != "pre"):
+            expected = f"1, or in domain `pre` without folded keys a power of two up to {MOST_ROPE_BLOCK}"
+            raise reader.fail("rope_block", layout.rope_block, expected)
+        if layout.turned_in_blocks and layout.folded_keys:
+            raise reader.fail("folded_keys", True, "false, as keys are turned between k_proj and their basis")
         sizes = {len(group.kv_heads) for group in groups}
         if len(sizes) != 1 or 0 in sizes:
             raise reader.fail("groups", sorted(sizes), "groups of one size, at least one KV head each")
         if len({group.qk_columns is None for group in groups}) != 1:
             raise reader.fail("groups", fields["groups"], "columns by bits in all groups of a layer, or in none")
-        if len({group.joint for group in groups}) != 1 or (layout.joint and not layout.folded_keys):
-            raise reader.fail("groups", fields["groups"], "joint latents in all groups, folded into k_proj, or in none")
+        if len({group.joint for group in groups}) != 1 or (layout.joint and layout.domain == "post"):
+            raise reader.fail("groups", fields["groups"], "joint latents in all groups or in none, and none after RoPE")
         ranks = [rank for group in groups for rank in (group.qk_rank, group.v_rank)]
         if not all(0 < rank <= MAX_SIZE for rank in ranks):
             raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")
@@ -328,7 +366,7 @@ def check_layouts(layouts: list[LayerLayout], shape: AttentionShape, where: str)
 
 
 def ordered_by_class(
-    domain: Domain, folded_keys: bool, groups: list[GroupLayout]
+    domain: Domain, folded_keys: bool, groups: list[GroupLayout], rope_block: int = 1
 ) -> tuple[LayerLayout, tuple[int, ...]]:
     """Order the groups of a layer by class, widest first, ties by their KV heads.
 
@@ -342,7 +380,7 @@ def ordered_by_class(
         return -group.qk_rank, -group.v_rank, bits, group.kv_heads
 
     order = sorted(range(len(groups)), key=key)
-    return LayerLayout(domain, folded_keys, tuple(groups[i] for i in order)), tuple(order)
+    return LayerLayout(domain, folded_keys, tuple(groups[i] for i in order), rope_block), tuple(order)
 
 
 def compression(ranks: list[list[tuple[int, int]]], shape: AttentionShape) -> float:

@@ -32,7 +32,7 @@ def truncate_layer(
         GroupLayout(group.kv_heads, qk_rank, v_rank, group.planes[: qk_rank // 2])
         for group, (qk_rank, v_rank) in zip(layout.groups, ranks, strict=True)
     ]
-    smaller, order = ordered_by_class(layout.domain, layout.folded_keys, groups)
+    smaller, order = ordered_by_class(layout.domain, layout.folded_keys, groups, layout.rope_block)
     heads = layout.group_size * shape.heads_per_kv
     qk, v = [g.qk_rank for g in layout.groups], [g.v_rank for g in layout.groups]
 
