@@ -94,6 +94,8 @@ class LayerParts:
         offsets in the rows, in elements: 16 bytes suffice.
     slow: planes that are interpolated rather than rebuilt; None for none, as where a head has no more than those that
         are to be rebuilt.
+    rope_block: positions of the blocks that keys are turned within where decoding rebuilds none of them, but turns
+        queries back to the beginning of each block; 1 where it rebuilds them.
     """
 
     domain: str
@@ -105,10 +107,12 @@ class LayerParts:
     align: int
     row_align: int
     slow: SlowPlanes | None = None
+    rope_block: int = 1
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.domain, self.heads, self.rows, self.bodies, self.table, self.tile, self.row_align))
+        sizes = self.heads, self.rows, self.tile, self.row_align, self.rope_block
+        return hash((self.domain, self.bodies, self.table, *sizes))
 
     def __hash__(self) -> int:
         """Computed once: every launch looks the layer up in caches."""
@@ -201,6 +205,7 @@ def layer_parts(
             work_before += work
     counts = [count for group in layout.groups for count in _counts(group)]
     sizes = [size for group in layout.groups for size in _segment_sizes(group, element_bytes)]
+    slow = None if layout.turned_in_blocks else kernels.slow_planes
     return LayerParts(
         layout.domain,
         heads,
@@ -210,14 +215,22 @@ def layer_parts(
         kernels.tile,
         math.gcd(16, *counts),
         math.gcd(WORDS_OF_A_LOAD if layout.coded else 16, *sizes),
-        kernels.slow_planes if kernels.slow_planes and 2 * kernels.slow_planes.rebuilt < head_dim else None,
+        slow if slow is not None and 2 * slow.rebuilt < head_dim else None,
+        layout.rope_block if _queries_are_absorbed(layout.rope_block, heads_per_kv, bodies) else 1,
     )
+
+
+def _queries_are_absorbed(rope_block: int, heads_per_kv: int, bodies: Bodies) -> bool:
+    """Whether decoding turns queries back to each block, rather than keys: where a block has more keys than a KV head
+    has query heads, as else there is more to take into the latent's basis than out of it, and latents fit registers.
+    """
+    return heads_per_kv < rope_block and max(_widest(bodies)) <= REGISTER_COLUMNS
 
 
 @lru_cache(maxsize=4096)
 def rebuilding_all(parts: LayerParts) -> LayerParts:
     """The same with whole keys rebuilt."""
-    return replace(parts, slow=None)
+    return replace(parts, slow=None, rope_block=1)
 
 
 def _widest(bodies: Bodies) -> tuple[int, int]:

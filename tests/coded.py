@@ -26,13 +26,15 @@ MIXTURES = [
 """Every width alone and in company, segments of one word and of several, of three words too."""
 
 
-def coded_layer(domain: Domain, group_size: int, *columns: tuple[Columns, Columns | None]) -> LayerLayout:
+def coded_layer(
+    domain: Domain, group_size: int, *columns: tuple[Columns, Columns | None], rope_block: int = 1
+) -> LayerLayout:
     """A layout with one group for each pair of key and value columns, in the order given; without the latter, joint."""
     groups = tuple(
         GroupLayout.coded(tuple(range(i * group_size, (i + 1) * group_size)), qk, v)
         for i, (qk, v) in enumerate(columns)
     )
-    return LayerLayout(domain, domain != "post", groups)
+    return LayerLayout(domain, domain != "post" and rope_block == 1, groups, rope_block)
 
 
 def steps_of(columns: list[Columns]) -> Tensor:
@@ -91,6 +93,7 @@ def random_coded_case(
         layout.domain,
         layout.folded_keys,
         tuple(GroupLayout(group.kv_heads, group.qk_rank + extra, group.v_rank) for group in layout.groups),
+        layout.rope_block,
     )
     case = random_case(plain, heads_per_kv, head_dim, batch_size, seq_len, kv_len, seed)
     steps, generator = steps_of(keys), torch.Generator().manual_seed(seed + 1)

@@ -12,12 +12,12 @@ from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import rotate
 
 
-def layer(domain: Domain, group_size: int, *ranks: tuple[int, int]) -> LayerLayout:
+def layer(domain: Domain, group_size: int, *ranks: tuple[int, int], rope_block: int = 1) -> LayerLayout:
     """A layout with one group for each (qk_rank, v_rank), in the order given."""
     groups = tuple(
         GroupLayout(tuple(range(i * group_size, (i + 1) * group_size)), qk, v) for i, (qk, v) in enumerate(ranks)
     )
-    return LayerLayout(domain, domain == "none", groups)
+    return LayerLayout(domain, domain == "none", groups, rope_block)
 
 
 def rotation_table(length: int, head_dim: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -96,6 +96,8 @@ def random_case(
     if layout.domain == "pre":
         rotation = rotation_table(kv_len, head_dim, factor)
         query = rotate(query, *(table[kv_len - seq_len :] for table in rotation))
+        place = torch.arange(kv_len)
+        rotation = tuple(table[place - place % layout.rope_block] for table in rotation)  # stepped
     basis = None
     if layout.domain != "none":
         basis = normal(layout.group_size * head_dim, layout.qk_width) * layout.groups[0].qk_rank ** -0.5

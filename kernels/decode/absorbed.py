@@ -1,12 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
-"""Logits of the rotary planes that hardly turn within a block of keys, without rebuilding them: domain `pre`.
+"""Logits without rebuilding keys, of some rotary planes or of all: domain `pre`.
 
-Within a block of keys the turn of a slow plane is interpolated from its turns at a few nodes. Queries turned back to
-each node are taken into the latent's basis once a block (`absorb_queries`), and meet the latents themselves
-(`slow_scores`): a logit is the sum over nodes of such a product times the node's weight at the key's place.
+Queries turned back to some places of a block of keys, its nodes, are taken into the latent's basis once a block
+(`absorb_queries`), and meet the latents themselves. There are two cases:
+
+- Planes that hardly turn within a block (`slow_scores`): a logit is the sum over nodes of such a product times the
+  node's weight at the key's place, as interpolation has it. `slow_planes` chooses planes, nodes and blocks.
+- Keys that are stored as RoPE turns them within blocks of STEP positions (`stepped_logits`): what is left of their turn
+  is that of the beginning of their block of STEP, a node. All planes, and nothing is interpolated: a key meets the
+  queries of its own node. The nodes of a tile are rows of their own beside each other, each with a softmax of its own,
+  which `joined_nodes` joins in the end, so that few query rows fill a matrix product that they would leave empty.
 
 A program keeps the absorbed queries of its block in memory of its own, which stays in the L2 cache.
-`slow_planes` chooses planes, nodes and blocks.
 """
 
 import triton
@@ -20,21 +25,27 @@ def absorb_queries(
     absorbed, absorbed_constant, heads, query, head_stride, start, cos, sin, rotation_len, rotation_stride, basis,
     basis_stride, basis_row, width, constant,
     DTYPE: tl.constexpr, CONSTANT: tl.constexpr, NODES: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
-    FAST: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
-    NODE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
+    NODE_ROWS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries of all heads of a part at each node of the block from `start` on, in the basis of the latent's `width`
-    columns: [nodes, TILE_ROWS, WIDTH] into `absorbed`, and their products with the constant key into another.
+    columns: [nodes, STRIDE, WIDTH] into `absorbed`, and their products with the constant key into another.
 
-    One product serves the query rows of a head at all nodes: NODE_ROWS of them, padded.
+    One product serves the query rows of a head at all nodes: NODE_ROWS of them, padded. With STEP nodes are that far
+    apart, and the table of rotations has a row for each of them in every block; behind its end there are no keys.
     """
     row = tl.arange(0, NODE_ROWS)
     node_index = row // HEADS_PER_KV
     of_node = node_index < len(NODES)
-    node = tl.zeros((NODE_ROWS,), tl.int32)
-    for m in tl.static_range(len(NODES)):
-        node = tl.where(node_index == m, NODES[m], node)
     row_of_start = start + tl.zeros((1,), tl.int64)
+    if STEP > 0:
+        node = row_of_start + node_index * STEP
+        turned = of_node & (node < rotation_len)
+    else:
+        node = tl.zeros((NODE_ROWS,), tl.int32)
+        for m in tl.static_range(len(NODES)):
+            node = tl.where(node_index == m, NODES[m], node)
+        turned = of_node
     column_steps = tl.cdiv(width, COLUMNS)
     tl.debug_barrier()  # the block before may still be read
     for step in range(heads * column_steps):
@@ -49,12 +60,13 @@ def absorb_queries(
             places = query + own[:, None] * head_stride + planes[None, :]
             query_0 = tl.load(places, mask=some, other=0.0).to(tl.float32)
             query_1 = tl.load(places + HALF, mask=some, other=0.0).to(tl.float32)
-            turn_0, turn_1 = load_rotation(
-                cos, sin, row_of_start, row_of_start < rotation_len, rotation_stride, plane, HALF, PLANES
-            )
-            query_0, query_1 = rotate_back(query_0, query_1, turn_0, turn_1)
-            turn_0, turn_1 = load_rotation(cos, sin, node, of_node, rotation_stride, plane, HALF, PLANES)
-            # Back by the node too, but as the keys turn: an attention factor of the table is theirs.
+            if STEP == 0:
+                turn_0, turn_1 = load_rotation(
+                    cos, sin, row_of_start, row_of_start < rotation_len, rotation_stride, plane, HALF, PLANES
+                )
+                query_0, query_1 = rotate_back(query_0, query_1, turn_0, turn_1)
+            turn_0, turn_1 = load_rotation(cos, sin, node, turned, rotation_stride, plane, HALF, PLANES)
+            # Back by the node (too), but as the keys turn: an attention factor of the table is theirs.
             turned_0 = query_0 * turn_0 + query_1 * turn_1
             turned_1 = query_1 * turn_0 - query_0 * turn_1
             rows = basis + (basis_row + head * (2 * HALF) + planes[:, None]) * basis_stride + column[None, :]
@@ -68,7 +80,7 @@ def absorb_queries(
                 constant_0 = tl.load(constants, mask=planes < HALF, other=0.0).to(tl.float32)
                 constant_1 = tl.load(constants + HALF, mask=planes < HALF, other=0.0).to(tl.float32)
                 of_constant += tl.sum(turned_0 * constant_0[None, :] + turned_1 * constant_1[None, :], 1)
-        place = node_index * TILE_ROWS + own
+        place = node_index * STRIDE + own
         inside = of_node[:, None] & (column < width)[None, :]
         tl.store(absorbed + place[:, None] * WIDTH + column[None, :], sums.to(DTYPE), mask=inside)
         if CONSTANT:
@@ -139,3 +151,43 @@ def _met(
         queries = tl.trans(tl.load(rows, mask=inside, other=0.0))
         added += (tl.dot(latents, queries, sums[m], input_precision=PRECISION),)
     return added
+
+
+@triton.jit
+def stepped_logits(
+    absorbed, absorbed_constant, places, latents, KEYS: tl.constexpr, CONSTANT: tl.constexpr, ROWS: tl.constexpr,
+    STRIDE: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of a tile of latents with the queries of all of its nodes, [keys, TILE_ROWS]; only those of a key's own
+    node are logits.
+
+    `absorbed` and `absorbed_constant` are where what `absorb_queries` stored of the tile's first node begins: ROWS
+    query rows of each node, the next node's STRIDE rows behind them.
+    """
+    query_row = tl.arange(0, TILE_ROWS)
+    used = query_row % STRIDE < ROWS
+    scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
+    for p in tl.static_range(len(KEYS)):
+        column = tl.arange(0, KEYS[p][2])
+        rows = absorbed + places[p][0] + query_row[:, None] * WIDTH + column[None, :]
+        queries = tl.load(rows, mask=used[:, None] & (column < places[p][1])[None, :], other=0.0)
+        scores = tl.dot(latents[p], tl.trans(queries), scores, input_precision=PRECISION)
+    if CONSTANT:
+        scores += tl.load(absorbed_constant + query_row, mask=used, other=0.0)[None, :]
+    return scores
+
+
+@triton.jit
+def joined_nodes(largest, total, weighted, NODES: tl.constexpr, STRIDE: tl.constexpr):
+    """The largest logits (base 2), sums of weights and weighted values of query rows, [STRIDE] or [STRIDE, columns],
+    from those of each of a tile's nodes, which lie behind each other.
+    """
+    of_nodes = tl.reshape(largest, (NODES, STRIDE))
+    over_all = tl.max(of_nodes, 0)
+    reference = tl.where(over_all == float("-inf"), 0.0, over_all)
+    shrink = tl.exp2(of_nodes - reference[None, :])
+    added = ()
+    for p in tl.static_range(len(weighted)):
+        values = tl.reshape(weighted[p], (NODES, STRIDE, weighted[p].shape[1]))
+        added += (tl.sum(values * shrink[:, :, None], 0),)
+    return over_all, tl.sum(tl.reshape(total, (NODES, STRIDE)) * shrink, 0), added

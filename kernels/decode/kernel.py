@@ -5,8 +5,10 @@ Floor: bytes of the compressed keys and values that are attended / memory bandwi
 tile, so its latents are read once. In domain `pre` the keys of each KV head are rebuilt from them by a matrix product
 and rotated in registers, from latents that stay there or, with COLUMNS, from so many columns at a time, which come out
 of the L1 or L2 cache again for every head. Queries are rotated back to the start of the tile, so that keys only turn by
-their place in it, by a table of `TILE` rows that stays in the L1 cache. With NODES only the FAST planes of a key are
-rebuilt so; what the others contribute comes from the latents themselves (`absorbed`).
+their place in it, by a table of `TILE` rows that stays in the L1 cache; that is right for a stepped table too, one with
+a row only for each STEP of positions: where tiles begin and STEP are powers of two, and so either divides the other.
+With NODES only the FAST planes of a key are rebuilt so; what the others contribute comes from the latents themselves,
+with STEP all of it (`absorbed`).
 
 A program works through tiles of keys of one unit (a part of a layer, see `layer_table`, and a sequence) after another;
 which ones is the schedule's matter:
@@ -54,7 +56,7 @@ from ..tiles import (
     rotate_tile,
     scaled_logits,
 )
-from .absorbed import absorb_queries, slow_scores
+from .absorbed import absorb_queries, joined_nodes, slow_scores, stepped_logits
 from .combine import tiles_before, unit_on_the_line
 
 
@@ -142,10 +144,11 @@ def _segment(
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
     FAST: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr,
-    PLANES: tl.constexpr, NODE_ROWS: tl.constexpr,
+    PLANES: tl.constexpr, NODE_ROWS: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr,
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
     DTYPE: tl.constexpr = query.dtype.element_ty
+    STRIDE: tl.constexpr = TILE_ROWS // TILE_NODES
     v_rank = tl.multiple_of(tl.load(row + V_RANK), ALIGN)
     key_base = key + tl.multiple_of(tl.load(row + QK_OFFSET), ROW_ALIGN)
     value_base = value + tl.multiple_of(tl.load(row + V_OFFSET), ROW_ALIGN)
@@ -159,6 +162,9 @@ def _segment(
         basis_base = basis + tl.multiple_of(tl.load(row + BASIS_COLUMN), ALIGN)
         basis_row = tl.load(row + BASIS_ROW)
         constant_base = constant + first_head // HEADS_PER_KV * (2 * HALF)
+        heads = steps
+        if STEP == 0:
+            heads = steps // (FAST // FREQUENCIES)
     else:
         query_base += tl.multiple_of(tl.load(row + QUERY_OFFSET), ALIGN)
         row_base = query_base + query_row[:, None] * tl.multiple_of(tl.load(row + QK_RANK), ALIGN)
@@ -184,11 +190,10 @@ def _segment(
             # Queries of the planes that are not rebuilt, once a block.
             if (tile == first_tile) | (tile % (BLOCK // TILE) == 0):
                 absorb_queries(
-                    absorbed, absorbed_constant, steps // (FAST // FREQUENCIES), query_base + first_head * head_stride,
-                    head_stride, start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base,
-                    basis_stride, basis_row, tl.multiple_of(tl.load(row + QK_RANK), ALIGN), constant_base, DTYPE,
-                    CONSTANT, NODES, HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
-                    PRECISION,
+                    absorbed, absorbed_constant, heads, query_base + first_head * head_stride, head_stride,
+                    start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base, basis_stride,
+                    basis_row, tl.multiple_of(tl.load(row + QK_RANK), ALIGN), constant_base, DTYPE, CONSTANT, NODES,
+                    HEADS_PER_KV, HALF, FAST, STRIDE, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, STEP, PRECISION,
                 )  # fmt: skip
         index = start + tl.arange(0, TILE)
         valid = (index >= first) & (index < end)
@@ -216,7 +221,13 @@ def _segment(
                 latents += (numbers_of(pieces[p], KEYS[p][0], KEYS[p][2], TILE, DTYPE),)
         else:
             block, block_row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
-        if len(NODES) > 0:
+        if STEP > 0:
+            node = start % BLOCK // STEP
+            scores = stepped_logits(
+                absorbed + node * (STRIDE * WIDTH), absorbed_constant + node * STRIDE, key_places, latents, KEYS,
+                CONSTANT, ROWS, STRIDE, TILE_ROWS, WIDTH, TILE, PRECISION,
+            )  # fmt: skip
+        elif len(NODES) > 0:
             scores = slow_scores(
                 absorbed, absorbed_constant, key_places, latents, key_base, block, block_row, key_block, key_row,
                 valid, index % BLOCK, KEYS, CONSTANT, NODES, ROWS, TILE_ROWS, WIDTH, COLUMNS, TILE, ALIGN, ROW_ALIGN,
@@ -224,7 +235,7 @@ def _segment(
             )  # fmt: skip
         else:
             scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
-        if PRE:
+        if PRE and STEP == 0:
             # As many steps as an argument says: known, few would be unrolled, and all bases hoisted into registers.
             for step in range(steps):
                 head = step // (FAST // FREQUENCIES)
@@ -246,7 +257,7 @@ def _segment(
                     rotation_stride, DTYPE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE,
                     PRECISION,
                 )  # fmt: skip
-        else:
+        elif not PRE:
             for p in tl.static_range(len(KEYS)):
                 scores = tl.dot(latents[p], queries[p], scores, input_precision=PRECISION)
         scores = scaled_logits(scores, scale, softcap, SOFT_CAP)
@@ -255,7 +266,10 @@ def _segment(
             place_in_mask = mask + sequence.to(tl.int64) * mask_stride + index
             read = valid & (index < tl.where(holes > 0, end, 0))
             attended = valid & (tl.load(place_in_mask, mask=read, other=1) > 0)
-        scores = tl.where(attended[:, None], scores, float("-inf"))
+        of_row = attended[:, None]
+        if TILE_NODES > 1:
+            of_row = of_row & ((index // STEP % TILE_NODES)[:, None] == (query_row // STRIDE)[None, :])
+        scores = tl.where(of_row, scores, float("-inf"))
 
         new_largest = tl.maximum(largest, tl.max(scores, 0))
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -275,6 +289,9 @@ def _segment(
             added += (tl.dot(weight, values, weighted[p] * shrink[:, None], input_precision=PRECISION),)
         weighted = added
 
+    if TILE_NODES > 1:
+        largest, total, weighted = joined_nodes(largest, total, weighted, TILE_NODES, STRIDE)
+        query_row = tl.arange(0, STRIDE)
     safe_total = tl.where(total == 0.0, 1.0, total)
     base_2_lse = largest + tl.log2(safe_total)
     in_tile = query_row < ROWS
@@ -313,7 +330,7 @@ def decode_kernel(
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr, FAST: tl.constexpr, NODES: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr, PLANES: tl.constexpr,
-    NODE_ROWS: tl.constexpr,
+    NODE_ROWS: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr,
 ):  # fmt: skip
     """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
 
@@ -373,13 +390,13 @@ def decode_kernel(
                     _segment(
                         query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
                         last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
-                        constant, absorbed + program * (len(NODES) * TILE_ROWS * WIDTH),
-                        absorbed_constant + program * (len(NODES) * TILE_ROWS), query_stride, head_stride, key_block,
+                        constant, absorbed + program * (len(NODES) * (TILE_ROWS // TILE_NODES) * WIDTH),
+                        absorbed_constant + program * (len(NODES) * (TILE_ROWS // TILE_NODES)), query_stride, head_stride, key_block,
                         key_row, value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride,
                         basis_stride, output_stride, lse_stride, steps, scale, softcap, BODIES[choice][0],
                         BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
                         MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, AHEAD,
-                        COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                        COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, STEP, TILE_NODES,
                     )  # fmt: skip
 
 

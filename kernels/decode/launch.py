@@ -57,7 +57,8 @@ def decode_attention(
         keys: which keys of each sequence are attended.
         heads_per_kv, scaling: as in the uncompressed model.
         query_basis, key_rotation: domain `pre`: [group_size * head_dim, qk_width], and cos and sin by index in the
-            cache, [at least kv_len, head_dim], both halves alike.
+            cache, [at least kv_len, head_dim], both halves alike; where keys are turned within blocks of positions
+            those of the beginning of each index's block.
         constant_key: domain `pre`: [num_kv_heads, head_dim], contiguous, float32: added to rebuilt keys before their
             rotation.
         block_table: [batch_size, pages of a sequence], int32; a page holds a power of two of keys.
@@ -122,7 +123,7 @@ def _absorbed(constants: dict[str, Any], programs: int, like: Tensor) -> tuple[T
     """Memory for each program's queries absorbed at the nodes of a block, and for their products with the constant
     key.
     """
-    rows = programs * len(constants["NODES"]) * constants["TILE_ROWS"]
+    rows = programs * len(constants["NODES"]) * (constants["TILE_ROWS"] // constants["TILE_NODES"])
     return like.new_empty(rows * constants["WIDTH"]), like.new_empty(rows, dtype=torch.float32)
 
 

@@ -12,9 +12,12 @@ from typing import Any
 
 from ..gpu import HOPPER, Gpu, precision, shrink_to_fit
 from ..layer_table import REBUILT_COLUMNS, Bodies, Column, LayerParts, Piece, rebuilding_all
-from ..slow_planes import absorbing_constants
+from ..slow_planes import ABSORBED_COLUMNS, absorbing_constants
 from ..tuning import chosen_constants
 from ..widths import padded
+
+LEAST_ROWS = 16
+"""Query rows of a matrix product."""
 
 MOST_REGISTERS = 200
 """Of a thread of four warps where a decode kernel has several bodies. Left to itself the assembler stops at 168, at
@@ -45,6 +48,8 @@ def decode_config(
 
 @lru_cache(maxsize=4096)
 def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu) -> dict[str, Any]:
+    if parts.rope_block > 1:
+        return _absorbing_config(parts, heads_per_kv, element_bytes, head_dim, gpu)
     if gpu.registers_hold_operands:
         parts = rebuilding_all(parts)  # these have none left for the absorbed queries
     widest = parts.widest
@@ -97,6 +102,67 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
     return config
 
 
+ABSORBED_ROWS = 32
+"""Query rows that are absorbed at a time, of all nodes of a block: the basis is read once for them. With more a slice
+of keys that begins inside a block would absorb more in vain."""
+
+LEAST_KEYS = 32
+"""Of a tile of keys that are not rebuilt, where registers hold so many: below it the work of a tile is not that of its
+products."""
+
+
+def _absorbing_config(
+    parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu
+) -> dict[str, Any]:
+    """As `decode_config`, where keys are turned within blocks of positions and none is rebuilt.
+
+    A tile has as many keys as blocks whose query rows, each block's by themselves, fill a matrix product; and its
+    queries are absorbed for several tiles at a time, where ABSORBED_ROWS are not reached by one.
+    """
+    step, widest = parts.rope_block, parts.widest
+    own_rows = 1 << (parts.rows - 1).bit_length()
+    tile = min(parts.tile, max(LEAST_KEYS, step * max(1, LEAST_ROWS // own_rows)))
+
+    def of_tile(tile: int) -> dict[str, Any]:
+        nodes = max(1, tile // step)
+        tile_rows = max(LEAST_ROWS, nodes * own_rows)
+        block = max(tile, step)
+        while 2 * block // step * heads_per_kv <= ABSORBED_ROWS:
+            block *= 2
+        return {
+            "BODIES": parts.bodies,
+            "PRE": True,
+            "HEADS_PER_KV": heads_per_kv,
+            "HALF": head_dim // 2,
+            "FREQUENCIES": 0,
+            "ROWS": parts.rows,
+            "TILE_ROWS": tile_rows,
+            "TILE": tile,
+            "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
+            "PRECISION": precision(element_bytes),
+            "AHEAD": True,
+            "COLUMNS": 0,
+            "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
+            "FAST": 0,
+            "NODES": tuple(range(0, block, step)),
+            "BLOCK": block,
+            "WIDTH": padded(widest[0]),
+            "ABSORBED_COLUMNS": min(ABSORBED_COLUMNS, padded(widest[0])),
+            "PLANES": 32,
+            "NODE_ROWS": padded(block // step * heads_per_kv),
+            "STEP": step,
+            "TILE_NODES": nodes,
+            "num_warps": 4 if tile_rows * widest[1] <= 4096 else 8,
+            "num_stages": 2,
+            "maxnreg": None,
+        }
+
+    config = of_tile(tile)
+    while decode_shared_bytes(config, element_bytes) > gpu.shared_bytes and config["TILE"] > 16:
+        config = of_tile(config["TILE"] // 2)
+    return config
+
+
 def in_pieces(parts: LayerParts, gpu: Gpu) -> bool:
     """Whether the decode kernel rebuilds keys from columns that it loads for every head: of wide latents, and from 129
     numbers on where products read their operands from shared memory: tiles of 64 keys then take no more registers than
@@ -137,8 +203,10 @@ def _widened(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 
 def rebuilding_steps(parts: LayerParts, config: dict[str, Any]) -> int:
-    """Steps in which the decode kernel rebuilds the keys of a tile: FREQUENCIES of one head in each."""
-    return parts.heads * (config["FAST"] // config["FREQUENCIES"])
+    """Steps in which the decode kernel rebuilds the keys of a tile: FREQUENCIES of one head in each. Where it rebuilds
+    none, heads whose queries it absorbs.
+    """
+    return parts.heads if config["STEP"] else parts.heads * (config["FAST"] // config["FREQUENCIES"])
 
 
 def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
@@ -146,6 +214,12 @@ def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     key, value = (max(sum(size for *_, size in body[side]) for body in config["BODIES"]) for side in (0, 1))
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
+    if config["STEP"]:
+        # Latents as operands, and queries of the tile; queries to absorb and the basis that they meet.
+        met = (tile * max(key, value) + rows * (key + tile)) * element_bytes
+        absorbing = stages * 2 * config["PLANES"] * (config["ABSORBED_COLUMNS"] + config["NODE_ROWS"])
+        sums = 4 * config["NODE_ROWS"] * config["ABSORBED_COLUMNS"] + 4 * rows * value
+        return met + absorbing * element_bytes + sums + scores + 1024
     absorbed = len(config["NODES"]) * rows
     if config["COLUMNS"]:
         beside = max(2 * frequencies, absorbed)

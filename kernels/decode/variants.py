@@ -37,7 +37,8 @@ def decode_variants(
     """
     variants = []
     interpolates = parts.slow is not None and not gpu.registers_hold_operands
-    for served in (parts, rebuilding_all(parts)) if interpolates else (rebuilding_all(parts),):
+    whole = parts if parts.slow is None else rebuilding_all(parts)
+    for served in (parts, whole) if interpolates else (whole,):
         config = decode_config(served, heads_per_kv, dtype.itemsize, head_dim if parts.domain == "pre" else 0, gpu)
         options = {name: config.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
         constants = {"PAGE": page, "MASK": mask, "SOFT_CAP": softcap, "SCHEDULE": schedule}
@@ -70,4 +71,6 @@ def _attention(parts: LayerParts, dtype: torch.dtype, constants: dict[str, Any],
     name = f"decode {parts.domain} {parts.heads}x{parts.rows // parts.heads} rows {bodies} {constants['SCHEDULE']}"
     if parts.slow is not None:
         name += f", {parts.slow.rebuilt} planes rebuilt, {parts.slow.nodes} nodes in {parts.slow.block} keys"
+    elif constants["STEP"]:
+        name += f", no key rebuilt, queries turned every {constants['STEP']} keys"
     return Variant(name, decode_kernel, pointers, constants | given, ("scale", "softcap"), options)
