@@ -106,6 +106,9 @@ ABSORBED_ROWS = 32
 """Query rows that are absorbed at a time, of all nodes of a block: the basis is read once for them. With more a slice
 of keys that begins inside a block would absorb more in vain."""
 
+ABSORBED_PLANES = 16
+"""Rotary planes of which queries are absorbed at a time: with 32 codes of three and four widths spill."""
+
 LEAST_KEYS = 32
 """Of a tile of keys that are not rebuilt, where registers hold so many: below it the work of a tile is not that of its
 products."""
@@ -148,7 +151,7 @@ def _absorbing_config(
             "BLOCK": block,
             "WIDTH": padded(widest[0]),
             "ABSORBED_COLUMNS": min(ABSORBED_COLUMNS, padded(widest[0])),
-            "PLANES": 32,
+            "PLANES": ABSORBED_PLANES,
             "NODE_ROWS": padded(block // step * heads_per_kv),
             "STEP": step,
             "TILE_NODES": nodes,
