@@ -96,6 +96,7 @@ class LayerParts:
         are to be rebuilt.
     rope_block: positions of the blocks that keys are turned within where decoding rebuilds none of them, but turns
         queries back to the beginning of each block; 1 where it rebuilds them.
+    joint: values are read from the rows of the keys.
     """
 
     domain: str
@@ -108,10 +109,11 @@ class LayerParts:
     row_align: int
     slow: SlowPlanes | None = None
     rope_block: int = 1
+    joint: bool = False
 
     @cached_property
     def _hash(self) -> int:
-        sizes = self.heads, self.rows, self.tile, self.row_align, self.rope_block
+        sizes = self.heads, self.rows, self.tile, self.row_align, self.rope_block, self.joint
         return hash((self.domain, self.bodies, self.table, *sizes))
 
     def __hash__(self) -> int:
@@ -217,6 +219,7 @@ def layer_parts(
         math.gcd(WORDS_OF_A_LOAD if layout.coded else 16, *sizes),
         slow if slow is not None and 2 * slow.rebuilt < head_dim else None,
         layout.rope_block if _queries_are_absorbed(layout.rope_block, heads_per_kv, bodies) else 1,
+        layout.joint,
     )
 
 

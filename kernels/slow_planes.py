@@ -87,7 +87,7 @@ def absorbing_constants(
     planes: of a head. width: of the widest latent, padded. at_once: planes of which queries are absorbed at a time.
     Without slow planes all are rebuilt.
     """
-    whole_rows = {"STEP": 0, "TILE_NODES": 1}  # a tile's rows are the query rows of a part
+    whole_rows = {"STEP": 0, "TILE_NODES": 1, "JOINT": False}  # a tile's rows are the query rows of a part
     if slow is None:
         of_queries = dict.fromkeys(("BLOCK", "WIDTH", "ABSORBED_COLUMNS", "PLANES", "NODE_ROWS"), 0)
         return {"FAST": padded(planes), "NODES": (), **of_queries, **whole_rows}

@@ -145,6 +145,7 @@ def _segment(
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
     FAST: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr,
     PLANES: tl.constexpr, NODE_ROWS: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr,
+    JOINT: tl.constexpr,
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -204,10 +205,11 @@ def _segment(
                 key_base, tile + 1, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
                 key_places, KEYS, PAGE, TILE, DTYPE,
             )  # fmt: skip
-            value_pieces = _load_pieces(
-                value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block, value_row,
-                value_places, VALUES, PAGE, TILE, DTYPE,
-            )  # fmt: skip
+            if not JOINT:
+                value_pieces = _load_pieces(
+                    value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block,
+                    value_row, value_places, VALUES, PAGE, TILE, DTYPE,
+                )  # fmt: skip
         elif COLUMNS == 0:
             pieces = _load_pieces(
                 key_base, tile, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
@@ -285,7 +287,10 @@ def _segment(
             )  # fmt: skip
         added = ()
         for p in tl.static_range(len(VALUES)):
-            values = numbers_of(value_pieces[p], VALUES[p][0], VALUES[p][2], TILE, DTYPE)
+            if JOINT:
+                values = latents[p]
+            else:
+                values = numbers_of(value_pieces[p], VALUES[p][0], VALUES[p][2], TILE, DTYPE)
             added += (tl.dot(weight, values, weighted[p] * shrink[:, None], input_precision=PRECISION),)
         weighted = added
 
@@ -331,6 +336,7 @@ def decode_kernel(
     PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr, FAST: tl.constexpr, NODES: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr, PLANES: tl.constexpr,
     NODE_ROWS: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr,
+    JOINT: tl.constexpr,
 ):  # fmt: skip
     """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
 
@@ -397,6 +403,7 @@ def decode_kernel(
                         BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
                         MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, AHEAD,
                         COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, STEP, TILE_NODES,
+                        JOINT,
                     )  # fmt: skip
 
 

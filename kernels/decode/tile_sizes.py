@@ -23,6 +23,9 @@ MOST_REGISTERS = 200
 """Of a thread of four warps where a decode kernel has several bodies. Left to itself the assembler stops at 168, at
 which three programs fit an SM, and spills; the grid has two an SM."""
 
+ALL_REGISTERS = 255
+"""Of a thread, where keys are not rebuilt: two programs of four warps fit an SM, which is what the grid has."""
+
 BYTES_IN_FLIGHT = 9 << 10
 """Of rows of codes that a program of the decode kernel waits for at a time: with two an SM that is what covers the
 memory's latency on an H100 (3.35 TB/s, 700 ns, 132 SMs)."""
@@ -49,7 +52,9 @@ def decode_config(
 @lru_cache(maxsize=4096)
 def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu) -> dict[str, Any]:
     if parts.rope_block > 1:
-        return _absorbing_config(parts, heads_per_kv, element_bytes, head_dim, gpu)
+        config = _absorbing_config(parts, heads_per_kv, element_bytes, head_dim, gpu)
+        if config is not None:
+            return config
     if gpu.registers_hold_operands:
         parts = rebuilding_all(parts)  # these have none left for the absorbed queries
     widest = parts.widest
@@ -103,8 +108,8 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
 
 
 ABSORBED_ROWS = 32
-"""Query rows that are absorbed at a time, of all nodes of a block: the basis is read once for them. With more a slice
-of keys that begins inside a block would absorb more in vain."""
+"""Query rows of a KV head that are absorbed at a time, of all nodes of a block: the basis is read once for them. With
+more a slice of keys that begins inside a block would absorb more in vain."""
 
 ABSORBED_PLANES = 16
 """Rotary planes of which queries are absorbed at a time: with 32 codes of three and four widths spill."""
@@ -116,54 +121,66 @@ products."""
 
 def _absorbing_config(
     parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, gpu: Gpu
-) -> dict[str, Any]:
-    """As `decode_config`, where keys are turned within blocks of positions and none is rebuilt.
+) -> dict[str, Any] | None:
+    """As `decode_config`, where keys are turned within blocks of positions and none is rebuilt; None where registers
+    have no room for it.
 
     A tile has as many keys as blocks whose query rows, each block's by themselves, fill a matrix product; and its
     queries are absorbed for several tiles at a time, where ABSORBED_ROWS are not reached by one.
     """
-    step, widest = parts.rope_block, parts.widest
     own_rows = 1 << (parts.rows - 1).bit_length()
-    tile = min(parts.tile, max(LEAST_KEYS, step * max(1, LEAST_ROWS // own_rows)))
-
-    def of_tile(tile: int) -> dict[str, Any]:
-        nodes = max(1, tile // step)
-        tile_rows = max(LEAST_ROWS, nodes * own_rows)
-        block = max(tile, step)
-        while 2 * block // step * heads_per_kv <= ABSORBED_ROWS:
-            block *= 2
-        return {
-            "BODIES": parts.bodies,
-            "PRE": True,
-            "HEADS_PER_KV": heads_per_kv,
-            "HALF": head_dim // 2,
-            "FREQUENCIES": 0,
-            "ROWS": parts.rows,
-            "TILE_ROWS": tile_rows,
-            "TILE": tile,
-            "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
-            "PRECISION": precision(element_bytes),
-            "AHEAD": True,
-            "COLUMNS": 0,
-            "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
-            "FAST": 0,
-            "NODES": tuple(range(0, block, step)),
-            "BLOCK": block,
-            "WIDTH": padded(widest[0]),
-            "ABSORBED_COLUMNS": min(ABSORBED_COLUMNS, padded(widest[0])),
-            "PLANES": ABSORBED_PLANES,
-            "NODE_ROWS": padded(block // step * heads_per_kv),
-            "STEP": step,
-            "TILE_NODES": nodes,
-            "num_warps": 4 if tile_rows * widest[1] <= 4096 else 8,
-            "num_stages": 2,
-            "maxnreg": None,
-        }
-
-    config = of_tile(tile)
+    tile = min(parts.tile, max(LEAST_KEYS, parts.rope_block * max(1, LEAST_ROWS // own_rows)))
+    # Codes take registers as words and as numbers, and where products read their operands from registers again.
+    narrow = parts.coded and gpu.registers_hold_operands
+    if narrow:
+        tile = min(tile, LEAST_KEYS)
+    config = _absorbing(parts, heads_per_kv, element_bytes, head_dim, tile, narrow)
+    if narrow and config["TILE_ROWS"] > LEAST_ROWS:
+        return None
+    if parts.coded and most_pieces(parts.bodies) > MANY_PIECES and config["num_warps"] > 4:
+        config = _absorbing(parts, heads_per_kv, element_bytes, head_dim, 16, narrow)
     while decode_shared_bytes(config, element_bytes) > gpu.shared_bytes and config["TILE"] > 16:
-        config = of_tile(config["TILE"] // 2)
+        config = _absorbing(parts, heads_per_kv, element_bytes, head_dim, config["TILE"] // 2, narrow)
     return config
+
+
+def _absorbing(
+    parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, tile: int, narrow: bool
+) -> dict[str, Any]:
+    """The constants of `_absorbing_config` for tiles of so many keys."""
+    step, key, value = parts.rope_block, *parts.widest
+    nodes, block = max(1, tile // step), max(tile, step)
+    tile_rows = max(LEAST_ROWS, nodes << (parts.rows - 1).bit_length())
+    while 2 * block // step * heads_per_kv <= (ABSORBED_ROWS // 2 if narrow else ABSORBED_ROWS):
+        block *= 2
+    return {
+        "BODIES": parts.bodies,
+        "PRE": True,
+        "HEADS_PER_KV": heads_per_kv,
+        "HALF": head_dim // 2,
+        "FREQUENCIES": 0,
+        "ROWS": parts.rows,
+        "TILE_ROWS": tile_rows,
+        "TILE": tile,
+        "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
+        "PRECISION": precision(element_bytes),
+        "AHEAD": True,
+        "COLUMNS": 0,
+        "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
+        "FAST": 0,
+        "NODES": tuple(range(0, block, step)),
+        "BLOCK": block,
+        "WIDTH": padded(key),
+        "ABSORBED_COLUMNS": min(ABSORBED_COLUMNS // 2 if narrow else ABSORBED_COLUMNS, padded(key)),
+        "PLANES": ABSORBED_PLANES,
+        "NODE_ROWS": padded(block // step * heads_per_kv),
+        "STEP": step,
+        "TILE_NODES": nodes,
+        "JOINT": parts.joint,
+        "num_warps": 4 if tile_rows * value <= 4096 else 8,
+        "num_stages": 1 if narrow else 2,
+        "maxnreg": ALL_REGISTERS,
+    }
 
 
 def in_pieces(parts: LayerParts, gpu: Gpu) -> bool:
