@@ -32,20 +32,19 @@ def absorb_queries(
     columns: [nodes, STRIDE, WIDTH] into `absorbed`, and their products with the constant key into another.
 
     One product serves the query rows of a head at all nodes: NODE_ROWS of them, padded. With STEP nodes are that far
-    apart, and the table of rotations has a row for each of them in every block; behind its end there are no keys.
+    apart. Turns are those of the block's start and, by rows of the table that stay in the L1 cache, of a node's place
+    in it: of a stepped table too, as blocks begin and nodes lie at multiples of STEP. A table that is shorter than a
+    block has no keys at the nodes behind its end.
     """
     row = tl.arange(0, NODE_ROWS)
     node_index = row // HEADS_PER_KV
     of_node = node_index < len(NODES)
-    row_of_start = start + tl.zeros((1,), tl.int64)
-    if STEP > 0:
-        node = row_of_start + node_index * STEP
-        turned = of_node & (node < rotation_len)
-    else:
-        node = tl.zeros((NODE_ROWS,), tl.int32)
+    node = node_index * STEP
+    if STEP == 0:
         for m in tl.static_range(len(NODES)):
             node = tl.where(node_index == m, NODES[m], node)
-        turned = of_node
+    turned = of_node & (node < rotation_len)
+    row_of_start = start + tl.zeros((1,), tl.int64)
     column_steps = tl.cdiv(width, COLUMNS)
     tl.debug_barrier()  # the block before may still be read
     for step in range(heads * column_steps):
@@ -60,13 +59,12 @@ def absorb_queries(
             places = query + own[:, None] * head_stride + planes[None, :]
             query_0 = tl.load(places, mask=some, other=0.0).to(tl.float32)
             query_1 = tl.load(places + HALF, mask=some, other=0.0).to(tl.float32)
-            if STEP == 0:
-                turn_0, turn_1 = load_rotation(
-                    cos, sin, row_of_start, row_of_start < rotation_len, rotation_stride, plane, HALF, PLANES
-                )
-                query_0, query_1 = rotate_back(query_0, query_1, turn_0, turn_1)
+            turn_0, turn_1 = load_rotation(
+                cos, sin, row_of_start, row_of_start < rotation_len, rotation_stride, plane, HALF, PLANES
+            )
+            query_0, query_1 = rotate_back(query_0, query_1, turn_0, turn_1)
             turn_0, turn_1 = load_rotation(cos, sin, node, turned, rotation_stride, plane, HALF, PLANES)
-            # Back by the node (too), but as the keys turn: an attention factor of the table is theirs.
+            # Back by the node too, but as the keys turn: an attention factor of the table is theirs.
             turned_0 = query_0 * turn_0 + query_1 * turn_1
             turned_1 = query_1 * turn_0 - query_0 * turn_1
             rows = basis + (basis_row + head * (2 * HALF) + planes[:, None]) * basis_stride + column[None, :]

@@ -89,7 +89,8 @@ class LayerKernels:
     tile: keys of a tile in decoding, of 16-bit numbers; fewer where registers or shared memory hold no more.
     slices_per_sm: programs an SM over which a prefill of few queries splits their keys, where the row blocks of a class
         are on the average at most half as many; 0 for never.
-    slow_planes: domain `pre`: what decoding interpolates; None to rebuild whole keys.
+    slow_planes: domain `pre`: what decoding interpolates; None to rebuild whole keys, and where keys are turned within
+        blocks of positions.
     """
 
     classes: tuple[ClassKernels, ...]
@@ -187,8 +188,10 @@ class KernelConfig:
                 if (cls.rebuilt is None) == (layout.domain == "pre"):
                     expected = "blocks in domain pre, and none in others"
                     raise reader.fail(f"{name}.classes[{number}].rebuilt", cls.rebuilt, expected)
-            if layer.slow_planes is not None and layout.domain != "pre":
+            if layer.slow_planes is not None and (layout.domain != "pre" or layout.turned_in_blocks):
                 expected = "none in other domains than pre"
+                if layout.turned_in_blocks:
+                    expected = f"none, as keys are turned within blocks of {layout.rope_block} and no plane is rebuilt"
                 raise reader.fail(f"{name}.slow_planes", asdict(layer.slow_planes), expected)
             _check_specialisations(layer, name, ranks, reader)
 

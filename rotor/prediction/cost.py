@@ -10,6 +10,8 @@ kernel does beyond the least (`tiling.Tiling`):
 
 - rows: matrix products are of 16 query rows at least, powers of two, and keys that are rebuilt meet the rows of all
   heads of their part.
+- keys that RoPE turned within blocks of positions: none is rebuilt, but the query rows of each block fill a tile by
+  themselves; what is absorbed of them goes through L2, written and read.
 - parts: where all query rows of a group do not fit into registers, each part reads and unpacks the latents again.
 - bases: keys before RoPE are rebuilt tile by tile, and a basis that does not fit into an SM's L1 cache, with the table
   of rotations, comes out of L2 for each tile: wide groups have few keys a tile and bases of half a megabyte.
@@ -70,13 +72,19 @@ def latents_of(group: GroupLayout) -> tuple[Latent, Latent | None]:
     return group.qk_columns or group.qk_rank, None if group.joint else group.v_columns or group.v_rank
 
 
-def key_flops_per_token(domain: Domain, group_size: int, heads_per_kv: int, head_dim: int, qk_rank: float) -> float:
+def key_flops_per_token(
+    domain: Domain, group_size: int, heads_per_kv: int, head_dim: int, qk_rank: float, rope_block: int = 1
+) -> float:
     """FLOPs of a group's scores for one cached token in one decode step of one sequence.
 
     post, none: each query head meets the latent, 2 qk_rank. pre: the key of each KV head is rebuilt,
-    2 qk_rank head_dim, and each query head meets one of them, 2 head_dim.
+    2 qk_rank head_dim, and each query head meets one of them, 2 head_dim. Where keys are turned within blocks of more
+    positions than a KV head has query heads, each query head meets the latent, and is taken into its basis once a
+    block, 2 qk_rank (1 + head_dim / rope_block).
     """
     query_heads = group_size * heads_per_kv
+    if domain == "pre" and rope_block > heads_per_kv:
+        return 2 * query_heads * qk_rank * (1 + head_dim / rope_block)
     if domain == "pre":
         return 2 * head_dim * (group_size * qk_rank + query_heads)
     return 2 * query_heads * qk_rank
@@ -88,12 +96,17 @@ def value_flops_per_token(group_size: int, heads_per_kv: int, v_rank: float) -> 
 
 
 def decode_flops_per_token(
-    domain: Domain, group_size: int, heads_per_kv: int, head_dim: int, qk_rank: float, v_rank: float
+    domain: Domain,
+    group_size: int,
+    heads_per_kv: int,
+    head_dim: int,
+    qk_rank: float,
+    v_rank: float,
+    rope_block: int = 1,
 ) -> float:
     """FLOPs of a group for one cached token in one decode step of one sequence: scores and values."""
-    return key_flops_per_token(domain, group_size, heads_per_kv, head_dim, qk_rank) + value_flops_per_token(
-        group_size, heads_per_kv, v_rank
-    )
+    scores = key_flops_per_token(domain, group_size, heads_per_kv, head_dim, qk_rank, rope_block)
+    return scores + value_flops_per_token(group_size, heads_per_kv, v_rank)
 
 
 @dataclass(frozen=True)
@@ -116,12 +129,13 @@ def key_work(
     shape: AttentionShape,
     step: DecodeStep,
     tiling: Tiling | None = None,
+    rope_block: int = 1,
 ) -> Work:
     """The key side of one group: q_proj, k_proj, the bases that are applied at run time, and the scores.
 
     Args:
         folded_keys: the key basis is inside k_proj (LayerLayout.folded_keys).
-        tiling: what the kernel does; None counts the least.
+        tiling: what the kernel does; None counts the least, of keys turned within blocks of `rope_block` positions.
     """
     head_dim, hidden_size, qk_rank = shape.head_dim, shape.hidden_size, rank_of(qk)
     query_heads = group_size * shape.heads_per_kv
@@ -136,13 +150,16 @@ def key_work(
     if domain == "post":
         products += shape.heads_per_kv * basis
     rebuilt = head_dim if tiling is None or tiling.slow is None else 2 * tiling.slow.rebuilt
-    flops = key_flops_per_token(domain, group_size, shape.heads_per_kv, rebuilt, qk_rank)
+    step_of_turns = rope_block if tiling is None else tiling.step
+    flops = key_flops_per_token(domain, group_size, shape.heads_per_kv, rebuilt, qk_rank, step_of_turns)
     work = _work(step, qk, flops, weights, products, tiling)
     if tiling is None:
         return work
     tokens = step.batch_size * step.context_tokens
     if domain != "pre":
         return work + Work(tile_flops=tokens * (2 * tiling.parts * tiling.rows * qk_rank - flops))
+    if tiling.step:
+        return work + _stepped_work(tokens, group_size, qk, shape, step.element_bytes, flops, tiling)
     # Each of the part's heads meets all of its rows, and turns them back to the start of each tile.
     met = group_size * rebuilt * tiling.rows
     duplicated = 2 * met - 2 * query_heads * rebuilt
@@ -181,6 +198,27 @@ def _slow_work(
     )
 
 
+def _stepped_work(
+    tokens: int, group_size: int, qk: Latent, shape: AttentionShape, element_bytes: int, least: float, tiling: Tiling
+) -> Work:
+    """Of keys that are not rebuilt, beyond the least: query rows that tiles are padded with, those of other blocks
+    among them; the basis, where it does not stay in the L1 cache, and what is absorbed, written and read for each tile.
+    """
+    head_dim, qk_rank = shape.head_dim, rank_of(qk)
+    basis_bytes = group_size * head_dim * qk_rank * element_bytes
+    met = 2 * tiling.parts * tiling.rows * qk_rank
+    absorbed = 2 * group_size * tiling.node_rows * head_dim * qk_rank / tiling.block
+    from_l2 = basis_bytes / tiling.block if basis_bytes / tiling.parts > L1_BYTES else 0.0
+    queries = group_size * shape.heads_per_kv * qk_rank * element_bytes
+    from_l2 += queries / tiling.step + queries / min(tiling.step, tiling.keys)
+    turned = 2 * ROTATE_FLOPS * group_size * tiling.node_rows * head_dim / tiling.block
+    return Work(
+        tile_flops=tokens * (met + absorbed - least),
+        l2_bytes=tokens * from_l2,
+        vector_flops=tokens * turned * -(-qk_rank // ABSORBED_COLUMNS),
+    )
+
+
 def value_work(
     group_size: int,
     v: Latent,
@@ -198,7 +236,9 @@ def value_work(
     weights = v_rank * shape.hidden_size * (group_size * shape.heads_per_kv + (0 if joint else 1))
     flops = value_flops_per_token(group_size, shape.heads_per_kv, v_rank)
     work = _work(step, v, flops, weights, weights, tiling)
-    if joint:
+    if joint and tiling is not None and tiling.joint:
+        work = replace(work, cache_bytes=0, l2_bytes=0, vector_flops=0)  # still in registers
+    elif joint:
         work = replace(work, cache_bytes=0, l2_bytes=work.l2_bytes + work.cache_bytes)
     if tiling is None:
         return work
@@ -215,20 +255,22 @@ def group_work(
     shape: AttentionShape,
     step: DecodeStep,
     slow: SlowPlanes | None = None,
+    rope_block: int = 1,
 ) -> Work:
     """The work of one compressed group, as the kernels do it, with slow planes interpolated or none; v is None where
     values are in the key latent.
     """
-    values = qk if v is None else v
-    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, values, shape.head_dim, slow)
+    values, joint = qk if v is None else v, v is None
+    tiling = Tiling.of(domain, group_size, shape.heads_per_kv, qk, values, shape.head_dim, slow, rope_block, joint)
     keys = key_work(domain, folded_keys, group_size, qk, shape, step, tiling)
-    return keys + value_work(group_size, values, shape, step, tiling, joint=v is None)
+    return keys + value_work(group_size, values, shape, step, tiling, joint)
 
 
 def layer_work(layout: LayerLayout, shape: AttentionShape, step: DecodeStep, slow: SlowPlanes | None = None) -> Work:
     """The work of all groups of a compressed layer."""
     sizes = layout.domain, layout.folded_keys, layout.group_size
-    return sum((group_work(*sizes, *latents_of(group), shape, step, slow) for group in layout.groups), Work())
+    works = (group_work(*sizes, *latents_of(g), shape, step, slow, layout.rope_block) for g in layout.groups)
+    return sum(works, Work())
 
 
 def layer_residency(
@@ -312,43 +354,56 @@ class Objective:
         step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
         return cls(settings.weight, device, shape, step)
 
-    def group_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, v: Latent | None) -> float:
+    def group_cost(
+        self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, v: Latent | None, rope_block: int = 1
+    ) -> float:
         """The cost of one group; for comparing domains and group sizes. v is None for values in the key latent."""
-        work = group_work(domain, folded_keys, group_size, qk, v, self.shape, self.step)
-        seconds = work.seconds(self.device, self._residency(domain, group_size, qk, qk if v is None else v))
+        work = group_work(domain, folded_keys, group_size, qk, v, self.shape, self.step, rope_block=rope_block)
+        seconds = work.seconds(self.device, self._residency(domain, group_size, qk, v, rope_block))
         return self._mixed(group_bytes_per_token(qk, v, self.step.element_bytes), seconds)
 
-    def key_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> float:
+    def key_cost(
+        self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, rope_block: int = 1
+    ) -> float:
         """The key side of a group's cost, rising with its columns; for allocating them side by side.
 
         For memory, key_cost + value_cost is group_cost exactly. A roofline does not split into sides, so latency takes
         its limits one after the other instead, and values of as many columns as keys for the tiles: key_cost +
         value_cost then lies between group_cost and a few times as much, nearest where one limit dominates.
         """
-        seconds = self._key_seconds(domain, folded_keys, group_size, qk)[1]
+        seconds = self._key_seconds(domain, folded_keys, group_size, qk, rope_block)[1]
         return self._mixed(latent_bytes(qk, self.step.element_bytes), seconds)
 
     def value_cost(self, group_size: int, v: Latent) -> float:
         """The value side of a group's cost, rising with its columns; see `key_cost`."""
         return self._mixed(latent_bytes(v, self.step.element_bytes), self._value_seconds(group_size, v)[1])
 
-    def key_parts(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> tuple[float, float]:
+    def key_parts(
+        self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, rope_block: int = 1
+    ) -> tuple[float, float]:
         """Predicted time of the key side of a group, whatever the weight: reading the cache, and all else after it."""
-        return self._parts(*self._key_seconds(domain, folded_keys, group_size, qk))
+        return self._parts(*self._key_seconds(domain, folded_keys, group_size, qk, rope_block))
 
     def value_parts(self, group_size: int, v: Latent, joint: bool = False) -> tuple[float, float]:
         """The same of the value side; `joint` as in `value_work`."""
         return self._parts(*self._value_seconds(group_size, v, joint))
 
-    def _residency(self, domain: Domain, group_size: int, qk: Latent, v: Latent) -> Residency:
-        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, v, self.shape.head_dim)
-        return tiling.residency(*(latent_bytes(side, self.step.element_bytes) for side in (qk, v)))
+    def _residency(
+        self, domain: Domain, group_size: int, qk: Latent, v: Latent | None, rope_block: int = 1
+    ) -> Residency:
+        heads_per_kv, values = self.shape.heads_per_kv, qk if v is None else v
+        sizes = qk, values, self.shape.head_dim, None
+        tiling = Tiling.of(domain, group_size, heads_per_kv, *sizes, rope_block, v is None)
+        return tiling.residency(*(latent_bytes(side, self.step.element_bytes) for side in (qk, values)))
 
-    def _key_seconds(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent) -> tuple[float, float]:
+    def _key_seconds(
+        self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, rope_block: int
+    ) -> tuple[float, float]:
         """Seconds of reading the cache, and of all of the key side one after the other."""
-        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, qk, qk, self.shape.head_dim)
+        sizes = qk, qk, self.shape.head_dim, None, rope_block
+        tiling = Tiling.of(domain, group_size, self.shape.heads_per_kv, *sizes)
         work = key_work(domain, folded_keys, group_size, qk, self.shape, self.step, tiling)
-        return self._serial(work, self._residency(domain, group_size, qk, qk))
+        return self._serial(work, self._residency(domain, group_size, qk, qk, rope_block))
 
     def _value_seconds(self, group_size: int, v: Latent, joint: bool = False) -> tuple[float, float]:
         """The same of the value side."""

@@ -142,8 +142,9 @@ def kernel_work(launch: Launch, load: Load, sms: int) -> Work | None:
 
 
 def _decode(launch: Launch, load: Load, sms: int) -> Work:
-    step, nodes = DecodeStep(load.keys, load.batch_size, launch.element_bytes), launch.constants.get("NODES")
-    slow = SlowPlanes(launch.constants["FAST"], launch.constants["BLOCK"], len(nodes)) if nodes else None
+    step, constants = DecodeStep(load.keys, load.batch_size, launch.element_bytes), launch.constants
+    nodes = () if constants.get("STEP") else constants.get("NODES")
+    slow = SlowPlanes(constants["FAST"], constants["BLOCK"], len(nodes)) if nodes else None
     work = layer_work(launch.layout, launch.shape, step, slow)
     return Work(
         cache_bytes=work.cache_bytes,

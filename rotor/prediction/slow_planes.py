@@ -48,12 +48,13 @@ def fastest(
 ) -> SlowPlanes | None:
     """What is predicted to be fastest of all choices within the tolerance of 16-bit numbers; None for whole keys.
 
-    Rows of codes (joint latents among them), groups of several widths and many query rows are left alone, where the
+    Keys that are turned within blocks, rows of codes (joint latents among them), groups of several widths and many query rows are left alone, where the
     kernel has no registers left. It serves them where kernel_config.json asks for it.
     """
     widths = {(group.qk_rank, group.v_rank) for group in layout.groups}
     rows = layout.group_size * shape.heads_per_kv
-    if layout.domain != "pre" or layout.coded or len(widths) > 1 or rows > MOST_ROWS or frequencies is None:
+    kept = layout.turned_in_blocks or layout.coded
+    if layout.domain != "pre" or kept or len(widths) > 1 or rows > MOST_ROWS or frequencies is None:
         return None
 
     def seconds(slow: SlowPlanes | None) -> float:

@@ -31,7 +31,8 @@ class Tiling:
     programs: of the kernel on an SM, as far as is known before it is compiled. ahead: tiles that are asked for before
         they are needed, 0 where a program waits for each. columns: of a key latent that are loaded at a time, 0 where
         that is all of them. slow: which planes are interpolated; None where keys are rebuilt whole.
-        node_rows: of queries that are absorbed at a time, padded.
+    step: positions of the blocks whose queries are absorbed, no key being rebuilt; 0 where keys are.
+    node_rows: of queries that are absorbed at a time, padded, for `block` keys. joint: values come with the keys.
     """
 
     parts: int
@@ -43,6 +44,9 @@ class Tiling:
     columns: int
     slow: SlowPlanes | None = None
     node_rows: int = 0
+    block: int = 0
+    step: int = 0
+    joint: bool = False
 
     @classmethod
     def of(
@@ -54,9 +58,13 @@ class Tiling:
         v: Latent,
         head_dim: int = 128,
         slow: SlowPlanes | None = None,
+        rope_block: int = 1,
+        joint: bool = False,
     ) -> Tiling:
-        """By the kernels' rules for 16-bit models on Hopper; ranks that are no whole number are rounded."""
-        return _tiling(domain, group_size, heads_per_kv, _whole(qk), _whole(v), head_dim, slow)
+        """By the kernels' rules for 16-bit models on Hopper; ranks that are no whole number are rounded. Of a joint
+        latent `v` is `qk`.
+        """
+        return _tiling(domain, group_size, heads_per_kv, _whole(qk), _whole(v), head_dim, slow, rope_block, joint)
 
     @classmethod
     def of_kernel(cls, parts: LayerParts, config: dict[str, Any], groups: int) -> Tiling:
@@ -73,10 +81,14 @@ class Tiling:
             columns=columns,
             slow=parts.slow,
             node_rows=config["NODE_ROWS"],
+            block=config["BLOCK"],
+            step=config["STEP"],
+            joint=config["JOINT"],
         )
 
     def residency(self, qk_bytes: float, v_bytes: float) -> Residency:
         """Of the kernel, before it is compiled, on latents of so many bytes a key."""
+        v_bytes = 0.0 if self.joint else v_bytes
         if self.ahead:
             return Residency(self.programs, self.ahead * self.keys * (qk_bytes + v_bytes), True)
         of_keys = min(qk_bytes, self.columns * ELEMENT_BYTES) if self.columns else qk_bytes
@@ -103,15 +115,17 @@ def _tiling(
     v: int | Columns,
     head_dim: int,
     slow: SlowPlanes | None,
+    rope_block: int,
+    joint: bool,
 ) -> Tiling:
     heads = tuple(range(group_size))
     if isinstance(qk, Columns) and isinstance(v, Columns):
-        group = GroupLayout.coded(heads, qk, v)
+        group = GroupLayout.coded(heads, qk, None if joint else v)
     else:
         assert isinstance(qk, int)
         assert isinstance(v, int)
-        group = GroupLayout(heads, qk, v)
-    layout = LayerLayout(domain, domain == "none", (group,))
+        group = GroupLayout(heads, qk, v, joint=joint)
+    layout = LayerLayout(domain, domain == "none", (group,), rope_block)
     parts = layer_parts(layout, heads_per_kv, head_dim, with_slow_planes(default_layer(layout, head_dim), slow))
     config = decode_config(parts, heads_per_kv, ELEMENT_BYTES, head_dim if domain == "pre" else 0)
     return Tiling.of_kernel(parts, config, groups=1)
