@@ -79,18 +79,19 @@ ABSORBED_COLUMNS = 64
 
 
 def absorbing_constants(
-    slow: SlowPlanes | None, heads_per_kv: int, planes: int, width: int, at_once: int
+    slow: SlowPlanes | None, heads_per_kv: int, planes: int, width: int, at_once: int, tile_rows: int
 ) -> dict[str, Any]:
     """Constants of the decode kernel: FAST planes of a head rebuilt, NODES of a BLOCK of keys, the WIDTH of absorbed
-    queries, and how they are made: ABSORBED_COLUMNS and PLANES at a time, NODE_ROWS of them for a KV head.
+    queries, and how they are made: ABSORBED_COLUMNS and PLANES at a time, NODE_ROWS of them for a KV head; KEPT_ROWS in
+    all.
 
     planes: of a head. width: of the widest latent, padded. at_once: planes of which queries are absorbed at a time.
-    Without slow planes all are rebuilt.
+    tile_rows: query rows of a tile. Without slow planes all are rebuilt.
     """
-    whole_rows = {"STEP": 0, "TILE_NODES": 1, "JOINT": False}  # a tile's rows are the query rows of a part
+    unstepped = {"STEP": 0, "TILE_NODES": 1, "CHUNK": 0, "JOINT": False}  # of `decode.stepped`
     if slow is None:
-        of_queries = dict.fromkeys(("BLOCK", "WIDTH", "ABSORBED_COLUMNS", "PLANES", "NODE_ROWS"), 0)
-        return {"FAST": padded(planes), "NODES": (), **of_queries, **whole_rows}
+        of_queries = dict.fromkeys(("BLOCK", "WIDTH", "ABSORBED_COLUMNS", "PLANES", "NODE_ROWS", "KEPT_ROWS"), 0)
+        return {"FAST": padded(planes), "NODES": (), **of_queries, **unstepped}
     return {
         "FAST": slow.rebuilt,
         "NODES": node_places(slow.nodes, slow.block),
@@ -99,5 +100,6 @@ def absorbing_constants(
         "ABSORBED_COLUMNS": min(ABSORBED_COLUMNS, width),
         "PLANES": at_once,
         "NODE_ROWS": padded(slow.nodes * heads_per_kv),
-        **whole_rows,
+        "KEPT_ROWS": slow.nodes * tile_rows,
+        **unstepped,
     }

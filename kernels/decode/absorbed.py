@@ -1,15 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
-"""Logits without rebuilding keys, of some rotary planes or of all: domain `pre`.
+"""Logits of the rotary planes that hardly turn within a block of keys, without rebuilding them: domain `pre`.
 
-Queries turned back to some places of a block of keys, its nodes, are taken into the latent's basis once a block
-(`absorb_queries`), and meet the latents themselves. There are two cases:
-
-- Planes that hardly turn within a block (`slow_scores`): a logit is the sum over nodes of such a product times the
-  node's weight at the key's place, as interpolation has it. `slow_planes` chooses planes, nodes and blocks.
-- Keys that are stored as RoPE turns them within blocks of STEP positions (`stepped_logits`): what is left of their turn
-  is that of the beginning of their block of STEP, a node. All planes, and nothing is interpolated: a key meets the
-  queries of its own node. The nodes of a tile are rows of their own beside each other, each with a softmax of its own,
-  which `joined_nodes` joins in the end, so that few query rows fill a matrix product that they would leave empty.
+Within a block of keys the turn of a slow plane is interpolated from its turns at a few nodes. Queries turned back to
+each node are taken into the latent's basis once a block (`absorb_queries`), and meet the latents themselves
+(`slow_scores`): a logit is the sum over nodes of such a product times the node's weight at the key's place.
+`slow_planes` chooses planes, nodes and blocks. Where keys are stored turned within blocks, `stepped` takes queries of
+all planes into the basis by the same function.
 
 A program keeps the absorbed queries of its block in memory of its own, which stays in the L2 cache.
 """
@@ -18,6 +14,10 @@ import triton
 import triton.language as tl
 
 from ..tiles import elements_of, load_piece, load_rotation, numbers_of, rotate_back
+
+
+STAGES = tl.constexpr(2)
+"""Of the loads of a basis, whatever other loops of a kernel have."""
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def absorb_queries(
         own = head * HEADS_PER_KV + row % HEADS_PER_KV
         sums = tl.zeros((NODE_ROWS, COLUMNS), tl.float32)
         of_constant = tl.zeros((NODE_ROWS,), tl.float32)
-        for plane in range(FAST, HALF, PLANES):
+        for plane in tl.range(FAST, HALF, PLANES, num_stages=STAGES):
             planes = plane + tl.arange(0, PLANES)
             some = of_node[:, None] & (planes < HALF)[None, :]
             places = query + own[:, None] * head_stride + planes[None, :]
@@ -149,43 +149,3 @@ def _met(
         queries = tl.trans(tl.load(rows, mask=inside, other=0.0))
         added += (tl.dot(latents, queries, sums[m], input_precision=PRECISION),)
     return added
-
-
-@triton.jit
-def stepped_logits(
-    absorbed, absorbed_constant, places, latents, KEYS: tl.constexpr, CONSTANT: tl.constexpr, ROWS: tl.constexpr,
-    STRIDE: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Products of a tile of latents with the queries of all of its nodes, [keys, TILE_ROWS]; only those of a key's own
-    node are logits.
-
-    `absorbed` and `absorbed_constant` are where what `absorb_queries` stored of the tile's first node begins: ROWS
-    query rows of each node, the next node's STRIDE rows behind them.
-    """
-    query_row = tl.arange(0, TILE_ROWS)
-    used = query_row % STRIDE < ROWS
-    scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
-    for p in tl.static_range(len(KEYS)):
-        column = tl.arange(0, KEYS[p][2])
-        rows = absorbed + places[p][0] + query_row[:, None] * WIDTH + column[None, :]
-        queries = tl.load(rows, mask=used[:, None] & (column < places[p][1])[None, :], other=0.0)
-        scores = tl.dot(latents[p], tl.trans(queries), scores, input_precision=PRECISION)
-    if CONSTANT:
-        scores += tl.load(absorbed_constant + query_row, mask=used, other=0.0)[None, :]
-    return scores
-
-
-@triton.jit
-def joined_nodes(largest, total, weighted, NODES: tl.constexpr, STRIDE: tl.constexpr):
-    """The largest logits (base 2), sums of weights and weighted values of query rows, [STRIDE] or [STRIDE, columns],
-    from those of each of a tile's nodes, which lie behind each other.
-    """
-    of_nodes = tl.reshape(largest, (NODES, STRIDE))
-    over_all = tl.max(of_nodes, 0)
-    reference = tl.where(over_all == float("-inf"), 0.0, over_all)
-    shrink = tl.exp2(of_nodes - reference[None, :])
-    added = ()
-    for p in tl.static_range(len(weighted)):
-        values = tl.reshape(weighted[p], (NODES, STRIDE, weighted[p].shape[1]))
-        added += (tl.sum(values * shrink[:, :, None], 0),)
-    return over_all, tl.sum(tl.reshape(total, (NODES, STRIDE)) * shrink, 0), added

@@ -7,8 +7,8 @@ and rotated in registers, from latents that stay there or, with COLUMNS, from so
 of the L1 or L2 cache again for every head. Queries are rotated back to the start of the tile, so that keys only turn by
 their place in it, by a table of `TILE` rows that stays in the L1 cache; that is right for a stepped table too, one with
 a row only for each STEP of positions: where tiles begin and STEP are powers of two, and so either divides the other.
-With NODES only the FAST planes of a key are rebuilt so; what the others contribute comes from the latents themselves,
-with STEP all of it (`absorbed`).
+With NODES only the FAST planes of a key are rebuilt so; what the others contribute comes from the latents themselves
+(`absorbed`). With STEP no key is rebuilt (`stepped`).
 
 A program works through tiles of keys of one unit (a part of a layer, see `layer_table`, and a sequence) after another;
 which ones is the schedule's matter:
@@ -33,21 +33,18 @@ from ..table_fields import (
     BODY,
     FIELDS,
     FIRST_HEAD,
-    OUTPUT_OFFSET,
     QK_16,
     QK_OFFSET,
     QK_RANK,
     QUERY_OFFSET,
     V_16,
     V_OFFSET,
-    V_RANK,
     WORK,
     WORK_BEFORE,
 )
 from ..tiles import (
     key_rows,
     load_basis,
-    load_piece,
     load_rotation,
     numbers_of,
     piece_places,
@@ -56,8 +53,10 @@ from ..tiles import (
     rotate_tile,
     scaled_logits,
 )
-from .absorbed import absorb_queries, joined_nodes, slow_scores, stepped_logits
+from .absorbed import absorb_queries, slow_scores
 from .combine import tiles_before, unit_on_the_line
+from .softmax import attended_keys, load_pieces, store_result, weighed
+from .stepped import stepped_segment
 
 
 @triton.jit
@@ -112,27 +111,6 @@ def _head_scores(
 
 
 @triton.jit
-def _load_pieces(
-    base, tile, last_tile, first, end, sequence, block_table, table_stride, block_stride, row_stride, places,
-    PIECES: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The pieces of a tile of keys as they are stored; nothing from last_tile on."""
-    start = tile * TILE
-    index = start + tl.arange(0, TILE)
-    valid = (index >= first) & (index < end) & (index < last_tile * TILE)
-    block, row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
-    pieces = ()
-    for p in tl.static_range(len(PIECES)):
-        pieces += (
-            load_piece(
-                base + places[p][2], block, row, block_stride, row_stride, places[p][3], valid, PIECES[p][0],
-                PIECES[p][2], DTYPE,
-            ),
-        )  # fmt: skip
-    return pieces
-
-
-@triton.jit
 def _segment(
     query, key, value, partial, partial_lse, output, lse, row, slot, first_tile, last_tile, first, end, holes, sequence,
     block_table, mask, cos, sin, basis, constant, absorbed, absorbed_constant, query_stride, head_stride, key_block,
@@ -144,13 +122,10 @@ def _segment(
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
     FAST: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr,
-    PLANES: tl.constexpr, NODE_ROWS: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr,
-    JOINT: tl.constexpr,
+    PLANES: tl.constexpr, NODE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
     DTYPE: tl.constexpr = query.dtype.element_ty
-    STRIDE: tl.constexpr = TILE_ROWS // TILE_NODES
-    v_rank = tl.multiple_of(tl.load(row + V_RANK), ALIGN)
     key_base = key + tl.multiple_of(tl.load(row + QK_OFFSET), ROW_ALIGN)
     value_base = value + tl.multiple_of(tl.load(row + V_OFFSET), ROW_ALIGN)
     key_places = piece_places(row + QK_16, KEYS, DTYPE, ALIGN, ROW_ALIGN)
@@ -163,9 +138,6 @@ def _segment(
         basis_base = basis + tl.multiple_of(tl.load(row + BASIS_COLUMN), ALIGN)
         basis_row = tl.load(row + BASIS_ROW)
         constant_base = constant + first_head // HEADS_PER_KV * (2 * HALF)
-        heads = steps
-        if STEP == 0:
-            heads = steps // (FAST // FREQUENCIES)
     else:
         query_base += tl.multiple_of(tl.load(row + QUERY_OFFSET), ALIGN)
         row_base = query_base + query_row[:, None] * tl.multiple_of(tl.load(row + QK_RANK), ALIGN)
@@ -181,7 +153,7 @@ def _segment(
         weighted += (tl.zeros((TILE_ROWS, VALUES[p][2]), tl.float32),)
 
     if AHEAD:
-        ahead = _load_pieces(
+        ahead = load_pieces(
             key_base, first_tile, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
             key_places, KEYS, PAGE, TILE, DTYPE,
         )  # fmt: skip
@@ -191,27 +163,26 @@ def _segment(
             # Queries of the planes that are not rebuilt, once a block.
             if (tile == first_tile) | (tile % (BLOCK // TILE) == 0):
                 absorb_queries(
-                    absorbed, absorbed_constant, heads, query_base + first_head * head_stride, head_stride,
-                    start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base, basis_stride,
+                    absorbed, absorbed_constant, steps // (FAST // FREQUENCIES), query_base + first_head * head_stride,
+                    head_stride, start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base, basis_stride,
                     basis_row, tl.multiple_of(tl.load(row + QK_RANK), ALIGN), constant_base, DTYPE, CONSTANT, NODES,
-                    HEADS_PER_KV, HALF, FAST, STRIDE, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, STEP, PRECISION,
+                    HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, 0, PRECISION,
                 )  # fmt: skip
         index = start + tl.arange(0, TILE)
         valid = (index >= first) & (index < end)
         if AHEAD:
             # The inner loop below keeps the compiler from copying asynchronously: what it is to hide is loaded here.
             pieces = ahead
-            ahead = _load_pieces(
+            ahead = load_pieces(
                 key_base, tile + 1, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
                 key_places, KEYS, PAGE, TILE, DTYPE,
             )  # fmt: skip
-            if not JOINT:
-                value_pieces = _load_pieces(
-                    value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block,
-                    value_row, value_places, VALUES, PAGE, TILE, DTYPE,
-                )  # fmt: skip
+            value_pieces = load_pieces(
+                value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block, value_row,
+                value_places, VALUES, PAGE, TILE, DTYPE,
+            )  # fmt: skip
         elif COLUMNS == 0:
-            pieces = _load_pieces(
+            pieces = load_pieces(
                 key_base, tile, last_tile, first, end, sequence, block_table, table_stride, key_block, key_row,
                 key_places, KEYS, PAGE, TILE, DTYPE,
             )  # fmt: skip
@@ -223,13 +194,7 @@ def _segment(
                 latents += (numbers_of(pieces[p], KEYS[p][0], KEYS[p][2], TILE, DTYPE),)
         else:
             block, block_row = key_rows(index, start, valid, sequence, block_table, table_stride, PAGE, TILE)
-        if STEP > 0:
-            node = start % BLOCK // STEP
-            scores = stepped_logits(
-                absorbed + node * (STRIDE * WIDTH), absorbed_constant + node * STRIDE, key_places, latents, KEYS,
-                CONSTANT, ROWS, STRIDE, TILE_ROWS, WIDTH, TILE, PRECISION,
-            )  # fmt: skip
-        elif len(NODES) > 0:
+        if len(NODES) > 0:
             scores = slow_scores(
                 absorbed, absorbed_constant, key_places, latents, key_base, block, block_row, key_block, key_row,
                 valid, index % BLOCK, KEYS, CONSTANT, NODES, ROWS, TILE_ROWS, WIDTH, COLUMNS, TILE, ALIGN, ROW_ALIGN,
@@ -237,7 +202,7 @@ def _segment(
             )  # fmt: skip
         else:
             scores = tl.zeros((TILE, TILE_ROWS), tl.float32)
-        if PRE and STEP == 0:
+        if PRE:
             # As many steps as an argument says: known, few would be unrolled, and all bases hoisted into registers.
             for step in range(steps):
                 head = step // (FAST // FREQUENCIES)
@@ -259,60 +224,29 @@ def _segment(
                     rotation_stride, DTYPE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE,
                     PRECISION,
                 )  # fmt: skip
-        elif not PRE:
+        else:
             for p in tl.static_range(len(KEYS)):
                 scores = tl.dot(latents[p], queries[p], scores, input_precision=PRECISION)
         scores = scaled_logits(scores, scale, softcap, SOFT_CAP)
-        attended = valid
-        if MASK:
-            place_in_mask = mask + sequence.to(tl.int64) * mask_stride + index
-            read = valid & (index < tl.where(holes > 0, end, 0))
-            attended = valid & (tl.load(place_in_mask, mask=read, other=1) > 0)
-        of_row = attended[:, None]
-        if TILE_NODES > 1:
-            of_row = of_row & ((index // STEP % TILE_NODES)[:, None] == (query_row // STRIDE)[None, :])
-        scores = tl.where(of_row, scores, float("-inf"))
-
-        new_largest = tl.maximum(largest, tl.max(scores, 0))
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp2(scores - reference[None, :])
-        shrink = tl.exp2(largest - reference)
-        total = total * shrink + tl.sum(weight, 0)
-        largest = new_largest
+        attended = attended_keys(index, valid, mask, mask_stride, holes, end, sequence, MASK)
+        scores = tl.where(attended[:, None], scores, float("-inf"))
+        weight, shrink, largest, total = weighed(scores, largest, total)
         weight = tl.trans(weight).to(DTYPE)
         if not AHEAD:
-            value_pieces = _load_pieces(
+            value_pieces = load_pieces(
                 value_base, tile, last_tile, first, end, sequence, block_table, table_stride, value_block, value_row,
                 value_places, VALUES, PAGE, TILE, DTYPE,
             )  # fmt: skip
         added = ()
         for p in tl.static_range(len(VALUES)):
-            if JOINT:
-                values = latents[p]
-            else:
-                values = numbers_of(value_pieces[p], VALUES[p][0], VALUES[p][2], TILE, DTYPE)
+            values = numbers_of(value_pieces[p], VALUES[p][0], VALUES[p][2], TILE, DTYPE)
             added += (tl.dot(weight, values, weighted[p] * shrink[:, None], input_precision=PRECISION),)
         weighted = added
 
-    if TILE_NODES > 1:
-        largest, total, weighted = joined_nodes(largest, total, weighted, TILE_NODES, STRIDE)
-        query_row = tl.arange(0, STRIDE)
-    safe_total = tl.where(total == 0.0, 1.0, total)
-    base_2_lse = largest + tl.log2(safe_total)
-    in_tile = query_row < ROWS
-    if SPLIT:
-        tl.store(partial_lse + slot * TILE_ROWS + query_row, base_2_lse, mask=in_tile)
-        out = partial + (slot * TILE_ROWS + query_row[:, None]) * PARTIAL_WIDTH
-    else:
-        natural = base_2_lse * 0.6931471805599453
-        tl.store(lse + sequence * lse_stride + tl.load(row + FIRST_HEAD) + query_row, natural, mask=in_tile)
-        out = output + sequence.to(tl.int64) * output_stride + query_row[:, None] * v_rank
-        out += tl.multiple_of(tl.load(row + OUTPUT_OFFSET), ALIGN)
-    for p in tl.static_range(len(VALUES)):
-        column = tl.arange(0, VALUES[p][2])[None, :]
-        some = in_tile[:, None] & (column < value_places[p][1])
-        result = (weighted[p] / safe_total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + value_places[p][0] + column, result, mask=some)
+    store_result(
+        partial, partial_lse, output, lse, row, slot, sequence, output_stride, lse_stride, largest, total, weighted,
+        value_places, VALUES, ROWS, TILE_ROWS, TILE_ROWS, SPLIT, ALIGN, PARTIAL_WIDTH,
+    )  # fmt: skip
 
 
 INTEGERS = [
@@ -335,8 +269,8 @@ def decode_kernel(
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr, FAST: tl.constexpr, NODES: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr, PLANES: tl.constexpr,
-    NODE_ROWS: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr,
-    JOINT: tl.constexpr,
+    NODE_ROWS: tl.constexpr, KEPT_ROWS: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr,
+    CHUNK: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
 
@@ -393,18 +327,30 @@ def decode_kernel(
         if (SCHEDULE != "stream") | (first_tile < last_tile):
             for choice in tl.static_range(len(BODIES)):
                 if body == choice:
-                    _segment(
-                        query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
-                        last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin, basis,
-                        constant, absorbed + program * (len(NODES) * (TILE_ROWS // TILE_NODES) * WIDTH),
-                        absorbed_constant + program * (len(NODES) * (TILE_ROWS // TILE_NODES)), query_stride, head_stride, key_block,
-                        key_row, value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride,
-                        basis_stride, output_stride, lse_stride, steps, scale, softcap, BODIES[choice][0],
-                        BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE, PAGE,
-                        MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, AHEAD,
-                        COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, STEP, TILE_NODES,
-                        JOINT,
-                    )  # fmt: skip
+                    if STEP > 0:
+                        stepped_segment(
+                            query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
+                            last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin,
+                            basis, constant, absorbed + program * (KEPT_ROWS * WIDTH),
+                            absorbed_constant + program * KEPT_ROWS, query_stride, head_stride, key_block, key_row,
+                            value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride,
+                            basis_stride, output_stride, lse_stride, steps, scale, softcap, BODIES[choice][0],
+                            BODIES[choice][1], CONSTANT, HEADS_PER_KV, HALF, ROWS, TILE_ROWS, TILE, PAGE, MASK,
+                            SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, JOINT, NODES,
+                            BLOCK, CHUNK, STEP, TILE_NODES, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                        )  # fmt: skip
+                    else:
+                        _segment(
+                            query, key, value, partial, partial_lse, output, lse, row, program + unit, first_tile,
+                            last_tile, first, end, tl.load(holes + sequence), sequence, block_table, mask, cos, sin,
+                            basis, constant, absorbed + program * (KEPT_ROWS * WIDTH),
+                            absorbed_constant + program * KEPT_ROWS, query_stride, head_stride, key_block, key_row,
+                            value_block, value_row, table_stride, mask_stride, rotation_len, rotation_stride,
+                            basis_stride, output_stride, lse_stride, steps, scale, softcap, BODIES[choice][0],
+                            BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE,
+                            PAGE, MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION,
+                            AHEAD, COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                        )  # fmt: skip
 
 
 @triton.jit

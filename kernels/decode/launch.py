@@ -120,10 +120,8 @@ def decode_attention(
 
 
 def _absorbed(constants: dict[str, Any], programs: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for each program's queries absorbed at the nodes of a block, and for their products with the constant
-    key.
-    """
-    rows = programs * len(constants["NODES"]) * (constants["TILE_ROWS"] // constants["TILE_NODES"])
+    """Memory for what each program keeps of absorbed queries, and for their products with the constant key."""
+    rows = programs * constants["KEPT_ROWS"]
     return like.new_empty(rows * constants["WIDTH"]), like.new_empty(rows, dtype=torch.float32)
 
 

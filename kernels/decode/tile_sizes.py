@@ -7,6 +7,7 @@ spills nothing at these sizes, and needs no more shared memory than estimated he
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -98,7 +99,7 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
         "AHEAD": parts.coded and parts.domain == "pre" and not columns,
         "COLUMNS": columns,
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
-        **absorbing_constants(parts.slow, heads_per_kv, half, padded(widest[0]), absorbed_planes),
+        **absorbing_constants(parts.slow, heads_per_kv, half, padded(widest[0]), absorbed_planes, tile_rows),
         "num_warps": warps,
         "num_stages": stages,
         "maxnreg": MOST_REGISTERS if warps == 4 and len(parts.bodies) > 1 else None,
@@ -110,6 +111,10 @@ def _decode_config(parts: LayerParts, heads_per_kv: int, element_bytes: int, hea
 ABSORBED_ROWS = 32
 """Query rows of a KV head that are absorbed at a time, of all nodes of a block: the basis is read once for them. With
 more a slice of keys that begins inside a block would absorb more in vain."""
+
+MOST_CHUNK, ABSORBED_BYTES = 1024, 64 << 10
+"""Keys for which queries are absorbed before they are attended, and what the absorbed ones may take, so that those of
+all programs stay in the L2 cache: with fewer keys the loads of tiles would run dry more often."""
 
 ABSORBED_PLANES = 16
 """Rotary planes of which queries are absorbed at a time: with 32 codes of three and four widths spill."""
@@ -153,6 +158,13 @@ def _absorbing(
     tile_rows = max(LEAST_ROWS, nodes << (parts.rows - 1).bit_length())
     while 2 * block // step * heads_per_kv <= (ABSORBED_ROWS // 2 if narrow else ABSORBED_ROWS):
         block *= 2
+    node_bytes = tile_rows // nodes * padded(key) * element_bytes
+    chunk = block
+    while 2 * chunk <= MOST_CHUNK and 2 * chunk // step * node_bytes <= ABSORBED_BYTES:
+        chunk *= 2
+    read = [(keys, () if parts.joint else values) for keys, values in parts.bodies]
+    of_key = _piece_bytes(read, element_bytes) if parts.coded else (key + value) * element_bytes
+    stages = max(2, min(MOST_STAGES, 1 - -BYTES_IN_FLIGHT // (tile * of_key)))
     return {
         "BODIES": parts.bodies,
         "PRE": True,
@@ -164,7 +176,7 @@ def _absorbing(
         "TILE": tile,
         "PARTIAL_WIDTH": padded(max(row[Column.V_RANK] for row in parts.table)),
         "PRECISION": precision(element_bytes),
-        "AHEAD": True,
+        "AHEAD": False,
         "COLUMNS": 0,
         "PARTS_PADDED": 1 << (len(parts.table) - 1).bit_length(),
         "FAST": 0,
@@ -176,9 +188,11 @@ def _absorbing(
         "NODE_ROWS": padded(block // step * heads_per_kv),
         "STEP": step,
         "TILE_NODES": nodes,
+        "CHUNK": chunk,
+        "KEPT_ROWS": chunk // step * (tile_rows // nodes),
         "JOINT": parts.joint,
         "num_warps": 4 if tile_rows * value <= 4096 else 8,
-        "num_stages": 1 if narrow else 2,
+        "num_stages": stages,
         "maxnreg": ALL_REGISTERS,
     }
 
@@ -209,7 +223,7 @@ def most_pieces(bodies: Bodies) -> int:
     return max(len(keys) + len(values) for keys, values in bodies)
 
 
-def _piece_bytes(bodies: Bodies, element_bytes: int) -> int:
+def _piece_bytes(bodies: Iterable[tuple[tuple[Piece, ...], ...]], element_bytes: int) -> int:
     """Bytes of a key and its value in the widest body, as rows of codes."""
     return max(
         sum(size * element_bytes if bits == 16 else size * bits // 8 for side in body for bits, _, size in side)
