@@ -90,7 +90,7 @@ def absorbing_constants(
     """
     unstepped = {"STEP": 0, "TILE_NODES": 1, "CHUNK": 0, "JOINT": False}  # of `decode.stepped`
     if slow is None:
-        of_queries = dict.fromkeys(("BLOCK", "WIDTH", "ABSORBED_COLUMNS", "PLANES", "NODE_ROWS", "KEPT_ROWS"), 0)
+        of_queries = dict.fromkeys(("BLOCK", "WIDTH", "ABSORBED_COLUMNS", "PLANES", "NODE_ROWS", "KEPT_ROWS", "BASIS_STAGES"), 0)
         return {"FAST": padded(planes), "NODES": (), **of_queries, **unstepped}
     return {
         "FAST": slow.rebuilt,
@@ -101,5 +101,6 @@ def absorbing_constants(
         "PLANES": at_once,
         "NODE_ROWS": padded(slow.nodes * heads_per_kv),
         "KEPT_ROWS": slow.nodes * tile_rows,
+        "BASIS_STAGES": 2,
         **unstepped,
     }

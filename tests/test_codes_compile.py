@@ -90,6 +90,28 @@ def test_all_widths_of_codes_at_once_spill_nothing_where_keys_are_rebuilt(capabi
         assert compile_variant(variant, capability).spill_bytes == 0
 
 
+TURNED = {
+    "three query heads": (coded_layer("pre", 2, (Columns(n16=4, n8=24, n4=40, n2=32), None), rope_block=16), 3, 64),
+    "8B": (coded_layer("pre", 1, *[(Columns(n4=48), None)] * 8, rope_block=16), 4, 128),
+    "8B, two latents": (coded_layer("pre", 1, *[(Columns(n4=32), Columns(n4=32))] * 8, rope_block=16), 4, 128),
+}
+"""Of keys turned within blocks: layouts, query heads of a KV head, and head_dim."""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", TURNED)
+def test_keys_turned_within_blocks_are_not_rebuilt(name: str, capability: int) -> None:
+    """Without spills, with words copied ahead; values of joint latents are not read again."""
+    layout, heads_per_kv, head_dim = TURNED[name]
+    parts = layer_parts(layout, heads_per_kv, head_dim)
+    variant = decode_variants(parts, heads_per_kv, head_dim, torch.bfloat16, gpu=Gpu.of_capability(capability))[0]
+    assert (variant.constants["STEP"], variant.constants["TILE_ROWS"]) == (16, 16)
+    resources = check(variant, capability)
+    assert resources.shared_bytes <= decode_shared_bytes(variant.constants | variant.options, 2)
+    assert {"key", "absorbed"} <= resources.async_bytes.keys()
+    assert ("value" in resources.async_bytes) == (not layout.joint)
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("columns", [Columns(n16=4, n8=24, n4=24, n2=16), Columns(n8=24, n4=8, n2=16)], ids=str)
 def test_few_queries_and_pieces_of_codes_of_many_widths_spill_nothing(columns: Columns, capability: int) -> None:

@@ -23,8 +23,10 @@ from rotor.prediction.cost import (
     decode_flops_per_token,
     decode_seconds,
     group_bytes_per_token,
+    key_flops_per_token,
     key_work,
     latents_of,
+    layer_residency,
     layer_work,
     uncompressed_decode_seconds,
     uncompressed_group_work,
@@ -266,6 +268,34 @@ def test_latency_does_not_favour_rebuilding_keys_from_wide_latents(kv_heads, hea
         assert objective.group_cost("pre", True, 8, *latents) > objective.group_cost("post", False, 8, *latents)
     narrow, wide = 8 * objective.group_cost("pre", True, 1, 32, 32), objective.group_cost("pre", True, 8, 256, 256)
     assert narrow < 1 < wide
+
+
+def test_keys_turned_within_blocks_are_not_rebuilt() -> None:
+    """One head of 48 columns and 4 query heads in blocks of 16, tiles of 64 keys whose 4 blocks fill 16 rows."""
+    least = key_work("pre", False, 1, 48, LLAMA, DecodeStep(1, 1), rope_block=16)
+    assert least.cache_flops == 2 * 4 * 48 * (1 + 128 / 16)
+    rebuilt = key_work("pre", False, 1, 48, LLAMA, DecodeStep(1, 1), rope_block=4)  # no more keys than query heads
+    assert rebuilt.cache_flops == key_flops_per_token("pre", 1, 4, 128, 48) == 2 * 128 * (48 + 4)
+    tiling = Tiling.of("pre", 1, 4, 48, 48, rope_block=16, joint=True)
+    assert (tiling.step, tiling.keys, tiling.rows, tiling.joint) == (16, 64, 16, True)
+    done = key_work("pre", False, 1, 48, LLAMA, DecodeStep(1, 1), tiling)
+    assert done.cache_flops == least.cache_flops
+    absorbed = 2 * tiling.node_rows * 128 * 48 / tiling.block
+    assert done.cache_flops + done.tile_flops == 2 * 16 * 48 + absorbed
+    assert done.l2_bytes == 2 * (4 * 48 * 2) / 16  # written once, and read
+    values = value_work(1, 48, LLAMA, DecodeStep(1, 1), tiling, joint=True)
+    assert (values.cache_bytes, values.l2_bytes, values.vector_flops) == (0, 0, 0)
+
+
+def test_a_block_of_positions_makes_keys_before_rope_predicted_faster() -> None:
+    objective = Objective(1.0, find_device("h200"), LLAMA, STEP)
+    latent = columns(48, 4)
+    costs = [objective.group_cost("pre", block == 1, 1, latent, None, block) for block in (1, 16, 64)]
+    assert costs[0] > costs[1] > costs[2]
+    in_16 = LayerLayout("pre", False, tuple(GroupLayout.coded((head,), latent, None) for head in range(8)), 16)
+    seconds = layer_work(in_16, LLAMA, STEP).seconds(objective.device, layer_residency(in_16, LLAMA, 2))
+    one = uncompressed_group_work(LLAMA, STEP).seconds(objective.device)
+    assert 8 * costs[1] == pytest.approx(seconds / (8 * one))
 
 
 def test_an_objective_from_a_recipe() -> None:

@@ -104,6 +104,7 @@ def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int)
     assert {key for key, _ in found} == {
         *(f"{domain}-{size}" for domain in ("post", "pre") for size in sizes),
         *(f"pre-{size}, joint" for size in sizes),
+        *(f"pre-{size}, joint, turned in 16" for size in sizes),
     }
     whole = layers * 2 * 8 * 128 * 2
     for (_, scenario), time in found.items():
@@ -125,7 +126,7 @@ def test_joint_latents_are_predicted_where_keys_and_values_are_linear_in_the_hid
     shape, device = AttentionShape(2, 8, 2, 64, 512), find_device("h200")
     for rotary, key_norm, expected in ((True, False, ["pre"]), (True, True, []), (False, False, ["none"])):
         times = decode_times(shape, rotary, key_norm, device, LOAD)
-        joint = [t.candidate for t in times if "joint" in t.candidate]
+        joint = [t.candidate for t in times if t.candidate.endswith("joint")]
         assert list(dict.fromkeys(joint)) == [f"{domain}-{size}, joint" for domain in expected for size in (1, 2)]
 
 
@@ -149,7 +150,7 @@ def test_decode_times_are_shown_as_a_prediction(tiny) -> None:
     assert "h200, 8 x 32768 tokens; arithmetic, not measured" in text
     data = inspect(DEMO_MODEL, "rotor", ["objective.device=l40s"]).to_dict()
     assert data["objective"]["device"] == "l40s"
-    pre = {"pre-1", "pre-2", "pre-1, joint", "pre-2, joint"}
+    pre = {f"pre-{size}{kind}" for size in (1, 2) for kind in ("", ", joint", ", joint, turned in 16")}
     assert {time["candidate"] for time in data["decode_times"]} == {"post-1", "post-2", *pre}
     none = {f"none-{size}" for size in (1, 2, 4)}
     assert {t.candidate for t in inspect(tiny("gpt2")).decode_times} == none | {f"{name}, joint" for name in none}

@@ -143,6 +143,16 @@ def test_slow_planes_are_of_keys_before_rope() -> None:
         KernelConfig.from_dict(data).check(layouts)
 
 
+def test_slow_planes_are_not_of_keys_turned_within_blocks() -> None:
+    layouts = [layer("pre", 2, (32, 32), rope_block=16)]
+    data = default_config(layouts, SHAPE).to_dict()
+    KernelConfig.from_dict(data).check(layouts)
+    data["layers"][0]["slow_planes"] = {"rebuilt": 16, "block": 128, "nodes": 3}
+    expected = r"layers\[0\].slow_planes: got .*, expected none, as keys are turned within blocks of 16 and no plane"
+    with pytest.raises(CheckpointError, match=expected):
+        KernelConfig.from_dict(data).check(layouts)
+
+
 def test_a_damaged_file_keeps_the_checkpoint_from_loading(folder: Path) -> None:
     edit(folder, schedule="fastest")
     with pytest.raises(CheckpointError, match=r"kernel_config\.json: schedule: got 'fastest'"):

@@ -16,22 +16,18 @@ import triton.language as tl
 from ..tiles import elements_of, load_piece, load_rotation, numbers_of, rotate_back
 
 
-STAGES = tl.constexpr(2)
-"""Of the loads of a basis, whatever other loops of a kernel have."""
-
-
 @triton.jit
 def absorb_queries(
     absorbed, absorbed_constant, heads, query, head_stride, start, cos, sin, rotation_len, rotation_stride, basis,
     basis_stride, basis_row, width, constant,
     DTYPE: tl.constexpr, CONSTANT: tl.constexpr, NODES: tl.constexpr, HEADS_PER_KV: tl.constexpr, HALF: tl.constexpr,
     FAST: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
-    NODE_ROWS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+    NODE_ROWS: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries of all heads of a part at each node of the block from `start` on, in the basis of the latent's `width`
     columns: [nodes, STRIDE, WIDTH] into `absorbed`, and their products with the constant key into another.
 
-    One product serves the query rows of a head at all nodes: NODE_ROWS of them, padded. With STEP nodes are that far
+    STAGES are those of loading the basis. One product serves the query rows of a head at all nodes: NODE_ROWS of them, padded. With STEP nodes are that far
     apart. Turns are those of the block's start and, by rows of the table that stay in the L1 cache, of a node's place
     in it: of a stepped table too, as blocks begin and nodes lie at multiples of STEP. A table that is shorter than a
     block has no keys at the nodes behind its end.

@@ -122,7 +122,7 @@ def _segment(
     MASK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
     FAST: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr,
-    PLANES: tl.constexpr, NODE_ROWS: tl.constexpr,
+    PLANES: tl.constexpr, NODE_ROWS: tl.constexpr, BASIS_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table."""
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -166,7 +166,8 @@ def _segment(
                     absorbed, absorbed_constant, steps // (FAST // FREQUENCIES), query_base + first_head * head_stride,
                     head_stride, start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base, basis_stride,
                     basis_row, tl.multiple_of(tl.load(row + QK_RANK), ALIGN), constant_base, DTYPE, CONSTANT, NODES,
-                    HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, 0, PRECISION,
+                    HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, BASIS_STAGES, 0,
+                    PRECISION,
                 )  # fmt: skip
         index = start + tl.arange(0, TILE)
         valid = (index >= first) & (index < end)
@@ -269,8 +270,8 @@ def decode_kernel(
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS_PADDED: tl.constexpr, BATCH_PADDED: tl.constexpr, FAST: tl.constexpr, NODES: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ABSORBED_COLUMNS: tl.constexpr, PLANES: tl.constexpr,
-    NODE_ROWS: tl.constexpr, KEPT_ROWS: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr,
-    CHUNK: tl.constexpr, JOINT: tl.constexpr,
+    NODE_ROWS: tl.constexpr, KEPT_ROWS: tl.constexpr, BASIS_STAGES: tl.constexpr, STEP: tl.constexpr,
+    TILE_NODES: tl.constexpr, CHUNK: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """See `decode_attention`. BODIES: the pieces of each body (see `layer_table`); the table says which serves a part.
 
@@ -338,6 +339,7 @@ def decode_kernel(
                             BODIES[choice][1], CONSTANT, HEADS_PER_KV, HALF, ROWS, TILE_ROWS, TILE, PAGE, MASK,
                             SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION, JOINT, NODES,
                             BLOCK, CHUNK, STEP, TILE_NODES, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                            BASIS_STAGES,
                         )  # fmt: skip
                     else:
                         _segment(
@@ -349,7 +351,7 @@ def decode_kernel(
                             basis_stride, output_stride, lse_stride, steps, scale, softcap, BODIES[choice][0],
                             BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE,
                             PAGE, MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION,
-                            AHEAD, COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                            AHEAD, COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, BASIS_STAGES,
                         )  # fmt: skip
 
 

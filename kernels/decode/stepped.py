@@ -70,7 +70,7 @@ def stepped_segment(
     SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
     PARTIAL_WIDTH: tl.constexpr, PRECISION: tl.constexpr, JOINT: tl.constexpr, NODES: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, TILE_NODES: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, PLANES: tl.constexpr, NODE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PLANES: tl.constexpr, NODE_ROWS: tl.constexpr, BASIS_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles first_tile ... last_tile - 1 of one unit, `row` being its part's row of the table, of so many KV heads.
 
@@ -102,7 +102,8 @@ def stepped_segment(
             absorb_queries(
                 absorbed + place * WIDTH, absorbed_constant + place, heads, query_base, head_stride, block * BLOCK, cos,
                 sin, rotation_len, rotation_stride, basis_base, basis_stride, basis_row, qk_rank, constant_base, DTYPE,
-                CONSTANT, NODES, HEADS_PER_KV, HALF, 0, STRIDE, WIDTH, COLUMNS, PLANES, NODE_ROWS, STEP, PRECISION,
+                CONSTANT, NODES, HEADS_PER_KV, HALF, 0, STRIDE, WIDTH, COLUMNS, PLANES, NODE_ROWS, BASIS_STAGES, STEP,
+                PRECISION,
             )  # fmt: skip
         for tile in range(chunk_first, chunk_last):
             pieces = load_pieces(

@@ -135,15 +135,17 @@ def _absorbing_config(
     """
     own_rows = 1 << (parts.rows - 1).bit_length()
     tile = min(parts.tile, max(LEAST_KEYS, parts.rope_block * max(1, LEAST_ROWS // own_rows)))
-    # Codes take registers as words and as numbers, and where products read their operands from registers again.
-    narrow = parts.coded and gpu.registers_hold_operands
+    # Codes take registers as words and as numbers, of each width; and where products read operands from registers.
+    many = parts.coded and most_pieces(parts.bodies) >= MANY_PIECES
+    narrow = many or (parts.coded and gpu.registers_hold_operands)
     if narrow:
-        tile = min(tile, LEAST_KEYS)
+        tile = min(tile, 16 if many and gpu.registers_hold_operands else LEAST_KEYS)
     config = _absorbing(parts, heads_per_kv, element_bytes, head_dim, tile, narrow)
-    if narrow and config["TILE_ROWS"] > LEAST_ROWS:
-        return None
-    if parts.coded and most_pieces(parts.bodies) > MANY_PIECES and config["num_warps"] > 4:
+    if many and config["num_warps"] > 4:
         config = _absorbing(parts, heads_per_kv, element_bytes, head_dim, 16, narrow)
+    full = gpu.registers_hold_operands or most_pieces(parts.bodies) > MANY_PIECES
+    if narrow and full and config["TILE_ROWS"] > LEAST_ROWS:
+        return None
     while decode_shared_bytes(config, element_bytes) > gpu.shared_bytes and config["TILE"] > 16:
         config = _absorbing(parts, heads_per_kv, element_bytes, head_dim, config["TILE"] // 2, narrow)
     return config
@@ -156,7 +158,7 @@ def _absorbing(
     step, key, value = parts.rope_block, *parts.widest
     nodes, block = max(1, tile // step), max(tile, step)
     tile_rows = max(LEAST_ROWS, nodes << (parts.rows - 1).bit_length())
-    while 2 * block // step * heads_per_kv <= (ABSORBED_ROWS // 2 if narrow else ABSORBED_ROWS):
+    while 2 * block // step * heads_per_kv <= (ABSORBED_ROWS // 2 if parts.coded else ABSORBED_ROWS):
         block *= 2
     node_bytes = tile_rows // nodes * padded(key) * element_bytes
     chunk = block
@@ -190,6 +192,7 @@ def _absorbing(
         "TILE_NODES": nodes,
         "CHUNK": chunk,
         "KEPT_ROWS": chunk // step * (tile_rows // nodes),
+        "BASIS_STAGES": 1 if narrow else 2,
         "JOINT": parts.joint,
         "num_warps": 4 if tile_rows * value <= 4096 else 8,
         "num_stages": stages,
@@ -249,8 +252,11 @@ def decode_shared_bytes(config: dict[str, Any], element_bytes: int) -> int:
     tile, rows, stages, frequencies = (config[name] for name in ("TILE", "TILE_ROWS", "num_stages", "FREQUENCIES"))
     scores = 4 * tile * rows
     if config["STEP"]:
-        # Latents as operands, and queries of the tile; queries to absorb and the basis that they meet.
-        met = (tile * max(key, value) + rows * (key + tile)) * element_bytes
+        # Rows and absorbed queries of tiles in flight, both as operands; queries to absorb and the basis they meet.
+        coded = config["BODIES"][0][0][0][0] > 0
+        row_bytes = _piece_bytes(config["BODIES"], element_bytes) if coded else (key + value) * element_bytes
+        met = (stages + 1) * (tile * row_bytes + rows * key * element_bytes)
+        met += (tile * max(key, value) + rows * tile) * element_bytes
         absorbing = stages * 2 * config["PLANES"] * (config["ABSORBED_COLUMNS"] + config["NODE_ROWS"])
         sums = 4 * config["NODE_ROWS"] * config["ABSORBED_COLUMNS"] + 4 * rows * value
         return met + absorbing * element_bytes + sums + scores + 1024

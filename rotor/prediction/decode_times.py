@@ -29,6 +29,9 @@ SCENARIOS: tuple[tuple[str, float, int], ...] = (
 )
 """Name, share of the columns of keys and values together that is kept in every group, and their bits."""
 
+TURNED = 16
+"""Positions of the blocks within which keys are turned, where a candidate says that they are."""
+
 COLUMNS = 16
 """What counts of columns are multiples of: whole words at any width."""
 
@@ -51,27 +54,31 @@ def decode_times(
     shape: AttentionShape, rotary: bool, key_norm: bool, device: Device, step: DecodeStep
 ) -> list[DecodeTime]:
     """Every domain and group size that the model can have, with latents of their own for keys and values and, where
-    both are linear in the hidden state, with joint ones, in each of SCENARIOS; all layers alike.
+    both are linear in the hidden state, with joint ones, in each of SCENARIOS; all layers alike. Before RoPE also joint
+    ones of keys that are turned within blocks of TURNED positions.
 
     What is too wide for the kernels is left out.
     """
     base = uncompressed_decode_seconds(shape, device, step)
     domains: Sequence[Domain] = ("post", "pre") if rotary else ("none",)
     found = []
-    for domain in domains:
-        folded = folds_keys(domain, key_norm)
-        for joint in (False, True) if folded else (False,):
-            for size in group_sizes(shape):
-                candidate = Candidate(domain, size, joint)
-                for name, share, bits in SCENARIOS:
-                    layout = uniform_layout(shape, candidate, folded, share, bits)
-                    if not _served(layout):
-                        continue
-                    layouts = [layout] * shape.num_layers
-                    seconds = decode_seconds(layouts, shape, device, step)
-                    stored = kv_bytes_per_token(layouts, step.element_bytes)
-                    label = f"{domain}-{size}" + (", joint" if joint else "")
-                    found.append(DecodeTime(label, name, stored, seconds, seconds / base))
+    kinds: list[tuple[Domain, bool, int]] = [(domain, False, 1) for domain in domains]
+    kinds += [(domain, True, 1) for domain in domains if folds_keys(domain, key_norm)]
+    kinds += [("pre", True, TURNED)] if rotary else []
+    for domain, joint, rope_block in kinds:
+        folded = folds_keys(domain, key_norm, rope_block)
+        for size in group_sizes(shape):
+            candidate = Candidate(domain, size, joint, rope_block)
+            for name, share, bits in SCENARIOS:
+                layout = uniform_layout(shape, candidate, folded, share, bits)
+                if not _served(layout):
+                    continue
+                layouts = [layout] * shape.num_layers
+                seconds = decode_seconds(layouts, shape, device, step)
+                stored = kv_bytes_per_token(layouts, step.element_bytes)
+                label = f"{domain}-{size}" + (", joint" if joint else "")
+                label += f", turned in {rope_block}" if rope_block > 1 else ""
+                found.append(DecodeTime(label, name, stored, seconds, seconds / base))
     return found
 
 

@@ -101,7 +101,7 @@ def tiles_ahead(config: dict[str, Any]) -> int:
     Where keys are rebuilt the loop over heads keeps the compiler from pipelining the loop over tiles: there a tile is
     carried (AHEAD), or none.
     """
-    if config["PRE"]:
+    if config["PRE"] and not config["STEP"]:
         return 1 if config["AHEAD"] else 0
     return int(config["num_stages"]) - 1
 

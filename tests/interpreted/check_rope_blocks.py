@@ -12,6 +12,7 @@ from rotor.format.columns import Columns
 from rotor.kernels.decode.tile_sizes import decode_config
 from rotor.kernels.layer_table import layer_parts
 from rotor.kernels.truth import Sequence
+from rotor.kernels.tuning import decode_constants
 
 HEAD_DIM = 32
 KEYS = 201
@@ -19,9 +20,9 @@ SEQUENCES = [Sequence(1, 0, KEYS), Sequence(1, 75, 163), Sequence(0, 0, 0)]
 MIXED, NARROW = Columns(n16=8, n8=8, n4=16, n2=16), Columns(n8=8, n4=24)
 
 
-@pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize(
-    ("block", "size", "heads_per_kv"), [(4, 1, 3), (16, 1, 4), (16, 2, 3), (64, 1, 4), (64, 4, 2), (2, 2, 1)]
+    ("block", "size", "heads_per_kv", "page_size"),
+    [(4, 1, 3, 16), (16, 1, 4, 0), (16, 2, 3, 16), (64, 1, 4, 16), (64, 4, 2, 0), (2, 2, 1, 0)],
 )
 def test_joint_codes(block: int, size: int, heads_per_kv: int, page_size: int) -> None:
     """Slices that begin inside a block, and inside what queries are absorbed for; poisoned keys, constant keys."""
@@ -44,6 +45,17 @@ def test_numbers_of_many_widths_and_a_table_with_a_factor(block: int, head_dim: 
     layout = layer("pre", 2, (40, 24), (16, 32), rope_block=block)
     case = random_case(layout, 3, head_dim, 3, 1, KEYS, factor=1.3)
     check_decode(case, SEQUENCES, programs=3, page_size=page_size)
+
+
+def test_chunks_of_keys_follow_each_other() -> None:
+    """With chunks of one block of absorbed queries; slices begin and end inside of both."""
+    layout = coded_layer("pre", 1, (MIXED, None), (NARROW, None), rope_block=16)
+    case = random_coded_case(layout, 2, HEAD_DIM, 2, 1, 523)
+    parts = layer_parts(layout, 2, HEAD_DIM)
+    config = decode_config(parts, 2, 4, HEAD_DIM)
+    assert config["CHUNK"] > config["BLOCK"]
+    with decode_constants(CHUNK=config["BLOCK"]):
+        check_decode(case, [Sequence(1, 0, 523), Sequence(1, 300, 409)], programs=3)
 
 
 def test_float16_within_twice_the_error_of_pytorch() -> None:
