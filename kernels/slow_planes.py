@@ -90,7 +90,9 @@ def absorbing_constants(
     """
     unstepped = {"STEP": 0, "TILE_NODES": 1, "CHUNK": 0, "JOINT": False}  # of `decode.stepped`
     if slow is None:
-        of_queries = dict.fromkeys(("BLOCK", "WIDTH", "ABSORBED_COLUMNS", "PLANES", "NODE_ROWS", "KEPT_ROWS", "BASIS_STAGES"), 0)
+        of_queries = dict.fromkeys(
+            ("BLOCK", "WIDTH", "ABSORBED_COLUMNS", "PLANES", "NODE_ROWS", "KEPT_ROWS", "BASIS_STAGES"), 0
+        )
         return {"FAST": padded(planes), "NODES": (), **of_queries, **unstepped}
     return {
         "FAST": slow.rebuilt,

@@ -291,7 +291,7 @@ def test_a_block_of_positions_makes_keys_before_rope_predicted_faster() -> None:
     objective = Objective(1.0, find_device("h200"), LLAMA, STEP)
     latent = columns(48, 4)
     costs = [objective.group_cost("pre", block == 1, 1, latent, None, block) for block in (1, 16, 64)]
-    assert costs[0] > costs[1] > costs[2]
+    assert costs[0] > 2 * costs[1] >= 2 * costs[2]  # what is left is reading
     in_16 = LayerLayout("pre", False, tuple(GroupLayout.coded((head,), latent, None) for head in range(8)), 16)
     seconds = layer_work(in_16, LLAMA, STEP).seconds(objective.device, layer_residency(in_16, LLAMA, 2))
     one = uncompressed_group_work(LLAMA, STEP).seconds(objective.device)

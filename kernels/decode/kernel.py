@@ -164,10 +164,10 @@ def _segment(
             if (tile == first_tile) | (tile % (BLOCK // TILE) == 0):
                 absorb_queries(
                     absorbed, absorbed_constant, steps // (FAST // FREQUENCIES), query_base + first_head * head_stride,
-                    head_stride, start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base, basis_stride,
-                    basis_row, tl.multiple_of(tl.load(row + QK_RANK), ALIGN), constant_base, DTYPE, CONSTANT, NODES,
-                    HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, BASIS_STAGES, 0,
-                    PRECISION,
+                    head_stride, start // BLOCK * BLOCK, cos, sin, rotation_len, rotation_stride, basis_base,
+                    basis_stride, basis_row, tl.multiple_of(tl.load(row + QK_RANK), ALIGN), constant_base, DTYPE,
+                    CONSTANT, NODES, HEADS_PER_KV, HALF, FAST, TILE_ROWS, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                    BASIS_STAGES, 0, PRECISION,
                 )  # fmt: skip
         index = start + tl.arange(0, TILE)
         valid = (index >= first) & (index < end)
@@ -351,7 +351,8 @@ def decode_kernel(
                             basis_stride, output_stride, lse_stride, steps, scale, softcap, BODIES[choice][0],
                             BODIES[choice][1], PRE, CONSTANT, HEADS_PER_KV, HALF, FREQUENCIES, ROWS, TILE_ROWS, TILE,
                             PAGE, MASK, SOFT_CAP, SCHEDULE == "stream", ALIGN, ROW_ALIGN, PARTIAL_WIDTH, PRECISION,
-                            AHEAD, COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS, BASIS_STAGES,
+                            AHEAD, COLUMNS, FAST, NODES, BLOCK, WIDTH, ABSORBED_COLUMNS, PLANES, NODE_ROWS,
+                            BASIS_STAGES,
                         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 """What decoding does alike whether it rebuilds keys or not: tiles of rows loaded, an online softmax, results stored.
 
 Logits are [keys, query rows], in base 2.

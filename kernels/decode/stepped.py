@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
 """Decoding keys that RoPE turned within blocks of STEP positions before they were compressed: none is rebuilt.
 
 What is left of a key's turn is that of the beginning of its block, so that a query which is turned back to there, a

@@ -155,7 +155,8 @@ def _absorbing(
     parts: LayerParts, heads_per_kv: int, element_bytes: int, head_dim: int, tile: int, narrow: bool
 ) -> dict[str, Any]:
     """The constants of `_absorbing_config` for tiles of so many keys."""
-    step, key, value = parts.rope_block, *parts.widest
+    step = parts.rope_block
+    key, value = parts.widest
     nodes, block = max(1, tile // step), max(tile, step)
     tile_rows = max(LEAST_ROWS, nodes << (parts.rows - 1).bit_length())
     while 2 * block // step * heads_per_kv <= (ABSORBED_ROWS // 2 if parts.coded else ABSORBED_ROWS):

@@ -362,9 +362,7 @@ class Objective:
         seconds = work.seconds(self.device, self._residency(domain, group_size, qk, v, rope_block))
         return self._mixed(group_bytes_per_token(qk, v, self.step.element_bytes), seconds)
 
-    def key_cost(
-        self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, rope_block: int = 1
-    ) -> float:
+    def key_cost(self, domain: Domain, folded_keys: bool, group_size: int, qk: Latent, rope_block: int = 1) -> float:
         """The key side of a group's cost, rising with its columns; for allocating them side by side.
 
         For memory, key_cost + value_cost is group_cost exactly. A roofline does not split into sides, so latency takes

@@ -48,8 +48,9 @@ def fastest(
 ) -> SlowPlanes | None:
     """What is predicted to be fastest of all choices within the tolerance of 16-bit numbers; None for whole keys.
 
-    Keys that are turned within blocks, rows of codes (joint latents among them), groups of several widths and many query rows are left alone, where the
-    kernel has no registers left. It serves them where kernel_config.json asks for it.
+    Keys that are turned within blocks of positions, rows of codes (joint latents among them), groups of several widths
+    and many query rows are left alone; of all but the first the kernel has no registers left, but it serves them where
+    kernel_config.json asks for it.
     """
     widths = {(group.qk_rank, group.v_rank) for group in layout.groups}
     rows = layout.group_size * shape.heads_per_kv

@@ -66,7 +66,10 @@ def test_float16_within_twice_the_error_of_pytorch() -> None:
 
 def test_keys_are_rebuilt_where_blocks_are_small_or_latents_wide() -> None:
     """By the same stepped table: too few keys in a block, and more columns than registers hold."""
-    for layout, heads_per_kv in ((layer("pre", 2, (24, 16), rope_block=4), 4), (layer("pre", 1, (264, 16), rope_block=16), 2)):
+    for layout, heads_per_kv in (
+        (layer("pre", 2, (24, 16), rope_block=4), 4),
+        (layer("pre", 1, (264, 16), rope_block=16), 2),
+    ):
         parts = layer_parts(layout, heads_per_kv, HEAD_DIM)
         assert (layout.rope_block > 1, parts.rope_block) == (True, 1)
         assert decode_config(parts, heads_per_kv, 4, HEAD_DIM)["STEP"] == 0
@@ -74,10 +77,13 @@ def test_keys_are_rebuilt_where_blocks_are_small_or_latents_wide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "rebuilt", "page_size", "programs"), [(4, True, 0, None), (16, False, 16, None), (64, True, 16, 10), (16, False, 0, 10)]
+    ("block", "rebuilt", "page_size", "programs"),
+    [(4, True, 0, None), (16, False, 16, None), (64, True, 16, 10), (16, False, 0, 10)],
 )
 def test_prompts_and_few_queries_rebuild_by_the_stepped_table(block, rebuilt, page_size, programs) -> None:
     """Keys rebuilt in memory and in registers, packed queries over pages, keys of few queries split."""
     layout = coded_layer("pre", 2, (MIXED, None), rope_block=block)
     case = random_coded_case(layout, 2, HEAD_DIM, 2, 7, 100)
-    check_prefill(case, [Sequence(7, 0, 100), Sequence(2, 3, 37)], rebuilt=rebuilt, page_size=page_size, programs=programs)
+    check_prefill(
+        case, [Sequence(7, 0, 100), Sequence(2, 3, 37)], rebuilt=rebuilt, page_size=page_size, programs=programs
+    )
