@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .positions import PositionCheck
+from .rope_blocks import block_starts
+from .rotary_frequencies import depends_on_length
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
@@ -30,11 +32,12 @@ class RotaryTable:
         self._arguments = () if layer_type is None else (layer_type,)
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
-        self.depends_on_length = kind == "longrope" or "dynamic" in kind
+        self.depends_on_length = depends_on_length(kind)
         self.check_positions = PositionCheck()
         self._key: tuple[Any, ...] | None = None
         self._table: tuple[Tensor, Tensor] | None = None
         self._rows: tuple[int, tuple[Tensor, Tensor]] | None = None
+        self._starts: tuple[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
 
     def __call__(
         self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype
@@ -61,3 +64,18 @@ class RotaryTable:
             # The same tensors for all layers of a step: what follows from them is made once.
             self._rows = length, (self._table[0][:length], self._table[1][:length])
         return self._rows[1]
+
+    def block_starts(
+        self, rows: tuple[Tensor, Tensor], rope_block: int, first: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """What turns keys to the beginning of their block, each [count, rotary_dim], for `rows` as a call gave them.
+
+        Args:
+            first: row of the first key.
+        """
+        if torch.compiler.is_compiling():
+            return block_starts(rows, rope_block, first, count)
+        key = rope_block, int(first), int(count)
+        if self._starts is None or self._starts[0] != key or self._starts[1][0].dtype != rows[0].dtype:
+            self._starts = key, block_starts(rows, rope_block, int(first), int(count))
+        return self._starts[1]
