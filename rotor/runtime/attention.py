@@ -180,7 +180,7 @@ class RotorAttention(nn.Module):
             end = query_offset + seq_len if self.spread is None else kv_len
             rotation_rows = key_rotation = self._rotary(kv_offset, first + kv_len, end, hidden_states.device, dtype)
             if layout.turned_in_blocks:
-                key_rotation = self._rotary.block_starts(rotation_rows, layout.rope_block, first, kv_len)
+                key_rotation = self._rotary.block_starts(layout.rope_block, first, kv_len)
             index = torch.arange(seq_len, device=hidden_states.device) + query_offset - kv_offset + first
             if self.spread is not None:
                 index = self.spread.indices
