@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import capture
 from rotor.calibration.gradients import fisher_information
+from rotor.calibration.outline import ModelOutline
 from rotor.errors import CheckpointError, RecipeError
 from rotor.export.export import export
-from rotor.format.layout import LayerLayout
+from rotor.format.layout import Candidate, LayerLayout
 from rotor.kernels.reference import rotate
+from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.recipe import load_recipe
@@ -141,15 +143,17 @@ def test_the_version_of_the_format_says_that_an_older_rotor_cannot_read_it(writt
     assert {section["format_version"] for section in sections} == {2}
 
 
-def test_rope_that_depends_on_the_length_is_refused(tiny, tmp_path: Path) -> None:
-    """What is stored would be turned by frequencies other than those of what comes later."""
+def test_rope_that_depends_on_the_length_turns_keys_as_a_whole(tiny, tmp_path: Path) -> None:
+    """Parts of a turn would be of other frequencies than what comes later; `rotor-post` serves it all the same."""
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RecipeError, match=r"the frequencies of this model's RoPE .dynamic. depend on the length"):
-        calibrate(folder, tmp_path / "run", "rotor-post", ["groups.domain=block", "tokens.source=random"])
-    assert not (tmp_path / "run").exists()
+    outline = ModelOutline.of(Checkpoint(folder))
+    assert outline.candidates(load_recipe("rotor-post")) == {"post-4": Candidate("post", 4)}
+    assert outline.candidates(load_recipe("rotor")) == ModelOutline.of(Checkpoint(tiny("llama"))).candidates(
+        load_recipe("rotor")
+    )
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:

@@ -127,6 +127,11 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                         f"make attention slower than uncompressed on {job.recipe.objective.device}; "
                         "--set groups.size=all takes fewer bytes"
                     )
+                if job.recipe.groups.domain == "block" and job.rope_block == 1 and job.family.rotary is not None:
+                    progress.message(
+                        "keys: compressed after RoPE as a whole: its frequencies depend on the length of a sequence, "
+                        "so that no part of a turn can be left for later (groups.domain)"
+                    )
                 if job.recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
                     progress.message(f"latents: keys and values keep one each: {_not_joint(job)} (groups.joint)")
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..bases.layer import needed_statistics
 from ..bases.registry import QK_METHODS
 from ..errors import RecipeError
@@ -13,21 +11,23 @@ from ..prediction.decode_times import group_sizes, largest_fast_group
 from ..prediction.devices import find_device
 from ..recipe import Recipe
 from ..runtime.families import Family
-from ..runtime.rotary_frequencies import depends_on_length, rotary_kinds
 
 Candidates = dict[str, Candidate]
 """The candidates by key (`pre-8`); the same for every layer."""
 
 
-def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Candidates:
+def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape, fixed_rope: bool = True) -> Candidates:
     """List the candidates that the ranks choose among for each layer, the first the widest.
 
+    Args:
+        fixed_rope: the frequencies of RoPE are the same at every length. Where they are not, what is stored turned
+            within blocks would be turned by others than what comes later: `block` is then `post`.
     Raises:
         RecipeError: the recipe needs RoPE and the model has none, or its group size does not divide the KV heads.
     """
     found = {}
-    in_blocks = recipe.groups.domain == "block" and family.rotary is not None
-    for domain in _domains(recipe, family):
+    in_blocks = recipe.groups.domain == "block" and family.rotary is not None and fixed_rope
+    for domain in _domains(recipe, family, fixed_rope):
         kind = Candidate(domain, 1, False, recipe.groups.rope_block if in_blocks else 1)
         # Keys that are as linear in the hidden state as values can share a latent with them; so can their turns within
         # a block, as the slow planes hardly turn there.
@@ -35,20 +35,6 @@ def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape) -> Cand
         for size in _group_sizes(recipe, shape, kind, family.has_key_norm):
             found[f"{'block' if in_blocks else domain}-{size}"] = kind._replace(group_size=size)
     return found
-
-
-def check_rotary(recipe: Recipe, candidates: Candidates, config: Any) -> None:
-    """Raises RecipeError where keys are to be turned within blocks by RoPE whose frequencies depend on the length: what
-    is stored would be turned by others than what comes later.
-    """
-    in_blocks = any(candidate.rope_block > 1 for candidate in candidates.values())
-    changing = sorted(filter(depends_on_length, rotary_kinds(config))) if in_blocks else []
-    if changing:
-        raise RecipeError(
-            f"recipe {recipe.name}: groups.domain: block, and the frequencies of this model's RoPE "
-            f"({', '.join(changing)}) depend on the length of a sequence.",
-            "Calibrate with --set groups.domain=pre or post.",
-        )
 
 
 def wanted_moments(recipe: Recipe, candidates: Candidates) -> frozenset[str]:
@@ -68,7 +54,7 @@ def wanted_gradients(candidates: Candidates) -> frozenset[str]:
     return frozenset(wanted)
 
 
-def _domains(recipe: Recipe, family: Family) -> list[Domain]:
+def _domains(recipe: Recipe, family: Family, fixed_rope: bool) -> list[Domain]:
     if family.rotary is None:
         if "none" not in recipe.bases.methods[0].domains:
             others = ", ".join(name for name, method in QK_METHODS.items() if "none" in method.domains)
@@ -78,7 +64,9 @@ def _domains(recipe: Recipe, family: Family) -> list[Domain]:
         return ["none"]
     if recipe.groups.domain == "any":
         return ["pre", "post"]
-    return ["pre" if recipe.groups.domain == "block" else recipe.groups.domain]
+    if recipe.groups.domain == "block":
+        return ["pre" if fixed_rope else "post"]
+    return [recipe.groups.domain]
 
 
 def _group_sizes(recipe: Recipe, shape: AttentionShape, kind: Candidate, has_key_norm: bool) -> list[int]:

@@ -18,7 +18,7 @@ from ..models.memory import stream_weights
 from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
-from .candidates import Candidates, candidates_of, check_rotary, wanted_moments
+from .candidates import Candidates, wanted_moments
 from .outline import Estimates, ModelOutline
 from .processes import Processes
 
@@ -59,8 +59,7 @@ class CalibrationJob:
             )
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
-        candidates = candidates_of(recipe, outline.family, outline.shape)
-        check_rotary(recipe, candidates, outline.config)
+        candidates = outline.candidates(recipe)
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(
                 f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..calibration.candidates import candidates_of
 from ..calibration.outline import Estimates, ModelOutline
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
@@ -110,7 +109,7 @@ def inspect(
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
-    candidates = candidates_of(spec, family, shape)
+    candidates = outline.candidates(spec)
     load = spec.objective
     rates = find_device(load.device, load.device_file)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)

@@ -103,7 +103,7 @@ def uniform_layout(
 
     A joint latent has as many as two latents have together, so that it takes as many bytes.
     """
-    domain, size, joint = candidate
+    domain, size, joint, rope_block = candidate
     kept = share * size * shape.head_dim * (2 if joint else 1)
     count = max(COLUMNS, round(kept / COLUMNS) * COLUMNS)
     columns = Columns(**{f"n{bits}": count})
@@ -114,7 +114,7 @@ def uniform_layout(
             groups.append(GroupLayout(heads, count, count))
         else:
             groups.append(GroupLayout.coded(heads, columns, None if joint else columns))
-    return LayerLayout(domain, folded_keys, tuple(groups))
+    return LayerLayout(domain, folded_keys, tuple(groups), rope_block)
 
 
 def _served(layout: LayerLayout) -> bool:
