@@ -34,13 +34,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
 
 
-def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Tensor | None = None) -> Tensor:
+def project_keys(
+    key: Tensor,
+    key_basis: Tensor,
+    layout: LayerLayout,
+    shift: Tensor | None = None,
+    of_values: Tensor | None = None,
+) -> Tensor:
     """Keys into their latents, side by side.
 
     Args:
         key: [batch_size, num_kv_heads, seq_len, head_dim], heads in the order of the layout.
         key_basis: [group_size * head_dim, qk_width].
         shift: [qk_width], float32, added before the only rounding: it may be far larger than the sum.
+        of_values: [batch_size, 1, seq_len, qk_width], the values' part of latents that keys share with them.
     Returns:
         [batch_size, 1, seq_len, qk_width], dtype of `key`.
     """
@@ -57,6 +64,8 @@ def project_keys(key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Ten
         keys = stacked[:, :, cls.start : cls.start + cls.count]
         rows.append(torch.einsum("bsnd,ndr->bsnr", keys, basis).flatten(2))
     latents = torch.cat(rows, dim=-1).unsqueeze(1)
+    if of_values is not None:
+        latents = latents + of_values
     return latents if shift is None else (latents + shift).to(dtype)
 
 

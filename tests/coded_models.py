@@ -102,8 +102,8 @@ def on_latents(model: Any, change: Callable[[int, int, Tensor], Tensor]) -> Iter
     def hook(layer: int, side: int) -> Callable[..., Tensor]:
         return lambda module, inputs, output: change(layer, side, output)
 
-    def project(key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Tensor | None = None) -> Tensor:
-        return change(by_basis[id(key_basis)], 0, project_keys(key, key_basis, layout, shift))
+    def project(key: Tensor, key_basis: Tensor, *others: Any) -> Tensor:
+        return change(by_basis[id(key_basis)], 0, project_keys(key, key_basis, *others))
 
     handles = []
     with pytest.MonkeyPatch.context() as patch:
@@ -130,20 +130,22 @@ def write_pair(
     coded_layers: int = 99,
     columns: Sequence[tuple[Columns, Columns]] | None = None,
     joint: bool = False,
+    rope_block: int = 1,
 ) -> Pair:
     """Compress a tiny model with random orthogonal bases, by numbers and by codes.
 
     Args:
         joint: keys and values share a latent, of the columns of the keys.
+        rope_block: positions of the blocks within which keys are turned, in domain `pre`.
         coded_layers: how many of the first layers keep rows of codes; the others rows of numbers.
         columns: of the keys and values of each group, for another number of KV heads than four.
     """
     checkpoint = Checkpoint(source)
     config = checkpoint.config
     family, shape = FAMILIES[config.model_type], attention_shape(config)
-    folded = folds_keys(domain, family.has_key_norm)
+    folded = folds_keys(domain, family.has_key_norm, rope_block)
     chosen = [(qk, None if joint else v) for qk, v in columns or COLUMNS[group_size]]
-    layout = replace(coded_layer(domain, group_size, *chosen), folded_keys=folded)
+    layout = replace(coded_layer(domain, group_size, *chosen), folded_keys=folded, rope_block=rope_block)
     assert len(layout.groups) * group_size == shape.num_kv_heads
     plain_layout = replace(
         layout,
@@ -161,7 +163,7 @@ def write_pair(
             )
         else:
             pairs = _rotation(shape, group_size, generator), _rotation(shape, group_size, generator)
-        bases = LayerBases(domain, group_size, *pairs, joint=joint)
+        bases = LayerBases(domain, group_size, *pairs, joint=joint, rope_block=rope_block)
         prefixes.append(family.stored_prefix(layer, checkpoint.names))
         rewritten.append(rewrite_layer(weights, bases, plain_layout, tuple(range(len(layout.groups))), shape))
         for name in family.consumed:
@@ -203,6 +205,9 @@ def fold(
 
     if not layout.joint:
         divided("v_proj", values)
+    elif not layout.folded_keys:  # a part of the latents, whose mean is in key_shift
+        for name in {"v_proj.weight", "v_proj.bias"} & set(found):
+            found[name] = found[name] / (keys.step[:, None] if found[name].dim() == 2 else keys.step)
     weight = found["o_proj.weight"]
     bias = found.get("o_proj.bias", torch.zeros(len(weight), dtype=torch.float64))
     found["o_proj.bias"] = bias + weight @ of_query_heads(values.rest, 1)

@@ -24,6 +24,7 @@ from rotor.export.export import export
 from rotor.export.model_card import _columns_row
 from rotor.format.columns import Columns
 from rotor.format.layout import GroupLayout, LayerLayout
+from rotor.kernels.reference import rotate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.projections import keys_before_rope
@@ -75,19 +76,34 @@ def in_memory(run: Run, plan: Any) -> tuple[CompressibleModel, Any]:
 class CodedCache(DynamicCache):
     """Hands out keys and values as codes leave them: a reference that knows nothing of rows or folding."""
 
-    def __init__(self, layers: list[CodedBases]) -> None:
+    def __init__(self, layers: list[CodedBases], network: CompressibleModel) -> None:
         super().__init__()
-        self.coded = layers
+        self.coded, self.network = layers, network
         self.values: dict[int, Tensor] = {}
         """Of layers whose values were coded together with their keys by a hook."""
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         bases = self.coded[layer_idx]
+        if bases.rope_block > 1:  # back to the beginning of their block, and on again
+            cos, sin = self.starts(bases.rope_block, key.shape[2])
+            key = rotate(key, cos, -sin)
+            if bases.joint:
+                key, value = fake_both(key, value, bases)
+            else:
+                key = fake(key, bases.qk, bases.key_codes, bases.group_size)
+                value = fake(value, bases.vo, bases.value_codes, bases.group_size)
+            return rotate(key, cos, sin), value
         if bases.joint:
             return (key, self.values[layer_idx]) if bases.domain == "pre" else fake_both(key, value, bases)
         if bases.domain != "pre":  # else a hook has coded them before they were turned
             key = fake(key, bases.qk, bases.key_codes, bases.group_size)
         return key, fake(value, bases.vo, bases.value_codes, bases.group_size)
+
+    def starts(self, rope_block: int, length: int) -> tuple[Tensor, Tensor]:
+        """What turns keys to the beginning of their block; of a model with one kind of RoPE."""
+        positions = torch.arange(length)[None] // rope_block * rope_block
+        cos, sin = self.network.model.get_submodule(self.network.family.rotary)(torch.zeros(1), positions)
+        return cos[0], sin[0]
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         return 0
@@ -125,7 +141,7 @@ def fake_both(key: Tensor, value: Tensor, bases: CodedBases) -> tuple[Tensor, Te
 
 def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor:
     """Of the uncompressed model whose keys (by a hook, where they are compressed before RoPE) and values are coded."""
-    model, handles, cache = network.restore(), [], CodedCache(layers)
+    model, handles, cache = network.restore(), [], CodedCache(layers, network)
     model.config._attn_implementation = "eager"
 
     def code_keys(module: Any, inputs: Any, output: Tensor) -> Tensor:
@@ -140,7 +156,7 @@ def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor
         return fake(heads, bases.qk, bases.key_codes, bases.group_size).transpose(1, 2).reshape(output.shape)
 
     sources = {}
-    if layers[0].domain == "pre":
+    if layers[0].domain == "pre" and layers[0].rope_block == 1:
         for index in range(len(layers)):
             source = network.family.attention_module(model, index).get_submodule(network.family.key_source)
             sources[source] = index
@@ -154,7 +170,8 @@ def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor
 
 CASES = [
     ("llama", "rotor", ()),
-    ("llama", "rotor-post", ()),
+    ("llama", "rotor-post", ("groups.domain=post", "bases.qk=kq-centred")),
+    ("llama", "rotor-post", ("groups.rope_block=4",)),
     ("llama", "rotor", ("groups.size=2",)),
     ("llama", "rotor", ("groups.joint=false",)),
     ("gpt2", "rotor", ()),

@@ -42,7 +42,11 @@ CASES = [
     ("gpt2", "none", 1),
     ("llama", "pre", 2, "joint"),
     ("gpt2", "none", 4, "joint"),
+    ("llama", "pre", 2, "joint", 4),
+    ("mistral", "pre", 1, "apart", 8),
+    ("qwen3", "pre", 2, "joint", 4),
 ]
+"""Family, domain, KV heads of a group; `joint` latents, and positions of the blocks within which keys are turned."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,10 @@ def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
     def get(*case):
         if case not in made:
             folder: Path = tmp_path_factory.mktemp("coded")
-            made[case] = write_pair(tiny(case[0]), folder, *case[1:3], joint=case[3:] == ("joint",))
+            rope_block = case[4] if len(case) > 4 else 1
+            made[case] = write_pair(
+                tiny(case[0]), folder, *case[1:3], joint=case[3:4] == ("joint",), rope_block=rope_block
+            )
         return made[case]
 
     return get
@@ -63,11 +70,11 @@ def prompts(batch_size: int, length: int, seed: int = 3) -> torch.Tensor:
     return torch.randint(1, 4096, (batch_size, length), generator=torch.Generator().manual_seed(seed))
 
 
-def padded_prompts() -> tuple[torch.Tensor, torch.Tensor]:
+def padded_prompts(multiple_of: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Three rows, two of them padded on the left."""
     rows = prompts(3, 20)
     mask = torch.ones_like(rows)
-    mask[1, :9] = mask[2, :2] = 0
+    mask[1, : -(-9 // multiple_of) * multiple_of] = mask[2, : -(-2 // multiple_of) * multiple_of] = 0
     return rows.masked_fill(mask == 0, 0), mask
 
 
@@ -104,8 +111,9 @@ def test_every_cache_gives_the_tokens_of_rounded_latents(case, pair) -> None:
 
 
 def test_a_row_alone_is_its_row_in_a_padded_batch(pair) -> None:
-    rows, mask = padded_prompts()
+    """Padding by whole blocks, where keys are turned within such: their codes depend on their place in it."""
     for case in CASES:
+        rows, mask = padded_prompts(case[4] if len(case) > 4 else 1)
         model = pair(*case).load(torch.float64)
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         together = model.generate(rows, attention_mask=mask, **options)

@@ -11,11 +11,13 @@ from coded import MIXTURES, coded_layer, random_coded_case
 from ragged import RaggedCase, layer, random_case
 from torch import Tensor
 
-from rotor.kernels import code_reference, decode_reference, reference
+from rotor.kernels import code_reference, decode_reference, rebuilding, reference
 from rotor.kernels.code_reference import coded_attention
 from rotor.kernels.reference import grouped_attention
 from rotor.kernels.rows import byte_order, pack, unpack, unpack_by_bytes
 from rotor.kernels.truth import Sequence, ragged_attention
+from rotor.kernels.turned_queries import begins_a_block
+from rotor.runtime.rope_blocks import block_starts
 from rotor.runtime.rotary_table import RotaryTable
 
 HEADS_PER_KV, HEAD_DIM, KV_LEN = 3, 16, 90
@@ -85,7 +87,7 @@ def test_keys_before_rope(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", CODED, ids=lambda x: f"{x.domain} {x.group_size} {'joint' * x.joint}")
 def test_codes(layout, dtype: torch.dtype, has_products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product = dtype if has_products else torch.float32
-    monkeypatch.setattr(decode_reference, "product_dtype", lambda dtype: product)
+    monkeypatch.setattr(rebuilding, "product_dtype", lambda dtype: product)
     case = random_coded_case(layout, HEADS_PER_KV, HEAD_DIM, 3, 1, KV_LEN, dtype)
     for mask, softcap in ((None, None), (masks(3), None), (masks(3), 3.0)):
         got = coded_attention(
@@ -93,6 +95,44 @@ def test_codes(layout, dtype: torch.dtype, has_products: bool, monkeypatch: pyte
             case.floats.key_rotation, mask,
         )  # fmt: skip
         check(case.floats, got, mask, softcap)
+
+
+def in_blocks(case: RaggedCase, rope_block: int) -> RaggedCase:
+    """The case with keys that turn to the beginning of their block alone."""
+    layout = replace(case.layout, folded_keys=False, rope_block=rope_block)
+    return replace(case, layout=layout, key_rotation=block_starts(case.key_rotation, rope_block, 0, KV_LEN))
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("layout", [*PRE.values(), CODED[1], CODED[4]], ids=lambda x: f"{x.group_size} {x.coded}")
+def test_keys_in_blocks(layout, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key is rebuilt, whatever is masked; 90 keys do not fill the last of their blocks."""
+    monkeypatch.setattr(decode_reference, "Rebuilding", None)
+    for rope_block in (4, 16):
+        if layout.coded:
+            coded = random_coded_case(layout, HEADS_PER_KV, HEAD_DIM, 3, 1, KV_LEN, dtype)
+            case = in_blocks(coded.floats, rope_block)
+            coded = replace(coded, floats=case, layout=replace(coded.layout, folded_keys=False, rope_block=rope_block))
+            key, value, own, attend = coded.key, coded.value, coded.parameters, coded_attention
+        else:
+            case = in_blocks(random_case(layout, HEADS_PER_KV, HEAD_DIM, 3, 1, KV_LEN).to("cpu", dtype), rope_block)
+            key, value, own, attend = case.key, case.value, case.parameters, grouped_attention
+        for mask, softcap in ((None, None), (masks(3), None), (masks(3), 3.0)):
+            got = attend(case.query, key.unsqueeze(1), value.unsqueeze(1), own(softcap), case.key_rotation, mask)
+            check(case, got, mask, softcap)
+
+
+def test_keys_that_begin_within_a_block_are_rebuilt() -> None:
+    """As behind a window, which lets go of keys one by one."""
+    case = in_blocks(random_case(PRE["pairs"], HEADS_PER_KV, HEAD_DIM, 2, 1, KV_LEN), 8)
+    assert begins_a_block(case.key_rotation, 8)
+    rows = tuple(table[3:] for table in case.key_rotation)
+    assert not begins_a_block(rows, 8)
+    key, value = case.key[:, 3:].unsqueeze(1), case.value[:, 3:].unsqueeze(1)
+    got = grouped_attention(case.query, key, value, case.parameters(), rows)
+    with patch.object(reference, "serves", return_value=False):
+        expected = grouped_attention(case.query, key, value, case.parameters(), rows)
+    assert error(got, expected.double()) < 1e-6
 
 
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, 8])
@@ -188,9 +228,9 @@ def test_turns_are_made_once_for_all_layers_of_a_step() -> None:
     def step(length: int) -> tuple[Tensor, Tensor]:
         return table(0, length, length, torch.device("cpu"), torch.float32)
 
-    first = decode_reference.turns_of(step(5), 4, torch.float32)
-    assert decode_reference.turns_of(step(5), 4, torch.float32) is first
-    longer = decode_reference.turns_of(step(6), 4, torch.float32)
+    first = rebuilding.turns_of(step(5), 4, torch.float32)
+    assert rebuilding.turns_of(step(5), 4, torch.float32) is first
+    longer = rebuilding.turns_of(step(6), 4, torch.float32)
     assert len(longer) == 6
     assert torch.equal(longer[:5], first)
 

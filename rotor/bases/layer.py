@@ -27,6 +27,7 @@ class LayerBases:
         (n = group_size * head_dim), to refit each head's slice of W_o at the rank it gets; None keeps decode as it is.
     whole_planes: the columns of qk are unit vectors that take whole rotary planes, by method `rope-pairs`.
     joint: keys and values share a latent, of twice as many columns, which is what both put out together.
+    rope_block: see Candidate.
     """
 
     domain: Domain
@@ -36,6 +37,7 @@ class LayerBases:
     outputs: Tensor | None = None
     whole_planes: bool = False
     joint: bool = False
+    rope_block: int = 1
 
     @property
     def planes(self) -> Tensor | None:
@@ -105,12 +107,14 @@ def layer_bases(
     gradients: Gradients | None = None,
     where: str = "a layer",
     joint: bool = False,
+    rope_block: int = 1,
 ) -> LayerBases:
     """Compute both bases of one layer by the methods that a recipe names.
 
     Args:
         gradients: for methods that read them.
         joint: one latent for keys and values, by Fisher information.
+        rope_block: in domain `pre`, of what the statistics' `key_pre` (and `joint`) were turned within.
         where: names the layer in errors.
     Raises:
         NumericsError: a factorisation fails or its result is not finite.
@@ -129,7 +133,8 @@ def layer_bases(
             f"{' '.join(str(error).split())}",
             "Calibrate with --dtype float32, or with other bases.",
         ) from error
-    bases = LayerBases(domain, group_size, qk, vo, whole_planes=takes_whole_planes(qk_method, shape), joint=joint)
+    whole_planes = takes_whole_planes(qk_method, shape)
+    bases = LayerBases(domain, group_size, qk, vo, whole_planes=whole_planes, joint=joint, rope_block=rope_block)
     bases.check(shape, where)
     return bases
 

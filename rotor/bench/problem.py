@@ -16,6 +16,7 @@ from ..kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 from ..kernels.truth import Sequence, ragged_attention
 from ..prediction.cost import DecodeStep, layer_work, prefill_work
 from ..prediction.roofline import Work
+from ..runtime.rope_blocks import block_starts
 
 ROPE_THETA = 10000.0
 CHECKED_QUERIES = 32
@@ -112,7 +113,7 @@ def compressed_layout(layout: LayerLayout) -> LayerLayout:
 def rebuilt_layout(layout: LayerLayout) -> LayerLayout:
     """The same ranks in numbers, with keys compressed before RoPE, as Palu stores them."""
     groups = tuple(replace(group, qk_columns=None, v_columns=None, joint=False) for group in layout.groups)
-    return replace(layout, domain="pre", groups=groups)
+    return replace(layout, domain="pre", groups=groups, rope_block=1)
 
 
 def random_problem(
@@ -135,6 +136,8 @@ def random_problem(
         rotation = _rotation(kv_len, shape.turned, device)
         query = 2.0 * normal(batch_size, shape.num_heads, seq_len, shape.head_dim).float()
         query = rotate(query, *(table[kv_len - seq_len :] for table in rotation)).to(dtype)
+        if layout.turned_in_blocks:
+            rotation = block_starts(rotation, layout.rope_block, 0, kv_len)
         basis = normal(layout.group_size * shape.head_dim, layout.qk_width) * layout.groups[0].qk_rank ** -0.5
     else:
         rows = layout.group_size * shape.heads_per_kv

@@ -28,7 +28,6 @@ from ..errors import DataError, NumericsError, system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import RECIPE
 from ..format.hashes import file_sha256
-from ..format.layout import folds_keys
 from ..format.locks import exclusive
 from ..format.publishing import check_space, recover
 from ..logs import log_file
@@ -127,6 +126,11 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                         f"groups: {chosen} of {job.shape.num_kv_heads} KV heads share a latent: more are predicted to "
                         f"make attention slower than uncompressed on {job.recipe.objective.device}; "
                         "--set groups.size=all takes fewer bytes"
+                    )
+                if job.recipe.groups.domain == "block" and job.rope_block == 1 and job.family.rotary is not None:
+                    progress.message(
+                        "keys: compressed after RoPE as a whole: its frequencies depend on the length of a sequence, "
+                        "so that no part of a turn can be left for later (groups.domain)"
                     )
                 if job.recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
                     progress.message(f"latents: keys and values keep one each: {_not_joint(job)} (groups.joint)")
@@ -290,7 +294,9 @@ class Calibration:
                 vocabulary = ordinary_tokens(job.checkpoint.config, job.checkpoint.tokenizer)
                 rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
                 with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
-                    for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=done):
+                    for layer, found in fisher_information(
+                        network, rows, job.group_size, wanted, advance=done, rope_block=job.rope_block
+                    ):
                         partial.keep(_gradients_of(layer), found.to_tensors())
 
     def _layers(self, rows: Tensor) -> None:
@@ -316,8 +322,9 @@ class Calibration:
                     with processes.together():
                         out = partial.states(layer + 1, processes.rank, size, job.dtype)
                         moments = layer_statistics(
-                            network, layer, states, out, job.group_size, job.wanted, self.recipe.prune, advance
-                        )
+                            network, layer, states, out, job.group_size, job.wanted, self.recipe.prune, advance,
+                            job.rope_block,
+                        )  # fmt: skip
                         if layer + 1 < layers:
                             partial.keep_states(layer + 1, processes.rank)
                     processes.add_up(moments)
@@ -335,9 +342,18 @@ class Calibration:
             methods, gradients = (self.recipe.bases.qk, self.recipe.bases.vo), self._layer_gradients(layer)
             bases: dict[str, LayerBases] = {
                 key: layer_bases(
-                    moments, weights, job.shape, domain, size, *methods, gradients, f"layer {layer}, {key}", joint
+                    moments,
+                    weights,
+                    job.shape,
+                    domain,
+                    size,
+                    *methods,
+                    gradients,
+                    f"layer {layer}, {key}",
+                    joint,
+                    block,
                 )
-                for key, (domain, size, joint) in job.candidates.items()
+                for key, (domain, size, joint, block) in job.candidates.items()
             }
         codes = None
         if gradients is not None:
@@ -372,7 +388,7 @@ class Calibration:
                 **hashes,
             },
             "candidates": {key: candidate._asdict() for key, candidate in job.candidates.items()},
-            "folded_keys": {key: folds_keys(c.domain, job.family.has_key_norm) for key, c in job.candidates.items()},
+            "folded_keys": {key: c.folds_keys(job.family.has_key_norm) for key, c in job.candidates.items()},
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(job.shape),
             "tokens": about_tokens,

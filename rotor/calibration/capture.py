@@ -16,27 +16,38 @@ from ..format.layout import AttentionShape
 from ..kernels.reference import attend, rotate
 from ..models.projections import keys_before_rope, split_activations
 from ..runtime.families import Family
+from .turning import KeyTurning
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `key_post`,
 `key_pre` and `value` [tokens, num_kv_heads, head_dim]; `joint` [tokens, num_kv_heads, 2 head_dim], keys (before RoPE)
 with their values; `output` [tokens, num_heads, group_size * head_dim], the group's stacked values averaged with each
-query head's attention weights."""
+query head's attention weights. Keys before RoPE are turned within blocks where that is asked for."""
 
 CAPTURE = "rotor_capture"
 
 
 @contextmanager
 def capture(
-    model: Any, family: Family, shape: AttentionShape, group_size: int, wanted: frozenset[str], observe: Observer
+    model: Any,
+    family: Family,
+    shape: AttentionShape,
+    group_size: int,
+    wanted: frozenset[str],
+    observe: Observer,
+    rope_block: int = 1,
 ) -> Iterator[None]:
     """While active, every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
 
     Queries, keys after RoPE and values come from transformers' attention interface; keys before RoPE from a hook on
     the key projection, or on the key norm where there is one. A family that bypasses the interface gets a forward that
     calls it. Run the model with use_cache=False and without padding.
+
+    Args:
+        rope_block: positions of the blocks within which keys before RoPE are turned.
     """
     pending: dict[int, Tensor] = {}
+    turning = KeyTurning(model, family, rope_block)
     reads_before = "key_pre" in wanted or ("joint" in wanted and family.rotary is not None)
 
     def hook_for(layer: int) -> Callable[..., None]:
@@ -59,7 +70,7 @@ def capture(
         seen = {"query": query, "key_post": key, "value": value}
         activations = {name: x.transpose(1, 2).flatten(0, 1) for name, x in seen.items() if name in wanted}
         if reads_before:
-            before_rope = pending.pop(layer)
+            before_rope = turning(layer, pending.pop(layer), query.shape[2])
             if "key_pre" in wanted:
                 activations["key_pre"] = before_rope
         if "joint" in wanted:

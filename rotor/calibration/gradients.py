@@ -32,6 +32,7 @@ from ..progress import Advance
 from .capture import attention_replaced
 from .clipping import GradientClip
 from .samples import SampleKeeper, TokenSamples
+from .turning import KeyTurning
 
 FISHER = "rotor_fisher"
 
@@ -92,6 +93,7 @@ def fisher_information(
     wanted: frozenset[str],
     samples: int = SAMPLES,
     advance: Advance = lambda done: None,
+    rope_block: int = 1,
 ) -> Iterator[tuple[int, LayerFisher]]:
     """Fisher information of every layer, the last layer first.
 
@@ -102,6 +104,7 @@ def fisher_information(
             one, and values together.
         samples: tokens of which keys and values are kept, at most; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
+        rope_block: positions of the blocks within which `key_pre` is turned, also as a part of `joint`.
     Yields:
         (layer, its information). What enters each layer is kept, on disk where it is large, until all are done.
     Raises:
@@ -113,8 +116,12 @@ def fisher_information(
         with torch.inference_mode(), network.layer(index):
             network.run(index, states[index], states[index + 1], advance)
     gradient = _head_gradient(network, rows, states.pop())
+    turning = KeyTurning(network.model, network.family, rope_block)
     for index in reversed(range(network.shape.num_layers)):
-        yield index, _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance)
+        yield (
+            index,
+            _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance, turning),
+        )
 
 
 def _head_gradient(network: LayerwiseModel, rows: Tensor, states: Tensor) -> Tensor:
@@ -140,6 +147,7 @@ def _layer_backward(
     wanted: frozenset[str],
     samples: int,
     advance: Advance,
+    turning: KeyTurning,
 ) -> LayerFisher:
     """Information of one layer; `gradient`, by what leaves it, becomes that by what enters it.
 
@@ -150,6 +158,11 @@ def _layer_backward(
     tokens = states.shape[0] * states.shape[1]
     kept = {name: SampleKeeper(tokens, samples, index) for name in sorted(wanted)}
     clips = {name: GradientClip(tokens) for name in kept}
+
+    def by_token(name: str, tensor: Tensor) -> Tensor:
+        found = _by_token(network, name, tensor)
+        return turning(index, found, states.shape[1]) if name == "key_pre" else found
+
     with network.layer(index), _keys_and_values(network, index) as seen, torch.enable_grad():
         for part in network.batches(states):
             hidden = states[part].to(network.device).clone().requires_grad_()
@@ -162,11 +175,11 @@ def _layer_backward(
                     f"layer {index}: a gradient of the loss by its keys or values is not finite.",
                     "Calibrate with --dtype float32.",
                 )
-            gradients = {name: _by_token(network, name, g) for name, g in zip(sorted(seen), parts, strict=True)}
-            vectors = {name: _by_token(network, name, tensor.detach()) for name, tensor in seen.items()}
-            by_token = {name: _of(name, gradients) for name in kept}
-            information.add(by_token)
-            for name, by_them in by_token.items():
+            gradients = {name: by_token(name, g) for name, g in zip(sorted(seen), parts, strict=True)}
+            vectors = {name: by_token(name, tensor.detach()) for name, tensor in seen.items()}
+            of_latents = {name: _of(name, gradients) for name in kept}
+            information.add(of_latents)
+            for name, by_them in of_latents.items():
                 kept[name].add(_of(name, vectors), by_them)
                 clips[name].add(by_them)
             advance(2 * hidden.shape[0] * hidden.shape[1])

@@ -18,7 +18,7 @@ from ..models.memory import stream_weights
 from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
-from .candidates import Candidates, candidates_of, wanted_moments
+from .candidates import Candidates, wanted_moments
 from .outline import Estimates, ModelOutline
 from .processes import Processes
 
@@ -59,7 +59,7 @@ class CalibrationJob:
             )
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
-        candidates = candidates_of(recipe, outline.family, outline.shape)
+        candidates = outline.candidates(recipe)
         if processes.count > 1 and recipe.prune.kmeans is not None:
             raise UsageError(
                 f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
@@ -89,6 +89,11 @@ class CalibrationJob:
         if processes.is_first:  # a tokenizer that cannot be loaded, or too little text, is refused before any work
             check_text(recipe, checkpoint.config, checkpoint.tokenizer)
         return job
+
+    @property
+    def rope_block(self) -> int:
+        """Positions of the blocks within which keys before RoPE are turned; 1: they are not. All candidates agree."""
+        return max(candidate.rope_block for candidate in self.candidates.values())
 
     def check_out(self) -> None:
         """Raises UsageError where the run folder must not be written."""

@@ -20,7 +20,8 @@ from ..models.estimate import (
 from ..models.projections import longest_row
 from ..recipe import Recipe
 from ..runtime.families import Family, attention_shape, find_family
-from .candidates import candidates_of, wanted_moments
+from ..runtime.rotary_frequencies import depends_on_length, rotary_kinds
+from .candidates import Candidates, candidates_of, wanted_moments
 
 
 class Estimates(NamedTuple):
@@ -60,9 +61,14 @@ class ModelOutline:
         """Dtype of the stored weights."""
         return self.config.dtype or torch.float32
 
+    def candidates(self, recipe: Recipe) -> Candidates:
+        """What each layer may be compressed to; see `candidates_of`."""
+        fixed = self.family.rotary is None or not any(map(depends_on_length, rotary_kinds(self.config)))
+        return candidates_of(recipe, self.family, self.shape, fixed)
+
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """Estimate calibrating."""
-        candidates = candidates_of(recipe, self.family, self.shape)
+        candidates = self.candidates(recipe)
         resident, streamed = (
             calibration_estimate(
                 self.sizes,
@@ -88,7 +94,7 @@ class ModelOutline:
                 self.sizes,
                 self.shape,
                 recipe,
-                candidates_of(recipe, self.family, self.shape),
+                self.candidates(recipe),
                 feed_forward=feed_forward_width(self.config),
                 compute_bytes=dtype.itemsize,
                 streamed=streamed,

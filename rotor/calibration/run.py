@@ -273,7 +273,7 @@ class Run:
     def candidates(self) -> dict[str, Candidate]:
         """What each layer may be compressed to, by key."""
         return {
-            key: Candidate(found["domain"], found["group_size"], found.get("joint", False))
+            key: Candidate(found["domain"], found["group_size"], found.get("joint", False), found.get("rope_block", 1))
             for key, found in self.info["candidates"].items()
         }
 
@@ -285,7 +285,7 @@ class Run:
     def _candidate(
         self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
     ) -> LayerBases:
-        domain, group_size, joint = self.candidates[key]
+        domain, group_size, joint, rope_block = self.candidates[key]
         pairs = {}
         for side in ("qk", "vo"):
             encode = tensors[f"{key}.{side}.encode"]
@@ -293,7 +293,7 @@ class Run:
             pairs[side] = BasisPair(encode, decode, tensors[f"{key}.{side}.singular_values"])
         outputs = None if statistics is None else statistics.moment("output", group_size)
         whole_planes = takes_whole_planes(self.recipe.bases.qk, self.shape)
-        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes, joint)
+        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes, joint, rope_block)
         bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
         return bases
 

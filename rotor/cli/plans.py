@@ -62,7 +62,8 @@ def _needs(needs: Any) -> str:
 
 def _described(key: str, candidate: Any) -> str:
     shared = ", keys and values in one latent" if candidate.joint else ""
-    return f"{key} ({candidate.domain}, groups of {candidate.group_size}{shared})"
+    domain = candidate.domain if candidate.rope_block == 1 else f"in blocks of {candidate.rope_block} positions"
+    return f"{key} ({domain}, groups of {candidate.group_size}{shared})"
 
 
 def print_calibration_plan(plan: Any) -> None:

@@ -170,6 +170,7 @@ def coded_bases(bases: LayerBases, codes: LayerCodes, columns: GroupColumns) -> 
         ordered(bases.vo, torch.stack(orders["vo"])),
         bases.outputs,
         joint=bases.joint,
+        rope_block=bases.rope_block,
         columns=tuple(columns),
         key_codes=tuple(found["qk"]),
         value_codes=tuple(found["vo"]),

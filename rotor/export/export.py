@@ -23,7 +23,7 @@ from ..format.layout import LayerLayout, kv_bytes_per_token, profile_name, uncom
 from ..format.locks import exclusive
 from ..format.manifest import write_manifest
 from ..format.publishing import staged_folder, write_shard
-from ..format.section import FORMAT_VERSION, MARK
+from ..format.section import MARK, version_for
 from ..logs import log_file
 from ..models.checkpoint import INDEX_FILE, Checkpoint
 from ..models.projections import read_attention
@@ -179,7 +179,7 @@ def _write(
     config["attn_implementation"] = MARK
     config["quantization_config"] = {
         "quant_method": MARK,
-        "format_version": FORMAT_VERSION,
+        "format_version": version_for(stored),
         "biases": sorted(bias_names(first)),
         "layers": {str(i): layout.to_dict() for i, layout in enumerate(stored)},
     }
@@ -270,7 +270,7 @@ def _report(
     """The content of rotor.json."""
     source = run.info["model"]
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": version_for(layouts),
         "versions": run.info["versions"],
         "recipe": recipe.name,
         "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},

@@ -30,7 +30,7 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
         "tags": ["rotor", "kv-cache", "compression"],
     }
     layouts = report["layouts"]
-    domains = sorted({layout["domain"] for layout in layouts})
+    domains = sorted({(layout["domain"], layout.get("rope_block", 1)) for layout in layouts})
     sizes = sorted({len(layout["groups"][0]["kv_heads"]) for layout in layouts})
     return f"""---
 {yaml.safe_dump(metadata, sort_keys=False).strip()}
@@ -45,7 +45,7 @@ The weights of {name} with value, output and (where folded) key projections rota
 | | |
 |---|---|
 | recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
-| keys compressed | {" and ".join(_domain(d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
+| keys compressed | {" and ".join(_domain(*d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
 {_columns_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 {_cache_row(report)}{measured}
@@ -161,7 +161,9 @@ def _merged(layouts: list[dict[str, Any]]) -> str:
     return "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n" if joint else ""
 
 
-def _domain(domain: str) -> str:
+def _domain(domain: str, rope_block: int) -> str:
+    if rope_block > 1:
+        return f"turned by RoPE within blocks of {rope_block} positions (attention turns queries once a block)"
     return {
         "post": "after RoPE (never rebuilt)",
         "pre": "before RoPE (rebuilt inside attention)",

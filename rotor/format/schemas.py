@@ -37,9 +37,10 @@ class _CandidateInfo(TypedDict):
 
 
 class CandidateInfo(_CandidateInfo, total=False):
-    """What one candidate of a run is; see rotor.format.layout.Candidate. Older runs do not have `joint`: none was."""
+    """What one candidate of a run is; see rotor.format.layout.Candidate. Older runs have the first two alone."""
 
     joint: bool
+    rope_block: int
 
 
 class StageInfo(TypedDict):

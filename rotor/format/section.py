@@ -5,7 +5,7 @@ Reading it needs neither transformers nor anything of what wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -21,7 +21,8 @@ MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or
 an error that repeats it, even where all shapes are those of the uncompressed model (only queries and keys compressed,
 after RoPE). Without a slash: what has one is code that transformers would fetch from the hub."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)
+"""What this rotor reads: from 2 on layouts may have `rope_block`, which an earlier one would leave out."""
 EDITED = "The folder was edited or is from another version of rotor; export it again."
 
 
@@ -34,6 +35,11 @@ def is_compressed(config: Mapping[str, Any]) -> bool:
     """Whether a model's config.json is one that rotor wrote."""
     stored = config.get("quantization_config")
     return isinstance(stored, dict) and is_ours(stored.get("quant_method"))
+
+
+def version_for(layouts: Iterable[LayerLayout]) -> int:
+    """The earliest version of the format that has all that these layouts say."""
+    return 2 if any(layout.turned_in_blocks for layout in layouts) else 1
 
 
 class CompressedSection:
@@ -50,7 +56,7 @@ class CompressedSection:
 
     def __init__(
         self,
-        format_version: int = FORMAT_VERSION,
+        format_version: int = FORMAT_VERSIONS[-1],
         layers: Any = None,
         biases: Any = (),
         profiles: Any = None,
@@ -96,9 +102,10 @@ class CompressedSection:
 
     def layouts(self, shape: AttentionShape) -> list[LayerLayout]:
         """The layout of each layer; raises CheckpointError if the version or a layout does not fit the model."""
-        if self.format_version != FORMAT_VERSION:
+        if self.format_version not in FORMAT_VERSIONS:
+            readable = " and ".join(map(str, FORMAT_VERSIONS))
             raise CheckpointError(
-                f"config.json: format_version is {self.format_version}, this rotor reads {FORMAT_VERSION}.",
+                f"config.json: format_version is {self.format_version}, this rotor reads {readable}.",
                 "Install the version of rotor that wrote the checkpoint (rotor.json names it).",
             )
         if set(self.layers) != {str(i) for i in range(shape.num_layers)}:

@@ -158,7 +158,7 @@ def calibration_estimate(
         joint = any(candidate.joint for candidate in candidates.values())
         solving += 3 * gradients_bytes(shape, group_size, recipe.codes.tokens, joint)
     weights = _weight_bytes(sizes, compute_bytes, streamed)
-    bases = sum(bases_bytes(shape, *candidate[1:]) for candidate in candidates.values())
+    bases = sum(bases_bytes(shape, candidate.group_size, candidate.joint) for candidate in candidates.values())
     gradients, codes = 0, 0
     if recipe.needs_gradients:
         gradients = gradients_bytes(shape, group_size, min(count, recipe.codes.tokens), joint)

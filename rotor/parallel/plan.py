@@ -101,7 +101,7 @@ class LayerPlan:
                 kv_heads = tuple(range(i * size, (i + 1) * size))
                 groups.append(replace(self.layout.groups[part.group], kv_heads=kv_heads, planes=()))
             domain: Domain = "pre" if self.layout.domain == "pre" else "none"
-            yield LayerLayout(domain, self.layout.folded_keys, tuple(groups)), heads, parts
+            yield LayerLayout(domain, self.layout.folded_keys, tuple(groups), self.layout.rope_block), heads, parts
 
 
 @lru_cache(maxsize=4096)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from ..calibration.candidates import candidates_of
 from ..calibration.outline import Estimates, ModelOutline
-from ..format.layout import AttentionShape, Candidate, folds_keys, uncompressed_kv_bytes_per_token
+from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import find_model, tensor_headers
@@ -110,7 +109,7 @@ def inspect(
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
     per_token = uncompressed_kv_bytes_per_token(shape, outline.dtype.itemsize)
-    candidates = candidates_of(spec, family, shape)
+    candidates = outline.candidates(spec)
     load = spec.objective
     rates = find_device(load.device, load.device_file)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
@@ -129,7 +128,7 @@ def inspect(
         recipe=spec.name,
         bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
-        keys={key: _keys(c, folds_keys(c.domain, family.has_key_norm)) for key, c in candidates.items()},
+        keys={key: _keys(c, c.folds_keys(family.has_key_norm)) for key, c in candidates.items()},
         objective=load,
         decode_times=decode_times(shape, family.rotary is not None, family.has_key_norm, rates, step),
         calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
@@ -160,5 +159,10 @@ def _keys(candidate: Candidate, folded: bool) -> str:
         return f"no RoPE: basis inside W_q and W_k, no overhead{shared}"
     if candidate.domain == "post":
         return "compressed after RoPE by a product at run time, never rebuilt"
+    if candidate.rope_block > 1:
+        return (
+            f"turned by RoPE within blocks of {candidate.rope_block} positions and compressed by a product at run time"
+            f"{shared}; attention turns queries once a block"
+        )
     how = "basis inside W_k" if folded else "basis applied behind the key norm"
     return f"compressed before RoPE ({how}{shared}), rebuilt and rotated inside attention"

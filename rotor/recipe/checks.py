@@ -10,6 +10,7 @@ from ..allocation.registry import CHOOSING, OF_ONE_WIDTH, RANK_METHODS, RankMeth
 from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 from ..errors import RecipeError
 from ..format.columns import WIDTHS
+from ..format.layout import MOST_ROPE_BLOCK, is_rope_block
 from ..typed import Reader, nearest_name
 from .metric_registry import LM_EVAL, METRICS
 from .recipe import Recipe
@@ -78,6 +79,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     "tokens.seed": (_seed, "a number from 0"),
     "evaluation.seed": (_seed, "a number from 0"),
     "groups.size": (_unless_word(_positive), "all, auto, any or a positive number of KV heads"),
+    "groups.rope_block": (
+        lambda positions: positions > 1 and is_rope_block(positions),
+        f"a power of two from 2 to {MOST_ROPE_BLOCK}",
+    ),
     "ranks.multiple_of": (_positive, "a positive number"),
     "ranks.probe_shares": (lambda shares: len(shares) > 0 and all(map(_share, shares)), "shares between 0 and 1"),
     "ranks.probe_tokens": (_positive, "a positive number of tokens"),
@@ -114,7 +119,9 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def _domains(recipe: Recipe) -> set[str]:
     """Domains in which the recipe may compress keys, on a model with RoPE."""
-    return {"pre", "post"} if recipe.groups.domain == "any" else {recipe.groups.domain}
+    if recipe.groups.domain == "any":
+        return {"pre", "post"}
+    return {"pre" if recipe.groups.domain == "block" else recipe.groups.domain}
 
 
 def _qk_methods(recipe: Recipe) -> list[str]:

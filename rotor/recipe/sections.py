@@ -66,15 +66,19 @@ class Groups:
         than the uncompressed model's, as predicted for `objective`; `any` leaves it to the ranks' method `global`, or
         to bits of codes, to choose for each layer among all divisors.
     domain: where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
-        `any` leaves it to the ranks likewise. A model without RoPE has neither.
+        `any` leaves it to the ranks likewise; `block`: turned by RoPE only within blocks of `rope_block` positions,
+        so that attention turns queries, once a block, and rebuilds no key. A model without RoPE has none of them.
     joint: keys and values share one latent, kept once, as both come from the same hidden state; where that can be:
-        codes, in bases by fisher without refit, of keys before RoPE that the model does not norm. Elsewhere they keep
-        two latents.
+        codes, in bases by fisher without refit, of keys before RoPE that the model does not norm, or turned within
+        blocks. Elsewhere they keep two latents.
+    rope_block: positions of a block of domain `block`, a power of two from 2 to 64: fewer take fewer bytes at equal
+        accuracy, more take less arithmetic.
     """
 
     size: int | Literal["all", "auto", "any"] = 1
-    domain: Literal["post", "pre", "any"] = "post"
+    domain: Literal["post", "pre", "block", "any"] = "post"
     joint: bool = False
+    rope_block: int = 16
 
 
 @dataclass(frozen=True)

@@ -240,8 +240,10 @@ def _spectrum_names(run: Run, key: str) -> dict[str, str]:
 
     A joint latent has one set of them, of `joint`.
     """
-    domain, heads, joint = run.candidates[key]
+    domain, heads, joint, rope_block = run.candidates[key]
     where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[domain]
+    if rope_block > 1:
+        where = f"turned within blocks of {rope_block}, "
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
     return {JOINT: where + size} if joint else {"qk": where + size, "vo": size}
 

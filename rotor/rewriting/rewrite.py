@@ -44,7 +44,7 @@ def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tu
             GroupLayout(heads[i], qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]), joint=bases.joint)
             for i, (qk_rank, v_rank) in enumerate(ranks)
         ]
-    return ordered_by_class(domain, folds_keys(domain, has_key_norm), groups)
+    return ordered_by_class(domain, folds_keys(domain, has_key_norm, bases.rope_block), groups, bases.rope_block)
 
 
 def rewrite_layer(
@@ -58,7 +58,7 @@ def rewrite_layer(
 
     `q_proj` [num_heads * head_dim, hidden] with heads in the order of the layout (without RoPE: rotated and truncated,
     [sum over query heads of qk_rank, hidden]); `k_proj` likewise, or [qk_width, hidden] if the key basis is folded;
-    `v_proj` [v_width, hidden], none where latents are joint, which k_proj puts out; `o_proj` [hidden, sum over query
+    `v_proj` [v_width, hidden], none where latents are joint and k_proj puts them out; `o_proj` [hidden, sum over query
     heads of v_rank]. `key_basis` [g * head_dim, qk_width] where keys are projected at run time; `query_basis`, of the
     same shape, where queries are or keys are rebuilt.
 
@@ -94,7 +94,7 @@ def rewrite_layer(
             tensors[f"q_proj.{kind}"] = None if q is None else q.flatten(0, 2)
         of_keys = _fold(k, qk_encode, layout) if layout.folded_keys else _flatten_kv(k)
         of_values = _fold(v, v_encode, layout)
-        if layout.joint:
+        if layout.joint and layout.folded_keys:
             of_keys, of_values = _sum(of_keys, of_values), None
         tensors[f"k_proj.{kind}"], tensors[f"v_proj.{kind}"] = of_keys, of_values
 
@@ -122,9 +122,9 @@ def rewrite_layer(
             tensors["k_proj.bias"], keys = _shifted(before, keys, weights.k_weight.dtype)
         else:
             tensors["key_shift"] = torch.cat([code.shift for code in keys])
-        if layout.joint:
+        if layout.joint and layout.folded_keys:
             _, values = _shifted(before, values, weights.k_weight.dtype)
-        else:
+        elif not layout.joint:
             tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
         if layout.domain == "pre":
             tensors["key_constant"] = torch.cat([code.constant for code in keys]).unflatten(0, (-1, shape.head_dim))

@@ -27,6 +27,7 @@ from .cache.policy import Policy
 from .code_rows import check_cache
 from .families import Family
 from .policy_attention import attend_by_policy, in_pytorch
+from .rope_blocks import within_blocks
 from .rotary_table import RotaryTable
 from .spread import Spread
 
@@ -87,10 +88,11 @@ class RotorAttention(nn.Module):
         hidden_size = shape.hidden_size
         self.q_proj = nn.Linear(hidden_size, q_width, bias="q" in biases)
         # The means of codes are biases where the model has none.
-        shifted = "o v k" if layout.folded_keys else "o v"
-        biases = biases | set(shifted.split()) if layout.coded else biases
+        if layout.coded:
+            shifted = "o k" if layout.folded_keys else "o"
+            biases = biases | set(shifted.split()) | (set() if layout.joint else {"v"})
         self.k_proj = nn.Linear(hidden_size, k_width, bias="k" in biases)
-        if not layout.joint:
+        if not (layout.joint and layout.folded_keys):
             self.v_proj = nn.Linear(hidden_size, layout.v_width, bias="v" in biases)
         self.o_proj = nn.Linear(o_width, hidden_size, bias="o" in biases)
         for name in family.norms:
@@ -149,8 +151,11 @@ class RotorAttention(nn.Module):
             query_offset = past_key_values.get_seq_length(self.layer_idx)
             kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
 
+        # Where a window has let go of the first keys, rows may begin within a block: kernels want whole ones.
+        first = kv_offset % layout.rope_block
         use_kernels = (
             self.spread is None
+            and first == 0
             and not in_pytorch(cache_layer, self, hidden_states)
             and kernels_serve(
                 hidden_states,
@@ -163,7 +168,7 @@ class RotorAttention(nn.Module):
                 self.kernels,
             )
         )
-        key_rotation = index = None
+        key_rotation = rotation_rows = index = None
         if layout.domain == "pre":
             assert self._rotary is not None
             if self.spread is None:
@@ -173,15 +178,20 @@ class RotorAttention(nn.Module):
             # The kernels compose rotations, and so want them exact.
             dtype = torch.float32 if use_kernels else hidden_states.dtype
             end = query_offset + seq_len if self.spread is None else kv_len
-            key_rotation = self._rotary(kv_offset, kv_len, end, hidden_states.device, dtype)
-            index = torch.arange(seq_len, device=hidden_states.device) + query_offset - kv_offset
+            rotation_rows = key_rotation = self._rotary(kv_offset, first + kv_len, end, hidden_states.device, dtype)
+            if layout.turned_in_blocks:
+                key_rotation = self._rotary.block_starts(layout.rope_block, first, kv_len)
+            index = torch.arange(seq_len, device=hidden_states.device) + query_offset - kv_offset + first
             if self.spread is not None:
                 index = self.spread.indices
         check_cache(past_key_values, self.layer_idx, layout)
-        rotation = position_embeddings
-        if key_rotation is not None:
-            rotation = key_rotation[0][index], key_rotation[1][index]
-        query, key, value = self._projected(hidden_states, rotation, use_kernels)
+        rotation, turns = position_embeddings, None
+        if rotation_rows is not None:
+            assert index is not None
+            rotation = rotation_rows[0][index], rotation_rows[1][index]
+            if layout.turned_in_blocks:
+                turns = within_blocks(rotation_rows, index, layout.rope_block)
+        query, key, value = self._projected(hidden_states, rotation, use_kernels, turns)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, turns: Any) -> Tensor:
             options = {"scaling": self.scaling, "key_rotation": turns, "use_kernels": use_kernels, **kwargs}
@@ -201,13 +211,18 @@ class RotorAttention(nn.Module):
         return self.o_proj(output), None
 
     def _projected(
-        self, hidden_states: Tensor, rotation: tuple[Tensor, Tensor] | None, use_kernels: bool
+        self,
+        hidden_states: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        use_kernels: bool,
+        turns: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the rows of keys and values as the cache keeps them, as `grouped_attention` takes all three.
 
         Args:
             rotation: cos and sin of these tokens: [batch_size, seq_len, rotary_dim], or in domain `pre` [seq_len,
                 rotary_dim] by which queries alone are rotated.
+            turns: likewise, by which keys are turned before they are projected.
         """
         layout = self.layout
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
@@ -236,7 +251,10 @@ class RotorAttention(nn.Module):
             key = key.unsqueeze(1)
         else:
             heads = key if layout.domain == "post" else key.transpose(1, 2)
-            key = project_keys(heads, self.key_basis, layout, self.key_shift)
+            if turns is not None:
+                heads = rotate(heads, *(table.to(heads.dtype) for table in turns))
+            of_values = self.v_proj(hidden_states).unsqueeze(1) if layout.joint else None
+            key = project_keys(heads, self.key_basis, layout, self.key_shift, of_values)
 
         value = value.unsqueeze(1)
         if layout.coded and use_kernels:

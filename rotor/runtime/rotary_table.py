@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .positions import PositionCheck
+from .rope_blocks import block_starts
+from .rotary_frequencies import depends_on_length
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
@@ -30,11 +32,13 @@ class RotaryTable:
         self._arguments = () if layer_type is None else (layer_type,)
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
-        self.depends_on_length = kind == "longrope" or "dynamic" in kind
+        self.depends_on_length = depends_on_length(kind)
         self.check_positions = PositionCheck()
         self._key: tuple[Any, ...] | None = None
         self._table: tuple[Tensor, Tensor] | None = None
         self._rows: tuple[int, tuple[Tensor, Tensor]] | None = None
+        self._starts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._start_rows: tuple[tuple[int, int, int], tuple[Tensor, Tensor]] | None = None
 
     def __call__(
         self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype
@@ -55,9 +59,27 @@ class RotaryTable:
             like = torch.empty(0, device=device, dtype=dtype)
             cos, sin = self._rotary(like, positions[None], *self._arguments)
             self._key, self._table, self._rows = key, (cos[0].to(device), sin[0].to(device)), None
+            self._starts, self._start_rows = {}, None
         if torch.compiler.is_compiling():
             return self._table[0][:length], self._table[1][:length]
         if self._rows is None or self._rows[0] != length:
             # The same tensors for all layers of a step: what follows from them is made once.
             self._rows = length, (self._table[0][:length], self._table[1][:length])
         return self._rows[1]
+
+    def block_starts(self, rope_block: int, first: int, length: int) -> tuple[Tensor, Tensor]:
+        """What turns keys to the beginning of their block, each [length, rotary_dim].
+
+        Args:
+            first: row of the first key in the table that was last asked for.
+        """
+        assert self._table is not None
+        known = rope_block, int(first)
+        if torch.compiler.is_compiling():
+            return block_starts(self._table, rope_block, first, length)
+        if known not in self._starts:
+            self._starts = {known: block_starts(self._table, rope_block, known[1], len(self._table[0]) - known[1])}
+        if self._start_rows is None or self._start_rows[0] != (*known, length):
+            cos, sin = self._starts[known]
+            self._start_rows = (*known, length), (cos[:length], sin[:length])
+        return self._start_rows[1]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..calibration.candidates import candidates_of, wanted_moments
+from ..calibration.candidates import wanted_moments
 from ..calibration.outline import ModelOutline
 from ..evaluation.placement import Placement
 from ..models.checkpoint import Checkpoint
@@ -212,7 +212,7 @@ class Timer:
 
     def _calibration(self, recipe: Recipe) -> float:
         outline = self.outline
-        candidates = candidates_of(recipe, outline.family, outline.shape)
+        candidates = outline.candidates(recipe)
         size = max(candidate.group_size for candidate in candidates.values())
         wanted = wanted_moments(recipe, candidates)
         flops = calibration_flops(outline.sizes, outline.shape, recipe, size, wanted)

@@ -19,7 +19,9 @@ def quantity(store: StudyStore, name: str, side: str) -> str:
     shared = " (groups.joint)" if settings["groups"].get("joint") else ""  # of keys and values stacked
     if side == "vo":
         return f"by {method}{shared}"
-    where = {"pre": ", before RoPE", "post": ", after RoPE"}.get(settings["groups"]["domain"], "")
+    where = {"pre": ", before RoPE", "post": ", after RoPE", "block": ", in blocks"}.get(
+        settings["groups"]["domain"], ""
+    )
     return f"by {method}{where}{shared}"
 
 

@@ -206,7 +206,7 @@ def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
     """Where the projection of values, or of joint latents, is not as wide as a layer's layout says."""
     family = FAMILIES[checkpoint.config.model_type]
     for index, layout in enumerate(checkpoint.layouts):
-        projection = "k_proj.weight" if layout.joint else "v_proj.weight"
+        projection = "k_proj.weight" if layout.joint and layout.folded_keys else "v_proj.weight"
         name = family.stored_prefix(index, checkpoint.names) + projection
         if name not in checkpoint.names or checkpoint.shape_of(name)[:1] != [layout.v_width]:
             return f"config.json, layer {index}: {projection} has not the {layout.v_width} rows of its layout"

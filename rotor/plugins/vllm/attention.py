@@ -19,6 +19,7 @@ from ...format.kernel_config import LayerKernels, Schedule
 from ...format.layout import AttentionShape, LayerLayout
 from ...kernels.reference import project_keys, project_queries, rotate
 from ...runtime.families import Family
+from ...runtime.rope_blocks import block_starts, within_blocks
 from .backend import RotorImpl, use_kernels
 from .cache import RotorCache
 from .pages import LayerPages
@@ -76,7 +77,7 @@ class RotorSelfAttention(nn.Module):
         name = attn.layer_name
         prefix = name.rsplit(".", 1)[0]
         # The means of codes are biases where the model has none.
-        shifted = {"o", "v", "k"} if full.folded_keys else {"o", "v"}
+        shifted = {"o"} | ({"k"} if full.folded_keys else set()) | (set() if full.joint else {"v"})
         biases = plan.biases | shifted if full.coded else plan.biases
 
         def linear(columns: int, rows: int, which: str) -> ReplicatedLinear:
@@ -87,7 +88,7 @@ class RotorSelfAttention(nn.Module):
         hidden = shape.hidden_size
         self.q_proj = linear(hidden, shard.width("q_proj"), "q")
         self.k_proj = linear(hidden, shard.width("k_proj"), "k")
-        if not full.joint:
+        if not (full.joint and full.folded_keys):
             self.v_proj = linear(hidden, shard.width("v_proj"), "v")
         self.o_proj = linear(shard.width("o_proj"), hidden, "o")
 
@@ -131,7 +132,7 @@ class RotorSelfAttention(nn.Module):
             pages=pages,
             heads_per_kv=self.heads_per_kv,
             head_dim=shape.head_dim,
-            key_rotation=table if full.domain == "pre" else None,
+            key_rotation=_of_keys(table, full.rope_block) if full.domain == "pre" else None,
             query_basis=self.query_basis if full.domain == "pre" else None,
             key_constant=self.key_constant,
             schedule=plan.schedule,
@@ -177,7 +178,14 @@ class RotorSelfAttention(nn.Module):
             if layout.domain == "post":
                 assert positions is not None
                 heads = self._rotate(heads, positions)
-            key = project_keys(heads.transpose(0, 1)[None], self.key_basis, self.shard.key_layout, self.key_shift)[0, 0]
+            if layout.turned_in_blocks:
+                assert positions is not None
+                turns = within_blocks((self.cos, self.sin), positions, layout.rope_block)
+                heads = rotate(heads, *(table.unsqueeze(1) for table in turns)).to(heads.dtype)
+            of_values = self.v_proj(hidden_states)[None, None] if layout.joint else None
+            key = project_keys(
+                heads.transpose(0, 1)[None], self.key_basis, self.shard.key_layout, self.key_shift, of_values
+            )[0, 0]
         output = self.o_proj(self.attn(query, key, value))
         if self.tp_size > 1 and self.reduces:
             output = tensor_model_parallel_all_reduce(output)
@@ -200,3 +208,10 @@ class RotorSelfAttention(nn.Module):
         cos, sin = self.cos[positions][:, columns], self.sin[positions][:, columns]
         first, second = latents.unflatten(-1, (-1, 2)).unbind(-1)
         return (latents * cos + torch.stack([-second, first], -1).flatten(-2) * sin).to(latents.dtype)
+
+
+def _of_keys(table: tuple[Tensor, Tensor] | None, rope_block: int) -> tuple[Tensor, Tensor] | None:
+    """What turns the keys of a cache by their position, from cos and sin [positions, rotary_dim]."""
+    if table is None or rope_block == 1:
+        return table
+    return block_starts(table, rope_block, 0, len(table[0]))

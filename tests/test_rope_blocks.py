@@ -1,0 +1,176 @@
+"""Keys turned by RoPE within blocks of positions: what is measured of them, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import relative_error
+from transformers import AutoModelForCausalLM
+
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.capture import capture
+from rotor.calibration.gradients import fisher_information
+from rotor.calibration.outline import ModelOutline
+from rotor.errors import CheckpointError, RecipeError
+from rotor.export.export import export
+from rotor.format.layout import Candidate, LayerLayout
+from rotor.kernels.reference import rotate
+from rotor.models.checkpoint import Checkpoint
+from rotor.models.layerwise import LayerwiseModel
+from rotor.models.loading import load_model
+from rotor.recipe import load_recipe
+from rotor.runtime.cache import H2O, Tiers, cache_policy
+from rotor.runtime.families import attention_shape, find_family
+from rotor.runtime.rope_blocks import block_starts, within_blocks
+from rotor.validation.validate import validate
+
+FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt_neox"]
+"""Plain; with a norm of the keys; with two kinds of RoPE besides; with RoPE that turns only a part of a head."""
+TWO_TIERS = Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0)
+ROWS = torch.randint(5, 4000, (3, 22), generator=torch.Generator().manual_seed(0))
+
+
+def rotation_of(model, family, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    kind = family.rotary_type(model.config, layer)
+    like, positions = torch.zeros(1), torch.arange(length)[None]
+    cos, sin = model.get_submodule(family.rotary)(like, positions, *([] if kind is None else [kind]))
+    return cos[0], sin[0]
+
+
+def test_both_parts_of_a_turn_are_the_turn() -> None:
+    """An attention factor, by which RoPE makes keys longer (YaRN), is in the second part alone."""
+    angles = torch.outer(torch.arange(40).double(), 10.0 ** -torch.arange(4).double()).repeat(1, 2)
+    exact = 1.3 * angles.cos(), 1.3 * angles.sin()
+    key = torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for rope_block in (2, 16):
+        stored = rotate(key, *within_blocks(exact, torch.arange(40), rope_block))
+        assert relative_error(stored.norm(dim=-1), key.norm(dim=-1)) < 1e-12
+        read = rotate(stored, *block_starts(exact, rope_block, 0, 40))
+        assert relative_error(read, rotate(key, *exact)) < 1e-12
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_moments_and_gradients_are_of_turned_keys(name: str, tiny) -> None:
+    """Turned on to the beginning of their block they are the keys after RoPE, and so are gradients by them."""
+    model = load_model(tiny(name), torch.device("cpu"), torch.float32)
+    family, shape = find_family(model.config), attention_shape(model.config)
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+    wanted = frozenset({"key_pre", "key_post", "joint"})
+    with torch.inference_mode(), capture(model, family, shape, 1, wanted, seen.__setitem__, 8):
+        model(ROWS, use_cache=False)
+    for layer, activations in seen.items():
+        starts = block_starts(rotation_of(model, family, layer, ROWS.shape[1]), 8, 0, ROWS.shape[1])
+
+        def turned_on(keys: torch.Tensor, starts=starts) -> torch.Tensor:
+            return rotate(keys.unflatten(0, ROWS.shape).transpose(1, 2), *starts).transpose(1, 2).flatten(0, 1)
+
+        keys = activations["key_pre"]
+        assert relative_error(turned_on(keys), activations["key_post"]) < 1e-5
+        assert torch.equal(activations["joint"][..., : shape.head_dim], keys)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_by_turned_keys(name: str, tiny) -> None:
+    """In a row of one block, by what they are after RoPE: nothing is left to turn."""
+    network = LayerwiseModel.of(load_model(tiny(name), torch.device("cpu"), torch.float32), batch_tokens=16)
+    wanted = frozenset({"key_pre", "key_post", "joint", "value"})
+    for layer in dict(fisher_information(network, ROWS[:, :8], 1, wanted, rope_block=8)).values():
+        for kind in ("vectors", "gradients"):
+            before, after, both = (getattr(layer.samples[of], kind) for of in ("key_pre", "key_post", "joint"))
+            assert relative_error(before, after) < 1e-4
+            assert both.shape[-1] == 2 * before.shape[-1]
+        moments = [layer.information.moment(of, 1) for of in ("key_pre", "key_post")]
+        assert relative_error(*moments) < 1e-4
+        width = moments[0].shape[-1]
+        assert relative_error(layer.information.moment("joint", 1)[:, :width, :width], moments[0]) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def written(tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each family a checkpoint with keys in blocks: of codes, joint ones too, and of 16 bits."""
+    found = {}
+    for name, recipe in (("llama", "rotor-post"), ("qwen3", "rotor-post"), ("gpt_neox", "rotor-post-16")):
+        folder = tmp_path_factory.mktemp("blocks")
+        settings = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=64", "groups.domain=block"]
+        if recipe == "rotor-post":
+            settings += ["bases.qk=fisher", "groups.joint=true", "codes.tokens=512"]
+        else:
+            settings += ["ranks.method=removal-rate"]
+        run = calibrate(tiny(name), folder / "run", recipe, [*settings, "groups.rope_block=4"])
+        export(run.folder, folder / "out", compression=0.45, measure=False)
+        found[name] = folder / "out"
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
+def test_a_checkpoint_validates_and_generates_as_it_computes(name: str, written: dict[str, Path]) -> None:
+    result = validate(written[name])
+    assert not result.damaged, [check for check in result.checks if check.status == "fail"]
+    assert "full-rank rewrite" in {check.name for check in result.checks if check.status == "pass"}
+    model = AutoModelForCausalLM.from_pretrained(written[name], dtype=torch.float32).eval()
+    layouts = [model.get_submodule(path).layout for path, m in model.named_modules() if hasattr(m, "row_columns")]
+    assert {layout.rope_block for layout in layouts} == {4}
+    options = {"max_new_tokens": 13, "do_sample": False, "output_logits": True, "pad_token_id": 0}
+    output = model.generate(ROWS, return_dict_in_generate=True, **options)
+    with torch.inference_mode():
+        whole = model(output.sequences[:, :-1], use_cache=False).logits[:, ROWS.shape[1] - 1 :]
+    assert relative_error(torch.stack(output.logits, dim=1), whole) < 1e-4
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tiers"])
+def test_a_cache_with_a_memory_turns_what_it_holds_by_its_place(policy: str, written: dict[str, Path]) -> None:
+    """One that keeps everything, in an order of its own or in two blocks, gives what none gives."""
+    model = AutoModelForCausalLM.from_pretrained(written["llama"], dtype=torch.float32).eval()
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ROWS, **options)
+    with cache_policy(model, H2O(tokens=1000) if policy == "h2o" else TWO_TIERS):
+        assert torch.equal(model.generate(ROWS, **options), expected)
+
+
+def test_layouts_say_which_blocks(written: dict[str, Path], tmp_path: Path) -> None:
+    layout = AutoModelForCausalLM.from_pretrained(written["llama"]).model.layers[0].self_attn.layout
+    assert layout.joint
+    assert not layout.folded_keys
+    data = layout.to_dict()
+    assert data["rope_block"] == 4
+    assert LayerLayout.from_dict(data, "here") == layout
+    assert "rope_block" not in replace(layout, rope_block=1).to_dict()
+    for changed, problem in (
+        ({"rope_block": 12}, "rope_block: got 12, expected 1, or in domain `pre` without folded keys a power of two"),
+        ({"rope_block": 128}, "rope_block: got 128"),
+        ({"domain": "none"}, "rope_block: got 4"),
+        ({"folded_keys": True}, "folded_keys: got True, expected false, as keys are turned"),
+    ):
+        with pytest.raises(CheckpointError, match="here: " + problem.replace("`", ".")):
+            LayerLayout.from_dict({**data, **changed}, "here")
+
+
+def test_the_version_of_the_format_says_that_an_older_rotor_cannot_read_it(written: dict[str, Path]) -> None:
+    sections = [json.loads((folder / "config.json").read_text())["quantization_config"] for folder in written.values()]
+    assert {section["format_version"] for section in sections} == {2}
+
+
+def test_rope_that_depends_on_the_length_turns_keys_as_a_whole(tiny, tmp_path: Path) -> None:
+    """Parts of a turn would be of other frequencies than what comes later; `rotor-post` serves it all the same."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    outline = ModelOutline.of(Checkpoint(folder))
+    assert outline.candidates(load_recipe("rotor-post")) == {"post-4": Candidate("post", 4)}
+    assert outline.candidates(load_recipe("rotor")) == ModelOutline.of(Checkpoint(tiny("llama"))).candidates(
+        load_recipe("rotor")
+    )
+
+
+def test_sizes_of_blocks_that_are_refused() -> None:
+    for positions in (1, 3, 128):
+        with pytest.raises(RecipeError, match=r"groups\.rope_block"):
+            load_recipe("rotor-post", ["groups.domain=block", f"groups.rope_block={positions}"])
+    with pytest.raises(RecipeError, match=r"bases\.qk"):
+        load_recipe("fdc", ["groups.domain=block"])  # svd is of keys after RoPE
