@@ -27,10 +27,10 @@ def absorb_queries(
     """Queries of all heads of a part at each node of the block from `start` on, in the basis of the latent's `width`
     columns: [nodes, STRIDE, WIDTH] into `absorbed`, and their products with the constant key into another.
 
-    STAGES are those of loading the basis. One product serves the query rows of a head at all nodes: NODE_ROWS of them, padded. With STEP nodes are that far
+    One product serves the query rows of a head at all nodes: NODE_ROWS of them, padded. With STEP nodes are that far
     apart. Turns are those of the block's start and, by rows of the table that stay in the L1 cache, of a node's place
     in it: of a stepped table too, as blocks begin and nodes lie at multiples of STEP. A table that is shorter than a
-    block has no keys at the nodes behind its end.
+    block has no keys at the nodes behind its end. STAGES are those of loading the basis.
     """
     row = tl.arange(0, NODE_ROWS)
     node_index = row // HEADS_PER_KV
