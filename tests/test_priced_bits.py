@@ -26,10 +26,10 @@ BITS = (0, 2, 4, 8)
 ALIKE = Device(bandwidth_bytes_per_s=1e12, matmul_flops_per_s=200e12, memory_bytes=1e11, source="measured")
 ARITHMETIC_FREE = replace(ALIKE, matmul_flops_per_s=1e20, l2_bytes_per_s=1e20, vector_flops_per_s=1e20)
 ARITHMETIC_DEAR = replace(ALIKE, matmul_flops_per_s=1e11)
-KINDS: dict[str, tuple[Domain, bool, int]] = {
-    "pre-4": ("pre", True, 4),
-    "pre-1": ("pre", True, 1),
-    "post-4": ("post", False, 4),
+KINDS: dict[str, tuple[Domain, bool, int, int]] = {
+    "pre-4": ("pre", True, 4, 1),
+    "pre-1": ("pre", True, 1, 1),
+    "post-4": ("post", False, 4, 1),
 }
 
 
@@ -153,7 +153,7 @@ def test_what_a_plan_saves_is_predicted_decode_time() -> None:
         layouts = [
             LayerLayout(domain, folded, (GroupLayout.coded((0, 1, 2, 3), *pair),))
             for key, (pair,) in zip(plan.choice, plan.columns or [], strict=True)
-            for domain, folded, _ in [KINDS[key]]
+            for domain, folded, *_ in [KINDS[key]]
         ]
         seconds = decode_seconds(layouts, SHAPE, ALIKE, step)
         assert plan.saving == pytest.approx(1 - seconds / uncompressed_decode_seconds(SHAPE, ALIKE, step))
