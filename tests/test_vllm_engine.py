@@ -37,11 +37,16 @@ from rotor.runtime.cache import find_policy
 pytestmark = pytest.mark.vllm
 
 BOTH = ["plain", "coded"]
+IN_BLOCKS = ("llama", "pre", 2, "joint", 4)
+"""Keys turned within blocks of 4 positions, behind `joint` latents or latents `apart`."""
 MADE_BY_HAND = [
     *((kind, "llama", domain, size) for kind in BOTH for domain in ("post", "pre") for size in (1, 2)),
     *((kind, "gpt2", "none", size) for kind in BOTH for size in (1, 2)),
     ("coded", "llama", "pre", 2, "joint"),
     ("coded", "gpt2", "none", 4, "joint"),
+    ("coded", *IN_BLOCKS),
+    ("coded", "qwen3", "pre", 2, "joint", 4),
+    ("plain", "mistral", "pre", 1, "apart", 32),
     ("coded", "mistral", "pre", 1),
     ("plain", "mistral", "post", 2),
     ("plain", "qwen2", "post", 1),
@@ -58,7 +63,8 @@ MADE_BY_HAND = [
     ("plain", "gemma3_text", "post", 1),
 ]
 """Numbers and codes in each domain and group size; and scaled RoPE, sliding windows shorter than the prompts, norms,
-experts, a soft cap, two RoPEs, biases: every family in both domains, both group sizes, and both kinds of rows.
+experts, a soft cap, two RoPEs, biases: every family in both domains, both group sizes, and both kinds of rows. Keys
+turned within blocks: behind biases, behind a norm, and in blocks of two pages behind a sliding window.
 """
 
 EXPORTED = [("phi3", "pre"), ("mixtral", "post"), ("opt", "post"), ("falcon", "pre"), ("falcon-40b", "post")]
@@ -81,7 +87,9 @@ def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
         if case not in made:
             folder = tmp_path_factory.mktemp("pair")
             source = tiny(case[0]) if case[0] != "qwen3_moe" else build_wide(folder / "source")
-            made[case] = write_pair(source, folder, *case[1:3], joint=case[3:] == ("joint",))
+            rope_block = case[4] if len(case) > 4 else 1
+            joint = case[3:4] == ("joint",)
+            made[case] = write_pair(source, folder, *case[1:3], joint=joint, rope_block=rope_block)
         return made[case]
 
     return get
@@ -203,9 +211,9 @@ SOME = ("llama", "pre", 2)
 
 
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize("kind", BOTH)
-def test_features_change_no_token(kind: str, options, pair, expected) -> None:
-    folder = folder_of(pair, kind, *SOME)
+@pytest.mark.parametrize("case", [("plain", *SOME), ("coded", *SOME), ("coded", *IN_BLOCKS)], ids=str)
+def test_features_change_no_token(case, options, pair, expected) -> None:
+    folder = folder_of(pair, *case)
     with engine(folder, **options) as llm:
         assert served_tokens(llm) == expected(folder)
 
@@ -242,6 +250,18 @@ def test_rows_of_one_width_fill_the_blocks_of_both_kinds(tiny, tmp_path: Path) -
     with engine(folder) as llm:
         assert served_tokens(llm) == expected_tokens(folder)
         assert cache_tokens(llm) == CACHE_BYTES // (16 * size) * 16
+
+
+def test_keys_in_blocks_by_way_of_calibration(tiny, tmp_path: Path) -> None:
+    """qwen3, by the recipe that turns keys within blocks; a checkpoint that lacks the values' part of the latents is
+    refused by name.
+    """
+    overrides = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.seq_len=128", *SHORT_TEXT]
+    run = calibrate(tiny("qwen3"), tmp_path / "run", "rotor-post", [*overrides, "groups.rope_block=8"])
+    folder = export(run.folder, tmp_path / "out", compression=0.6, measure=False).folder
+    assert {layout.rope_block for layout in CompressedCheckpoint(folder).layouts} == {8}
+    with engine(folder) as llm:
+        assert served_tokens(llm) == expected_tokens(folder)
 
 
 @pytest.fixture(scope="module")
@@ -364,9 +384,12 @@ its stages on a CPU have no place for what passes between them, whatever the mod
 """
 
 
-@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
-def test_engines_in_processes_of_their_own_give_the_same_tokens(options, pair, expected) -> None:
-    folder = folder_of(pair, "coded", *SOME)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [*((name, SOME) for name in ALONE), *((name, IN_BLOCKS) for name in ("tensor parallel", "compiled"))],
+)
+def test_engines_in_processes_of_their_own_give_the_same_tokens(name: str, case, pair, expected) -> None:
+    options, folder = ALONE[name], folder_of(pair, "coded", *case)
     program = (
         "import json, sys, vllm_engine as v\n"
         "if __name__ == '__main__':\n"
@@ -416,6 +439,7 @@ def interpreted(folders: list[Path], widest: int = 512) -> list:
 def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(pair, expected) -> None:
     folders = [folder_of(pair, kind, *SOME) for kind in ("plain", "coded")]
     folders += [folder_of(pair, "coded", "llama", "post", 1), folder_of(pair, "coded", "gemma2", "post", 2)]
+    folders.append(folder_of(pair, "coded", *IN_BLOCKS))
     for folder, (tokens, called) in zip(folders, interpreted(folders), strict=True):
         assert tokens == [row[:3] for row in expected(folder)[1:5]]
         assert called == ["decode_attention", "pack_rows", "prefill_attention"]
