@@ -13,6 +13,7 @@ import pytest
 import torch
 from coded_models import Pair, write_pair
 from conftest import CONFIGS, DEMO_MODEL, LLAMA3_ROPE, MOE, SHORT_TEXT, SIZES, build_tiny, calibrated
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 from vllm_engine import (
     CACHE_BYTES,
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.vllm
 
 BOTH = ["plain", "coded"]
 IN_BLOCKS = ("llama", "pre", 2, "joint", 4)
-"""Keys turned within blocks of 4 positions, behind `joint` latents or latents `apart`."""
+"""Latents `joint` or `apart`, of keys that are turned within blocks of so many positions."""
 MADE_BY_HAND = [
     *((kind, "llama", domain, size) for kind in BOTH for domain in ("post", "pre") for size in (1, 2)),
     *((kind, "gpt2", "none", size) for kind in BOTH for size in (1, 2)),
@@ -253,15 +254,17 @@ def test_rows_of_one_width_fill_the_blocks_of_both_kinds(tiny, tmp_path: Path) -
 
 
 def test_keys_in_blocks_by_way_of_calibration(tiny, tmp_path: Path) -> None:
-    """qwen3, by the recipe that turns keys within blocks; a checkpoint that lacks the values' part of the latents is
-    refused by name.
-    """
+    """qwen3, by the recipe that does it; without the values' part of a latent the checkpoint is refused by its name."""
     overrides = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.seq_len=128", *SHORT_TEXT]
     run = calibrate(tiny("qwen3"), tmp_path / "run", "rotor-post", [*overrides, "groups.rope_block=8"])
     folder = export(run.folder, tmp_path / "out", compression=0.6, measure=False).folder
     assert {layout.rope_block for layout in CompressedCheckpoint(folder).layouts} == {8}
     with engine(folder) as llm:
         assert served_tokens(llm) == expected_tokens(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.v_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refused(folder, "layer 1: v_proj.weight is not in the checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -318,15 +321,15 @@ def test_profiles_are_chosen_as_in_transformers(chosen: float | None, elastic: P
     assert tokens == CACHE_BYTES // (16 * size // (2 if chosen is None else 1)) * 16
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(kind: str, pair) -> None:
+@pytest.mark.parametrize("case", [("plain", *SOME), ("coded", *SOME), ("coded", *IN_BLOCKS)], ids=str)
+def test_logits_in_bfloat16_are_as_close_to_float32_as_those_of_transformers(case, pair) -> None:
     """Log-probabilities of a prompt's tokens, in nats; twice transformers' own deviation is allowed."""
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
     prompt = make_prompts((120, 120))[0]
     rows = torch.tensor([prompt])
-    folder = folder_of(pair, kind, "llama", "pre", 2)
+    folder = folder_of(pair, *case)
     with torch.no_grad():
         exact, own = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(rows).logits.float().log_softmax(-1)
@@ -384,10 +387,7 @@ its stages on a CPU have no place for what passes between them, whatever the mod
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [*((name, SOME) for name in ALONE), *((name, IN_BLOCKS) for name in ("tensor parallel", "compiled"))],
-)
+@pytest.mark.parametrize(("name", "case"), [*((name, SOME) for name in ALONE), ("tensor parallel", IN_BLOCKS)], ids=str)
 def test_engines_in_processes_of_their_own_give_the_same_tokens(name: str, case, pair, expected) -> None:
     options, folder = ALONE[name], folder_of(pair, "coded", *case)
     program = (
