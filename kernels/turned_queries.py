@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rotor.format.columns import Columns
 
-from .decode_latents import byte_order_of, in_dtype, scratch, wide
+from .decode_latents import byte_order_of, in_dtype, wide
 from .rebuilding import plane_rows, turns_of
 
 
@@ -51,8 +51,10 @@ class TurnedQueries:
         if columns is not None:
             columns_in_bytes, factors = byte_order_of(columns, dtype.itemsize)
             basis = basis.index_select(3, columns_in_bytes) / factors
-        self.basis, self.plane_rows = basis.flatten(0, 1), order  # [count * size, head_dim, rank]
-        self.constant = None if constant is None else constant[..., order].flatten(0, 1).unsqueeze(-1).to(self.dtype)
+        if constant is not None:  # one more column: what a query makes of it is a logit of all keys of the block
+            basis = torch.cat([basis, constant[..., order].unsqueeze(-1).to(self.dtype)], dim=-1)
+        self.basis, self.plane_rows = basis.flatten(0, 1), order  # [count * size, head_dim, rank, or one more]
+        self.has_constant = constant is not None
 
     @property
     def rows(self) -> int:
@@ -73,22 +75,24 @@ class TurnedQueries:
         """
         count, size, _ = self.shape
         keys, heads = latents.shape[1], queries.shape[1]
-        blocks = -(-keys // self.step)
+        blocks, whole = -(-keys // self.step), keys // self.step
         turns = self.turns[start // self.step : start // self.step + blocks]
         turned = torch.view_as_real(queries.unflatten(1, (size, 1, -1)) * turns[:, None]).flatten(-2)
         of_heads = turned.flatten(0, 1).flatten(1, 2)  # [count * size, blocks * heads of a KV head, head_dim]
-        absorbed = torch.bmm(of_heads, self.basis).unflatten(0, (count, size)).unflatten(2, (blocks, -1))
+        absorbed = torch.bmm(of_heads, self.basis).view(count, size, blocks, -1, self.basis.shape[-1])
         absorbed = absorbed.transpose(1, 2).flatten(2, 3)  # [count, blocks, heads of a group, rank]
+        of_constant = absorbed[..., -1]
+        absorbed = absorbed[..., : latents.shape[-1]]
         factor = in_dtype(latents, self.dtype, "factor")
-        whole = keys // self.step
-        logits = scratch("turned logits", (count, heads, keys), self.dtype)
-        found = logits[..., : whole * self.step].unflatten(-1, (whole, self.step))
-        in_blocks = factor[:, : whole * self.step].unflatten(1, (whole, self.step))
-        found.copy_((absorbed[:, :whole] @ in_blocks.mT).transpose(1, 2))
-        if whole < blocks:
-            logits[..., whole * self.step :] = absorbed[:, -1] @ factor[:, whole * self.step :].mT
-        if self.constant is not None:
-            of_constant = torch.bmm(of_heads, self.constant).unflatten(0, (count, size)).unflatten(2, (blocks, -1))
-            added = of_constant.squeeze(-1).transpose(2, 3).flatten(1, 2)  # [count, heads of a group, blocks]
-            logits += added.repeat_interleave(self.step, dim=-1)[..., :keys]
-        return logits.clone()
+        logits = queries.real.new_empty(count, heads, keys)
+        for group, of_blocks, own in zip(factor, absorbed, logits, strict=True):
+            in_blocks = group[: whole * self.step].unflatten(0, (whole, self.step))
+            found = torch.bmm(of_blocks[:whole], in_blocks.mT)
+            own[:, : whole * self.step].unflatten(1, (whole, self.step)).copy_(found.transpose(0, 1))
+            if whole < blocks:
+                own[:, whole * self.step :] = of_blocks[-1] @ group[whole * self.step :].mT
+        if self.has_constant:
+            added = of_constant.mT.unsqueeze(-1)  # [count, heads of a group, blocks, 1]
+            logits[..., : whole * self.step].unflatten(-1, (whole, self.step)).add_(added[:, :, :whole])
+            logits[..., whole * self.step :] += added[:, :, -1]
+        return logits

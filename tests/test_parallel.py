@@ -54,9 +54,11 @@ CASES = {
     "whole": ("gpt2", "none", 1, FULL),
     "post-mqa": ("falcon", "post", 1, MQA),
     "pre-mqa": ("falcon", "pre", 1, MQA),
+    "blocks": ("qwen3", "pre", 2, None),
+    "blocks-joint": ("llama", "pre", 2, None),
 }
 """Family, domain, group size, columns; between them sliding windows, norms, biases, one group of all heads, one head,
-frequencies that change with the length, a soft cap, more processes than groups."""
+frequencies that change with the length, a soft cap, more processes than groups, keys turned within blocks."""
 
 
 INDEX_BYTES = 8
@@ -81,7 +83,10 @@ def pair(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name not in made:
             family, domain, size, columns = CASES[name]
             out = tmp_path_factory.mktemp(name)
-            made[name] = write_pair(tiny(family), out, domain, size, columns=columns, joint="joint" in name)
+            rope_block = 4 if "blocks" in name else 1
+            made[name] = write_pair(
+                tiny(family), out, domain, size, columns=columns, joint="joint" in name, rope_block=rope_block
+            )
         return made[name]
 
     return get
@@ -107,8 +112,11 @@ def check(got: dict[str, Any], expected: dict[str, Any], mask: Tensor | None, ex
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("coded", [False, True], ids=["numbers", "codes"])
-@pytest.mark.parametrize("case", CASES)
+ROWS = [(case, coded) for case in CASES for coded in ((True,) if "joint" in case else (False, True))]
+"""Joint latents are of codes alone."""
+
+
+@pytest.mark.parametrize(("case", "coded"), ROWS, ids=lambda x: {False: "numbers", True: "codes"}.get(x, x))
 def test_processes_equal_one(case: str, coded: bool, pair: Any, processes: Processes) -> None:
     folder = str(pair(case).coded if coded else pair(case).plain)
     model = load(folder)

@@ -24,12 +24,14 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.recipe import load_recipe
+from rotor.runtime.cache import H2O, Tiers, cache_policy
 from rotor.runtime.families import attention_shape, find_family
 from rotor.runtime.rope_blocks import block_starts, within_blocks
 from rotor.validation.validate import validate
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt_neox"]
 """Plain; with a norm of the keys; with two kinds of RoPE besides; with RoPE that turns only a part of a head."""
+TWO_TIERS = Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0)
 ROWS = torch.randint(5, 4000, (3, 22), generator=torch.Generator().manual_seed(0))
 
 
@@ -118,6 +120,16 @@ def test_a_checkpoint_validates_and_generates_as_it_computes(name: str, written:
     with torch.inference_mode():
         whole = model(output.sequences[:, :-1], use_cache=False).logits[:, ROWS.shape[1] - 1 :]
     assert relative_error(torch.stack(output.logits, dim=1), whole) < 1e-4
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tiers"])
+def test_a_cache_with_a_memory_turns_what_it_holds_by_its_place(policy: str, written: dict[str, Path]) -> None:
+    """One that keeps everything, in an order of its own or in two blocks, gives what none gives."""
+    model = AutoModelForCausalLM.from_pretrained(written["llama"], dtype=torch.float32).eval()
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ROWS, **options)
+    with cache_policy(model, H2O(tokens=1000) if policy == "h2o" else TWO_TIERS):
+        assert torch.equal(model.generate(ROWS, **options), expected)
 
 
 def test_layouts_say_which_blocks(written: dict[str, Path], tmp_path: Path) -> None:

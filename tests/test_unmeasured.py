@@ -51,6 +51,14 @@ def test_without_a_tokenizer_accuracy_is_not_measured(goal, without_tokenizer: R
     assert rotor(capsys, "validate", out)[0] == 0
 
 
+def test_what_comes_next_is_possible(without_tokenizer: Run, tmp_path: Path, capsys) -> None:
+    """Calibration ends with a command that runs: without a tokenizer there is no accuracy to ask for."""
+    arguments = ["calibrate", without_tokenizer.model_folder, "-o", tmp_path / "run", "--recipe", "fdc"]
+    code, said, err = rotor(capsys, *arguments, *(word for setting in RANDOM for word in ("--set", setting)))
+    assert code == 0, err
+    assert f"Next: rotor export {tmp_path}/run -o OUT --compression 0.8" in said
+
+
 def test_an_accuracy_needs_a_tokenizer(without_tokenizer: Run, tmp_path: Path, capsys) -> None:
     arguments = ["export", without_tokenizer.folder, "-o", tmp_path / "out", "--accuracy", "0.9"]
     expect_error(capsys, 1, "text needs a tokenizer", *arguments)

@@ -101,6 +101,7 @@ def calibrate(
     check_name(model, revision)
 
     from ..calibration.calibrate import run_calibration
+    from ..models.checkpoint import Checkpoint
     from ..planning.dry_run import plan_calibration
 
     progress = show_progress(quiet, verbose, dry_run=dry_run)
@@ -121,7 +122,8 @@ def calibrate(
         f"{run.info['tokens']['count']} tokens"
     )
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
-    say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT --accuracy 0.99")
+    goal = "--accuracy 0.99" if Checkpoint(run.model_folder).tokenizer is not None else "--compression 0.8"
+    say(f"Next: rotor export {shlex.quote(str(run.folder))} -o OUT {goal}")
 
 
 def _how_to_resume(out: Path) -> str:

@@ -14,10 +14,11 @@ from ..allocation.plan import RankPath
 from ..bases.layer import LayerBases
 from ..bases.registry import sides_that_read_tokens
 from ..calibration.calibrate import calibrate
+from ..calibration.partial import PartialRun
 from ..calibration.run import Run
 from ..data.splits import held_out_documents
 from ..errors import AccuracyError, DataError, UsageError
-from ..format.places import remove
+from ..format.places import OutputFolder, remove
 from ..progress import Progress
 from ..recipe import Evaluation, Recipe, override
 from ..search.search import Measurer, search_target
@@ -273,7 +274,8 @@ class StudyParts:
         folder = self.store.folder / "runs" / name
         if not folder.exists():
             self.progress.message(f"calibrate {name}")
-            return calibrate(self.subject.checkpoint.folder, folder, recipe, resume=True, **self._calibrate_options)
+            begun = PartialRun(OutputFolder.at(folder, "run")).exists
+            return calibrate(self.subject.checkpoint.folder, folder, recipe, resume=begun, **self._calibrate_options)
         run = Run.open(folder)
         same_model = run.info["model"].get("shards") == self.store.settings["model"]["shards"]
         if not same_model or _without_path(run.recipe) != _without_path(recipe):
