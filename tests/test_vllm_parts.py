@@ -89,7 +89,14 @@ def test_what_has_no_slot_goes_into_the_page_of_nobody() -> None:
     assert not cache[1:].any()
 
 
-CASES = [("llama", "post", 1), ("qwen3", "pre", 2), ("gpt2", "none", 2), ("llama", "pre", 2, "joint")]
+CASES = [
+    ("llama", "post", 1),
+    ("qwen3", "pre", 2),
+    ("gpt2", "none", 2),
+    ("llama", "pre", 2, "joint"),
+    ("llama", "pre", 2, "joint", 4),
+]
+"""As in test_coded_runtime: the last keeps keys in blocks, whose latents v_proj puts out a part of."""
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +106,8 @@ def pair(tiny, tmp_path_factory: pytest.TempPathFactory):
     def get(kind: str, *case) -> Path:
         if case not in made:
             made[case] = tmp_path_factory.mktemp("pair")
-            write_pair(tiny(case[0]), made[case], *case[1:3], joint=case[3:] == ("joint",))
+            rope_block = case[4] if len(case) > 4 else 1
+            write_pair(tiny(case[0]), made[case], *case[1:3], joint=case[3:4] == ("joint",), rope_block=rope_block)
         return made[case] / kind
 
     return get
@@ -121,7 +129,8 @@ def attended(
     key = key[:, None]
     if not layout.folded_keys:
         heads = key[:, 0].unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
-        key = project_keys(heads, tensors["key_basis"], key_layout, tensors.get("key_shift"))
+        of_values = project("v_proj")[:, None] if layout.joint else None
+        key = project_keys(heads, tensors["key_basis"], key_layout, tensors.get("key_shift"), of_values)
     length = hidden.shape[1]
     rotation = torch.ones(length, shape.head_dim), torch.zeros(length, shape.head_dim)
     constant = tensors.get("key_constant")
@@ -273,7 +282,7 @@ def test_the_plugin_imports_neither_vllm_nor_the_offline_half() -> None:
 
 def test_modules_of_the_plugin_import_only_what_is_below() -> None:
     """Those that need vLLM are not imported here: their imports are read."""
-    allowed = ("errors", "format", "kernels", "runtime.families", "runtime.kernel_choice")
+    allowed = ("errors", "format", "kernels", "runtime.families", "runtime.kernel_choice", "runtime.rope_blocks")
     for path in (ROOT / "rotor" / "plugins").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == 3:

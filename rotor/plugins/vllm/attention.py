@@ -19,7 +19,7 @@ from ...format.kernel_config import LayerKernels, Schedule
 from ...format.layout import AttentionShape, LayerLayout
 from ...kernels.reference import project_keys, project_queries, rotate
 from ...runtime.families import Family
-from ...runtime.rope_blocks import block_starts, within_blocks
+from ...runtime.rope_blocks import within_blocks
 from .backend import RotorImpl, use_kernels
 from .cache import RotorCache
 from .pages import LayerPages
@@ -104,11 +104,14 @@ class RotorSelfAttention(nn.Module):
         rebuilt = full.coded and full.domain == "pre"
         self.key_constant = parameter(rebuilt, shard.width("kv_heads"), shape.head_dim, of=float32)
 
-        table = None
+        table = key_rotation = None
         rotary = getattr(native, "rotary_emb", None)
         if full.domain != "none" or any(full.planes):
             assert rotary is not None
-            table = rotation_table(rotary, vllm_config.model_config.max_model_len)
+            positions = vllm_config.model_config.max_model_len
+            table = rotation_table(rotary, positions)
+            if full.domain == "pre":
+                key_rotation = rotation_table(rotary, positions, full.rope_block)
             self.register_buffer("cos", table[0], persistent=False)
             self.register_buffer("sin", table[1], persistent=False)
         if any(full.planes):
@@ -132,7 +135,7 @@ class RotorSelfAttention(nn.Module):
             pages=pages,
             heads_per_kv=self.heads_per_kv,
             head_dim=shape.head_dim,
-            key_rotation=_of_keys(table, full.rope_block) if full.domain == "pre" else None,
+            key_rotation=key_rotation,
             query_basis=self.query_basis if full.domain == "pre" else None,
             key_constant=self.key_constant,
             schedule=plan.schedule,
@@ -208,10 +211,3 @@ class RotorSelfAttention(nn.Module):
         cos, sin = self.cos[positions][:, columns], self.sin[positions][:, columns]
         first, second = latents.unflatten(-1, (-1, 2)).unbind(-1)
         return (latents * cos + torch.stack([-second, first], -1).flatten(-2) * sin).to(latents.dtype)
-
-
-def _of_keys(table: tuple[Tensor, Tensor] | None, rope_block: int) -> tuple[Tensor, Tensor] | None:
-    """What turns the keys of a cache by their position, from cos and sin [positions, rotary_dim]."""
-    if table is None or rope_block == 1:
-        return table
-    return block_starts(table, rope_block, 0, len(table[0]))

@@ -8,21 +8,29 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-_tables: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+from ...runtime.rope_blocks import Rotation, block_starts
+
+_tables: WeakKeyDictionary[nn.Module, dict[int, Rotation]] = WeakKeyDictionary()
 
 
-def rotation_table(rotary: nn.Module, length: int) -> tuple[Tensor, Tensor]:
+def rotation_table(rotary: nn.Module, length: int, rope_block: int = 1) -> Rotation:
     """Compute cos and sin, each [length, rotary_dim], both halves alike; vLLM's own are rounded to the model's dtype.
 
     Args:
         length: positions that there are, max_model_len. Where frequencies depend on it (longrope), vLLM has decided for
             one set of them, and so does this.
+        rope_block: each row is of the first of so many positions: what keys that are turned within blocks are turned by
+            when they are read.
     """
-    known = _tables.get(rotary)
+    tables = _tables.setdefault(rotary, {})
+    known = tables.get(rope_block)
     if known is None or len(known[0]) < length:
-        cos, sin = _both(rotary).float()[:length].chunk(2, dim=-1)
-        known = torch.cat([cos, cos], -1).contiguous(), torch.cat([sin, sin], -1).contiguous()
-        _tables[rotary] = known
+        if rope_block > 1:
+            known = block_starts(rotation_table(rotary, length), rope_block, 0, length)
+        else:
+            cos, sin = _both(rotary).float()[:length].chunk(2, dim=-1)
+            known = torch.cat([cos, cos], -1).contiguous(), torch.cat([sin, sin], -1).contiguous()
+        tables[rope_block] = known
     return known[0][:length], known[1][:length]
 
 
