@@ -76,8 +76,7 @@ def _group_sizes(recipe: Recipe, shape: AttentionShape, kind: Candidate, has_key
     if recipe.groups.size == "auto":
         load, bits = recipe.objective, 4 if recipe.coded else 16
         device, step = find_device(load.device, load.device_file), DecodeStep(load.context_tokens, load.batch_size)
-        folded = kind.folds_keys(has_key_norm)
-        return [largest_fast_group(shape, kind.domain, folded, kind.joint, bits, device, step)]
+        return [largest_fast_group(shape, kind, kind.folds_keys(has_key_norm), bits, device, step)]
     size = heads if recipe.groups.size == "all" else int(recipe.groups.size)
     if heads % size:
         raise RecipeError(

@@ -88,16 +88,19 @@ def group_sizes(shape: AttentionShape) -> list[int]:
 
 
 def largest_fast_group(
-    shape: AttentionShape, domain: Domain, folded_keys: bool, joint: bool, bits: int, device: Device, step: DecodeStep
+    shape: AttentionShape, kind: Candidate, folded_keys: bool, bits: int, device: Device, step: DecodeStep
 ) -> int:
     """Find the most KV heads that can share a latent without making attention slower, as predicted.
 
     A decode step with half of the columns, at `bits`, is predicted to take no longer than the uncompressed model's, and
     the kernels have bodies for its latents. 1 where no size is.
+
+    Args:
+        kind: of any group size.
     """
     base = uncompressed_decode_seconds(shape, device, step)
     for size in reversed(group_sizes(shape)):
-        layout = uniform_layout(shape, Candidate(domain, size, joint), folded_keys, 1 / 2, bits)
+        layout = uniform_layout(shape, kind._replace(group_size=size), folded_keys, 1 / 2, bits)
         if _served(layout) and decode_seconds([layout] * shape.num_layers, shape, device, step) <= base:
             return size
     return 1
