@@ -387,7 +387,11 @@ its stages on a CPU have no place for what passes between them, whatever the mod
 """
 
 
-@pytest.mark.parametrize(("name", "case"), [*((name, SOME) for name in ALONE), ("tensor parallel", IN_BLOCKS)], ids=str)
+PROJECTED = [("tensor parallel", IN_BLOCKS), ("compiled", IN_BLOCKS), ("compiled", ("llama", "post", 1))]
+"""Keys, and queries too, that go through a basis at run time: that is within what vLLM compiles."""
+
+
+@pytest.mark.parametrize(("name", "case"), [*((name, SOME) for name in ALONE), *PROJECTED], ids=str)
 def test_engines_in_processes_of_their_own_give_the_same_tokens(name: str, case, pair, expected) -> None:
     options, folder = ALONE[name], folder_of(pair, "coded", *case)
     program = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from ..errors import CheckpointError
@@ -151,6 +151,11 @@ class GroupLayout:
         return cls(kv_heads, qk_columns.rank, v_columns.rank, (), qk_columns, v_columns, joint)
 
     @property
+    def of_class(self) -> tuple[int, int, Columns | None, Columns | None]:
+        """What groups of a class have in common."""
+        return self.qk_rank, self.v_rank, self.qk_columns, self.v_columns
+
+    @property
     def ranks_in_words(self) -> str:
         """`48+32` of keys and values, or `96 joint`."""
         return f"{self.qk_rank} joint" if self.joint else f"{self.qk_rank}+{self.v_rank}"
@@ -288,14 +293,17 @@ class LayerLayout:
         return tuple(head for group in self.groups for head in group.kv_heads)
 
     def classes(self) -> Iterator[GroupClass]:
-        """Runs of groups with equal ranks, with their offsets (in elements) in the packed key and value rows."""
+        """Runs of groups with equal ranks, with their offsets (in elements) in the packed key and value rows.
+
+        A plain loop: torch.compile traces no groupby.
+        """
         start = qk_offset = v_offset = 0
-        for (qk_rank, v_rank, qk_columns, v_columns), run in groupby(
-            self.groups, key=lambda g: (g.qk_rank, g.v_rank, g.qk_columns, g.v_columns)
-        ):
-            count = sum(1 for _ in run)
-            yield GroupClass(start, count, qk_rank, v_rank, qk_offset, v_offset, qk_columns, v_columns)
-            start, qk_offset, v_offset = start + count, qk_offset + count * qk_rank, v_offset + count * v_rank
+        for end, group in enumerate(self.groups, 1):
+            if end < len(self.groups) and self.groups[end].of_class == group.of_class:
+                continue
+            count = end - start
+            yield GroupClass(start, count, *group.of_class[:2], qk_offset, v_offset, *group.of_class[2:])
+            start, qk_offset, v_offset = end, qk_offset + count * group.qk_rank, v_offset + count * group.v_rank
 
     def offsets(self) -> list[tuple[int, int]]:
         """List (qk_offset, v_offset): the columns before each group, in rows of the model's dtype its place."""
