@@ -19,7 +19,6 @@ from rotor.kernels.layer_table import layer_parts
 from rotor.prediction.cost import (
     UNPACK_FLOPS,
     DecodeStep,
-    Objective,
     decode_flops_per_token,
     decode_seconds,
     group_bytes_per_token,
@@ -33,6 +32,7 @@ from rotor.prediction.cost import (
     value_work,
 )
 from rotor.prediction.devices import Device, bundled_devices, find_device, parse_devices
+from rotor.prediction.objective import Objective
 from rotor.prediction.roofline import Work
 from rotor.prediction.tiling import Tiling
 from rotor.recipe import EXPORT_SECTIONS, ObjectiveSettings, load_recipe, override, parse_recipe

@@ -17,8 +17,9 @@ from rotor.codes.allocation import priced_counts
 from rotor.codes.layer import MEASURED, LayerCodes, SideCodes
 from rotor.errors import RecipeError
 from rotor.format.layout import AttentionShape, Domain, GroupLayout, LayerLayout
-from rotor.prediction.cost import DecodeStep, Objective, decode_seconds, uncompressed_decode_seconds
+from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.prediction.devices import Device
+from rotor.prediction.objective import Objective
 from rotor.search.costs import RunCosts
 
 SHAPE = AttentionShape(num_layers=2, num_heads=16, num_kv_heads=4, head_dim=32, hidden_size=512)

@@ -8,8 +8,9 @@ from ..allocation.priced_bits import Parts
 from ..calibration.run import Run
 from ..format.columns import Columns
 from ..format.layout import Domain
-from ..prediction.cost import Latent, Objective
 from ..prediction.devices import find_device
+from ..prediction.objective import Objective
+from ..prediction.tiling import Latent
 from ..recipe import Recipe
 
 
