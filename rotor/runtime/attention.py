@@ -152,7 +152,7 @@ class RotorAttention(nn.Module):
             kv_len, kv_offset = past_key_values.get_mask_sizes(seq_len, self.layer_idx)
 
         # Where a window has let go of the first keys, rows may begin within a block: kernels want whole ones.
-        first = kv_offset % layout.rope_block
+        first = kv_offset % layout.rope_block if layout.turned_in_blocks else 0
         use_kernels = (
             self.spread is None
             and first == 0
