@@ -1,19 +1,18 @@
-"""The `quantization_config` section of a compressed checkpoint's config.json: layouts, biases, and rank profiles.
+"""The `quantization_config` section of a compressed checkpoint's config.json: layouts and biases.
 
 Reading it needs neither transformers nor anything of what wrote it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError
 from ..installing import PACKAGE
 from ..typed import Reader, shorten
-from .layout import AttentionShape, LayerLayout, LayerRanks, check_layouts, profile_name
-from .truncation import truncate_layer
+from .channels import EDITED
+from .layout import AttentionShape, LayerLayout, check_layouts
 
 METHOD = "rotor"
 MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or repository; then import rotor)"
@@ -21,9 +20,8 @@ MARK = f"{METHOD} (needs the Python package {PACKAGE}, from its source folder or
 an error that repeats it, even where all shapes are those of the uncompressed model (only queries and keys compressed,
 after RoPE). Without a slash: what has one is code that transformers would fetch from the hub."""
 
-FORMAT_VERSIONS = (1, 2)
-"""What this rotor reads: from 2 on layouts may have `rope_block`, which an earlier one would leave out."""
-EDITED = "The folder was edited or is from another version of rotor; export it again."
+FORMAT_VERSION = 3
+"""Of what is stored; no other is read."""
 
 
 def is_ours(name: Any) -> bool:
@@ -37,11 +35,6 @@ def is_compressed(config: Mapping[str, Any]) -> bool:
     return isinstance(stored, dict) and is_ours(stored.get("quant_method"))
 
 
-def version_for(layouts: Iterable[LayerLayout]) -> int:
-    """The earliest version of the format that has all that these layouts say."""
-    return 2 if any(layout.turned_in_blocks for layout in layouts) else 1
-
-
 class CompressedSection:
     """The section, checked; unknown keys in it are left out.
 
@@ -50,16 +43,13 @@ class CompressedSection:
         layers: layer index (a string, as JSON has it) -> LayerLayout as a dict.
         biases: the projections, of q, k, v, o, that have a bias.
         cache: the policy by which the cache is kept, as plain data; read by rotor.runtime.cache.
-        profiles: of an elastic checkpoint, which stores all columns: name (an accuracy) -> per layer and group, in the
-            order of `layers`, [qk_rank, v_rank]. One is chosen at load, by `rank_profile`.
     """
 
     def __init__(
         self,
-        format_version: int = FORMAT_VERSIONS[-1],
+        format_version: int = FORMAT_VERSION,
         layers: Any = None,
         biases: Any = (),
-        profiles: Any = None,
         cache: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -70,43 +60,18 @@ class CompressedSection:
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if cache is not None:
             self.cache = reader.read(dict[str, Any], cache, "cache")
-        if profiles:
-            self.profiles = reader.read(dict[str, list[list[tuple[int, int]]]], profiles, "profiles")
 
     @property
     def coded(self) -> bool:
         """Whether a layer keeps rows of codes."""
         return any(LayerLayout.from_dict(layer, f"config.json, layer {i}").coded for i, layer in self.layers.items())
 
-    def profile_ranks(self, name: Any) -> list[LayerRanks] | None:
-        """The ranks of a profile of an elastic checkpoint; None if the checkpoint is not elastic.
-
-        Raises:
-            UsageError: there is no such profile; names those that there are, if any.
-        """
-        profiles = getattr(self, "profiles", None)
-        if not profiles:
-            if name is not None:
-                raise UsageError(
-                    f"rank_profile {name}: this checkpoint stores one set of ranks.",
-                    "Leave rank_profile out, or export with --elastic.",
-                )
-            return None
-        with suppress(TypeError, ValueError):
-            name = profile_name(name)  # 0.90 is 0.9
-        if str(name) not in profiles:
-            raise UsageError(
-                f"rank_profile {name}: not stored in this checkpoint.", f"Stored profiles: {', '.join(profiles)}."
-            )
-        return [[(int(qk), int(v)) for qk, v in layer] for layer in profiles[str(name)]]
-
     def layouts(self, shape: AttentionShape) -> list[LayerLayout]:
         """The layout of each layer; raises CheckpointError if the version or a layout does not fit the model."""
-        if self.format_version not in FORMAT_VERSIONS:
-            readable = " and ".join(map(str, FORMAT_VERSIONS))
+        if self.format_version != FORMAT_VERSION:
             raise CheckpointError(
-                f"config.json: format_version is {self.format_version}, this rotor reads {readable}.",
-                "Install the version of rotor that wrote the checkpoint (rotor.json names it).",
+                f"config.json: format_version is {self.format_version}, this rotor reads {FORMAT_VERSION}.",
+                "Export it again, or install the version of rotor that wrote it (rotor.json names it).",
             )
         if set(self.layers) != {str(i) for i in range(shape.num_layers)}:
             raise CheckpointError(
@@ -115,26 +80,7 @@ class CompressedSection:
             )
         found = [LayerLayout.from_dict(self.layers[str(i)], f"config.json, layer {i}") for i in range(shape.num_layers)]
         check_layouts(found, shape, "config.json")
-        for name, ranks in getattr(self, "profiles", {}).items():
-            self._check_profile(name, ranks, found)
         return found
-
-    def cut_layouts(self, shape: AttentionShape, profile: Any) -> list[LayerLayout]:
-        """The layouts that a loaded model has: those of the profile, where the checkpoint is elastic."""
-        layouts, ranks = self.layouts(shape), self.profile_ranks(profile)
-        if ranks is None:
-            return layouts
-        return [truncate_layer({}, layout, r, shape)[0] for layout, r in zip(layouts, ranks, strict=True)]
-
-    def _check_profile(self, name: str, ranks: list[LayerRanks], layouts: list[LayerLayout]) -> None:
-        reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
-        if [len(layer) for layer in ranks] != [len(layout.groups) for layout in layouts]:
-            raise reader.fail(f"profiles.{name}", ranks, "ranks of every layer's groups")
-        for index, (layer, layout) in enumerate(zip(ranks, layouts, strict=True)):
-            for (qk_rank, v_rank), group in zip(layer, layout.groups, strict=True):
-                if not (0 < qk_rank <= group.qk_rank and 0 < v_rank <= group.v_rank):
-                    expected = f"ranks from 1 to what is stored, {group.qk_rank} and {group.v_rank}"
-                    raise reader.fail(f"profiles.{name}, layer {index}", (qk_rank, v_rank), expected)
 
 
 def _text_keys(layers: Any) -> Any:

@@ -260,7 +260,7 @@ def find_family(config: Any) -> Family:
         raise UnsupportedModelError(
             f"config.json: partial_rotary_factor is {factor}; for {model_type} rotor supports only 1."
         )
-    if not 0 < attention_shape(config).turned <= attention_shape(config).head_dim:
+    if family.rotary is not None and not 0.0 < factor <= 1.0:
         raise UnsupportedModelError(f"config.json: partial_rotary_factor is {factor}, expected above 0 and at most 1.")
     return family
 
@@ -269,15 +269,16 @@ def attention_shape(config: Any) -> AttentionShape:
     """Sizes of the attention layers from the transformers config of a supported family."""
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
-    factor = _partial_rotary_factor(config)
+    family = FAMILIES[config.model_type]
     return AttentionShape(
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=FAMILIES[config.model_type].num_kv_heads(config),
+        num_kv_heads=family.num_kv_heads(config),
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         # transformers makes one frequency of each started pair
-        rotary_dim=None if factor == 1.0 else 2 * -(-int(head_dim * factor) // 2),
+        rotary_dim=2 * -(-int(head_dim * _partial_rotary_factor(config)) // 2) if family.rotary else 0,
+        key_norm=family.has_key_norm,
     )
 
 

@@ -1,1 +1,0 @@
-"""Attention of many new queries, causal, tile by tile."""

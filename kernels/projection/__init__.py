@@ -1,1 +1,0 @@
-"""Rotating queries and keys and projecting them onto their bases."""

@@ -1,0 +1,66 @@
+"""RoPE in two parts: within a block of positions, which slow planes of keys are stored with, and to its beginning.
+
+With T positions a block, R(m) = R(m - m mod T) R(m mod T). The slow planes of a stored key have the second rotation, in
+which they hardly move; the fast ones have none. See `rotor.format.layout`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rotor.format.layout import KeyForm
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, [..., positions, rotary_dim] each, as transformers has them: both halves of the dimensions alike."""
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE in transformers' layout (dimension i is paired with i + rotary_dim/2; the rest stays as it is).
+
+    Args:
+        x: [..., seq_len, head_dim].
+        cos, sin: [..., seq_len, rotary_dim], broadcastable to the first rotary_dim dimensions of x.
+    """
+    rotary_dim = cos.shape[-1]
+    own = x[..., :rotary_dim]
+    first, second = own.chunk(2, dim=-1)
+    own = own * cos + torch.cat([-second, first], dim=-1) * sin
+    return own if rotary_dim == x.shape[-1] else torch.cat([own, x[..., rotary_dim:]], dim=-1)
+
+
+def within_blocks(rotation: Rotation, positions: Tensor, form: KeyForm) -> Rotation:
+    """cos and sin of keys as they are stored, for `positions`: [..., rotary_dim] each.
+
+    Args:
+        rotation: by position, from 0 on, of at least the first block. RoPE's attention factor (YaRN's) is left to
+            `when_read`.
+        form: with a rope_block.
+    """
+    assert form.rope_block is not None
+    place = positions % form.rope_block
+    cos, sin = rotation
+    cos, sin = cos[place] / cos[0], sin[place] / cos[0]
+    fast = _fast(form, cos)
+    return torch.where(fast, 1.0, cos), torch.where(fast, 0.0, sin)
+
+
+def when_read(rotation: Rotation, form: KeyForm) -> Rotation:
+    """cos and sin of stored keys when they are read: slow planes to the beginning of their block, fast ones fully.
+
+    Args:
+        rotation: by position, [kv_len, rotary_dim]; the first position is a multiple of the block.
+        form: with a rope_block.
+    """
+    assert form.rope_block is not None
+    cos, sin = rotation
+    index = torch.arange(len(cos), device=cos.device)
+    start = index - index % form.rope_block
+    fast = _fast(form, cos)
+    return torch.where(fast, cos, cos[start]), torch.where(fast, sin, sin[start])
+
+
+def _fast(form: KeyForm, cos: Tensor) -> Tensor:
+    """Which of the rotary dimensions are of fast planes, [rotary_dim]."""
+    planes = cos.shape[-1] // 2
+    return torch.arange(cos.shape[-1], device=cos.device) % planes < form.fast_planes

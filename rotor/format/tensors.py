@@ -1,0 +1,75 @@
+"""The tensors of a compressed attention layer: the one list that the module, rewriting, engines and checks go by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from .layout import AttentionShape, LayerLayout
+
+
+class TensorSpec(NamedTuple):
+    """One tensor.
+
+    shape: its sizes. axis: the one along which each group of the layer has a part of its own; None: it has none.
+    parts: sizes of these, in the order of the layout. float32: it keeps that dtype whatever the model's is, since it is
+    added before anything is rounded.
+    """
+
+    shape: tuple[int, ...]
+    axis: int | None = None
+    parts: tuple[int, ...] = ()
+    float32: bool = False
+
+
+def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]) -> dict[str, TensorSpec]:
+    """What a layer has, by name under its attention module; norms of the source apart.
+
+    q_proj puts out queries (absorbed ones, `width` of each query head, in a model without RoPE), k_proj keys or, with
+    the basis inside, latents; v_proj values' latents, where these are joint their part of it (none if k_proj puts out
+    latents). o_proj reads `width` of each query head.
+    key_basis [g * head_dim, rank]: keys -> latents, at run time. query_basis [g * head_dim, width]: absorbs queries,
+    rebuilds keys. key_shift [rank]: what codes add to projected keys. key_constant [num_kv_heads, head_dim]: what codes
+    add to rebuilt keys, in the order of the layout.
+
+    Args:
+        biases: which of q, k, v, o have a bias in the source; what codes add makes more of them.
+    """
+    groups, size, dim = layout.groups, layout.group_size, shape.head_dim
+    heads = size * shape.heads_per_kv
+    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
+    ranks, widths = tuple(g.key.rank for g in groups), tuple(g.key.width for g in groups)
+    value_ranks, value_widths = tuple(g.values.rank for g in groups), tuple(g.values.width for g in groups)
+    hidden = shape.hidden_size
+    tensors: dict[str, TensorSpec] = {}
+
+    def projection(name: str, parts: tuple[int, ...], shifted: bool = False) -> None:
+        tensors[f"{name}_proj.weight"] = TensorSpec((sum(parts), hidden), 0, parts)
+        if shifted or name in biases:
+            tensors[f"{name}_proj.bias"] = TensorSpec((sum(parts),), 0, parts)
+
+    def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(count * part for part in parts)
+
+    projection("q", times(heads, (dim,) * len(groups) if rotary else widths))
+    projection("k", ranks if folded else (size * dim,) * len(groups), shifted=layout.coded and folded)
+    if not (layout.joint and folded):
+        projection("v", value_ranks, shifted=layout.coded and not layout.joint)
+    outputs = times(heads, value_widths)
+    tensors["o_proj.weight"] = TensorSpec((hidden, sum(outputs)), 1, outputs)
+    if layout.coded or "o" in biases:
+        tensors["o_proj.bias"] = TensorSpec((hidden,))
+    if not folded:
+        tensors["key_basis"] = TensorSpec((size * dim, sum(ranks)), 1, ranks)
+        if layout.coded:
+            tensors["key_shift"] = TensorSpec((sum(ranks),), 0, ranks, float32=True)
+    if rotary:
+        tensors["query_basis"] = TensorSpec((size * dim, sum(widths)), 1, widths)
+        if layout.coded:
+            constants = (size,) * len(groups)
+            tensors["key_constant"] = TensorSpec((shape.num_kv_heads, dim), 0, constants, float32=True)
+    return tensors
+
+
+FLOAT32 = ("key_shift", "key_constant")
+"""Names of the tensors that keep float32."""
