@@ -261,7 +261,7 @@ def append(
             them out; else keys that are normed and not rotated, [batch_size, seq_len, num_kv_heads, head_dim], heads in
             the order of the layout. Any strides with an innermost one of 1.
         value: [batch_size, seq_len, value_rank] as v_proj puts it out: the values' latents; of joint latents their part
-            of the key's; None where there is none (joint and folded).
+            of the key's; None, or of no numbers, where there is none (joint and folded).
         query: not rotated, [batch_size, seq_len, num_heads, head_dim]; None for none (a model without RoPE, or an
             engine that rotates them itself).
         key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32; None where folded, without codes.
@@ -275,6 +275,8 @@ def append(
         slots: [batch_size * seq_len], integers: page * page_size + place in the page of each token; negative: none.
     """
     batch_size, seq_len = key.shape[:2]
+    if value is not None and not value.shape[-1]:
+        value = None
     as_it_is = out is None and not layout.coded
     plan = _plan(layout, shape, key.dtype, query is not None, as_it_is, key.device)
     rows = _new_rows(key, value, layout, shape) if out is None else out
@@ -313,8 +315,7 @@ def _new_rows(key: Tensor, value: Tensor | None, layout: LayerLayout, shape: Att
     made = [key.new_empty(key.shape[0], 1, key.shape[1], own // unit, dtype=dtype) for own in layout.row_bytes(size)]
     if not layout.coded and layout.folds_keys(shape):
         made[0] = key.unsqueeze(1)
-    if not (layout.coded or layout.joint):
-        assert value is not None
+    if value is not None and not (layout.coded or layout.joint):
         made[1] = value.unsqueeze(1)
     return made[0], made[1]
 
