@@ -34,8 +34,9 @@ class Variant:
 
     pointers: argument -> dtype of the tensor; reals: float32 arguments; all other arguments that are no constants are
     32-bit integers. Pointers are taken to be aligned to 16 bytes, as PyTorch's own are.
-    loops: of the kernel, with their trips in a program. keys: of one group, whose share of the work in a decode step
-        these are; 0: a kernel whose work is not by keys.
+    loops: of the kernel, with their trips in a program. keys: of one group, whose work in a decode step the program
+        then does (of half a group's work, half of them); 0: a kernel whose work is not by keys. groups: of the layer,
+        that the launch serves.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
     loops: tuple[Loop, ...] = ()
     keys: float = 0.0
+    groups: int = 1
 
     def source(self) -> ASTSource:
         """What the launcher would compile for such arguments."""

@@ -70,13 +70,17 @@ def layer_time(layout: LayerLayout, shape: AttentionShape, device: Device, step:
     """Of a compressed layer."""
     tensors = layer_tensors(layout, shape, ())
     weights = sum(math.prod(spec.shape) * (4 if spec.float32 else step.element_bytes) for spec in tensors.values())
-    a_key = float(sum(layout.row_bytes(step.element_bytes)))
     instructions = 0.0
-    if default_layer(layout).materialise:
-        a_key += 2 * uncompressed_layer_bytes(shape, step.element_bytes)
-    else:
+    if not default_layer(layout).materialise:
         instructions = sum(group_instructions(layout, group, shape) for group in layout.groups)
-    return LayerTime.of(step.keys * a_key, step.keys * instructions, weights, device)
+    read = layer_bytes(layout, shape, step.element_bytes)
+    return LayerTime.of(step.keys * read, step.keys * instructions, weights, device)
+
+
+def layer_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> int:
+    """Bytes that attention reads, and writes where it rebuilds keys in memory, for a token in a compressed layer."""
+    rebuilt = 2 * uncompressed_layer_bytes(shape, element_bytes) if default_layer(layout).materialise else 0
+    return sum(layout.row_bytes(element_bytes)) + rebuilt
 
 
 def uncompressed_layer_time(shape: AttentionShape, device: Device, step: DecodeStep) -> LayerTime:
