@@ -25,8 +25,9 @@ from ..kernels.dispatch import DTYPES, triton_installed
 from ..models.compressed import CompressedCheckpoint
 from ..prediction.cost import DecodeStep, LayerTime, layer_bytes, uncompressed_layer_time
 from ..prediction.devices import Device
-from ..prediction.instructions import BLOCK, HEAD_DIM, Counts, Specialisation
+from ..prediction.instructions import BLOCK, HEAD_DIM, Counts, Specialisation, grid, table_data
 from ..progress import Progress
+from .report import write_report
 
 if TYPE_CHECKING:
     from ..kernels.ahead import Variant
@@ -288,6 +289,24 @@ def count_specialisation(wanted: Specialisation, arch: int) -> Counts:
         of_tile = variant.warps * own * rounds / variant.keys
         tile, block = tile + of_tile, block + kernel.instructions_per_key - of_tile
     return Counts(round(tile, 2), round(block, 2), round(absorb, 2), spilled)
+
+
+def write_counts(path: Path, arch: int, progress: Progress | None = None) -> None:
+    """Count every specialisation of the table of instructions, and write it.
+
+    Raises:
+        UsageError: Triton is not installed; a kernel cannot be counted; the file cannot be written.
+    """
+    if not triton_installed():
+        raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
+    import triton
+
+    table, wanted = {}, grid()
+    with (progress or Progress()).task("count", len(wanted), "sizes") as advance:
+        for each in wanted:
+            table[each] = count_specialisation(each, arch)
+            advance(1)
+    write_report(path, table_data(table, arch=f"sm_{arch}", triton=triton.__version__, page=PAGE))
 
 
 def as_records(layers: Iterable[CountedLayer]) -> list[dict[str, Any]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..format.channels import Latent
 from ..format.layout import AttentionShape, Candidate, GroupLayout, LayerLayout
-from ..recipe import ObjectiveSettings
 from .cost import DecodeStep, layer_time, uncompressed_layer_bytes, uncompressed_layer_time
 from .devices import Device
+
+if TYPE_CHECKING:
+    from ..recipe import ObjectiveSettings
 
 
 @dataclass(frozen=True)
