@@ -1,8 +1,7 @@
-"""Compiling kernels without a GPU: a kernel with its constants, as a launch would have it compiled."""
+"""Compiling kernels without a GPU, and what they take: registers, what is spilled, instructions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +10,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rotor.format.kernel_config import KernelConfig
-from rotor.format.layout import AttentionShape, LayerLayout
-
-from .sass import Loop
+from .sass import Counted, Graph, Loop, disassemble, usage
 
 TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -37,7 +34,9 @@ class Variant:
 
     pointers: argument -> dtype of the tensor; reals: float32 arguments; all other arguments that are no constants are
     32-bit integers. Pointers are taken to be aligned to 16 bytes, as PyTorch's own are.
-    loops: of its machine code, for counting instructions; empty where nobody counts them.
+    loops: of the kernel, with their trips in a program. keys: of one group, whose work in a decode step the program
+        then does (of half a group's work, half of them); 0: a kernel whose work is not by keys. groups: of the layer,
+        that the launch serves.
     """
 
     name: str
@@ -47,6 +46,8 @@ class Variant:
     reals: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     loops: tuple[Loop, ...] = ()
+    keys: float = 0.0
+    groups: int = 1
 
     def source(self) -> ASTSource:
         """What the launcher would compile for such arguments."""
@@ -66,25 +67,40 @@ class Variant:
                 attributes[(i,)] = []
         return ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=attributes)
 
-    def compile(self, capability: int) -> Any:
-        """For an NVIDIA GPU of compute capability 80, 90, ...; no GPU is needed. `asm` of it has cubin and PTX."""
-        return triton.compile(self.source(), target=GPUTarget("cuda", capability, 32), options=self.options)
+    @property
+    def warps(self) -> int:
+        return int(self.options.get("num_warps", 4))  # Triton's own default
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What tells variants apart."""
+        return self.name, tuple(sorted(self.constants.items())), tuple(sorted(self.options.items()))
 
 
-def layer_variants(
-    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, *, tokens: int = 1, pages: bool = False
-) -> list[Variant]:
-    """What a layer takes beside decoding: append and materialise, for a step of so many tokens."""
-    from .append import append_variant
-    from .materialise import materialise_variants
+@dataclass(frozen=True)
+class CompiledVariant:
+    """What a compiled variant takes.
 
-    return [append_variant(layout, shape, dtype, tokens, pages), *materialise_variants(layout, shape, dtype, pages)]
+    registers, spilled_bytes: of a thread. shared_bytes: of a program.
+    """
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    cubin: bytes
+    ptx: str
+
+    def sass(self) -> str:
+        """Its machine code, disassembled."""
+        return disassemble(self.cubin)
+
+    def count(self, variant: Variant) -> Counted:
+        """Instructions of one warp; raises CountError where its loops are not the variant's."""
+        return Graph(self.sass()).count(variant.loops)
 
 
-def model_variants(
-    config: KernelConfig, layouts: Sequence[LayerLayout], shape: AttentionShape, dtype: torch.dtype, **options: Any
-) -> list[Variant]:
-    """The distinct variants of a model; options as of `layer_variants`."""
-    found = [v for layout in dict.fromkeys(layouts) for v in layer_variants(layout, shape, dtype, **options)]
-    distinct = {(v.name, tuple(sorted(v.constants.items(), key=lambda item: item[0]))): v for v in found}
-    return list(distinct.values())
+def compile_variant(variant: Variant, capability: int) -> CompiledVariant:
+    """Compile for an NVIDIA GPU of compute capability 80, 90, ...; no GPU is needed."""
+    compiled = triton.compile(variant.source(), target=GPUTarget("cuda", capability, 32), options=variant.options)
+    cubin = compiled.asm["cubin"]
+    return CompiledVariant(*usage(cubin), int(compiled.metadata.shared), cubin, compiled.asm["ptx"])
