@@ -41,7 +41,14 @@ def attended(case: Case, mask: torch.Tensor | None = None, materialise: bool = F
     kernels = replace(default_layer(case.parameters.layout), materialise=materialise)
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     return attend(
-        case.query, *rows, case.parameters, kernels, rotation=case.rotation, first=case.first, attention_mask=mask, **rest
+        case.query,
+        *rows,
+        case.parameters,
+        kernels,
+        rotation=case.rotation,
+        first=case.first,
+        attention_mask=mask,
+        **rest,
     )
 
 

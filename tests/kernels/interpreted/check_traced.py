@@ -48,9 +48,7 @@ def test_a_layer_is_one_graph(name) -> None:
     def step(query, key, value, mask):
         own = {"query": query, "key_basis": basis, "key_shift": shift, "rotation": case.rotation, "index": index}
         made = operators.append(key, value, text, **own)
-        output = operators.attend(
-            made.query, *rows, case.parameters, text, rotation=case.rotation, attention_mask=mask
-        )
+        output = operators.attend(made.query, *rows, case.parameters, text, rotation=case.rotation, attention_mask=mask)
         return output, made.key, made.value
 
     with torch.no_grad():
