@@ -31,6 +31,7 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The operands of products that a tile of rows holds: of words, their four planes of nibbles; else itself."""
     if not CODED:
         return (tile,)
+    tile = tile.to(tl.uint16, bitcast=True)
     if DTYPE == tl.float32:
         return (
             ((tile & 15).to(tl.int32) - 8).to(tl.float32),
@@ -217,7 +218,7 @@ def decode_kernel(
             if TOKENS > 1:
                 open_ = tl.load(holes + new, mask=here, other=0) != 0
             else:
-                open_ = tl.load(holes + new) != 0
+                open_ = tl.load(holes + new + tl.zeros_like(place)) != 0
 
         largest = tl.full((ROWS,), NOTHING, tl.float32)
         total_weight = tl.zeros((16, ROWS), tl.float32)
