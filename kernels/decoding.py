@@ -246,7 +246,7 @@ def decode_attention(
         raise UsageError(f"pages of {page} keys: expected a multiple of 16.", "Choose another page size.")
     value = key if layer.layout.joint else value
     if layer.layout.coded:
-        key, value = key.view(torch.uint16), value.view(torch.uint16)
+        key, value = key.view(torch.int16), value.view(torch.int16)
     capacity = key.shape[1] if block_table is None else block_table.shape[1] * page
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
