@@ -218,6 +218,7 @@ def decode_attention(
     tiles: Tile | None = None,
     programs: int | None = None,
     max_kv_len: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
 
@@ -231,6 +232,7 @@ def decode_attention(
         want_lse: whether the log-sum-exp is returned.
         tiles, programs: in place of what the layer and the device say.
         max_kv_len: no sequence is longer; by default what cache or block table hold.
+        out: [tokens, sum over query heads of value width] to write into.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; and the
         natural log-sum-exp of the logits [tokens, num_heads], float32, or None. Tokens that attend to nothing give
@@ -253,7 +255,7 @@ def decode_attention(
     tiles = tiles or layer.tiles(tokens)
     programs = programs or sm_count(key.device) * SLICES_PER_SM // max(1, tiles.warps)
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
-    output = query.new_empty(query.shape[0], layer.output_width)
+    output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
     lse = torch.empty(query.shape[0], layer.group_rows * groups, dtype=torch.float32, device=query.device)
@@ -264,7 +266,20 @@ def decode_attention(
         for start in range(0, batch_size, part):
             own = slice(start, min(start + part, batch_size))
             _launch(
-                query, key, value, layer, ranges, own, turns, block_table, output, lse, tiles, programs, max_blocks, page
+                query,
+                key,
+                value,
+                layer,
+                ranges,
+                own,
+                turns,
+                block_table,
+                output,
+                lse,
+                tiles,
+                programs,
+                max_blocks,
+                page,
             )
     return output, lse if want_lse else None
 
