@@ -21,6 +21,7 @@ from torch import Tensor
 from rotor.format.channels import SIGNED, Channels
 from rotor.format.layout import AttentionShape, LayerLayout
 
+from .ahead import Variant
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
 
@@ -100,9 +101,7 @@ def projected(
         seen = valid[:, None] & (place < REST)[None, :]
         read = (place < REST)[:, None] & some[None, :]
         for head in range(SIZE):
-            own = tl.load(
-                key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=seen, other=0.0
-            )
+            own = tl.load(key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=seen, other=0.0)
             tile = basis + (head * dim + 2 * HALF + place[:, None]) * basis_stride + column[None, :]
             numbers = tl.load(tile, mask=read, other=0.0)
             result = tl.dot(own.to(numbers.dtype), numbers, result, input_precision=PRECISION)
@@ -268,7 +267,7 @@ def append(
             engine that rotates them itself).
         key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32; None where folded, without codes.
         rotation: cos and sin, [positions, rotary_dim] each, float32 or the model's dtype, with RoPE's attention factor;
-            None in a model without RoPE.
+            None in a model without RoPE, and where keys come as they are stored.
         index: integers, [seq_len] or [batch_size, seq_len]: the row of `rotation` of each token. Row 0 is at the
             beginning of a block of positions: row i is at place i mod rope_block. None: token t of sequence b has row
             b * seq_len + t, or t in a table of seq_len rows.
@@ -280,11 +279,9 @@ def append(
     if value is not None and not value.shape[-1]:
         value = None
     as_it_is = out is None and not layout.coded
-    plan = _plan(layout, shape, key.dtype, query is not None, as_it_is, key.device)
+    plan = _plan(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
     rows = _new_rows(key, value, layout, shape) if out is None else out
-    sides = [
-        side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])
-    ]
+    sides = [side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])]
     rotated = None if query is None else query.new_empty(query.shape)
     tokens = batch_size * seq_len
     if tokens and len(plan.jobs):
@@ -295,7 +292,8 @@ def append(
         row_strides = [stride for side in sides for stride in (side.stride(0), side.stride(1 + at))]
         source = key if value is None else value
         asked = query if query is not None else key.unsqueeze(2)
-        grid = (triton.cdiv(tokens, ROWS := 16 if tokens <= 512 else 64), len(plan.jobs))
+        rows_each = rows_of(tokens)
+        grid = (triton.cdiv(tokens, rows_each), len(plan.jobs))
         launch(
             append_kernel, grid, asked, key, source, key if key_basis is None else key_basis,
             key if key_shift is None else key_shift, cos, sin, plan.jobs if index is None else index,
@@ -307,9 +305,18 @@ def append(
             source.stride(0), source.stride(1), 0 if key_basis is None else key_basis.stride(0), cos.stride(0),
             *row_strides, shape.num_heads, **plan.constants, PART=layout.joint and value is not None,
             SHIFT=key_shift is not None, QUERY=query is not None, INDEX=index is not None, SLOTS=slots is not None,
-            ROWS=ROWS, num_warps=4,
+            ROWS=rows_each, num_warps=warps_of(tokens),
         )  # fmt: skip
     return Appended(None if rotated is None else rotated.transpose(1, 2), *rows)
+
+
+def rows_of(tokens: int) -> int:
+    """Tokens of a program."""
+    return 16 if tokens <= 512 else 64
+
+
+def warps_of(tokens: int) -> int:
+    return 4 if tokens <= 512 else 8
 
 
 def _new_rows(key: Tensor, value: Tensor | None, layout: LayerLayout, shape: AttentionShape) -> tuple[Tensor, Tensor]:
@@ -336,9 +343,15 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(
-    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, query: bool, as_it_is: bool, device: torch.device
+    layout: LayerLayout,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    query: bool,
+    as_it_is: bool,
+    rotated: bool,
+    device: torch.device,
 ) -> _Plan:
-    """as_it_is: what projections put out is not copied."""
+    """as_it_is: what projections put out is not copied. rotated: keys are, here."""
     folded = layout.folds_keys(shape)
     places: list[int] = []
     jobs: list[list[int]] = []
@@ -367,7 +380,7 @@ def _plan(
     half, rest = shape.rotary_planes, shape.head_dim - shape.rotary_dim
     mode = WHOLE if layout.rope_block is None else NONE if layout.fast_planes == half else BLOCK
     constants = {
-        "SIZE": layout.group_size, "MODE": mode if half else NONE, "HALF": half, "HALF_PADDED": padded(half or 1),
+        "SIZE": layout.group_size, "MODE": mode if half and rotated else NONE, "HALF": half, "HALF_PADDED": padded(half or 1),
         "REST": rest, "REST_PADDED": padded(rest or 1), "CODED": layout.coded, "FOLDED": folded, "COLUMNS": COLUMNS,
         "FIELDS": FIELDS, "PRECISION": precision(dtype),
     }  # fmt: skip
@@ -382,3 +395,34 @@ def _place(place: tuple[int, int] | None, latent: Channels, before: int) -> int:
 
 
 assert SIGNED == 8, "the nibble of an empty place, which `packed` writes"
+
+
+def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:
+    """Put a layer's tables on the device, before a CUDA graph is captured."""
+    for query in (False, True):
+        for as_it_is in (False, not layout.coded):
+            for rotated in (False, True):
+                _plan(layout, shape, dtype, query, as_it_is, rotated, device)
+
+
+def append_variant(
+    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, tokens: int = 1, pages: bool = False
+) -> Variant:
+    """What `append` compiles for so many tokens of a layer, with queries and an index in a model with RoPE."""
+    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
+    plan = _plan(layout, shape, dtype, rotary, False, rotary, torch.device("cpu"))
+    names = ("query", "key", "value", "key_basis", "query_out")
+    pointers = dict.fromkeys(names, dtype) | dict.fromkeys(("places", "jobs"), torch.int32)
+    pointers |= dict.fromkeys(("key_rows", "value_rows"), torch.int16 if layout.coded else dtype)
+    shift = layout.coded and not folded
+    pointers |= dict.fromkeys(("cos", "sin"), torch.float32 if rotary else dtype)
+    pointers |= {
+        "key_shift": torch.float32 if shift else dtype,
+        "index": torch.int64 if rotary else torch.int32,
+        "slots": torch.int64 if pages else torch.int32,
+    }
+    constants = plan.constants | {
+        "PART": layout.joint and not folded, "SHIFT": shift, "QUERY": rotary, "INDEX": rotary, "SLOTS": pages,
+        "ROWS": rows_of(tokens),
+    }  # fmt: skip
+    return Variant(f"append, {tokens} tokens", append_kernel, pointers, constants, (), {"num_warps": warps_of(tokens)})
