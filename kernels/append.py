@@ -101,7 +101,9 @@ def projected(
         seen = valid[:, None] & (place < REST)[None, :]
         read = (place < REST)[:, None] & some[None, :]
         for head in range(SIZE):
-            own = tl.load(key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=seen, other=0.0)
+            own = tl.load(
+                key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=seen, other=0.0
+            )
             tile = basis + (head * dim + 2 * HALF + place[:, None]) * basis_stride + column[None, :]
             numbers = tl.load(tile, mask=read, other=0.0)
             result = tl.dot(own.to(numbers.dtype), numbers, result, input_precision=PRECISION)
@@ -281,7 +283,9 @@ def append(
     as_it_is = out is None and not layout.coded
     plan = _plan(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
     rows = _new_rows(key, value, layout, shape) if out is None else out
-    sides = [side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])]
+    sides = [
+        side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])
+    ]
     rotated = None if query is None else query.new_empty(query.shape)
     tokens = batch_size * seq_len
     if tokens and len(plan.jobs):
