@@ -117,7 +117,13 @@ def load_rows(
     return tl.load(pointers, mask=column < width, other=0)
 
 
-@triton.jit
+INTEGERS = [
+    "batch_size", "groups", "max_blocks", "query_stride", "key_block", "key_row", "value_block", "value_row", "table_stride", "mask_stride",
+]  # fmt: skip
+"""Not specialised on their values: one compiled kernel serves them all."""
+
+
+@triton.jit(do_not_specialize=INTEGERS)
 def decode_kernel(
     query, constant, fast_query, key, value, fast_basis, fast_constant, turns, partial, partial_lse, table,
     begin, until, first, end, query_start, block_table, mask, holes,
@@ -135,8 +141,9 @@ def decode_kernel(
     query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .]. constant:
     [batch_size, max_blocks, groups, rows], logits of what all keys of a block share. fast_query: [.., rows, 2, FAST].
     fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS]. fast_constant: [groups, HEADS, 2, FAST]. turns: [2, BLOCK,
-    FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 5]: columns of a piece and the first element
-    in a row, of keys and of values; the first place of queries. BLOCK: positions of a block, 0: all. FAST: planes, 0:
+    FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]: columns of a piece and the first element
+    in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the first place of queries (FOLDED), of the
+    basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block, 0: all. FAST: planes, 0:
     none. LEAN: what all tiles share is loaded anew for each, which frees registers.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -174,14 +181,14 @@ def decode_kernel(
         position += tile_1 - tile_0
         tile_0 += b // STEP
         tile_1 += b // STEP
-        width = tl.load(table + group * 5)
-        keys = key + tl.load(table + group * 5 + 1) * KEY_ALIGN
-        value_width = tl.load(table + group * 5 + 2)
-        values = value + tl.load(table + group * 5 + 3) * VALUE_ALIGN
+        width = tl.load(table + group * 8)
+        keys = key + tl.load(table + group * 8 + 1) * KEY_ALIGN
+        value_width = tl.load(table + group * 8 + 2)
+        values = value + tl.load(table + group * 8 + 3) * VALUE_ALIGN
         slot = program + sequence * groups + group
         if FOLDED:
             q_token = sequence + tl.zeros_like(token) if TOKENS == 1 else tl.load(query_start + sequence) + token
-            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 5 + 4) + head * (width * PIECES)
+            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 8 + 4) + head * (width * PIECES)
             q_live = live & (q_token < (sequence + 1 if TOKENS == 1 else tl.load(query_start + sequence + 1)))
             queries = ()
             c = tl.zeros((ROWS,), tl.float32)
