@@ -20,7 +20,6 @@ from rotor.format.kernel_config import Tile
 from rotor.format.layout import LayerLayout
 
 from .absorb import absorb_kernel
-from .ahead import Variant
 from .decode import decode_kernel
 from .defaults import SLICES_PER_SM, decode_tile
 from .join import join_kernel

@@ -10,7 +10,7 @@ round.
   Warps are taken to be uniform: one that diverges would go both ways.
 - A called routine (division, for one) is counted, along its longer way, at each call.
 - Loops that lie on ways that exclude each other (a compiler clones loops) are the same declared loop.
-- A declared loop that goes round once is not in the machine code, and needs none there.
+- A loop whose rounds the compiler knows to be one is not in the machine code: it is not to be declared.
 - Compilers unroll. Several rounds in one are seen by what a Loop `holds`; and where a loop has a multiple of what the
   next one (or the one before it) loads, exchanges and multiplies, that is taken for what is left of its rounds.
 """
@@ -98,6 +98,7 @@ class Region:
 
     header: int
     blocks: frozenset[int]
+    loop: bool = True
     inner: list[Region] = field(default_factory=list)
 
 
@@ -180,6 +181,10 @@ class Graph:
         taken = (self._block(last.target),) if base in ("BRA", "JMP") else ()
         return tuple(dict.fromkeys(taken + (following if last.conditional else ())))
 
+    def leaves(self, block: int) -> bool:
+        """Whether the kernel, or a routine, ends here or may do so."""
+        return self.code[self.spans[block][1] - 1].opcode.partition(".")[0] in ("EXIT", "RET", "KILL")
+
     def _block(self, label: str | None) -> int:
         assert label is not None
         return self.block_at[self.labels[label]]
@@ -227,7 +232,7 @@ class Graph:
 
     def _loops(self, entry: int) -> Region:
         """What is reached from a block, as a tree of natural loops; those of one header are one."""
-        root = Region(entry, self._reached(entry))
+        root = Region(entry, self._reached(entry), loop=False)
         dominators = self._dominators(entry, root.blocks)
         bodies: dict[int, set[int]] = {}
         for block in root.blocks:
@@ -261,7 +266,7 @@ class Graph:
 
     def _count(self, region: Region, declared: Loop, times: float, listed: list[tuple[float, float]]) -> Weights:
         """Of a region, once; `listed` gets its own instructions and those of the loops in it."""
-        plan, expected = Plan(self, region), _in_the_code(declared.inner)
+        plan, expected = Plan(self, region), declared.inner
         weights = {node: Counter[str]() if node in plan.loops else self.weights(node) for node in plan.after}
         own = plan.way(weights, declared.shorter)
         rounds = 1.0
@@ -314,7 +319,7 @@ class Plan:
         for block in region.blocks:
             node, following = inside.get(block, block), set(graph.next[block]) & region.blocks
             self.after.setdefault(node, set()).update({inside.get(b, b) for b in following} - {node, self.header})
-            if self.header in following or not graph.next[block]:
+            if self.header in following if region.loop else graph.leaves(block):
                 self.ending.add(node)
         self.order: list[int] = []
         seen, stack = set(), [(self.header, False)]
@@ -346,11 +351,3 @@ class Plan:
                 before[b] = max(before[b], before[node] + (node in self.loops))
         places = sorted({before[header] for header in self.loops})
         return [([loop for h, loop in sorted(self.loops.items()) if before[h] == place], 1.0) for place in places]
-
-
-def _in_the_code(loops: Sequence[Loop]) -> list[Loop]:
-    """Declared loops that the machine code has: of one that goes round once, what it holds."""
-    found: list[Loop] = []
-    for loop in loops:
-        found += _in_the_code(loop.inner) if loop.trips == 1 else [loop]
-    return found
