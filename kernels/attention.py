@@ -155,8 +155,8 @@ def attend_pages(
             step what it was captured for.
         rotation: of layers in blocks: cos and sin by position, [positions, rotary_dim], float32.
         window: a query attends to itself and the window - 1 keys before it.
-        keys: of decoding: what `ranges_of_pages` makes of these lengths, once a step for layers of one window; by default
-            made here.
+        keys: of decoding: what `ranges_of_pages` makes of these lengths, once a step for layers of one window; by
+            default made here.
         total_kv_len: of prompts: no less than all keys together; None asks the device, and waits for it.
         varlen: of prompts: an engine's own attention over packed sequences, see `stock.Varlen`.
         out: [tokens, sum over query heads of value width] to write into.

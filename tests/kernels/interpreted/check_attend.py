@@ -1,4 +1,4 @@
-"""`attend` as transformers and engines call it, in Triton's interpreter, against float64: steps, few queries, prompts."""
+"""`attend` in Triton's interpreter against float64: steps, few queries, prompts, pages."""
 
 from __future__ import annotations
 
