@@ -145,7 +145,7 @@ def decode_kernel(
     FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]: columns of a piece and the first element
     in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the first place of queries (FOLDED), of the
     basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block, 0: all. FAST: planes, 0:
-    none. LEAN: what all tiles share is loaded anew for each, which frees registers.
+    none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1), turns (2).
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
@@ -232,28 +232,22 @@ def decode_kernel(
         page = page_of(block_table, sequence, tl.minimum(tile_0 + 1, tile_1 - 1), b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
             now = ahead
-            after = tl.minimum(tile + 1, tile_1 - 1)
-            ahead = (load_rows(keys, page, after, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
-            if not JOINT:
-                ahead += (load_rows(values, page, after, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
-            after = tl.minimum(tile + 2, tile_1 - 1)
-            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
             z = pieces(now[0], CODED, DTYPE, ASM)
-            zero = tile >> 30 if LEAN else 0
+            zero = tile >> 30 if LEAN % 2 else 0  # which no compiler knows
             if BLOCK > 0:
                 block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
-                c = tl.load(constant + block + row, mask=live, other=0.0)
+                c = tl.load(constant + block + row) if ROWS == LIVE else tl.load(constant + block + row, mask=live, other=0.0)
             logits = tl.zeros((KEYS, ROWS), tl.float32)
             if SLOW:
                 for j in tl.static_range(PIECES):
                     if BLOCK > 0:
                         pointers = query + block * (PIECES * COLUMNS) + j * COLUMNS + q_row
-                        q = tl.load(pointers, mask=live[None, :], other=0.0)
+                        q = tl.load(pointers) if ROWS == LIVE else tl.load(pointers, mask=live[None, :], other=0.0)
                     else:
                         q = queries[j]
                     logits = tl.dot(z[j], q, logits, input_precision=PRECISION)
             if FAST > 0:
-                at = place + zero if KEYS == BLOCK else tile * STEP % BLOCK + place
+                at = place + (tile >> 30 if LEAN // 2 else 0) if KEYS == BLOCK else tile * STEP % BLOCK + place
                 if KEYS > STEP:
                     at = tl.minimum(at, BLOCK - 1)
                 turn = turns + at[:, None] * FAST + plane[None, :]
@@ -270,10 +264,16 @@ def decode_kernel(
                         k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
                         k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
                     k0, k1 = turned(k0, k1, cos, sin, DTYPE, ASM)
-                    own = (live & (head // PER_HEAD == h))[None, :]
+                    own = ((head // PER_HEAD == h) if ROWS == LIVE else (live & (head // PER_HEAD == h)))[None, :]
                     f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
                     logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
                     logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
+            after = tl.minimum(tile + 1, tile_1 - 1)
+            ahead = (load_rows(keys, page, after, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
+            if not JOINT:
+                ahead += (load_rows(values, page, after, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
+            after = tl.minimum(tile + 2, tile_1 - 1)
+            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
             start = tile * STEP
             if TOKENS > 1:
                 index = (start + place)[:, None]
