@@ -19,7 +19,6 @@ from rotor.errors import UsageError
 from rotor.format.layout import LayerLayout
 
 from .absorb import absorb_kernel
-from .ahead import Variant
 from .decode import decode_kernel
 from .gpu import sm_count
 from .join import join_kernel
@@ -298,7 +297,20 @@ def decode_attention(
         for start in range(0, batch_size, part):
             own = slice(start, min(start + part, batch_size))
             _launch(
-                query, key, value, layer, ranges, own, turns, block_table, output, lse, tiles, programs, max_blocks, page
+                query,
+                key,
+                value,
+                layer,
+                ranges,
+                own,
+                turns,
+                block_table,
+                output,
+                lse,
+                tiles,
+                programs,
+                max_blocks,
+                page,
             )
     return output, lse if want_lse else None
 
@@ -331,8 +343,8 @@ def _launch(
     blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
     slots = (programs + batch_size * groups) * rows
     shapes = (
-        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,), (-(-blocks * 2 * layer.fast * ratio // 4),),
-        (slots * layer.pieces * layer.value_columns,), (slots,),
+        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,),
+        (-(-blocks * 2 * layer.fast * ratio // 4),), (slots * layer.pieces * layer.value_columns,), (slots,),
     )  # fmt: skip
     workspace = workspace_on(key.device)
     if workspace is not None:
