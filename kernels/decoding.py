@@ -311,8 +311,8 @@ def _launch(
     blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
     slots = (programs + batch_size * groups) * rows
     shapes = (
-        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,), (-(-blocks * 2 * layer.fast * ratio // 4),),
-        (slots * layer.pieces * layer.value_columns,), (slots,),
+        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,),
+        (-(-blocks * 2 * layer.fast * ratio // 4),), (slots * layer.pieces * layer.value_columns,), (slots,),
     )  # fmt: skip
     workspace = workspace_on(key.device)
     if workspace is not None:

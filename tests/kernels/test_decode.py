@@ -1,4 +1,4 @@
-"""Decoding: in Triton's interpreter, which must be switched on before Triton is imported; and compiled without a GPU."""
+"""Decoding in Triton's interpreter, which must be switched on before Triton is imported; and compiled without a GPU."""
 
 from __future__ import annotations
 
