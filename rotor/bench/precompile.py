@@ -269,7 +269,7 @@ def count_specialisation(wanted: Specialisation, arch: int) -> Counts:
 
     kind, width, rows, fast_planes, kv_heads, rope_block = wanted
     latent = Numbers(width) if "numbers" in kind else Channels(n4=width)
-    joint = kind.startswith("joint")
+    joint = kind == "joint"
     groups = (
         GroupLayout(tuple(range(i, i + kv_heads)), latent, None if joint else latent) for i in range(0, 8, kv_heads)
     )
