@@ -89,7 +89,7 @@ def absorb_kernel(
                 of_constant = x * c0 + y * c1
                 high = of_constant.to(DTYPE)
                 low = (of_constant - high.to(tl.float32)).to(DTYPE)
-                two = tl.arange(0, 16)[None, :]
+                two = tl.arange(0, 8)[None, :]
                 constants = tl.where(two == 0, high[:, None], tl.where(two == 1, low[:, None], 0.0)).to(DTYPE)
         still = 0.0
         if REST:
@@ -109,14 +109,14 @@ def absorb_kernel(
             diagonal = (column_plane[:, None] == column_plane[None, :]) & (column_plane < FAST_PLANES)[None, :]
             of_fast = tl.load(own + dimension, mask=diagonal, other=0.0).to(tl.float32)
             of_fast = tl.where(row_sin & (f >= FAST)[None, :], -of_fast, of_fast).to(DTYPE)
-        ones = tl.full((COLUMNS, 16), 1.0, DTYPE)
+        ones = tl.full((COLUMNS, 8), 1.0, DTYPE)
         row = group * (TOKENS * ROWS) + new * ROWS + head % ROWS
         for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
             inside = start + place < blocks
             index = (sequence.to(tl.int64) * max_blocks + start + place) * groups * (TOKENS * ROWS) + row
             at_block = block_0 + start + place
-            shared = tl.zeros((COUNT, 16), tl.float32)
-            sums = tl.zeros((COUNT, 16), tl.float32)
+            shared = tl.zeros((COUNT, 8), tl.float32)
+            sums = tl.zeros((COUNT, 8), tl.float32)
             if SLOW:
                 turns_at = slow_turns + at_block[:, None] * (2 * SLOW) + k[None, :]
                 turn = tl.load(turns_at, mask=inside[:, None], other=0.0)
@@ -136,7 +136,7 @@ def absorb_kernel(
                 if OFFSET > 0:
                     sums = tl.dot(rounded, ones, sums, input_precision=PRECISION)
             if CODED:
-                of_block = tl.sum(shared, 1) + still - (OFFSET / 16) * tl.sum(sums, 1)
+                of_block = tl.sum(shared, 1) + still - (OFFSET / 8) * tl.sum(sums, 1)
                 tl.store(constant + index, of_block * scale, mask=inside)
             if FAST:
                 fast_at = fast_turns + at_block[:, None] * (4 * FAST) + f[None, :]

@@ -40,12 +40,13 @@ ABSORBED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """keys: of a tile. warps: of a program. stages: of loads ahead. lean: what tiles share is loaded for each."""
+    """keys: of a tile. warps: of a program. stages: of loads ahead. lean: what tiles share and each loads
+    anew, which frees registers: constants (1), turns (2)."""
 
     keys: int
     warps: int = 1
     stages: int = 2
-    lean: bool = False
+    lean: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,12 @@ class DecodeLayer:
             size = width * rows
             return DecodeTiles(64, 2, 2) if size <= 1024 else DecodeTiles(32, 4 if size <= 8192 else 8, 2)
         if not self.fast:
-            return DecodeTiles(64, max(1, min(8, int(width * rows) // 2048)), 2)
+            return DecodeTiles(64, max(1, min(8, int(width * rows) // 2048)))
         if width * rows <= 512 and self.fast <= 16:
-            return DecodeTiles(64, 1, 2)
-        if self.heads == 1 and width * rows <= 1024 and self.fast <= 16:
-            return DecodeTiles(64, 2, 2)
-        return DecodeTiles(32, 2 if width * rows <= 4096 else 4, 2, width * rows > 1024)
+            return DecodeTiles(64)
+        if width * rows <= 1024 and self.fast <= 16:
+            return DecodeTiles(64, 2, lean=3 if self.heads > 1 else 0)
+        return DecodeTiles(32, 2 if width * rows <= 4096 else 4, lean=1)
 
     def step(self, tiles: DecodeTiles) -> int:
         """Keys from one tile to the next."""
@@ -231,7 +232,7 @@ def assembled() -> bool:
     return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
-ABSORB_WARPS = 4
+ABSORB_WARPS = 2
 
 
 def decode_attention(
