@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 INTEGERS = [
     "groups", "max_blocks", "query_stride", "head_stride", "basis_stride",
 ]  # fmt: skip
@@ -31,14 +30,15 @@ def absorb_kernel(
 ):  # fmt: skip
     """Grid: programs that share the blocks of a sequence, query heads, sequences times TOKENS.
 
-    query: [tokens, num_heads, head_dim], rotated. basis: [HEADS * HEAD_DIM, sum of widths]. key_constant: [num_kv_heads,
-    HEAD_DIM], float32. slow_turns: [blocks, 2, SLOW], fast_turns: [blocks, 2, 2 * FAST], cos and sin of where blocks
-    begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as `decode` takes them. SLOW: cos and sin of slow
-    planes, padded; FAST: fast planes, padded; REST: dimensions that never turn, padded; 0: none. FAST_PLANES, PLANES:
-    fast ones and all. BLOCK 0: one block, at 0.
+    query: [tokens, num_heads, head_dim], rotated. basis: [HEADS * HEAD_DIM, sum of widths]. key_constant:
+    [num_kv_heads, HEAD_DIM], float32. slow_turns: [blocks, 2, SLOW], fast_turns: [blocks, 2, 2 * FAST], cos and sin of
+    where blocks begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as `decode`
+    takes them. SLOW: cos and sin of slow planes, padded; FAST: fast planes, padded; REST: dimensions that never turn,
+    padded; 0: none. FAST_PLANES, PLANES: fast ones and all. BLOCK 0: one block, at 0. ALIGN, BASIS_ALIGN: units of the
+    strides of queries and bases.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
-    OFFSET: tl.constexpr = 0.0 if not CODED or DTYPE == tl.float32 else (1032.0 if DTYPE == tl.float16 else 136.0)
+    OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
     PIECES: tl.constexpr = 4 if CODED else 1
     ROWS: tl.constexpr = HEADS * PER_HEAD
     head = tl.program_id(1)

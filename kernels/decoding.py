@@ -19,7 +19,6 @@ from rotor.errors import UsageError
 from rotor.format.layout import LayerLayout
 
 from .absorb import absorb_kernel
-from .ahead import Variant
 from .decode import decode_kernel
 from .join import join_kernel
 from .launch import device_guard, sm_count
@@ -177,7 +176,7 @@ class DecodeLayer:
         """Whether all keys of a block share something besides their latents."""
         return self.layout.coded and not (self.folded and self.offset == 0)
 
-    def tiles(self, tokens: int = 1) -> DecodeTiles:
+    def tiles(self, tokens: int = 1, capability: int = 90) -> DecodeTiles:
         """By instructions counted in SASS for sm_80 and sm_90, without spills (heads of 128, bfloat16):
 
         without fast planes 64 keys and one warp up to 128 nibbles and 8 rows; fast planes of narrow latents likewise;
@@ -193,8 +192,10 @@ class DecodeLayer:
         if width * rows <= 512 and self.fast <= 16:
             return DecodeTiles(64)
         if width * rows <= 1024 and self.fast <= 16:
-            return DecodeTiles(64, 2, lean=3 if self.heads > 1 else 0)
-        return DecodeTiles(32, 2 if width * rows <= 4096 else 4, lean=1)
+            if self.heads == 1:
+                return DecodeTiles(64, 2)
+            return DecodeTiles(64, 2, 2 if capability >= 90 else 1, lean=3)
+        return DecodeTiles(32, 2 if width * rows <= 4096 else 4, 1, lean=1)
 
     def step(self, tiles: DecodeTiles) -> int:
         """Keys from one tile to the next."""
@@ -280,7 +281,8 @@ def decode_attention(
     capacity = key.shape[1] if block_table is None else block_table.shape[1] * page
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
-    tiles = tiles or layer.tiles(tokens)
+    if tiles is None:
+        tiles = layer.tiles(tokens, 10 * torch.cuda.get_device_capability(key.device)[0] if key.is_cuda else 90)
     programs = programs or sm_count(key.device) * PROGRAMS // max(1, tiles.warps)
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
     output = query.new_empty(query.shape[0], layer.output_width)
@@ -294,7 +296,20 @@ def decode_attention(
         for start in range(0, batch_size, part):
             own = slice(start, min(start + part, batch_size))
             _launch(
-                query, key, value, layer, ranges, own, turns, block_table, output, lse, tiles, programs, max_blocks, page
+                query,
+                key,
+                value,
+                layer,
+                ranges,
+                own,
+                turns,
+                block_table,
+                output,
+                lse,
+                tiles,
+                programs,
+                max_blocks,
+                page,
             )
     return output, lse if want_lse else None
 
@@ -327,8 +342,8 @@ def _launch(
     blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
     slots = (programs + batch_size * groups) * rows
     shapes = (
-        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,), (-(-blocks * 2 * layer.fast * ratio // 4),),
-        (slots * layer.pieces * layer.value_columns,), (slots,),
+        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,),
+        (-(-blocks * 2 * layer.fast * ratio // 4),), (slots * layer.pieces * layer.value_columns,), (slots,),
     )  # fmt: skip
     workspace = workspace_on(key.device)
     if workspace is not None:
