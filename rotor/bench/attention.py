@@ -11,17 +11,16 @@ from torch import Tensor
 
 from ..errors import NumericsError
 from ..format.layout import AttentionShape, LayerLayout
-from ..prediction.devices import Device
 from ..progress import Progress
 from .clock import Clock, Rates, Seconds
 from .problem import (
     Problem,
     checked_output,
-    compressed_layout,
     random_problem,
     rebuilt_layout,
     truth,
     uncompressed_layout,
+    without_rope,
 )
 from .rows import Phase, Row, attention_rows, pytorch_path
 from .settings import BenchResult, BenchSettings
@@ -51,7 +50,6 @@ def bench_attention(
             for layout in layouts:
                 make = partial(
                     random_problem,
-                    shape=shape,
                     batch_size=batch_size,
                     seq_len=seq_len,
                     kv_len=length,
@@ -65,15 +63,14 @@ def bench_attention(
 
 
 def _problem_makers(
-    layout: LayerLayout, shape: AttentionShape, make: Callable[[LayerLayout], Problem]
+    layout: LayerLayout, shape: AttentionShape, make: Callable[[LayerLayout, AttentionShape], Problem]
 ) -> dict[str, Callable[[], Problem]]:
     """What makes the random inputs of each kind of row, by kind."""
-    layouts = {
-        "compressed": compressed_layout(layout),
-        "uncompressed": uncompressed_layout(shape),
-        "rebuilt": rebuilt_layout(layout),
+    return {
+        "compressed": partial(make, layout, shape),
+        "uncompressed": partial(make, uncompressed_layout(shape), without_rope(shape)),
+        "rebuilt": partial(make, rebuilt_layout(layout, shape), shape),
     }
-    return {kind: partial(make, each) for kind, each in layouts.items()}
 
 
 def _bench_layer(
@@ -159,11 +156,10 @@ def _sum_of_layers(
     kinds = {row.name: row.kind for row in attention_rows()}
     medians = {name: sum(s.median for s, _ in runs) for name, runs in runs_of.items()}
     fastest = min(medians[name] for name in medians if kinds[name] == "uncompressed")
-    limits = Device(rates.copy_bytes_per_s, rates.matmul_flops_per_s, 1.0, "measured")
     records = []
     for name, runs in runs_of.items():
-        floor = sum(problem.work.cache_seconds(limits) for _, problem in runs)
-        seconds, flops = medians[name], sum(problem.work.cache_flops for _, problem in runs)
+        floor = sum(problem.work.seconds(rates.copy_bytes_per_s, rates.matmul_flops_per_s) for _, problem in runs)
+        seconds, flops = medians[name], sum(problem.work.flops for _, problem in runs)
         records.append(
             {
                 "row": name,

@@ -36,22 +36,24 @@ def print_inspection(found: Any) -> None:
 
 
 def _print_decode_times(found: Any) -> None:
-    """Candidates down, scenarios with their bytes across; times as shares of the uncompressed model's, "-" where the
-    kernels do not serve such wide latents.
+    """Candidates down, shares of the bytes removed across: instructions a key and KV head, and time as a share of the
+    uncompressed model's; "memory" for keys that are rebuilt there.
     """
     times = {(t.candidate, t.scenario): t for t in found.decode_times}
     candidates = list(dict.fromkeys(t.candidate for t in found.decode_times))
     scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
     rows = []
     for candidate in candidates:
-        cells = [times.get((candidate, scenario)) for scenario in scenarios]
-        rows.append((candidate, *("-" if t is None else f"{t.share:.2f} ({t.kv_bytes_per_token:,} B)" for t in cells)))
+        cells = [times[candidate, scenario] for scenario in scenarios]
+        issued = (f"{t.instructions_per_key:.0f}" if t.instructions_per_key else "memory" for t in cells)
+        rows.append((candidate, *(f"{n}: {t.share:.2f}" for n, t in zip(issued, cells, strict=True))))
     load = found.objective
     title = (
-        f"Predicted attention time of a decode step over the uncompressed model's, and bytes per token, by columns "
-        f"kept ({load.device}, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
+        f"Predicted attention of a decode step: instructions a key and KV head, and time over the uncompressed model's, "
+        f"by the share of bytes removed ({load.device} at {found.instructions_per_cycle:g} instructions a cycle and SM, "
+        f"{load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
     )
-    print_table(title, ("keys, heads a group",), scenarios, rows)
+    print_table(title, ("codes of keys and values, heads a group",), scenarios, rows)
 
 
 def _needs(needs: Any) -> str:
@@ -62,8 +64,9 @@ def _needs(needs: Any) -> str:
 
 def _described(key: str, candidate: Any) -> str:
     shared = ", keys and values in one latent" if candidate.joint else ""
-    domain = candidate.domain if candidate.rope_block == 1 else f"in blocks of {candidate.rope_block} positions"
-    return f"{key} ({domain}, groups of {candidate.group_size}{shared})"
+    block, fast = candidate.form
+    form = "" if block is None else f"blocks of {block} positions, {fast} fast planes, "
+    return f"{key} ({form}groups of {candidate.group_size}{shared})"
 
 
 def print_calibration_plan(plan: Any) -> None:
@@ -102,20 +105,20 @@ def print_export_plan(plan: Any) -> None:
     print_pairs(*rows, *_planned_needs(plan.needs))
     if plan.ranks is None:
         return
-    if plan.columns is None:
+    if plan.channels is None:
         ranks = [" ".join(f"({qk}, {v})" for qk, v in layer) for layer in plan.ranks]
         title = "Ranks (key, value) of each group"
     else:
-        ranks = [" ".join(f"({'; '.join(map(_by_bits, latents))})" for latents in layer) for layer in plan.columns]
-        title = "Columns x bits of each group (key; value, or both together)"
+        ranks = [" ".join(f"({'; '.join(map(_by_bits, latents))})" for latents in layer) for layer in plan.channels]
+        title = "Channels x bits of each group (key; value, or both together)"
     rows_of = [(index, key, found) for index, (key, found) in enumerate(zip(plan.choice, ranks, strict=True))]
-    print_table(title, ("layer", "basis", "columns"), (), rows_of)
+    print_table(title, ("layer", "basis", "channels"), (), rows_of)
     tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())
     print_table("Bytes of each tensor that changes", ("tensor",), ("before", "after"), [*tensors])
 
 
-def _by_bits(columns: dict[str, int]) -> str:
-    return " ".join(f"{count}x{bits}" for bits, count in columns.items())
+def _by_bits(channels: dict[str, int]) -> str:
+    return " ".join(f"{count}x{bits}" for bits, count in channels.items())
 
 
 def _planned_needs(needs: Any) -> list[tuple[str, str]]:

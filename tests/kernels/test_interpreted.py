@@ -1,0 +1,57 @@
+"""Runs the checks in interpreted/ under Triton's interpreter, which must be switched on before it is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+
+def missing() -> str:
+    """Why the interpreter cannot run here, or nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    versions = [tuple(int(n) for n in version(name).split(".")[:2]) for name in ("triton", "numpy")]
+    if versions[0] < (3, 9) and versions[1] >= (2, 4):
+        return "the interpreter of Triton 3.6 does not work with NumPy 2.4 or newer"
+    return ""
+
+
+FOLDER = Path(__file__).parent / "interpreted"
+
+
+def checks(word: str = "") -> list[str]:
+    """Files of checks that contain a word."""
+    return [path.stem for path in sorted(FOLDER.glob("check_*.py")) if word in path.read_text("utf-8")]
+
+
+def interpret(name: str, marks: str) -> None:
+    paths = [str(FOLDER.parent), str(FOLDER.parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "interpreter",
+         "-m", marks, str(FOLDER / f"{name}.py")],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "1",
+             "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        cwd=FOLDER.parent.parent.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("name", checks())
+def test_in_the_interpreter(name: str) -> None:
+    interpret(name, "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("name", checks("mark.slow"))
+def test_more_in_the_interpreter(name: str) -> None:
+    interpret(name, "slow")
