@@ -237,7 +237,7 @@ def test_the_card_counts_a_joint_latent_once() -> None:
 def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
     """Other widths; and numbers of 16 bits, by ranks."""
     run = coded_run("llama", "rotor")
-    mixed = export(run.folder, tmp_path / "mixed", compression=0.4, overrides=["codes.bits=[0,4,16]"])
+    mixed = export(run.folder, tmp_path / "mixed", compression=0.7, overrides=["codes.bits=[0,4,16]"])
     widths = {bits for layer in mixed.report["ranks"]["channels"] for pair in layer for side in pair for bits in side}
     assert widths == {"4", "16"}
     assert not [check for check in validate(mixed.folder, recipe=run.recipe).checks if check.status == "fail"]
@@ -252,7 +252,7 @@ def test_bits_of_a_run_can_be_changed_on_export(coded_run, tmp_path: Path):
 
 def test_papers_recipe_with_codes(coded_run, tmp_path: Path):
     run = coded_run("llama", "fdc", "tokens.source=synthetic", "groups.size=1", BITS)
-    result = export(run.folder, tmp_path / "out", compression=COMPRESSION)
+    result = export(run.folder, tmp_path / "out", compression=0.7)
     layouts = CompressedCheckpoint(result.folder).layouts
     assert all(layout.coded and layout.group_size == 1 and layout.form == POST_ROPE for layout in layouts)
 

@@ -1,4 +1,4 @@
-"""Forms of keys through rewriting and plain attention, in float64: what is equal to what, and full rank to the source."""
+"""Forms of keys through rewriting and plain attention, in float64: what equals what, and full rank the source."""
 
 from __future__ import annotations
 
@@ -121,9 +121,7 @@ def compressed(hidden: Tensor, weights: AttentionWeights, bases: LayerBases, sha
         key = project_keys(rotate(key, *stored), t["key_basis"], layout, shift, value if layout.joint else None)
     key_rows = pack_layer(key, layout, keys=True)
     value_rows = key_rows[..., :0] if layout.joint else pack_layer(value, layout, keys=False)
-    parameters = AttentionParameters(
-        layout, shape, shape.head_dim**-0.5, t.get("query_basis"), t.get("key_constant")
-    )
+    parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, t.get("query_basis"), t.get("key_constant"))
     return attention(query, key_rows, value_rows, parameters, read) @ t["o_proj.weight"].T + t.get("o_proj.bias", 0)
 
 
