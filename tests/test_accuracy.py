@@ -19,14 +19,13 @@ from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
 from rotor.export.model_card import below_target
-from rotor.format.layout import profile_name
 from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation, load_recipe
 from rotor.recipe.metric_registry import METRICS
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable, RankTable
 from rotor.typed import Reader
-from rotor.validation.validate import judge_target, validate
+from rotor.validation.validate import judge_target
 
 CPU = torch.device("cpu")
 
@@ -243,22 +242,6 @@ def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Pa
     data = evaluation_data(run.recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
     assert ProbeTable.open(run, run.recipe.ranks, data.search[:2], torch.float32, CPU).complete
     assert not ProbeTable.open(run, run.recipe.ranks, data.search[:1], torch.float32, CPU).complete
-
-
-def test_equal_accuracies_have_one_profile_name(copied: Path) -> None:
-    assert profile_name(1) == profile_name(1.0) == "1.0"
-    recipe = load_recipe(str(copied / "run" / "recipe.yaml"), ["bases.refit=false"])
-    (copied / "run" / "recipe.yaml").write_text(recipe.to_yaml())
-    reseal(copied / "run")
-    table = RankTable.latest(Run.open(copied / "run"))
-    assert table is not None
-    for point in table.points:
-        table.put(point.with_fidelity("search", Fidelity(1.0, (1.0, 1.0), {})))
-    out = export(copied / "run", copied / "elastic", accuracy=0.99, targets=[0.9], elastic=True).folder
-    config = json.loads((out / "config.json").read_text())
-    assert config["rank_profile"] == "0.99"
-    assert set(config["quantization_config"]["profiles"]) == {"0.99", "0.9"}
-    assert not validate(out).damaged
 
 
 # What validate says of a target.

@@ -5,11 +5,11 @@ import pytest
 import scipy.linalg
 import torch
 
-from rotor.bases import identity, kq, palu, rope_pairs, svd
+from rotor.bases import identity, kq, palu, svd
 from rotor.bases.layer import LayerBases
 from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_average
 from rotor.bases.moments import LayerStatistics
-from rotor.format.layout import AttentionShape
+from rotor.format.layout import POST_ROPE, AttentionShape
 from rotor.kernels.reference import rotate
 from rotor.rewriting.rewrite import layer_layout, rewrite_layer
 from rotor.runtime.families import AttentionWeights
@@ -169,42 +169,6 @@ def test_output_moments_sum_over_the_query_heads_of_a_kv_head() -> None:
     torch.testing.assert_close(output_moments(weight, shape)[1], expected)
 
 
-def test_rope_pairs_keep_whole_planes_and_commute_with_rope() -> None:
-    dim = 8
-    queries, keys = random(60, dim), random(60, dim, seed=1) * torch.tensor([1, 5, 1, 0.1] * 2, dtype=DOUBLE)
-    pair = rope_pairs.from_moments((queries.T @ queries)[None], (keys.T @ keys)[None], dim)
-    basis = pair.encode[0]
-    torch.testing.assert_close(basis.T @ basis, torch.eye(dim, dtype=DOUBLE))
-    planes = basis.argmax(0).reshape(-1, 2)
-    assert planes[0].tolist() == [1, 5]  # the loudest plane first, both its dimensions
-    assert planes[-1].tolist() == [3, 7]
-    angles = random(60, dim // 2, seed=2)
-    cos, sin = (torch.cat([f(angles)] * 2, dim=-1) for f in (torch.cos, torch.sin))
-    kept = basis[:, :4]
-    chosen = kept.T.bool()
-    order = [int(row.nonzero()) for row in chosen]
-    inside = torch.stack([keys[:, i] for i in order], dim=-1)
-    half = [order[0], order[2], order[1], order[3]]  # pairs side by side -> first halves, then second halves
-    small = torch.stack([keys[:, i] for i in half], dim=-1)
-    rotated = rotate(small, cos[:, half], sin[:, half])
-    whole = rotate(keys, cos, sin) @ kept
-    torch.testing.assert_close(whole, rotated[:, [0, 2, 1, 3]])
-    assert inside.shape == whole.shape
-
-
-def test_rope_pairs_of_partial_rotary_keep_the_planes_that_rope_turns() -> None:
-    """Six of eight dimensions are turned: planes (0, 3), (1, 4), (2, 5); the rest is one pair; two heads."""
-    queries, keys = random(60, 16), random(60, 16, seed=1)
-    pair = rope_pairs.from_moments((queries.T @ queries)[None], (keys.T @ keys)[None], 8, 6)
-    planes = pair.encode[0].argmax(0).reshape(-1, 2).tolist()
-    assert sorted(planes) == [[h + i, h + j] for h in (0, 8) for i, j in ((0, 3), (1, 4), (2, 5), (6, 7))]
-    energies = [
-        float((queries[:, plane].square().sum() * keys[:, plane].square().sum()).sqrt() / 2) for plane in planes
-    ]
-    assert energies == sorted(energies, reverse=True)
-    torch.testing.assert_close(pair.singular_values[0, ::2], torch.tensor(energies, dtype=DOUBLE))
-
-
 def test_moments_of_smaller_groups_are_blocks_of_the_larger() -> None:
     shape = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=3, hidden_size=5)
     kv, query = random(40, 4, 3), random(40, 8, 3, seed=1)
@@ -226,7 +190,7 @@ def test_centring_removes_exactly_what_softmax_does_not_see() -> None:
     statistics = LayerStatistics(shape, 1)
     statistics.add({"key_post": keys, "query": random(50, 2, 4, seed=3)})
     weights = AttentionWeights(random(8, 4), random(4, 4), random(4, 4), random(4, 8))
-    centred = Inputs(statistics, weights, shape, "post", 1).centred_keys()[0]
+    centred = Inputs(statistics, weights, shape, POST_ROPE, 1).centred_keys()[0]
     rows = keys[:, 0] - keys[:, 0].mean(0)
     torch.testing.assert_close(centred, rows.T @ rows)
 
@@ -245,7 +209,7 @@ def test_refit_is_exact_at_full_rank_and_never_worse_below(group_size: int) -> N
     errors = {}
     for rank in (1, 2, width):
         for refit in (False, True):
-            bases = LayerBases("post", group_size, pair, pair, moments if refit else None)
+            bases = LayerBases(POST_ROPE, group_size, pair, pair, moments if refit else None)
             layout, order = layer_layout(bases, [(rank, rank)] * (2 // group_size), False)
             o_weight = rewrite_layer(weights, bases, layout, order, shape)["o_proj.weight"].unflatten(1, (4, rank))
             total = 0.0

@@ -29,8 +29,6 @@ def test_its_files_are_read_through_one_object(folder: Path) -> None:
     report = json.loads((folder / "rotor.json").read_text())
     assert checkpoint.report == report
     assert [layout.to_dict() for layout in checkpoint.layouts] == report["layouts"]
-    assert checkpoint.default_layouts == checkpoint.layouts
-    assert not checkpoint.elastic
     size = report["kv_bytes_per_token"]
     assert checkpoint.dtype.itemsize == size["element_bytes"]
     assert kv_bytes_per_token(checkpoint.layouts, checkpoint.dtype.itemsize) == size["after"]

@@ -54,7 +54,6 @@ def test_overrides(share: float) -> None:
         "tokens.count",
         "tokens.seed",
         "ranks.multiple_of",
-        "search.targets",
         "objective.kind",
         "groups.size",
         "x.y",

@@ -248,7 +248,7 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
     network = LayerwiseModel.of(load_model(DEMO_MODEL, CPU, torch.float32))
     tokens = torch.randint(1, 4096, (8, 256), generator=torch.Generator().manual_seed(0))
     states = network.embed(tokens)
-    wanted = frozenset({"query", "key_pre", "output"})
+    wanted = frozenset({"query", "key_64_8", "output"})
     moments = layer_statistics(network, 0, states, states, 2, wanted)
     weights = read_attention(network.family, 0, checkpoint.names, checkpoint.tensor, network.shape)
     weights.v_weight = weights.v_weight.float()  # what is rewritten has its dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ import torch
 from conftest import CONFIGS, NO_ROPE, calibrated, in_memory, relative_error
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.run import Run
 from rotor.export.export import export
-from rotor.format.truncation import truncate_layer
-from rotor.rewriting.rewrite import layer_layout, rewrite_layer
 from rotor.search.search import rank_path
 from rotor.validation.validate import validate
 
@@ -245,58 +241,3 @@ def test_rotor_attention_on_an_uncompressed_model_is_refused(tiny) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny("llama"), attn_implementation="rotor")
     with pytest.raises(UsageError, match="LlamaAttention, which is not compressed"):
         model(PROMPT)
-
-
-@pytest.mark.parametrize("case", [c for c in EVERY_CASE if c[0] in ("llama", "qwen3", "gpt2")], ids=str)
-def test_cutting_stored_columns_equals_rewriting_at_these_ranks(case, compressed) -> None:
-    """What an elastic checkpoint does at load: leading columns of each group, groups ordered anew."""
-    run, _ = compressed(*case)
-    network, bases = in_memory(run), run.bases()
-    path = rank_path(bases, run, run.recipe)
-    plan = path.at_compression(COMPRESSION)
-    assert plan is not None
-    for layer, ranks in enumerate(plan.rounded):
-        candidate = plan.select(bases)[layer]
-        norm = network.family.has_key_norm
-        full, order = layer_layout(candidate, path.full().rounded[layer], norm)
-        stored = rewrite_layer(network.attention_weights(layer), candidate, full, order, run.shape)
-        layout, cut = truncate_layer(stored, full, ranks, run.shape)
-        expected_layout, expected_order = layer_layout(candidate, ranks, norm)
-        expected = rewrite_layer(
-            network.attention_weights(layer), candidate, expected_layout, expected_order, run.shape
-        )
-        assert layout == expected_layout
-        assert cut.keys() == expected.keys()
-        for name, tensor in cut.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
-
-
-def test_an_elastic_checkpoint_is_cut_at_load(demo_run, tmp_path: Path) -> None:
-    from rotor.errors import UsageError
-
-    run = Run.open(shutil.copytree(demo_run("fdc").folder, tmp_path / "run"))
-    wide = ["search.targets=[0.98, 0.9]"]
-    export(run.folder, tmp_path / "elastic", accuracy=0.9, elastic=True, overrides=wide)
-    for accuracy in (0.9, 0.98):
-        export(run.folder, tmp_path / f"plain-{accuracy}", accuracy=accuracy, overrides=wide)
-        expected = load(tmp_path / f"plain-{accuracy}")
-        model = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "elastic", dtype=torch.float32, rank_profile=accuracy
-        ).eval()
-        with torch.inference_mode():
-            assert relative_error(model(PROMPT).logits, expected(PROMPT).logits) < 1e-5
-        assert model.num_parameters() == expected.num_parameters()
-    with torch.inference_mode():
-        default = load(tmp_path / "elastic")(PROMPT).logits
-        assert relative_error(default, load(tmp_path / "plain-0.9")(PROMPT).logits) < 1e-5
-    result = validate(tmp_path / "elastic")
-    assert not result.damaged, [c for c in result.checks if c.status == "fail"]
-    with pytest.raises(UsageError, match=r"rank_profile 0\.5: not stored"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "elastic", rank_profile=0.5)
-    # What is saved after loading is an ordinary compressed checkpoint of that profile.
-    model.save_pretrained(tmp_path / "saved")
-    again = load(tmp_path / "saved")
-    with torch.inference_mode():
-        assert torch.equal(again(PROMPT).logits, model(PROMPT).logits)
-    with pytest.raises(UsageError, match="Give --accuracy"):
-        export(run.folder, tmp_path / "x", compression=0.5, elastic=True)

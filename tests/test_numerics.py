@@ -89,7 +89,7 @@ def test_in_text_that_the_model_writes(model: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("moment", ["query", "key_pre", "value"])
+@pytest.mark.parametrize("moment", ["query", "key_64_8", "value"])
 def test_in_statistics_on_disk(moment: str, value: float, run_copy: Path) -> None:
     edit(run_copy / "statistics" / "layer-0001.safetensors", moment, value)
     opened = Run.open(run_copy)

@@ -15,7 +15,7 @@ from conftest import DEMO_MODEL, FAST_EVALUATION, relative_error
 import rotor.calibration.pruning
 from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.pruning import BATCH_VECTORS, CLUSTERED, ClusteredStatistics, StreamingKMeans, prune_rows
+from rotor.calibration.pruning import BATCH_VECTORS, EXACT, ClusteredStatistics, StreamingKMeans, prune_rows
 from rotor.calibration.run import read_statistics
 from rotor.data.rows import CalibrationTokens
 from rotor.errors import DataError, NumericsError, RecipeError
@@ -135,8 +135,7 @@ def test_vectors_in_memory_do_not_grow_with_tokens() -> None:
 
 
 def test_other_moments_stay_exact_and_sums_of_keys_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotor.calibration.pruning, "CLUSTERED", ("key_post", "value"))
-    monkeypatch.setattr(rotor.calibration.pruning, "MOMENTS", ("query", "key_post", "key_post_mean", "value"))
+    monkeypatch.setattr(rotor.calibration.pruning, "EXACT", ("query",))
     data = activations(2000)
     found = clustered(Prune(kmeans=16), group_size=2)
     found.add(data)
@@ -148,7 +147,7 @@ def test_other_moments_stay_exact_and_sums_of_keys_too(monkeypatch: pytest.Monke
     keys = data["key_post"].double().sum(0).reshape(2, 16)
     torch.testing.assert_close(result.sums["key_post_mean"], keys)
     assert result.tokens == 2000
-    assert "output" not in CLUSTERED
+    assert "output" in EXACT
 
 
 def test_more_centroids_than_vectors() -> None:

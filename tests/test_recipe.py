@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from conftest import ROOT
 
-from rotor.bases.registry import QK_METHODS, BasisMethod
+from rotor.bases.registry import BasisMethod
 from rotor.errors import RecipeError
 from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
 from rotor.recipe.checks import NAMES
@@ -18,21 +18,28 @@ def test_bundled_recipes_are_what_the_papers_say() -> None:
     assert (fdc.tokens.source, fdc.groups.size, fdc.groups.domain) == ("random", 1, "post")
     assert fdc.tokens.count >= 8192
     assert (fdc.bases.qk, fdc.bases.vo, fdc.ranks.spectrum) == ("svd", "palu", "values")
-    assert (ours.groups.size, ours.groups.domain, ours.bases.qk, ours.coded) == ("auto", "pre", "fisher", True)
+    assert (ours.groups.size, ours.groups.domain, ours.bases.qk, ours.coded) == ("auto", "block", "fisher", True)
     sixteen = recipes["rotor-16"]
     assert (sixteen.groups.size, sixteen.groups.domain, sixteen.ranks.method) == ("all", "pre", "global")
     assert sixteen.codes.bits == (0, 16)
-    assert {name for name, recipe in recipes.items() if recipe.coded} == {"rotor", "rotor-plain", "rotor-post"}
+    assert {name for name, recipe in recipes.items() if recipe.coded} == {
+        "rotor",
+        "rotor-plain",
+        "rotor-post",
+        "rotor-smallest",
+    }
     for name, recipe in recipes.items():
         assert recipe.name == name
         assert "\n" not in recipe.summary
 
 
 def test_yaml_round_trip_keeps_every_field() -> None:
-    recipe = load_recipe("rotor", ["tokens.count=4096", "search.targets=[0.97, 0.9]", "evaluation.metric=ppl_ratio"])
+    recipe = load_recipe(
+        "rotor", ["tokens.count=4096", "ranks.probe_shares=[0.97, 0.9]", "evaluation.metric=ppl_ratio"]
+    )
     assert parse_recipe(recipe.to_yaml(), "x") == recipe
     assert recipe.tokens.count == 4096
-    assert recipe.search.targets == (0.97, 0.9)
+    assert recipe.ranks.probe_shares == (0.97, 0.9)
 
 
 def test_an_exponent_makes_a_number() -> None:
@@ -59,13 +66,14 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens.count=[1", "not valid YAML"),
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
         ("tokens=3", "tokens: got 3, expected a mapping"),
-        ("search.targets=[0.9, 1.5]", "search.targets"),
+        ("ranks.probe_shares=[0.9, 1.5]", "ranks.probe_shares"),
+        ("groups.fast_planes=-1", "groups.fast_planes: got -1, expected quarter, all, auto or a number of planes"),
         ("groups.domain=pre", "got 'svd', expected one of whitened, kq, kq-centred, fisher, palu, identity"),
         ("groups.size=any", "ranks.method: got 'removal-rate', expected global, as only it, or bits of codes, chooses"),
         ("bases.qk=kq-centered", "bases.qk: got 'kq-centered', expected one of svd, whitened, kq, kq-centred"),
         (
-            "bases.vo=rope-pairs",
-            "bases.vo: got 'rope-pairs', expected one of svd, whitened, kq, kq-output, fisher, palu",
+            "bases.vo=output",
+            "bases.vo: got 'output', expected one of svd, whitened, kq, kq-output, fisher, palu",
         ),
         ("ranks.method=removalrate", "did you mean 'removal-rate'?"),
         ("name.x=1", "unknown key 'x' in name"),
@@ -132,8 +140,6 @@ def test_the_documentation_lists_the_registered_methods() -> None:
 def test_names_are_those_of_the_registered_methods() -> None:
     for methods in NAMES.values():
         assert all(name == method.name for name, method in methods.items())
-    assert [name for name, method in QK_METHODS.items() if method.whole_planes] == ["rope-pairs"]
-    assert all("none" in method.domains for name, method in QK_METHODS.items() if name != "rope-pairs")
 
 
 def test_a_basis_for_either_domain_must_work_in_both() -> None:

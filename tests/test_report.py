@@ -131,7 +131,7 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     cells = [attributes for tag, attributes in page.tags if tag == "td" and "style" in attributes]
     assert len(cells) == len(ranks)
     heads, width = ("0, 1", 128) if recipe == "rotor-16" else ("0", 64)
-    assert f"KV heads {heads}: {ranks[0]} of {width} columns" in [
+    assert f"KV heads {heads}: {ranks[0]} of {width} channels" in [
         " ".join((cell["title"] or "").split()) for cell in cells
     ]
     in_run = read(run / "report.html")

@@ -15,7 +15,7 @@ from conftest import ROOT
 from matplotlib.figure import Figure
 from test_report import Page
 
-from rotor.format.columns import Columns
+from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import GroupLayout
 from rotor.recipe import load_recipe
 from rotor.report.axes import LOSS_FLOOR, layer_colours, shown_loss
@@ -36,8 +36,8 @@ def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = Fa
     ]
     data.target, data.metric = 0.99, "some ratio"
     data.reached = [("0.995", None), ("0.99", data.points[1]), ("0.9", data.points[2])]
-    columns = Columns(4, 8, 16, 0)
-    group = GroupLayout.coded((0, 1), columns, columns) if coded else GroupLayout((0, 1), 24, 8)
+    channels = Channels(4, 0, 8, 16)
+    group = GroupLayout((0, 1), *((channels, channels) if coded else (Numbers(24), Numbers(8))))
     data.ranks = [[Cell.of(group, 32)] * groups for _ in range(layers)]
     data.ranks_of = "of this point"
     data.spectra = [{"qk": [1.0, 0.1, 0.01], "vo": [1.0, 0.2, 0.05]} for _ in range(layers)]
@@ -131,9 +131,9 @@ def test_ranks_have_their_denominators() -> None:
 
 def test_a_joint_latent_is_shown_once() -> None:
     """Also where only some layers have one: no spectrum, rank or column of it stands under keys and under values."""
-    data, columns = made(4, coded=True), Columns(4, 8, 16, 0)
+    data, channels = made(4, coded=True), Channels(4, 0, 8, 16)
     for layer in (1, 3):
-        data.ranks[layer] = [Cell.of(GroupLayout.coded((0, 1), columns, None), 32)]
+        data.ranks[layer] = [Cell.of(GroupLayout((0, 1), channels, None), 32)]
         data.spectra[layer] = {"joint": [1.0, 0.1]}
         data.spectra_of[layer] = {"joint": "before RoPE, 2 heads a group"}
     spectra = [name for name in _drawings(data) if name.startswith("spectra")]
@@ -142,7 +142,7 @@ def test_a_joint_latent_is_shown_once() -> None:
     maps = html.split('<section id="ranks">')[1].split("</section>")[0].split("<caption>")[1:]
     layers = {part.split("</caption>")[0]: re.findall(r"layer (\d)", part) for part in maps}
     assert layers["latents of keys and values together"] == ["1", "3"]
-    assert layers["key latents (qk_rank)"] == layers["value latents (v_rank)"] == ["0", "2"]
+    assert layers["key latents"] == layers["value latents"] == ["0", "2"]
     rows = [re.sub("<[^>]*>", "|", row) for row in html.split("hold 99 % of the energy")[1].split("<tr>")[2:6]]
     assert [re.findall(r"\d of \d", row) for row in rows] == [["1 of 3", "2 of 3"], ["1 of 2"]] * 2
 

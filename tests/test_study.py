@@ -13,6 +13,7 @@ from conftest import DEMO_MODEL, FAST_EVALUATION
 
 from rotor.calibration.run import Run
 from rotor.errors import DataError, UsageError
+from rotor.format.channels import Numbers
 from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
 from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.prediction.devices import bundled_devices
@@ -42,7 +43,6 @@ SMALL = [
     "evaluation.search_tokens=256",
     "evaluation.report_tokens=512",
     "search.resolution=0.2",
-    "search.targets=[0.9]",
 ]
 
 
@@ -375,9 +375,8 @@ def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch
             assert point["bytes_share"] == pytest.approx(1 - point["stored"], abs=1e-6)
             layouts = [
                 ordered_by_class(
-                    run.info["candidates"][key]["domain"],
-                    run.info["folded_keys"][key],
-                    [GroupLayout(tuple(range(4 // len(ranks))), qk, v) for qk, v in ranks],
+                    [GroupLayout(tuple(range(4 // len(ranks))), Numbers(qk), Numbers(v)) for qk, v in ranks],
+                    run.candidates[key].form,
                 )[0]
                 for key, ranks in zip(point["choice"], point["ranks"], strict=True)
             ]

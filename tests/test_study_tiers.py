@@ -15,7 +15,7 @@ from rotor.study import cache_bench, tiers_codes, tiers_part, tiers_plot
 from rotor.study import tiers_tables as tables
 from rotor.study.store import StudyStore
 from rotor.study.study import study
-from rotor.study.tiers_codes import PLAN, coded_labels
+from rotor.study.tiers_codes import ALIKE, PLAN, TIERS, coded_labels
 from rotor.study.tiers_part import labels, one_ratio
 from rotor.study.tiers_tables import by_distance, tiers_of_recipes, tiers_tables
 
@@ -85,12 +85,11 @@ def test_the_part_of_a_study(tiny, tmp_path, monkeypatch) -> None:
     assert tiers["kv_bytes_per_token"] == chance["kv_bytes_per_token"]
     assert ratio["kv_bytes_per_token"] == pytest.approx(tiers["mean_kv_bytes_per_token"], rel=0.05)
     assert ranks["kv_bytes_per_token"] <= tiers["mean_kv_bytes_per_token"]
-    bits, columns, plan = (
-        result.records[f"tiers/rotor/records/codes of 0.5 removed, {kind}"] for kind in ("bits", "columns", PLAN)
+    tiers, alike, plan = (
+        result.records[f"tiers/rotor/records/codes of 0.5 removed, {kind}"] for kind in (TIERS, ALIKE, PLAN)
     )
-    assert bits["kv_bytes_per_token"] == pytest.approx(columns["kv_bytes_per_token"], rel=0.05)
-    assert plan["kv_bytes_per_token"] <= bits["mean_kv_bytes_per_token"]
-    assert not any(record["skipped"] for record in (bits, columns, plan))
+    assert plan["kv_bytes_per_token"] <= tiers["mean_kv_bytes_per_token"]
+    assert not any(record["skipped"] for record in (tiers, alike, plan))
     rows = (tmp_path / "study" / "tiers.csv").read_text().splitlines()
     assert len(rows) == 1 + len(labels([2.0])) + len(coded_labels())
     assert rows[0].startswith("recipe,name,skipped,kl_div")

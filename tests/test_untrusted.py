@@ -284,7 +284,7 @@ def test_counts_of_recipes_are_bounded(name: str) -> None:
         override(load_recipe("fdc"), [f"{name}=10000000000"])
 
 
-@pytest.mark.parametrize("name", ["search.targets", "ranks.probe_shares"])
+@pytest.mark.parametrize("name", ["ranks.probe_shares"])
 def test_lists_of_recipes_are_bounded(name: str) -> None:
     with pytest.raises(RecipeError, match=f"{name}: .*at most 256 values"):
         override(load_recipe("rotor"), [f"{name}={[0.5] * 1000}"])

@@ -14,10 +14,8 @@ from conftest import SHORT_TEXT, calibrated, close
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rotor.errors import RotorError, UsageError
+from rotor.errors import RotorError
 from rotor.export.export import export
-from rotor.models.compressed import CompressedCheckpoint
-from rotor.models.loading import compressed_weights
 from rotor.progress import Progress
 from rotor.validation.integrity import Validation, check_integrity, difference
 from rotor.validation.validate import validate
@@ -303,10 +301,3 @@ def test_one_layer_of_weights_at_a_time_finds_the_same(family: str, domain: str,
     assert found.pop("KV bytes per token").status == "skipped"
     statuses = {check.name: check.status for check in whole.checks if check.name != "KV bytes per token"}
     assert {name: check.status for name, check in found.items()} == statuses
-
-
-def test_an_elastic_checkpoint_is_loaded_as_a_whole(good: Path) -> None:
-    checkpoint = CompressedCheckpoint(good)
-    checkpoint.config_dict["quantization_config"]["profiles"] = {"0.9": []}
-    with pytest.raises(UsageError, match="an elastic checkpoint is loaded as a whole"):
-        compressed_weights(checkpoint, torch.device("cpu"), torch.float32, True)

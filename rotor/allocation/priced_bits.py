@@ -1,8 +1,8 @@
 """Bits of every channel, form of keys and group size of every layer, where what is saved are not bytes alone.
 
 What a group costs depends on its rows alone, whose planes are few: of every pair of a key and a value row the cost is
-asked, and their lower hull of loss over cost kept. A sweep over prices takes from there the best rows of each group, and
-the candidate of each layer of least loss plus price times cost.
+asked, and their lower hull of loss over cost kept. A sweep over prices takes from there the best rows of each group,
+and the candidate of each layer of least loss plus price times cost.
 
 Source: docs/design.md, Mathematics, Codes; Shoham and Gersho, "Efficient bit allocation for an arbitrary set of
 quantizers", 1988.

@@ -24,8 +24,8 @@ class RankMethod:
     summary: one line, for help and tables; papers by their short names (see rotor).
     module: the file in this package whose function `path` makes the RankPath of RankInputs.
     needs: what has to be measured beside the spectra.
-    chooses: takes form of keys and group size of each layer too, where the recipe leaves them open, and weighs costs other
-        than bytes.
+    chooses: takes form of keys and group size of each layer too, where the recipe leaves them open, and weighs costs
+        other than bytes.
     uniform_rows: can give all layers rows of one width.
     """
 

@@ -120,8 +120,8 @@ class LayerStatistics:
         return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
 
     def mean(self, group_size: int, name: str) -> Tensor:
-        """Sum of the vectors of a moment, none of UNCENTRED, [num_groups, group_size * head_dim]; of joint ones twice as
-        wide."""
+        """The summed vectors of a moment, none of UNCENTRED, [num_groups, group_size * head_dim]; of joint ones twice
+        as wide."""
         total = self.sums[f"{name}_mean"]
         return total.reshape(-1, total.shape[-1] // self.group_size * group_size)
 

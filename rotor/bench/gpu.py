@@ -33,8 +33,8 @@ from .graphs import capture, replayed
 from .precompile import NAMED_SHAPE, named_layouts
 from .problem import Problem, checked_output, random_problem, uncompressed_layout, without_rope
 from .provenance import provenance
-from .rows import kernel, kernel_in_pages, no_sdpa, sdpa
 from .rows import BACKENDS as SDPA
+from .rows import kernel, kernel_in_pages, no_sdpa, sdpa
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of a checkout: tests/ lies there."""

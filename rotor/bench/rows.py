@@ -100,9 +100,6 @@ def kernel_decode(
     problem: Problem, schedule: str = "stream", programs: int | None = None, page: int = 0
 ) -> Callable[[], Tensor]:
     """The decode kernel under one schedule, over contiguous packed rows or permuted pages of so many keys."""
-    from ..kernels.decode.launch import decode_attention
-    from ..kernels.key_ranges import DecodeKeys
-    from ..kernels.layer_table import layer_parts
 
     if not layer_served(layout, problem.shape, problem.dtype, device):
         return "the latents or heads are above the kernels' widest, or this GPU is not one that they are for"

@@ -40,8 +40,8 @@ class SideCodes:
     """Of one side (keys or values) of a candidate of a layer, batched over its groups; float64.
 
     weight: [num_groups, channels], what a squared error of 1 in each channel costs in nats per token. variance:
-    likewise, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, channels], at the
-    bits of MEASURED; see ChannelStatistics.
+    likewise, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, channels], at
+    the bits of MEASURED; see ChannelStatistics.
     """
 
     weight: Tensor

@@ -12,11 +12,11 @@ from torch import nn
 
 from ..bases.layer import LayerBases
 from ..format.layout import LayerRanks
+from ..format.tensors import FLOAT32
 from ..models.checkpoint import Checkpoint
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import read_attention
-from ..format.tensors import FLOAT32
 from ..numerics import check_parameters
 from ..runtime.families import AttentionWeights, find_family
 from ..runtime.integration import replace_attention

@@ -159,7 +159,8 @@ def _folded_codes(
         return [], []
     key, value = [], []
     for group, i in zip(layout.groups, order, strict=True):
-        assert isinstance(group.key, Channels) and isinstance(group.values, Channels)
+        assert isinstance(group.key, Channels)
+        assert isinstance(group.values, Channels)
         key.append(fold_code(bases.qk.encode[i], bases.qk.decode[i], bases.key_codes[i], group.key).to(device))
         value.append(fold_code(bases.vo.encode[i], bases.vo.decode[i], bases.value_codes[i], group.values).to(device))
     return key, value
@@ -204,7 +205,7 @@ def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> T
 
 
 def _truncated(bases: LayerBases, layout: LayerLayout, order: tuple[int, ...]) -> tuple[list[Tensor], ...]:
-    """(key encode, key decode, value encode, value decode): a list of [g * head_dim, rank] in the order of the layout."""
+    """(key encode, key decode, value encode, value decode): lists of [g * head_dim, rank], groups as in the layout."""
     keys, values = [g.key.rank for g in layout.groups], [g.values.rank for g in layout.groups]
 
     def columns(basis: Tensor, ranks: list[int]) -> list[Tensor]:
@@ -254,7 +255,7 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
 
 
 def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
-    """That of the tensor which a new one replaces; what replaces none takes that of its projection, or of the values."""
+    """That of the tensor which a new one replaces; without one that of its projection, or of the values."""
     if "_proj." not in name:
         return weights.v_weight.dtype
     side, kind = name[0], name.rpartition(".")[2]

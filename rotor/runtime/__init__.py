@@ -1,1 +1,1 @@
-"""A loaded checkpoint: registration with transformers, attention over the packed cache, elastic profiles."""
+"""A loaded checkpoint: registration with transformers, attention over the packed cache."""

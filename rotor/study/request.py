@@ -34,7 +34,7 @@ class StudyPlan:
 
     parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
     all parts but `curves`, `ablation`, `peers` and CACHE_PARTS are about; allocating: of these, the ones whose ranks
-    choose form of keys and group size. base: what the ablations change, or None without them; variants: its ablations by
+    choose form and group size. base: what the ablations change, or None without them; variants: its ablations by
     name. counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
     """
 

@@ -1,10 +1,10 @@
-"""The part `tiers` of a study for recipes of codes: fewer bits, or columns, for unimportant tokens, at equal bytes."""
+"""The part `tiers` of a study for recipes of codes: fewer nibbles for unimportant tokens, at equal bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any
 
 from ..calibration.run import Run
 from ..recipe import Recipe
@@ -25,20 +25,19 @@ RATIO = 0.4
 """p^u of keys and of values."""
 
 PLAN = "one plan"
-ALIKE = "bits of all tokens"
+TIERS = "tiers"
+ALIKE = "nibbles of all tokens"
 
 
 def policies() -> dict[str, Tiers]:
-    """Tiers by what cuts the rows of unimportant tokens, and by what chose these."""
-    found: dict[str, Tiers] = {}
-    cuts: tuple[Literal["bits", "columns"], ...] = ("bits", "columns")
-    for cut in cuts:
-        tiers = Tiers(important=IMPORTANT, qk_unimportant=RATIO, v_unimportant=RATIO, cut=cut)
-        found[cut] = tiers
-        found[f"{cut}, tokens at random"] = replace(tiers, importance="random")
+    """Tiers by what chose the tokens."""
+    tiers = Tiers(important=IMPORTANT, qk_unimportant=RATIO, v_unimportant=RATIO)
     every = RATIO * (1 - IMPORTANT)
-    found[ALIKE] = Tiers(important=0.0, qk_unimportant=every, v_unimportant=every, cut="bits")
-    return found
+    return {
+        TIERS: tiers,
+        f"{TIERS}, tokens at random": replace(tiers, importance="random"),
+        ALIKE: Tiers(important=0.0, qk_unimportant=every, v_unimportant=every),
+    }
 
 
 def coded_labels() -> list[str]:
@@ -52,7 +51,7 @@ def _label(removed: float, kind: str) -> str:
 
 class CodedTiers:
     """Measures what the store does not have yet; the last of the records at each share is the plan of codes that takes
-    as many bytes as the tiers by bits, everything counted."""
+    as many bytes as the tiers, everything counted."""
 
     def __init__(self, part: PeersPart) -> None:
         self.part, self.store, self.progress = part, part.store, part.subject.progress
@@ -79,7 +78,7 @@ class CodedTiers:
             if self.store.get(keys[label]) is not None:
                 continue
             if policy is None:
-                tiers = self.store.get(keys[_label(removed, "bits")])
+                tiers = self.store.get(keys[_label(removed, TIERS)])
                 assert tiers is not None
                 removed = 1 - tiers["mean_kv_bytes_per_token"] / self.part._whole
             skipped = compressed(removed)
