@@ -4,42 +4,37 @@
 key and group: of decoding, and of absorbing queries for each block of positions.
 
 What the table does not have follows from what it has. Widths, query rows and fast planes are padded to the next entry,
-as kernels pad them. What rebuilding planes adds is taken in proportion to planes times KV heads; what shorter blocks
-of positions multiply by, as in the nearest width and rows. Keys and values of different widths cost the mean of both;
-joint latents of numbers as much as two of them.
+as kernels pad them, and beyond the last in proportion. What rebuilding planes adds is taken in proportion to planes, KV
+heads and width, from the entry nearest in these; what shorter blocks of positions multiply by, from the narrowest one.
+Keys and values of different widths cost the mean of both; joint latents of numbers as much as two of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
 
-from ..format.channels import Latent
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
 
 TABLE = "instructions.json"
 BLOCK = 64
 HEAD_DIM = 128
-WIDTHS = (64, 128, 256, 512)
-ROWS = (8, 16, 32, 64)
+WIDTHS, ROWS = (64, 128, 256, 512), (8, 16, 32)
 """Places of a latent, and query rows of a group (query heads that share its keys), that kernels are specialised for."""
 
 PLANES = (16, 32, 64)
 """Fast planes of a KV head that a tile rebuilds, likewise."""
 
-REBUILT = ((16, 1), (32, 1), (64, 1), (16, 2), (16, 4))
-"""(fast planes, KV heads of a group) that the table has, beside those that rebuild nothing; the last one alone for more
-query rows than FEW_ROWS, which no group of one KV head has."""
-
-FEW_ROWS = 16
-
+WIDE = ((128, 8, 2), (256, 8, 2), (256, 16, 4), (512, 16, 4))
+"""Width, rows and KV heads of groups of several heads whose keys a tile rebuilds, of PLANES[0] planes each."""
 
 SHORT_BLOCKS = (16, 32)
-"""Positions of a block for which the table has joint latents of the first two widths and rows, nothing rebuilt."""
+"""Positions of a block, beside BLOCK, that the table has of joint latents with nothing rebuilt."""
 
 
 class Specialisation(NamedTuple):
@@ -73,14 +68,13 @@ Table = Mapping[Specialisation, Counts]
 
 def grid() -> list[Specialisation]:
     """What the table is to have: joint latents in blocks of positions, those apart for all positions."""
-    found = []
-    for rows in ROWS:
-        for width in WIDTHS:
-            found += [Specialisation(kind, width, rows) for kind in ("joint", "apart", "numbers")]
-            rebuilt = REBUILT if rows <= FEW_ROWS else REBUILT[-1:]
-            found += [Specialisation("joint", width, rows, *each) for each in rebuilt]
-    short = [(width, rows, block) for width in WIDTHS[:2] for rows in ROWS[:2] for block in SHORT_BLOCKS]
-    return found + [Specialisation("joint", width, rows, rope_block=block) for width, rows, block in short]
+    found = [Specialisation("joint", width, rows) for rows in ROWS for width in WIDTHS]
+    found += [
+        Specialisation(kind, width, rows) for kind in ("apart", "numbers") for rows in ROWS[:2] for width in WIDTHS[:3]
+    ]
+    found += [Specialisation("joint", WIDTHS[0], ROWS[0], rope_block=block) for block in SHORT_BLOCKS]
+    found += [Specialisation("joint", width, ROWS[0], planes) for width in WIDTHS[:3] for planes in PLANES]
+    return found + [Specialisation("joint", width, rows, PLANES[0], heads) for width, rows, heads in WIDE]
 
 
 @lru_cache(maxsize=1)
@@ -115,59 +109,50 @@ def kind_of(layout: LayerLayout) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def group_instructions(layout: LayerLayout, group: GroupLayout, shape: AttentionShape) -> float:
-    """Warp instructions of a step for one cached key of one group: all of its KV heads and their query heads.
-
-    Of more rows than the table has, that many launches' worth; of wider latents, in proportion.
-    """
-    kv_heads = len(group.kv_heads)
-    rows, most = kv_heads * shape.heads_per_kv, ROWS[-1]
-    launches, padded = -(-rows // most), next((r for r in ROWS if r >= rows), most)
-    block = layout.rope_block or BLOCK
-    absorbed = rows / (launches * padded) * shape.head_dim / HEAD_DIM * BLOCK / block if shape.rotary_dim else 0.0
+    """Warp instructions of a step for one cached key of one group: all of its KV heads and their query heads."""
+    kv_heads, block = len(group.kv_heads), layout.rope_block or BLOCK
+    rows = kv_heads * shape.heads_per_kv
     total = 0.0
-    for width in (padded_width(group.key), padded_width(group.values)):
-        sizes = min(width, WIDTHS[-1]), padded, layout.fast_planes, kv_heads, block
-        counts = look_up(bundled_table(), Specialisation(kind_of(layout), *sizes))
-        total += (counts.decode + absorbed * counts.absorb) * max(1.0, width / WIDTHS[-1]) / 2
-    return launches * total
+    for latent in (group.key, group.values):
+        wanted = Specialisation(kind_of(layout), latent.width, rows, layout.fast_planes, kv_heads, block)
+        counts = look_up(bundled_table(), wanted)
+        absorb = counts.absorb * shape.head_dim / HEAD_DIM * BLOCK / block if shape.rotary_dim else 0.0
+        total += (counts.decode + absorb) / 2
+    return total
 
 
-def padded_width(latent: Latent) -> int:
-    """Places that a kernel gives a latent: the next of WIDTHS, or a multiple of the last."""
-    return next((width for width in WIDTHS if width >= latent.width), -(-latent.width // WIDTHS[-1]) * WIDTHS[-1])
+def _padded(sizes: Iterable[int], wanted: int) -> tuple[int, float]:
+    """The next size, or the largest and how many times as much is wanted."""
+    found = sorted(sizes)
+    return next(((size, 1.0) for size in found if size >= wanted), (found[-1], wanted / found[-1]))
 
 
 def look_up(table: Table, wanted: Specialisation) -> Counts:
-    """The counts of a specialisation, from its own entry or, as the module says, from others.
+    """The counts of a specialisation, from its own entry or, as the module says, from others."""
+    if wanted in table:
+        return table[wanted]
+    plain = [key for key in table if key.kind == wanted.kind and not key.fast_planes and key.rope_block == BLOCK]
+    width, wider = _padded({key.width for key in plain}, wanted.width)
+    rows, more = _padded({key.rows for key in plain}, wanted.rows)
+    like = Specialisation(wanted.kind, width, rows)
+    decode, absorb = table[like].decode * wider * more, table[like].absorb * wider * wanted.rows / rows
+    if wanted.fast_planes:
+        planes, above = _padded(PLANES, wanted.fast_planes)
+        size = planes * above * wanted.kv_heads * width * wider
 
-    Args:
-        wanted: its width and rows are among WIDTHS and ROWS.
-    """
+        def distance(key: Specialisation) -> tuple[float, bool]:
+            return abs(math.log(_rebuilt(key) / size)), key.kv_heads != wanted.kv_heads
+
+        nearest = min((key for key in table if key.fast_planes), key=distance)
+        added = table[nearest].decode - table[nearest._replace(fast_planes=0, kv_heads=1)].decode
+        decode += added * size / _rebuilt(nearest)
     if wanted.rope_block != BLOCK:
-        counts = look_up(table, wanted._replace(rope_block=BLOCK))
-        return replace(counts, decode=counts.decode * _shorter(table, wanted))
-    plain = table[wanted._replace(fast_planes=0, kv_heads=1)]
-    if not wanted.fast_planes:
-        return plain
-    planes = next((p for p in PLANES if p >= wanted.fast_planes), wanted.fast_planes)
-    rebuilding = wanted._replace(kind="joint", fast_planes=planes)
-    size = planes * wanted.kv_heads
-
-    def distance(key: Specialisation) -> tuple[float, bool]:
-        ratio = size / (key.fast_planes * key.kv_heads)
-        return max(ratio, 1 / ratio), key.kv_heads != wanted.kv_heads
-
-    similar = [key for key in table if key.fast_planes and key[:3] == rebuilding[:3]]
-    nearest = rebuilding if rebuilding in table else min(similar, key=distance)
-    added = table[nearest].decode - table[nearest._replace(fast_planes=0, kv_heads=1)].decode
-    share = size / (nearest.fast_planes * nearest.kv_heads)
-    spilled = table[nearest].spilled_bytes if nearest == wanted else plain.spilled_bytes
-    return Counts(plain.decode + share * added, table[nearest].absorb, spilled)
+        block, _ = _padded((*SHORT_BLOCKS, BLOCK), wanted.rope_block)
+        narrow = Specialisation("joint", WIDTHS[0], ROWS[0])
+        decode *= table[narrow._replace(rope_block=block)].decode / table[narrow].decode * block / wanted.rope_block
+    return Counts(decode, absorb, table[like].spilled_bytes)
 
 
-def _shorter(table: Table, wanted: Specialisation) -> float:
-    """What tiles of a shorter block cost a key, over those of BLOCK positions."""
-    block = next((b for b in SHORT_BLOCKS if b >= wanted.rope_block), BLOCK)
-    like = Specialisation("joint", min(wanted.width, WIDTHS[1]), min(wanted.rows, ROWS[1]))
-    ratio = table[like._replace(rope_block=block)].decode / table[like].decode
-    return ratio * max(1.0, block / wanted.rope_block)
+def _rebuilt(key: Specialisation) -> int:
+    """What rebuilding is in proportion to."""
+    return key.fast_planes * key.kv_heads * key.width
