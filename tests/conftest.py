@@ -228,7 +228,6 @@ FAST_EVALUATION = [
     "evaluation.lookup_prompts=8",
     "evaluation.copy_prompts=8",
     "search.resolution=0.1",
-    "search.targets=[0.9]",
 ]
 """Overrides for tests that need a measured table but not a precise one."""
 

@@ -42,7 +42,6 @@ SMALL = [
     "evaluation.search_tokens=256",
     "evaluation.report_tokens=512",
     "search.resolution=0.2",
-    "search.targets=[0.9]",
 ]
 
 
