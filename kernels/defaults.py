@@ -1,101 +1,38 @@
-"""What kernel_config.json says of a model that nobody has tuned: classes, blocks, specialisations and tiles by rule.
+"""What kernel_config.json says of a model that nobody has tuned: tiles and warps by rule.
 
-`rotor export` writes it, `rotor validate` compares with it, and checkpoints without the file are run by it.
+`rotor export` writes it, and checkpoints without the file are run by it. The sizes are those that take the fewest
+instructions a key without spilling (`rotor compile`); no GPU has confirmed them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
-from rotor.format.columns import Columns
-from rotor.format.kernel_config import Blocks, ClassKernels, KernelConfig, LayerKernels, Schedule, SlowPlanes, serving
-from rotor.format.layout import AttentionShape, LayerLayout
+from rotor.format.kernel_config import KernelConfig, LayerKernels, Tile, layout_class
+from rotor.format.layout import LayerLayout
 
-from .schedule import balanced_row_blocks
-from .widths import padded
+MOST_REBUILT = 64
+"""Fast planes of all KV heads of a group that a tile of decoding rebuilds; with more, keys are materialised."""
 
-SCHEDULE: Schedule = "stream"
-
-MAX_BODIES = {"post": 3, "none": 3, "pre": 2}
-"""Distinct widths that one decode kernel is compiled for; a narrower part runs in a wider body, its columns masked.
-More would cost registers, since those of all bodies are kept."""
-
-TILE_BYTES = 16 << 10
-"""Latents of a decode tile, at most: three of them in flight on each of two or more programs an SM cover the memory's
-latency."""
+SLICES_PER_SM = 8
+"""Programs of one warp that decoding gives an SM, so that copies of some hide behind products of others."""
 
 
-def default_config(layouts: Sequence[LayerLayout], shape: AttentionShape) -> KernelConfig:
+def default_config(layouts: Sequence[LayerLayout]) -> KernelConfig:
     """The kernel configuration of a model, by rule."""
-    return KernelConfig(SCHEDULE, tuple(default_layer(layout, shape.head_dim) for layout in layouts))
+    return KernelConfig(tuple(default_layer(layout) for layout in layouts))
 
 
 @lru_cache(maxsize=4096)
-def default_layer(layout: LayerLayout, head_dim: int) -> LayerKernels:
-    """The launches of a layer: its classes with row blocks balanced over them, and what decoding is compiled for.
-
-    Source: FDC section 5.3 for the balance.
-    """
-    classes = list(layout.classes())
-    ranks = [(c.qk_rank, c.v_rank) for c in classes]
-    blocks = [Blocks(*pair) for pair in balanced_row_blocks(ranks)]
-    rebuilt: list[Blocks | None] = [None] * len(classes)
-    if layout.domain == "pre":
-        rebuilt = [Blocks(*pair) for pair in balanced_row_blocks([(head_dim, v_rank) for _, v_rank in ranks])]
-    # Several widths in each of several bodies would take too many registers where keys are rebuilt.
-    most = 1 if layout.coded and layout.domain == "pre" else MAX_BODIES[layout.domain]
-    bodies = _bodies(sorted(set(ranks), reverse=True), most)
-    return LayerKernels(
-        tuple(
-            ClassKernels(c.count, c.qk_rank, c.v_rank, b, r, _counts(c.qk_columns), _counts(c.v_columns))
-            for c, b, r in zip(classes, blocks, rebuilt, strict=True)
-        ),
-        bodies,
-        _tile(bodies, layout.domain == "pre"),
-    )
-
-
-SLOW_TILE = 128
-"""Keys of a decode tile where slow planes are interpolated: of fewer frequencies, registers hold more keys."""
-
-
-def with_slow_planes(kernels: LayerKernels, slow: SlowPlanes | None) -> LayerKernels:
-    """The same launches with slow planes interpolated in decoding."""
-    return kernels if slow is None else replace(kernels, tile=SLOW_TILE, slow_planes=slow)
-
-
-def _counts(columns: Columns | None) -> tuple[int, ...] | None:
-    return None if columns is None else columns.counts
-
-
-def _tile(bodies: tuple[tuple[int, int], ...], pre: bool) -> int:
-    """Keys of a decode tile, in 16 bits; in `pre` at most, as registers bound it there (`decode.tile_sizes`)."""
-    widest = max(qk for qk, _ in bodies), max(v for _, v in bodies)
-    if pre:
-        return 64
-    tile = 128
-    while tile > 16 and tile * sum(widest) * 2 > TILE_BYTES:
-        tile //= 2
-    return tile
-
-
-def _bodies(widths: list[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
-    """At most `count` widths, each pair of `widths` being served by one that is no narrower; fewest padded columns.
-
-    Pairs are merged into the larger of both, cheapest first.
-    """
-    bodies = sorted({(padded(qk), padded(v)) for qk, v in widths}, reverse=True)
-    while len(bodies) > count:
-
-        def waste(pair: tuple[int, int], among: list[tuple[int, int]] = bodies) -> int:
-            (qk, v), (other_qk, other_v) = among[pair[0]], among[pair[1]]
-            return 2 * (max(qk, other_qk) + max(v, other_v)) - qk - v - other_qk - other_v
-
-        first, second = min(((i, j) for i in range(len(bodies)) for j in range(i)), key=waste)
-        merged = tuple(max(a, b) for a, b in zip(bodies[first], bodies[second], strict=True))
-        kept = [b for i, b in enumerate(bodies) if i not in (first, second)]
-        bodies = sorted({*kept, (merged[0], merged[1])}, reverse=True)
-    used = {serving(tuple(bodies), *width) for width in widths}
-    return tuple(body for body in bodies if body in used)
+def default_layer(layout: LayerLayout) -> LayerKernels:
+    """The launches of a layer: the wider its latents, and the more planes are rebuilt, the smaller the tile."""
+    width = max(max(group.key.width, group.values.width) for group in layout.groups)
+    rebuilt = layout.fast_planes * layout.group_size
+    bytes_of_key = width // 2 if layout.coded else 2 * width
+    keys = 64 if bytes_of_key <= 128 else 32
+    warps = 1 if width <= 128 and rebuilt <= 16 else 2 if width <= 256 else 4
+    if layout.rope_block is not None:
+        keys = min(keys, max(16, layout.rope_block))
+    tile = Tile(keys, warps, 2)
+    return LayerKernels(layout_class(layout), tile, tile, SLICES_PER_SM // warps, rebuilt > MOST_REBUILT)
