@@ -74,8 +74,8 @@ class RotorSelfAttention(nn.Module):
         self.block = layout.rope_block
         if rotation is not None:
             cos, sin = rotation
-            if layout.in_blocks:
-                first = torch.arange(layout.rope_block, device=cos.device)
+            if layout.rope_block is not None:
+                first = torch.arange(min(layout.rope_block, len(cos)), device=cos.device)
                 rotation = within_blocks((cos, sin), first, layout.form)
             for name, table in zip(("cos", "sin", "key_cos", "key_sin"), (cos, sin, *rotation), strict=True):
                 self.register_buffer(name, table, persistent=False)

@@ -1,15 +1,23 @@
-"""Rows of a layer in pages of bytes: a token's keys and values side by side. Plain tensors, nothing of vLLM."""
+"""Rows of a layer in pages of bytes, a token's keys and values side by side: written, and attended to.
+
+Plain tensors, nothing of vLLM. By the Triton kernels where they serve the layer, else in plain PyTorch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...format.columns import Columns
-from ...format.layout import LayerLayout
-from ...kernels.rows import LayerColumns, pack_layer
+from ...format.kernel_config import LayerKernels
+from ...format.layout import AttentionShape, LayerLayout
+from ...kernels.paged_reference import paged_attention
+from ...kernels.parameters import AttentionParameters
+from ...kernels.reference import project_keys
+from ...kernels.rotary import Rotation
+from ...kernels.rows import pack_layer
 
 
 @dataclass(frozen=True)
@@ -27,46 +35,192 @@ class LayerPages:
         """Bytes of keys and of values."""
         return self.layout.row_bytes(self.dtype.itemsize)
 
-    def split(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of keys and of values, [num_pages, page_size, bytes of each]; of joint latents twice the same."""
-        qk_bytes, v_bytes = self.sizes
-        keys = pages[..., :qk_bytes]
-        return keys, keys if self.layout.joint else pages[..., qk_bytes : qk_bytes + v_bytes]
+    def rows(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of keys and of values, bytes of codes or numbers of the model's dtype; of joint latents twice the same."""
+        key_bytes, value_bytes = self.sizes
+        keys, values = pages[..., :key_bytes], pages[..., key_bytes : key_bytes + value_bytes]
+        if not self.layout.coded:
+            keys, values = keys.view(self.dtype), values.view(self.dtype)
+        return keys, keys if self.layout.joint else values
 
-    def numbers(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """As `split`, as the kernels want them: numbers of the model's dtype, or bytes of codes."""
-        keys, values = self.split(pages)
-        return (keys, values) if self.layout.coded else (keys.view(self.dtype), values.view(self.dtype))
-
-    def write(self, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor, use_kernels: bool) -> None:
-        """Put new rows into their slots.
+    def write(self, latents: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
+        """Put new rows into their slots, in plain PyTorch.
 
         Args:
-            key, value: [at least tokens, qk_width] and [.., v_width], as the projections put them out.
+            latents: of keys, [tokens, key_rank]. values: [tokens, value_rank]; not read of joint latents.
             slots: [tokens]: page times page_size plus the row in it. Nothing is kept of a token where it is negative:
-                kernels skip it, and PyTorch, without asking the host, puts it into page 0, which vLLM gives to nobody.
+                without asking the host it goes into page 0, which vLLM gives to nobody.
         """
-        tokens, page_size = slots.shape[0], pages.shape[1]
-        columns, latents = self._columns, (key[:tokens], value[:tokens])
-        if use_kernels and self._in_words:
-            from ...kernels.projection.append import pack_rows  # imports Triton
-
-            pack_rows(latents[0].contiguous(), latents[1].contiguous(), columns, self.split(pages), slots.long())
-            return
+        page_size = pages.shape[1]
         slots = slots.clamp(min=0).long()
         page, row = slots // page_size, slots % page_size
-        sides = list(zip(self.split(pages), latents, (columns.key, columns.value), strict=True))
-        for rows, side, of_side in sides[: 1 if self.layout.joint else 2]:
-            coded = self.layout.coded
-            rows[page, row] = pack_layer(side, of_side) if coded else side.contiguous().view(torch.uint8)
+        of_keys, of_values = self.rows(pages)
+        of_keys[page, row] = pack_layer(latents, self.layout, keys=True)
+        if not self.layout.joint:
+            of_values[page, row] = pack_layer(values, self.layout, keys=False)
+
+
+@dataclass
+class Step:
+    """The requests of a step, those that decode (few tokens each) first, prompts behind them.
+
+    starts, query_start_loc: tokens of the step before each request, and all, for the host and on the device.
+    lengths: tokens of each sequence, as far as the host knows them (no less than there are), for those who are not to
+        ask the device. most_decoded: tokens of a decoding request.
+    """
+
+    num_decodes: int
+    most_decoded: int
+    most_keys: int
+    starts: list[int]
+    lengths: list[int]
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    _prompts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def _columns(self) -> LayerColumns:
-        if self.layout.coded or not self._in_words:
-            return LayerColumns.of(self.layout)
-        return LayerColumns((Columns(n16=self.layout.qk_width),), (Columns(n16=self.layout.v_width),))
+    def num_requests(self) -> int:
+        return len(self.starts) - 1
 
     @property
-    def _in_words(self) -> bool:
-        """Whether rows of numbers are whole words: then they are columns of 16 bits, which the kernel knows."""
-        return self.layout.coded or (self.layout.qk_width % 2 == 0 and self.layout.v_width % 2 == 0)
+    def prompts(self) -> dict[str, Tensor]:
+        """What the kernels take of the prompts, made once; copies, as these are compiled for tensors that begin where
+        memory does.
+        """
+        if not self._prompts:
+            first = self.num_decodes
+            self._prompts = {
+                "block_table": self.block_table[first:].clone(),
+                "query_start_loc": self.query_start_loc[first:] - self.starts[first],
+                "kv_lens": self.seq_lens[first:].clone(),
+            }
+        return self._prompts
+
+
+class KeyProjection(NamedTuple):
+    """What lies between stored keys and their latents, where the basis is not folded.
+
+    layout, shape: with all KV heads of the groups, since a latent is a sum over them.
+    """
+
+    layout: LayerLayout
+    shape: AttentionShape
+    basis: Tensor | None
+    shift: Tensor | None
+
+
+@dataclass
+class PagedLayer:
+    """A layer's attention over its pages.
+
+    rotation: RoPE's cos and sin by position, where keys are stored in blocks. window: a query attends to itself and the
+    window - 1 keys before it. kernels: the launches of the layer; None: plain PyTorch serves it.
+    """
+
+    pages: LayerPages
+    parameters: AttentionParameters
+    projection: KeyProjection
+    rotation: Rotation | None
+    window: int | None
+    kernels: LayerKernels | None
+
+    def write(self, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor) -> None:
+        """New tokens into their slots; see LayerPages.write.
+
+        Args:
+            key: [at least tokens, *], keys as they are stored, or latents where the basis is folded. value: latents of
+                values, or their part of joint ones, or nothing.
+        """
+        tokens = slots.shape[0]
+        key, value, projection = key[:tokens], value[:tokens], self.projection
+        of_values = value if value.shape[-1] else None
+        if self.kernels is not None:
+            from ...kernels.append import append  # imports Triton
+
+            bases = {"key_basis": projection.basis, "key_shift": projection.shift}
+            if projection.basis is not None:
+                key = key.unflatten(-1, (-1, projection.shape.head_dim))
+            of_values = None if of_values is None else of_values[None]
+            out = self.pages.rows(pages)
+            append(key[None], of_values, projection.layout, projection.shape, out=out, slots=slots, **bases)
+            return
+        if projection.basis is not None:
+            heads = key.unflatten(-1, (-1, projection.shape.head_dim)).transpose(0, 1)[None]
+            joint = of_values[None, None] if self.pages.layout.joint and of_values is not None else None
+            key = project_keys(heads, projection.basis, projection.layout, projection.shift, joint)[0, 0]
+        self.pages.write(key, value, pages, slots)
+
+    def attend(self, query: Tensor, pages: Tensor, step: Step, output: Tensor) -> None:
+        """Attention of a step's tokens into `output`, [at least tokens, sum over query heads of value width].
+
+        Args:
+            query: [at least tokens, *], rotated heads side by side, or absorbed ones.
+        """
+        shape = self.parameters.shape
+        if shape.rotary_dim:
+            query = query.unflatten(-1, (shape.num_heads, shape.head_dim))
+        serve = self._in_pytorch if self.kernels is None else self._by_kernels
+        serve(query, self.pages.rows(pages), step, output)
+
+    def _by_kernels(self, query: Tensor, rows: tuple[Tensor, Tensor], step: Step, output: Tensor) -> None:
+        from ...kernels.attention import attend_pages  # imports Triton
+
+        assert self.kernels is not None
+        common: dict[str, Any] = {"rotation": self.rotation, "window": self.window, "max_kv_len": step.most_keys}
+        decodes, tokens = step.num_decodes, step.starts[step.num_decodes]
+        if decodes:
+            attend_pages(
+                query[:tokens],
+                *rows,
+                self.parameters,
+                self.kernels,
+                block_table=step.block_table[:decodes],
+                query_start_loc=step.query_start_loc[: decodes + 1],
+                kv_lens=step.seq_lens[:decodes],
+                max_query_len=step.most_decoded,
+                out=output[:tokens],
+                **common,
+            )
+        if decodes < step.num_requests:
+            longest = max(end - start for start, end in zip(step.starts[decodes:], step.starts[decodes + 1 :]))
+            own = slice(tokens, step.starts[-1])
+            output[own] = attend_pages(
+                query[own], *rows, self.parameters, self.kernels, max_query_len=longest, **step.prompts, **common
+            )
+
+    def _in_pytorch(self, query: Tensor, rows: tuple[Tensor, Tensor], step: Step, output: Tensor) -> None:
+        """Requests of one token and of similar lengths at once, others one by one."""
+        starts = step.starts
+        singles = [i for i in range(step.num_requests) if starts[i + 1] - starts[i] == 1]
+        for own in alike(singles, step.lengths):
+            tokens = torch.tensor([starts[i] for i in own], device=query.device)
+            output[tokens] = self._paged(query[tokens].unsqueeze(1), rows, step, own)[:, 0]
+        for i in range(step.num_requests):
+            if starts[i + 1] - starts[i] > 1:
+                tokens = slice(starts[i], starts[i + 1])
+                output[tokens] = self._paged(query[None, tokens], rows, step, [i])[0]
+
+    def _paged(self, query: Tensor, rows: tuple[Tensor, Tensor], step: Step, own: list[int]) -> Tensor:
+        return paged_attention(
+            query.transpose(1, 2) if query.dim() == 4 else query,
+            *rows,
+            self.parameters,
+            step.block_table[own],
+            step.seq_lens[own],
+            max(step.lengths[i] for i in own),
+            rotation=self.rotation,
+            window=self.window,
+        )
+
+
+def alike(requests: list[int], lengths: list[int]) -> list[list[int]]:
+    """Requests in groups, so that the longest of each is at most twice the shortest (or one block)."""
+    groups: list[list[int]] = []
+    shortest = 0
+    for index in sorted(requests, key=lambda i: lengths[i]):
+        if not groups or lengths[index] > max(2 * shortest, 64):
+            groups.append([])
+            shortest = lengths[index]
+        groups[-1].append(index)
+    return groups

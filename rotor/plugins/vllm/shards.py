@@ -24,9 +24,9 @@ class Shard:
 
     rank: of all ranks, which are `parts` parts of the groups times `sharing` ranks that share one.
     groups: indices of its groups in the whole layer.
-    layout: these, each with the rank's own KV heads. key_layout: the same with all KV heads of the groups, since a key
-        latent is a sum over them.
-    shape: sizes of the model as this rank has it. tensors: of the whole layer.
+    layout: these, each with the rank's own KV heads. shape: sizes of the model as this rank has it.
+    key_layout, key_shape: the same with all KV heads of the groups, since a key latent is a sum over them.
+    tensors: of the whole layer.
     """
 
     rank: int
@@ -34,8 +34,9 @@ class Shard:
     sharing: int
     groups: tuple[int, ...]
     layout: LayerLayout
-    key_layout: LayerLayout
     shape: AttentionShape
+    key_layout: LayerLayout
+    key_shape: AttentionShape
     tensors: dict[str, TensorSpec]
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
@@ -103,9 +104,12 @@ def shard_of(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]
     heads = layout.group_size // sharing
     own = slice(rank % sharing * heads, (rank % sharing + 1) * heads)
     local = replace(whole, groups=tuple(replace(group, kv_heads=group.kv_heads[own]) for group in whole.groups))
-    num_kv_heads = heads * len(mine)
-    sizes = replace(shape, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * shape.heads_per_kv)
-    return Shard(rank, parts, sharing, tuple(mine), local, whole, sizes, layer_tensors(layout, shape, biases))
+    own_shape, key_shape = (
+        replace(shape, num_kv_heads=n * len(mine), num_heads=n * len(mine) * shape.heads_per_kv)
+        for n in (heads, layout.group_size)
+    )
+    tensors = layer_tensors(layout, shape, biases)
+    return Shard(rank, parts, sharing, tuple(mine), local, own_shape, whole, key_shape, tensors)
 
 
 def padded_rows(row_bytes: Sequence[int], kinds: Sequence[str] | None) -> list[int]:
