@@ -160,6 +160,25 @@ def partial_attention(
     return torch.cat(outputs, dim=-1), torch.cat(sums, dim=-1)
 
 
+def products(
+    query: Tensor, key: Tensor, parameters: AttentionParameters, cls: GroupClass, key_rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the logits of a class are products of, all keys at once; see `attention` for the arguments.
+
+    Returns:
+        Queries [batch_size, count, n, heads, seq_len, width], n times as many heads as keys [batch_size, count, n,
+        kv_len, width]; and what is added to the unscaled logits, [batch_size, count, n, heads, seq_len, 1], or None.
+    """
+    side = _Class.of(parameters, cls, key, key, query.dtype)
+    if key_rotation is None:
+        queries = absorbed_queries(query, parameters, cls).unsqueeze(2)
+        extra = None if query.dim() == 3 else _constant_logits(query, parameters, cls)
+        return queries, side.latents(slice(None)).unsqueeze(2), None if extra is None else extra.unsqueeze(2)
+    size = parameters.layout.group_size
+    queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, size, -1))
+    return queries, side.keys(slice(None), key_rotation), None
+
+
 class _Class(NamedTuple):
     """A class of groups in the rows of a layer."""
 

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from rotor.format.channels import SIGNED, Channels, Latent
+from rotor.format.channels import SIGNED, Channels, Latent, aligned
 from rotor.format.layout import LayerLayout
 
 PLANES_A_WORD = 4
@@ -24,16 +25,25 @@ def pack(latents: Tensor, channels: Channels) -> Tensor:
     half, channel, shift = _places(channels, latents.device)
     codes = (latents.float().floor().clamp(-half, half - 1) + half).to(torch.int32)
     codes = torch.cat([codes, codes.new_full((*codes.shape[:-1], 1), SIGNED)], dim=-1)  # what an empty place holds
-    nibbles = (codes[..., channel] >> shift).bitwise_and_(15).unflatten(-1, (PLANES_A_WORD, -1))
-    low, high = (nibbles[..., byte, :] | nibbles[..., byte + 1, :] << 4 for byte in (0, 2))
+    return pack_nibbles((codes[..., channel] >> shift).bitwise_and_(15))
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """Nibbles by place, [..., width], unsigned, as bytes [..., width / 2]."""
+    planes = nibbles.unflatten(-1, (PLANES_A_WORD, -1))
+    low, high = (planes[..., byte, :] | planes[..., byte + 1, :] << 4 for byte in (0, 2))
     return torch.stack([low, high], dim=-1).to(torch.uint8).flatten(-2)
+
+
+def unpack_nibbles(rows: Tensor) -> Tensor:
+    """What `pack_nibbles` packed, int16."""
+    words = rows.contiguous().view(torch.int16)
+    return torch.cat([(words >> 4 * plane).bitwise_and_(15) for plane in range(PLANES_A_WORD)], dim=-1)
 
 
 def unpack(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., width / 2], uint8, of one group -> its signed nibbles, [..., width] in `dtype`."""
-    words = rows.contiguous().view(torch.int16)
-    nibbles = torch.stack([(words >> 4 * plane).bitwise_and_(15) for plane in range(PLANES_A_WORD)], dim=-2)
-    return nibbles.flatten(-2).to(dtype).sub_(SIGNED)
+    return unpack_nibbles(rows).to(dtype).sub_(SIGNED)
 
 
 def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
@@ -54,10 +64,33 @@ def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
             continue
         assert isinstance(latent, Channels)
         own = latents[..., first : first + cls.count * latent.rank].unflatten(-1, (cls.count, latent.rank))
-        packed = pack(own, latent)
-        rows.append(torch.nn.functional.pad(packed, (0, stride - packed.shape[-1])).flatten(-2))
+        rows.append(_strided(pack(own, latent), stride))
         first += cls.count * latent.rank
     return torch.cat(rows, dim=-1) if rows else latents.new_empty(*latents.shape[:-1], 0, dtype=torch.uint8)
+
+
+def cut_layer(rows: Tensor, outer: LayerLayout, inner: LayerLayout, keys: bool) -> Tensor:
+    """The rows of a layer with the first places of each latent alone.
+
+    Args:
+        rows: [..., elements, of codes bytes], of `outer`: keys', or values'.
+        inner: the same groups with latents that are no wider.
+    """
+    if outer == inner or not rows.shape[-1]:
+        return rows
+    found = []
+    for cls in outer.classes(rows.element_size()):
+        group = inner.groups[cls.start]
+        of_side = (cls.key, cls.key_byte, cls.key_stride), (cls.value, cls.value_byte, cls.value_stride)
+        (latent, byte, stride), kept = (of_side[0], group.key) if keys else (of_side[1], group.values)
+        size = rows.element_size()
+        own = rows[..., byte // size : (byte + cls.count * stride) // size].unflatten(-1, (cls.count, -1))
+        if not latent.coded:
+            found.append(own[..., : kept.width].flatten(-2))
+            continue
+        nibbles = unpack_nibbles(own[..., : latent.width // 2])[..., : kept.width]
+        found.append(_strided(pack_nibbles(nibbles), aligned(kept.width, len(inner.groups))))
+    return torch.cat(found, dim=-1)
 
 
 def read_class(rows: Tensor, latent: Latent, first_byte: int, stride: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -74,6 +107,11 @@ def read_class(rows: Tensor, latent: Latent, first_byte: int, stride: int, count
         -1, (count, stride // size)
     )
     return unpack(groups[..., : latent.width // 2], dtype) if latent.coded else groups
+
+
+def _strided(packed: Tensor, stride: int) -> Tensor:
+    """Rows of groups, [..., count, bytes], behind each other with so many bytes from one to the next."""
+    return functional.pad(packed, (0, stride - packed.shape[-1])).flatten(-2)
 
 
 @lru_cache(maxsize=4096)

@@ -30,10 +30,11 @@ def check_cache(cache: Any, layer_idx: int, layout: LayerLayout) -> None:
             f"{what} was given rows of codes: this checkpoint's cache is coded already.",
             "Leave cache_implementation out, or use 'static' or 'offloaded'.",
         )
-    size, common = getattr(layer, "q_group_size", None), math.gcd(layout.qk_width, layout.v_width)
+    widths = [part // 2 for part in layout.row_bytes(2)]
+    size, common = getattr(layer, "q_group_size", None), math.gcd(*widths)
     if size and common % size:
         raise UsageError(
-            f"{what} in groups of {size} was given rows of {layout.qk_width} and {layout.v_width} numbers, which do "
+            f"{what} in groups of {size} was given rows of {widths[0]} and {widths[1]} numbers, which do "
             "not divide into them.",
             f"Give generate() cache_config={{'q_group_size': {common & -common}, ...}}.",
         )

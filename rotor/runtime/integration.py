@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -21,14 +20,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
-from ..format.layout import AttentionShape, LayerLayout, LayerRanks
+from ..format.layout import AttentionShape, LayerLayout
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
-from ..format.truncation import truncate_layer
-from .attention import NO_GRADIENTS, RotorAttention, rotor_attention_forward
+from .attention import NO_GRADIENTS, RotorAttention, refuse_others
 from .cache.adoption import attach_stored
 from .cache.bundled import read_stored
 from .families import FAMILIES, Family, attention_shape
-from .kernel_choice import kernels_of
 from .rotary_table import RotaryTable
 
 log = logging.getLogger("rotor")
@@ -69,26 +66,23 @@ class RotorQuantizer(HfQuantizer):
         read_stored(getattr(config, "cache", None))  # refused before any weight is read
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         path = find_kernel_config(model.config, checkpoint_files)
-        self.kernel_config = kernels_of(config, path, shape, getattr(model.config, "rank_profile", None))
+        try:
+            from .kernel_choice import kernels_of
+        except ImportError:  # until the kernels follow the layouts
+            self.kernel_config: Any = None
+        else:
+            self.kernel_config = kernels_of(config, path, shape)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Cut an elastic checkpoint down to the profile that config.rank_profile names; mark the config."""
+        """Give the layers their kernels and their cache policy; mark the config."""
         config: Any = self.quantization_config
         network = with_head(model)
         model.config.attn_implementation = MARK  # transformers forgets it, and save_pretrained is to write it again
-        ranks = config.profile_ranks(getattr(model.config, "rank_profile", None))
-        if ranks is not None:
-            shape, family = attention_shape(model.config), FAMILIES[model.config.model_type]
-            config.layers = {
-                str(i): truncate_attention(network, family, shape, i, layer_ranks, frozenset(config.biases)).to_dict()
-                for i, layer_ranks in enumerate(ranks)
-            }
-            del config.profiles, model.config.rank_profile
         family = FAMILIES[model.config.model_type]
-        for index, kernels in enumerate(self.kernel_config.layers):
+        for index, kernels in enumerate(self.kernel_config.layers if self.kernel_config else ()):
             module: Any = family.attention_module(network, index)
-            module.schedule, module.kernels = self.kernel_config.schedule, kernels
+            module.kernels = kernels
         policy = read_stored(getattr(config, "cache", None))
         if policy is not None:
             try:
@@ -111,7 +105,7 @@ class RotorQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether gradients of the loss are right: those of columns of 16 bits are, codes have none."""
+        """Whether gradients of the loss are right: those of rows of numbers are, codes have none."""
         config: Any = self.quantization_config
         coded = config.coded
         if coded:
@@ -184,21 +178,6 @@ def replace_attention(
     return modules
 
 
-def truncate_attention(
-    model: Any, family: Family, shape: AttentionShape, index: int, ranks: LayerRanks, biases: frozenset[str]
-) -> LayerLayout:
-    """Replace the compressed attention of a loaded layer by one of smaller ranks; returns its layout."""
-    module = family.attention_module(model, index)
-    assert isinstance(module, RotorAttention)
-    tensors = {name: p.detach() for name, p in module.named_parameters() if not name.startswith(family.norms or ("-",))}
-    layout, smaller = truncate_layer(tensors, module.layout, ranks, shape)
-    with torch.device("meta"):
-        replacement = RotorAttention(module, family, shape, layout, biases, module._rotary)
-    replacement.load_state_dict(smaller, strict=False, assign=True)
-    family.replace_attention(model, index, replacement.train(module.training))
-    return layout
-
-
 def register() -> None:
     """Make transformers know rotor's checkpoints and attention; harmless when called again."""
     if METHOD in AUTO_QUANTIZATION_CONFIG_MAPPING:
@@ -206,7 +185,7 @@ def register() -> None:
     for name in (METHOD, MARK):
         register_quantization_config(name)(RotorConfig)
         register_quantizer(name)(RotorQuantizer)
-        AttentionInterface.register(name, rotor_attention_forward)
+        AttentionInterface.register(name, refuse_others)
         AttentionMaskInterface.register(name, sdpa_mask)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError
 from ..format.kernel_config import EDITED, KernelConfig
@@ -13,24 +12,18 @@ from ..kernels.defaults import default_config
 from ..typed import Reader
 
 
-def kernels_of(section: CompressedSection, path: Path | None, shape: AttentionShape, profile: Any) -> KernelConfig:
+def kernels_of(section: CompressedSection, path: Path | None, shape: AttentionShape) -> KernelConfig:
     """Choose how the kernels run the model: what the file says, or the rule without a file.
-
-    The file of an elastic checkpoint is of one of its profiles; the others are run by rule.
 
     Args:
         path: of kernel_config.json, if there is one.
-        profile: the chosen one of an elastic checkpoint.
     Raises:
         CheckpointError: nonsense in the file, or it is of another model; names the field.
     """
-    layouts = section.cut_layouts(shape, profile)
+    layouts = section.layouts(shape)
     if path is None:
         return default_config(layouts, shape)
     config = KernelConfig.read(path)
-    others = getattr(section, "profiles", {})
-    if not config.describes(layouts) and any(config.describes(section.cut_layouts(shape, name)) for name in others):
-        return default_config(layouts, shape)
     config.check(layouts, str(path))
     cache = getattr(section, "cache", None)
     if config.cache != cache:

@@ -35,7 +35,7 @@ def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
         length.
     """
     family, shape = FAMILIES[config.model_type], attention_shape(config)
-    if family.rotary is None or shape.turned != shape.head_dim:
+    if family.rotary is None or shape.rotary_dim != shape.head_dim:
         return None
     kind = family.rotary_type(config, layer)
     rope = config.rope_parameters if kind is None else config.rope_parameters[kind]

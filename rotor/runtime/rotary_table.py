@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..format.layout import KeyForm
+from ..kernels.rotary import Rotation, when_read
 from .positions import PositionCheck
-from .rope_blocks import block_starts
 from .rotary_frequencies import depends_on_length
 
 TABLE_ROWS = 1024
@@ -35,15 +36,11 @@ class RotaryTable:
         self.depends_on_length = depends_on_length(kind)
         self.check_positions = PositionCheck()
         self._key: tuple[Any, ...] | None = None
-        self._table: tuple[Tensor, Tensor] | None = None
-        self._rows: tuple[int, tuple[Tensor, Tensor]] | None = None
-        self._starts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._start_rows: tuple[tuple[int, int, int], tuple[Tensor, Tensor]] | None = None
+        self._table: Rotation | None = None
+        self._read: dict[KeyForm, Rotation] = {}
 
-    def __call__(
-        self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [length, rotary_dim], of positions offset ... offset + length - 1, or 0 ... length - 1.
+    def __call__(self, offset: int, length: int, end: int, device: torch.device, dtype: torch.dtype) -> Rotation:
+        """cos and sin, each [at least length, rotary_dim], of positions from `offset` on, or from 0 on.
 
         From position `end` on nothing is stored yet (a static cache); the table may hold anything there.
         """
@@ -58,28 +55,19 @@ class RotaryTable:
                 positions = (positions + offset).clamp(max=int(end) - 1)
             like = torch.empty(0, device=device, dtype=dtype)
             cos, sin = self._rotary(like, positions[None], *self._arguments)
-            self._key, self._table, self._rows = key, (cos[0].to(device), sin[0].to(device)), None
-            self._starts, self._start_rows = {}, None
-        if torch.compiler.is_compiling():
-            return self._table[0][:length], self._table[1][:length]
-        if self._rows is None or self._rows[0] != length:
-            # The same tensors for all layers of a step: what follows from them is made once.
-            self._rows = length, (self._table[0][:length], self._table[1][:length])
-        return self._rows[1]
+            self._key, self._table, self._read = key, (cos[0].to(device), sin[0].to(device)), {}
+        return self._table
 
-    def block_starts(self, rope_block: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """What turns keys to the beginning of their block, each [length, rotary_dim].
-
-        Args:
-            first: row of the first key in the table that was last asked for.
-        """
+    def when_read(self, form: KeyForm) -> Rotation:
+        """`kernels.rotary.when_read` of the table that was last asked for; made once."""
         assert self._table is not None
-        known = rope_block, int(first)
         if torch.compiler.is_compiling():
-            return block_starts(self._table, rope_block, first, length)
-        if known not in self._starts:
-            self._starts = {known: block_starts(self._table, rope_block, known[1], len(self._table[0]) - known[1])}
-        if self._start_rows is None or self._start_rows[0] != (*known, length):
-            cos, sin = self._starts[known]
-            self._start_rows = (*known, length), (cos[:length], sin[:length])
-        return self._start_rows[1]
+            return when_read(self._table, form)
+        if form not in self._read:
+            self._read[form] = when_read(self._table, form)
+        return self._read[form]
+
+
+def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
+    """cos and sin of some positions."""
+    return rotation[0][rows], rotation[1][rows]

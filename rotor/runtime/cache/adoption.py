@@ -156,7 +156,7 @@ class _Attachment:
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
         width = _key_width(model.config)
-        widths = [m.layout.qk_width if has else width for m, has in zip(modules, compressed, strict=True)]
+        widths = [m.layout.row_bytes(2)[0] // 2 if has else width for m, has in zip(modules, compressed, strict=True)]
         check_widths(policy, widths)
         for module in (module for module, has in zip(modules, compressed, strict=True) if has):
             policy.check_layer(module.layout, module.softcap)

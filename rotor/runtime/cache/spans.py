@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from torch import Tensor
 
 from ...format.layout import LayerLayout
@@ -12,10 +10,13 @@ from ...format.layout import LayerLayout
 def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, slice]]:
     """Where each group lies in the elements (of rows of codes: bytes) of a compressed layer's key and value rows."""
     unit = 1 if layout.coded else element_bytes
-    sizes = [group.row_bytes(element_bytes) for group in layout.groups]
-    sides = [[size // unit for size in side] for side in zip(*sizes, strict=True)]
-    spans = [[slice(end - size, end) for size, end in zip(side, accumulate(side), strict=True)] for side in sides]
-    return list(zip(spans[0], spans[1], strict=True))
+    ends = [*layout.byte_offsets(element_bytes)[1:], layout.row_bytes(element_bytes)]
+    starts, none = layout.byte_offsets(element_bytes), slice(0, 0)
+    sides = [
+        [slice(start[side] // unit, end[side] // unit) for start, end in zip(starts, ends, strict=True)]
+        for side in (0, 1)
+    ]
+    return list(zip(sides[0], [none] * len(starts) if layout.joint else sides[1], strict=True))
 
 
 def slots_of(rows: Tensor, order: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cache layer that keeps important tokens with more columns than others: two blocks of rows."""
+"""The cache layer that keeps important tokens with more channels than others: two blocks of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Block:
     """Rows of one tier as a step's attention sees them.
 
-    rows: what of the layer's columns they hold. key, value: [batch_size, 1, slots, width]. places: in the sequence,
+    rows: what of the layer's latents they hold. key, value: [batch_size, 1, slots, width]. places: in the sequence,
     [batch_size, slots] int64, -1 where a slot is empty; None: all tokens in order.
     """
 
@@ -36,7 +36,7 @@ class Block:
 
 
 class TieredLayer(PolicyLayer):
-    """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer columns.
+    """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer channels.
 
     A layer that chooses (its index is its own) cuts rows after a step's attention, whose denominators it goes by; one
     that repeats another's choice cuts them before its own attention.
@@ -54,11 +54,11 @@ class TieredLayer(PolicyLayer):
         self.low_keys: Tensor | None = None
         self.low_values: Tensor | None = None
         self.blocks: list[Block] = []
-        self._layout: tuple[LayerLayout, int, torch.dtype] | None = None
+        self._layout: tuple[LayerLayout, int] | None = None
         self._length = 0
 
     def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
-        self._layout = layout, heads_per_kv, dtype
+        self._layout = layout, heads_per_kv
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         self._length = length
@@ -205,11 +205,11 @@ class TieredLayer(PolicyLayer):
 
 @lru_cache(maxsize=1024)
 def rows_of_tiers(
-    policy: Tiers, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype, device: torch.device
+    policy: Tiers, layout: LayerLayout, heads_per_kv: int, device: torch.device
 ) -> tuple[TierRows, TierRows, TierRows]:
     """What the tiers keep of whole rows, high and low; and what is left of a high row that becomes a low one."""
     high, low = policy.layouts(layout)
-    parts = heads_per_kv, dtype, device
+    parts = heads_per_kv, device
     return (
         tier_rows(layout, layout, high, *parts),
         tier_rows(layout, layout, low, *parts),

@@ -1,4 +1,4 @@
-"""Tiers: important tokens keep more columns of their rows than others (ZDC's ratios per token)."""
+"""Tiers: important tokens keep more channels of their rows than others (ZDC's ratios per token)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...errors import UsageError
 from ...format.layout import LayerLayout
 from .layer import PolicyLayer
 from .policy import Policy
 from .tier_index import TierIndex
-from .tier_rows import cut_layout, narrow_layout
+from .tier_rows import cut_layout
 from .tiered_layer import TieredLayer
 
 
@@ -27,9 +26,8 @@ class Tiers(Policy):
 
     Args:
         important: g. layer_important: g of each layer, in its place.
-        qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key row's bytes that are removed.
-        v_important, v_unimportant: p_VW^i and p_VW^u, of a value row's; joint latents are all in the key row.
-        cut: what removes them: `columns`, from the end of each group; `bits`, of rows of codes: see `narrowed`.
+        qk_important, qk_unimportant: p_QK^i and p_QK^u, shares of a key latent's bytes that are removed.
+        v_important, v_unimportant: p_VW^i and p_VW^u, of a value latent's; joint latents are keys'.
         leaders: for each layer the one whose choice it repeats, itself where it chooses; () where all choose. A layer
             that repeats a choice knows it before its own attention, and cuts rows before it.
         importance: `denominator`, as above; `mean`: divided by the number of keys that the token sees, so that later
@@ -37,13 +35,12 @@ class Tiers(Policy):
         seed: of the drawn numbers.
 
     A token's importance is settled against those before it: when g n tokens are more than there are room for, the least
-    of the important ones loses columns for good. So generated tokens are ranked as the prompt's are.
+    of the important ones loses channels for good. So generated tokens are ranked as the prompt's are.
     Bytes: those of both kinds of rows, and for each layer that chooses a byte a token, and a float32 an important one.
-    Limits: for compressed checkpoints, whose columns are nested; a column that was refitted for its rank, or centred,
-    is cut no better than another. A code that was shortened keeps the clip of the wider one, and so steps that are
-    coarser than those of a code fitted to its bits. Queries keep all columns: the paper cuts those of unimportant
-    tokens too, which saves arithmetic and no cache. Codes after RoPE give denominators without what the columns' means
-    add to every logit of a query. Keys before RoPE run in plain PyTorch.
+    Limits: for compressed checkpoints, whose channels are nested; one that was refitted for its rank, or centred, is
+    cut no better than another. Queries keep all channels: the paper cuts those of unimportant tokens too, which saves
+    arithmetic and no cache. Post-RoPE codes give denominators without what the channels' means add to every logit of a
+    query. Attention runs in plain PyTorch.
     Source: ZDC section 5.2. Its equation 6 asks for p^u < p^i and p_QK <= p_VW, its text for the opposite ("unimportant
     tokens have a higher p; the QK pair has more dimensions to drop"): the text, of which p^u >= p^i is required here.
     """
@@ -56,7 +53,6 @@ class Tiers(Policy):
     qk_unimportant: float = 0.5
     v_important: float = 0.0
     v_unimportant: float = 0.25
-    cut: Literal["columns", "bits"] = "columns"
     leaders: tuple[int, ...] = ()
     importance: Literal["denominator", "mean", "random"] = "denominator"
     seed: int = 0
@@ -73,7 +69,6 @@ class Tiers(Policy):
         fits = all(0 <= leader <= layer for layer, leader in enumerate(self.leaders))
         fits = fits and all(self.leaders[leader] == leader for leader in self.leaders)
         self.require(fits, "leaders", "for each layer itself, or an earlier one that has itself")
-        self.require(self.cut in ("columns", "bits"), "cut", "columns or bits")
         self.require(self.importance in ("denominator", "mean", "random"), "importance", "denominator, mean or random")
         self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
 
@@ -95,30 +90,10 @@ class Tiers(Policy):
 
     def layouts(self, layout: LayerLayout) -> tuple[LayerLayout, LayerLayout]:
         """Of the rows of important tokens, and of the others'."""
-        if self.cut == "bits":
-            high = narrow_layout(layout, self.qk_important, self.v_important)
-            return high, narrow_layout(layout, self.qk_unimportant, self.v_unimportant, within=high)
         return (
             cut_layout(layout, self.qk_important, self.v_important),
             cut_layout(layout, self.qk_unimportant, self.v_unimportant),
         )
 
     def check_coded(self) -> None:
-        """Rows of codes are cut between words, or code by code."""
-
-    def check_rows(self, coded: bool) -> None:
-        if self.cut == "bits" and not coded:
-            raise UsageError(
-                f"cache policy {self.method}: cut: bits: this checkpoint's columns are numbers of 16 bits, no codes "
-                "that could lose some.",
-                "Use cut: columns, or a checkpoint of recipe rotor.",
-            )
-
-    def check_layer(self, layout: LayerLayout, softcap: float | None) -> None:
-        super().check_layer(layout, softcap)
-        if self.cut == "bits" and softcap is not None and layout.domain != "pre":
-            raise UsageError(
-                f"cache policy {self.method}: cut: bits: the logits have a soft cap, behind which nothing can be added "
-                "for the middle of wider levels.",
-                "Use cut: columns, or a checkpoint with keys before RoPE.",
-            )
+        """Rows of codes are cut between nibbles."""

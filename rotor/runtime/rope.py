@@ -1,0 +1,98 @@
+"""RoPE of a layer in one pass, for each of the forms that its keys may have; chosen when the layer is made."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..format.layout import AttentionShape, KeyForm, LayerLayout
+from ..kernels.rotary import Rotation, within_blocks
+from .rotary_table import RotaryTable, rows_of
+
+
+class Place(NamedTuple):
+    """Where the tokens of a pass lie in the cache.
+
+    query_offset: index of the first new token, and seq_len their number. kv_offset: index of the first key that is
+    seen, and kv_len the number of these. indices: of new tokens, where they are not neighbours.
+    """
+
+    query_offset: Any
+    seq_len: int
+    kv_offset: Any
+    kv_len: int
+    indices: Tensor | None = None
+
+
+class Rotations(NamedTuple):
+    """cos and sin, each broadcastable to [batch_size, heads, tokens, rotary_dim]; None where nothing is rotated.
+
+    query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read.
+    table: in blocks, by place from the beginning of the first key's block on. first: the first key's place there.
+    """
+
+    query: Rotation | None = None
+    stored: Rotation | None = None
+    read: Rotation | None = None
+    table: Rotation | None = None
+    first: int = 0
+
+
+class NoRope:
+    """Nothing is rotated."""
+
+    fits_kernels = True
+
+    def __call__(self, place: Place, given: Rotation | None, device: torch.device, dtype: torch.dtype) -> Rotations:
+        return Rotations()
+
+
+class PostRope:
+    """Queries and keys are rotated by the positions that the model is given, and stay so."""
+
+    fits_kernels = True
+
+    def __call__(self, place: Place, given: Rotation | None, device: torch.device, dtype: torch.dtype) -> Rotations:
+        assert given is not None
+        rotation = given[0].unsqueeze(1), given[1].unsqueeze(1)
+        return Rotations(rotation, rotation)
+
+
+class InBlocks:
+    """Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE. Where they are
+    not, the table's check of positions refuses.
+    """
+
+    def __init__(self, form: KeyForm, table: RotaryTable, all_fast: bool) -> None:
+        assert form.rope_block is not None
+        self.form, self.table, self.all_fast = form, table, all_fast
+        self.block = 1 if all_fast else form.rope_block
+
+    @property
+    def fits_kernels(self) -> bool:
+        return not self.table.depends_on_length
+
+    def __call__(self, place: Place, given: Rotation | None, device: torch.device, dtype: torch.dtype) -> Rotations:
+        """Where a window has let go of the first keys, rows may begin within a block: the table begins with it."""
+        first = place.kv_offset % self.block
+        start = place.kv_offset - first
+        index = place.indices
+        if index is None:
+            index = torch.arange(place.seq_len, device=device) + (place.query_offset - start)
+        end = place.query_offset + place.seq_len
+        table = self.table(start, first + place.kv_len, end, device, dtype)
+        keys = slice(first, first + place.kv_len)
+        read = table if self.all_fast else self.table.when_read(self.form)
+        stored = None if self.all_fast else within_blocks(table, index, self.form)
+        return Rotations(rows_of(table, index), stored, rows_of(read, keys), table, first)
+
+
+def rope_of(layout: LayerLayout, shape: AttentionShape, table: RotaryTable | None) -> NoRope | PostRope | InBlocks:
+    """How a layer's queries and keys are rotated."""
+    if table is None:
+        return NoRope()
+    if layout.rope_block is None:
+        return PostRope()
+    return InBlocks(layout.form, table, layout.fast_planes == shape.rotary_planes)
