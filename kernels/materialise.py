@@ -1,16 +1,183 @@
 # mypy: disable-error-code="no-untyped-def"
 """Rows of the cache as keys and values in the model's dtype, for stock attention: prompts, and decoding where so many
 planes are fast that rebuilding them in the tile costs more.
+
+Floor: the rows once, and keys and values in the model's dtype once, over memory bandwidth. The basis comes out of the
+L2 cache, once for each block of keys and KV head.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from rotor.format.layout import GroupClass
 
+from .launch import launch, padded, precision
 from .parameters import AttentionParameters
 from .rotary import Rotation
+
+KEYS = 128
+"""Of a program."""
+
+INTEGERS = [
+    "kv_len", "first", "block", "fast", "table_stride", "table_pages", "page", "key_batch", "key_row", "value_batch",
+    "value_row", "basis_stride", "key_start", "key_group", "value_start", "value_group", "key_words", "value_words",
+    "first_head", "first_column", "keys_batch", "keys_token", "keys_head", "keys_width", "values_batch",
+    "values_token", "values_head", "values_width",
+]  # fmt: skip
+"""Not specialised on their values, as in the append kernel."""
+
+
+@triton.jit
+def plane_of(words, PLANE: tl.constexpr, CODED: tl.constexpr, kind: tl.constexpr):
+    """Signed nibbles of a plane, or of numbers these."""
+    if CODED:
+        return (((words.to(tl.int32) >> (4 * PLANE)) & 15) - 8).to(kind)
+    else:
+        return words.to(kind)
+
+
+@triton.jit
+def copy_latents(
+    rows, place, seen, first, words, out, target, width, KEYS: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr,
+):  # fmt: skip
+    """A group's signed nibbles (or numbers) of some keys, zeros behind them up to `width`."""
+    kind: tl.constexpr = out.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    planes: tl.constexpr = 4 if CODED else 1
+    for start in range(0, words, BLOCK):
+        held = seen[:, None] & (start + column < words)[None, :]
+        tile = tl.load(rows + (place + first + start)[:, None] + column[None, :], mask=held, other=0)
+        for plane in tl.static_range(planes):
+            to = out + (target + plane * words + start)[:, None] + column[None, :]
+            tl.store(to, plane_of(tile, plane, CODED, kind), mask=held)
+    for start in range(planes * words, width, BLOCK):
+        held = seen[:, None] & (start + column < width)[None, :]
+        tl.store(out + (target + start)[:, None] + column[None, :], tl.zeros((KEYS, BLOCK), kind), mask=held)
+
+
+@triton.jit
+def rebuilt(
+    tile, basis, basis_stride, dim, plane_column, held, result, D: tl.constexpr, PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`result` and the product of latents [KEYS, BLOCK] with the rows dim ... dim + D - 1 of their columns."""
+    out = tl.arange(0, PADDED)
+    start = basis + (dim + out[None, :]) * basis_stride + plane_column[:, None]
+    numbers = tl.load(start, mask=held[:, None] & (out < D)[None, :], other=0.0)
+    return tl.dot(tile, numbers, result, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def materialise_kernel(
+    key, value, basis, constant, cos, sin, block_table, kv_lens, kv_start, keys, values, kv_len, first, block, fast,
+    table_stride, table_pages, page, key_batch, key_row, value_batch, value_row, basis_stride, key_start, key_group,
+    value_start, value_group, key_words, value_words, first_head, first_column, keys_batch, keys_token, keys_head,
+    keys_width, values_batch, values_token, values_head, values_width,
+    SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    LATENTS: tl.constexpr, CONSTANT: tl.constexpr, CODED: tl.constexpr, PAGED: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of KEYS keys, groups x (KV heads and values), sequences); see `materialise`.
+
+    LATENTS: keys stay latents (a model without RoPE). HALF: rotary planes, 0 where stored keys are as they are read.
+    """
+    sequence = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1) % (SIZE + 1)
+    group = tl.program_id(1) // (SIZE + 1)
+    index = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    target = sequence
+    if PAGED:
+        kv_len = tl.load(kv_lens + sequence)
+        target = tl.load(kv_start + sequence).to(tl.int64)
+    seen = index < kv_len
+    row, unit = index.to(tl.int64), sequence
+    key_place, value_place = unit * key_batch + row * key_row, unit * value_batch + row * value_row
+    if PAGED:
+        held = tl.load(block_table + sequence * table_pages + index // page, mask=seen, other=0).to(tl.int64)
+        row = (index % page).to(tl.int64)
+        key_place, value_place = held * key_batch + row * key_row, held * value_batch + row * value_row
+    kind: tl.constexpr = keys.dtype.element_ty
+    if tl.program_id(0) * KEYS < kv_len:
+        if head == SIZE:
+            out = target * values_batch + index.to(tl.int64) * values_token + group * values_head
+            copy_latents(
+                value, value_place, seen, value_start + group * value_group, value_words, values, out, values_width,
+                KEYS, VALUE_BLOCK, CODED,
+            )  # fmt: skip
+        elif LATENTS:
+            out = target * keys_batch + index.to(tl.int64) * keys_token + group * keys_head
+            copy_latents(
+                key, key_place, seen, key_start + group * key_group, key_words, keys, out, keys_width, KEYS, BLOCK, CODED
+            )
+        else:
+            planes: tl.constexpr = 4 if CODED else 1
+            dim: tl.constexpr = 2 * HALF + REST
+            word = tl.arange(0, BLOCK)
+            own = basis + head * dim * basis_stride + first_column + group * planes * key_words
+            one = tl.zeros((KEYS, HALF_PADDED), tl.float32)
+            two = tl.zeros((KEYS, HALF_PADDED), tl.float32)
+            rest = tl.zeros((KEYS, REST_PADDED), tl.float32)
+            for start in range(0, key_words, BLOCK):
+                within = start + word < key_words
+                place = (key_place + key_start + group * key_group + start)[:, None] + word[None, :]
+                tile = tl.load(key + place, mask=seen[:, None] & within[None, :], other=0)
+                for plane in tl.static_range(planes):
+                    latents = plane_of(tile, plane, CODED, kind)
+                    at = plane * key_words + start + word
+                    if HALF > 0:
+                        one = rebuilt(latents, own, basis_stride, 0, at, within, one, HALF, HALF_PADDED, PRECISION)
+                        two = rebuilt(latents, own, basis_stride, HALF, at, within, two, HALF, HALF_PADDED, PRECISION)
+                    if REST > 0:
+                        rest = rebuilt(
+                            latents, own, basis_stride, 2 * HALF, at, within, rest, REST, REST_PADDED, PRECISION
+                        )
+            kv_head = group * SIZE + head
+            out = keys + (target * keys_batch + index.to(tl.int64) * keys_token + kv_head * keys_head)[:, None]
+            added = constant + (first_head + kv_head) * dim
+            if HALF > 0:
+                plane = tl.arange(0, HALF_PADDED)
+                if CONSTANT:
+                    one += tl.load(added + plane, mask=plane < HALF, other=0.0)[None, :]
+                    two += tl.load(added + HALF + plane, mask=plane < HALF, other=0.0)[None, :]
+                position = first + index
+                turned = tl.where((plane < fast)[None, :], position[:, None], (position - position % block)[:, None])
+                held = seen[:, None] & (plane < HALF)[None, :]
+                place = turned.to(tl.int64) * table_stride + plane[None, :]
+                turn_cos = tl.load(cos + place, mask=held, other=1.0).to(tl.float32)
+                turn_sin = tl.load(sin + place, mask=held, other=0.0).to(tl.float32)
+                tl.store(out + plane[None, :], (one * turn_cos - two * turn_sin).to(kind), mask=held)
+                tl.store(out + HALF + plane[None, :], (two * turn_cos + one * turn_sin).to(kind), mask=held)
+            if REST > 0:
+                place = tl.arange(0, REST_PADDED)
+                if CONSTANT:
+                    rest += tl.load(added + 2 * HALF + place, mask=place < REST, other=0.0)[None, :]
+                held = seen[:, None] & (place < REST)[None, :]
+                tl.store(out + 2 * HALF + place[None, :], rest.to(kind), mask=held)
+            for start in range(dim, keys_width, 16):
+                place = start + tl.arange(0, 16)
+                held = seen[:, None] & (place < keys_width)[None, :]
+                tl.store(out + place[None, :], tl.zeros((KEYS, 16), kind), mask=held)
+
+
+class PagesOf(NamedTuple):
+    """Where the rows of packed sequences are.
+
+    block_table: [batch_size, pages], int32; only entries of pages that a sequence has are read. kv_lens: [batch_size],
+    kv_start: [batch_size + 1], int32: rows of each sequence, and where its keys begin among all. tokens: room for all
+    of them, longest: at least the longest sequence, both known to the host.
+    """
+
+    block_table: Tensor
+    kv_lens: Tensor
+    kv_start: Tensor
+    tokens: int
+    longest: int
 
 
 def materialise(
@@ -18,30 +185,66 @@ def materialise(
     value: Tensor,
     parameters: AttentionParameters,
     cls: GroupClass,
-    dtype,
+    dtype: torch.dtype,
     rotation: Rotation | None = None,
     *,
     first: int = 0,
-    kv_len: int | None = None,
-    block_table: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    tokens: int = 0,
-    padded: int = 0,
+    pages: PagesOf | None = None,
+    least: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of the groups of a class, rotated as queries are (slow planes of post-RoPE keys are so already).
+    """Keys and values of the groups of a class, the keys as rotated as queries are.
 
     Args:
-        key, value: rows, [batch_size, kv_len, bytes] each (views of any strides), or with a block table pages
+        key, value: rows, [batch_size, kv_len, bytes] uint8 each (views of any strides), or with `pages`
             [num_pages, page_size, bytes]; of numbers in `dtype`. Values of joint latents are read from `key`.
-        rotation: cos and sin by index, [positions, rotary_dim], row 0 at the beginning of a block; None where keys are
-            stored as they are read (post-RoPE, no RoPE).
+        dtype: of what is made, that of the model.
+        rotation: of layers in blocks: cos and sin by index, [positions, rotary_dim], row 0 at the beginning of a block.
         first: places of the block that lie before the first row.
-        block_table: [batch_size, pages], int32; rows then come packed, sequence behind sequence: kv_start,
-            [batch_size + 1], int32, says where each begins, `tokens` how many there are in all.
-        padded: numbers of a key and value, zeros behind their own; 0: as many as they have.
+        least: numbers of a key and value at least, zeros behind their own: some attention wants equal widths.
     Returns:
         [batch_size, count * group_size, kv_len, head_dim] and [batch_size, count, kv_len, width]; in a model without
-        RoPE the keys are latents, [batch_size, count, kv_len, width]. With a block table
-        [tokens, count * group_size, head_dim] and [tokens, count, width].
+        RoPE the keys are latents, [batch_size, count, kv_len, width]. With pages [tokens, count * group_size, head_dim]
+        and [tokens, count, width].
     """
-    raise NotImplementedError
+    layout, shape = parameters.layout, parameters.shape
+    value = parameters.value_rows(key, value)
+    latents = parameters.query_basis is None
+    coded, size = layout.coded, 1 if parameters.query_basis is None else layout.group_size
+    heads = cls.count * size
+    widths = max(least, cls.key.width if latents else shape.head_dim), max(least, cls.value.width)
+    if pages is None:
+        batch_size, kv_len = key.shape[:2]
+        keys = torch.empty(batch_size, heads, kv_len, widths[0], dtype=dtype, device=key.device)
+        values = torch.empty(batch_size, cls.count, kv_len, widths[1], dtype=dtype, device=key.device)
+        strides = [side.stride(place) for side in (keys, values) for place in (0, 2, 1)]
+    else:
+        batch_size, kv_len = len(pages.kv_lens), pages.longest
+        keys = torch.empty(pages.tokens, heads, widths[0], dtype=dtype, device=key.device)
+        values = torch.empty(pages.tokens, cls.count, widths[1], dtype=dtype, device=key.device)
+        strides = [side.stride(place) for side in (keys, values) for place in (0, 0, 1)]
+    if not (batch_size and kv_len):
+        return keys, values
+    rows = [side.view(torch.int16) if coded else side for side in (key, value)]
+    unit, planes = (2, 4) if coded else (dtype.itemsize, 1)
+    starts = [byte // unit for byte in (cls.key_byte, cls.key_stride, cls.value_byte, cls.value_stride)]
+    words = cls.key.width // planes, cls.value.width // planes
+    basis, constant = parameters.query_basis, parameters.key_constant
+    turned = layout.in_blocks and not latents
+    assert not turned or rotation is not None
+    cos, sin = rotation if turned and rotation is not None else (keys, keys)
+    half = shape.rotary_planes if turned else 0
+    rest = shape.head_dim - 2 * half
+    launch(
+        materialise_kernel, (triton.cdiv(kv_len, KEYS), cls.count * (size + 1), batch_size), *rows,
+        keys if basis is None else basis, keys if constant is None else constant, cos, sin,
+        *((keys, keys, keys) if pages is None else pages[:3]), keys, values, kv_len, first, layout.rope_block or 1,
+        layout.fast_planes, cos.stride(0), 0 if pages is None else pages.block_table.stride(0),
+        1 if pages is None else key.shape[1], rows[0].stride(0), rows[0].stride(1), rows[1].stride(0),
+        rows[1].stride(1), 0 if basis is None else basis.stride(0), *starts, *words, cls.start * layout.group_size,
+        cls.key_place, *strides[:3], widths[0], *strides[3:], widths[1],
+        SIZE=size, HALF=half, HALF_PADDED=padded(half or 1), REST=rest, REST_PADDED=padded(rest or 1), LATENTS=latents,
+        CONSTANT=constant is not None, CODED=coded, PAGED=pages is not None, KEYS=KEYS,
+        BLOCK=min(64, padded(words[0])), VALUE_BLOCK=min(64, padded(words[1])), PRECISION=precision(dtype),
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return keys, values

@@ -1,0 +1,232 @@
+"""PyTorch's own attention over what `materialise` makes of rows: a class of groups at a time.
+
+KV heads of a group share their values, and each has its own keys: one call for each place in a group, so that no values
+are copied. Widths of keys and values are made equal (zeros behind), which PyTorch's fused kernels want.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rotor.format.layout import GroupClass
+
+from . import reference
+from .materialise import PagesOf, materialise
+from .parameters import AttentionParameters, seq_len_of
+from .rotary import Rotation
+
+MOST_BYTES = 1 << 30
+"""Of keys and values at a time; sequences of a batch are taken one after another where there are more."""
+
+WIDEST = 256
+"""Of a head, that PyTorch's attention over packed sequences takes."""
+
+Varlen = Callable[..., Tensor]
+"""(query [tokens, heads, width], key, value [tokens, heads, width], query_start_loc, kv_start, max_query_len, max_kv_len,
+scaling, window or None, softcap or None) -> [tokens, heads, width], causal: an engine's own attention."""
+
+
+def prompt_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    rotation: Rotation | None = None,
+    first: int = 0,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """As `attention.attend`, of any number of queries."""
+    seq_len = seq_len_of(query)
+    if attention_mask is None and seq_len > 1:  # a prefill into an empty static cache: its rest is not attended
+        key, value = key[:, :, :seq_len], value[:, :, :seq_len]
+    batch_size, _, kv_len, _ = key.shape
+    layout = parameters.layout
+    outputs = []
+    for cls in layout.classes(query.element_size()):
+        width = max(parameters.shape.head_dim, cls.value.width)
+        least = width if seq_len > 1 else 0
+        whole = 2 * cls.count * layout.group_size * kv_len * width * query.element_size()
+        step = max(1, MOST_BYTES // max(1, whole))
+        mask = parameters.mask(attention_mask, parameters.heads(cls))
+        parts = []
+        for start in range(0, batch_size, step):
+            own = slice(start, min(start + step, batch_size))
+            rows = key[own, 0], value[own, 0]
+            keys, values = materialise(*rows, parameters, cls, query.dtype, rotation, first=first, least=least)
+            seen = mask if mask is None or mask.shape[0] == 1 else mask[own]
+            parts.append(_of_class(query[own], keys, values, parameters, cls, seen))
+        outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def _of_class(
+    query: Tensor, keys: Tensor, values: Tensor, parameters: AttentionParameters, cls: GroupClass, mask: Tensor | None
+) -> Tensor:
+    """[batch_size, seq_len, sum over the query heads of the class of value width]."""
+    if query.dim() == 3:  # absorbed: all heads of a group meet the same latents
+        queries = reference.absorbed_queries(query, parameters, cls).unsqueeze(2)
+    else:
+        queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
+    size, each = queries.shape[2], queries.shape[3]
+    outputs = []
+    for place in range(size):
+        own = _widened(queries[:, :, place].flatten(1, 2), keys)
+        seen = _heads_of(mask, place, size, each)
+        found = attend(own, keys[:, place::size], values, parameters.scaling, seen, parameters.softcap)
+        outputs.append(found[..., : cls.value.width].unflatten(2, (cls.count, each)))
+    return torch.stack(outputs, dim=3).flatten(2)
+
+
+def _widened(query: Tensor, keys: Tensor) -> Tensor:
+    """Queries with as many numbers as keys, zeros behind their own."""
+    more = keys.shape[-1] - query.shape[-1]
+    return functional.pad(query, (0, more)) if more else query
+
+
+def _heads_of(mask: Tensor | None, place: int, size: int, each: int) -> Tensor | None:
+    """The part of a mask of the heads at a place in their groups; a mask over heads has all of the class."""
+    if mask is None or mask.shape[1] == 1:
+        return mask
+    return mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, softcap: float | None
+) -> Tensor:
+    """[batch_size, heads, seq_len, width] over as many or fewer key and value heads -> [batch_size, seq_len, heads,
+    width].
+    """
+    on_gpu = query.device.type == "cuda"
+    if on_gpu and softcap is not None:
+        found = _flex(query, key, value, scaling, mask, softcap)
+        return found.transpose(1, 2)
+    if on_gpu and mask is not None and query.shape[2] > 1 and query.shape[1] != key.shape[1]:
+        # With a mask PyTorch has no fused kernel for heads that share keys, and would store all logits.
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    found = reference.attend(query, key, value, scaling, mask, softcap=softcap)
+    return found.unflatten(2, (query.shape[1], -1))
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, softcap: float | None
+) -> Tensor:
+    """FlexAttention: what caps logits without storing them."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q_len, kv_len = query.shape[2], key.shape[2]
+
+    def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        if mask is None:
+            return q + (kv_len - q_len) >= k
+        return mask[b if mask.shape[0] > 1 else 0, 0, q if mask.shape[2] > 1 else 0, k]
+
+    if mask is not None and mask.shape[-1] == 1:
+        mask = mask.expand(*mask.shape[:-1], kv_len)
+    batch = 1 if mask is None else mask.shape[0]
+    blocks = create_block_mask(seen, batch, 1, q_len, kv_len, device=str(query.device))
+    call = _compiled_flex(query.device.type)
+    return call(query, key, value, capped, blocks, scaling, query.shape[1] != key.shape[1])
+
+
+@lru_cache(maxsize=2)
+def _compiled_flex(device: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    rotation: Rotation | None,
+    pages: PagesOf,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    window: int | None = None,
+    varlen: Varlen | None = None,
+) -> Tensor:
+    """Causal attention of packed prompts over pages; see `attention.attend_pages`.
+
+    varlen: attention over packed sequences; by default PyTorch's on a GPU, for widths that it takes, and else SDPA, a
+        sequence at a time (which waits for the lengths).
+    """
+    layout, tokens = parameters.layout, len(query)
+    call = varlen or _torch_varlen(query, parameters)
+    outputs = []
+    for cls in layout.classes(query.element_size()):
+        width = max(parameters.shape.head_dim if query.dim() == 3 else cls.key.width, cls.value.width)
+        keys, values = materialise(
+            key, value, parameters, cls, query.dtype, rotation, pages=pages, least=-(-width // 8) * 8
+        )
+        if query.dim() == 2:
+            queries = reference.absorbed_queries(query.unsqueeze(0), parameters, cls)[0]
+            queries = queries.permute(2, 0, 1, 3).unsqueeze(2)
+        else:
+            queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, layout.group_size, -1))
+        size, each = queries.shape[2], queries.shape[3]
+        parts = []
+        for place in range(size):
+            own = _widened(queries[:, :, place].flatten(1, 2), keys)
+            around = query_start_loc, pages.kv_start, max_query_len, pages.longest
+            options = parameters.scaling, window, parameters.softcap
+            found = (call or _one_by_one)(own, keys[:, place::size], values, *around, *options)
+            parts.append(found[..., : cls.value.width].unflatten(1, (cls.count, each)))
+        outputs.append(torch.stack(parts, dim=2).reshape(tokens, -1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def _torch_varlen(query: Tensor, parameters: AttentionParameters) -> Varlen | None:
+    """PyTorch's attention over packed sequences, where it is there and takes these widths."""
+    widest = max(parameters.shape.head_dim, *(group.values.width for group in parameters.layout.groups))
+    plain = query.device.type == "cuda" and query.dtype != torch.float32 and parameters.softcap is None
+    if not plain or query.dim() == 2 or widest > WIDEST:
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        query_start, kv_start, longest, longest_kv, scaling, window, _ = rest
+        left = -1 if window is None else window - 1
+        gqa = q.shape[1] != k.shape[1]
+        found = varlen_attn(
+            q, k.contiguous(), v.contiguous(), query_start, kv_start, longest, longest_kv, scale=scaling,
+            window_size=(left, 0), enable_gqa=gqa,
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        return found
+
+    return call
+
+
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """SDPA, a sequence at a time."""
+    query_start, kv_start, _, _, scaling, window, softcap = rest
+    output = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
+    starts, kv_starts = query_start.tolist(), kv_start.tolist()
+    for sequence, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        own = slice(kv_starts[sequence], kv_starts[sequence + 1])
+        kv_len = own.stop - own.start
+        if end == start or not kv_len:
+            continue
+        position = torch.arange(kv_len - (end - start), kv_len, device=query.device)[:, None]
+        index = torch.arange(kv_len, device=query.device)
+        seen = index <= position
+        if window is not None:
+            seen &= index > position - window
+        heads = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
+        output[start:end] = attend(*heads, scaling, seen[None, None], softcap)[0]  # type: ignore[misc]
+    return output

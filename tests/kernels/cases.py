@@ -1,0 +1,158 @@
+"""Random compressed layers, rows and pages for the tests of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rotor.format.channels import Channels, Latent, Numbers
+from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
+from rotor.kernels import truth
+from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.rotary import rotate
+
+MIXED = Channels(n16=2, n12=1, n8=7, n4=33)
+"""A latent with every width, and places left over."""
+
+FORMS = {
+    "post": POST_ROPE,
+    "block": KeyForm(16, 0),
+    "fast": KeyForm(16, 3),
+    "long": KeyForm(64, 5),
+    "pre": KeyForm(64, 8),
+}
+"""For heads with 16 dimensions that RoPE rotates."""
+
+
+def shape_of(kv_heads: int, heads_per_kv: int, head_dim: int, rotary_dim: int, key_norm: bool = False) -> AttentionShape:
+    return AttentionShape(1, kv_heads * heads_per_kv, kv_heads, head_dim, 64, rotary_dim, key_norm)
+
+
+def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent]) -> LayerLayout:
+    """One group of `size` KV heads for each: one latent is joint, two are keys' and values'. Equal ones side by side."""
+    groups = []
+    for number, of in enumerate(latents):
+        key, value = of if isinstance(of, tuple) else (of, None)
+        groups.append(GroupLayout(tuple(range(number * size, (number + 1) * size)), key, value))
+    return LayerLayout(tuple(groups), *form)
+
+
+def rotation_table(length: int, rotary_dim: int, factor: float = 1.0, base: float = 100.0) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, rotary_dim] in float32, times the attention factor of some scaled RoPEs."""
+    frequency = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / max(1, rotary_dim))
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
+    return (factor * angle.cos()).float(), (factor * angle.sin()).float()
+
+
+@dataclass
+class Case:
+    """Inputs of attention: rows [batch_size, kv_len, .], queries rotated to the last positions of kv_len."""
+
+    parameters: AttentionParameters
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rotation: tuple[Tensor, Tensor] | None
+    first: int = 0
+
+    def to(self, device: str, dtype: torch.dtype) -> Case:
+        """Numbers rounded to dtype; constants and the rotation stay in float32."""
+
+        def moved(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device, dtype if x.is_floating_point() else x.dtype)
+
+        p = self.parameters
+        constant = None if p.key_constant is None else p.key_constant.to(device)
+        parameters = replace(p, query_basis=moved(p.query_basis), key_constant=constant)
+        rotation = None if self.rotation is None else (self.rotation[0].to(device), self.rotation[1].to(device))
+        return Case(parameters, moved(self.query), moved(self.key), moved(self.value), rotation, self.first)  # type: ignore[arg-type]
+
+    def exact(self, allowed: Tensor) -> tuple[Tensor, Tensor]:
+        return truth.attention(self.query, self.key, self.value, self.parameters, allowed, self.rotation, self.first)
+
+
+def random_case(
+    layout: LayerLayout,
+    shape: AttentionShape,
+    batch_size: int,
+    seq_len: int,
+    kv_len: int,
+    *,
+    seed: int = 0,
+    softcap: float | None = None,
+    first: int = 0,
+    factor: float = 1.0,
+) -> Case:
+    """Rows of random codes or numbers, bases that make keys of about unit size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(*size, generator=generator)
+
+    rows = []
+    for side, width in zip(layout.row_bytes(4), (layout.key_width, layout.value_width), strict=True):
+        if layout.coded:
+            rows.append(torch.randint(0, 256, (batch_size, kv_len, side), generator=generator, dtype=torch.uint8))
+        else:
+            rows.append(random(batch_size, kv_len, width if side else 0))
+    constant = query_basis = rotation = None
+    if shape.rotary_dim:
+        scale = (4.0 if layout.coded else 1.0) * max(group.key.width for group in layout.groups) ** 0.5
+        query_basis = random(layout.group_size * shape.head_dim, layout.key_width, scale=1 / scale)
+        if layout.coded:
+            constant = random(shape.num_kv_heads, shape.head_dim, scale=0.5)
+        rotation = rotation_table(first + kv_len + 80, shape.rotary_dim, factor)
+        query = random(batch_size, shape.num_heads, seq_len, shape.head_dim)
+        end = first + kv_len
+        query = rotate(query, *(table[max(0, end - seq_len) : max(0, end - seq_len) + seq_len] for table in rotation))
+    else:
+        heads = layout.group_size * shape.heads_per_kv
+        query = random(batch_size, seq_len, heads * layout.key_width, scale=0.1)
+    if not layout.in_blocks:
+        rotation = None
+    parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, query_basis, constant, softcap)
+    return Case(parameters, query, rows[0], rows[1], rotation, first)
+
+
+def causal(batch_size: int, seq_len: int, kv_len: int, window: int | None = None) -> Tensor:
+    """[batch_size, seq_len, kv_len]: the last seq_len of kv_len keys are the queries' own."""
+    position = torch.arange(seq_len)[:, None] + kv_len - seq_len
+    index = torch.arange(kv_len)
+    seen = index <= position
+    if window is not None:
+        seen &= index > position - window
+    return seen.expand(batch_size, seq_len, kv_len)
+
+
+@dataclass
+class Pages:
+    """Rows of sequences of several lengths in permuted pages; what is behind a sequence's end is poisoned."""
+
+    key: Tensor
+    value: Tensor
+    block_table: Tensor
+    kv_lens: Tensor
+
+
+def in_pages(case: Case, kv_lens: list[int], page_size: int, seed: int = 0) -> Pages:
+    """A block table that ends where the longest sequence does, and whose other entries are of no page."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-length // page_size) for length in kv_lens]
+    order = torch.randperm(sum(counts) + 2, generator=generator)
+    poison = 255 if case.parameters.layout.coded else float("nan")
+    sides = [side.new_full((len(order), page_size, side.shape[-1]), poison) for side in (case.key, case.value)]
+    table = torch.full((len(kv_lens), max(counts)), 1 << 30, dtype=torch.int32)
+    taken = 0
+    for sequence, (length, count) in enumerate(zip(kv_lens, counts, strict=True)):
+        own = order[taken : taken + count]
+        table[sequence, :count] = own.int()
+        for place in range(length):
+            for pages, rows in zip(sides, (case.key, case.value), strict=True):
+                pages[own[place // page_size], place % page_size] = rows[sequence, place]
+        taken += count
+    return Pages(sides[0], sides[1], table, torch.tensor(kv_lens, dtype=torch.int32))
+
+
+__all__ = ["Channels", "Numbers"]

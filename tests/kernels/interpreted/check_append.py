@@ -1,0 +1,112 @@
+"""The append kernel in Triton's interpreter: the rows of plain PyTorch, bit for bit where the latents are given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FORMS, MIXED, Channels, Numbers, layer, rotation_table, shape_of
+
+from rotor.format.layout import AttentionShape, LayerLayout
+from rotor.kernels.append import append
+from rotor.kernels.reference import project_keys
+from rotor.kernels.rotary import rotate, within_blocks
+from rotor.kernels.rows import pack_layer
+
+SMALL = Channels(n8=1, n4=5)
+CASES = {
+    "joint": layer(FORMS["fast"], 2, MIXED, MIXED, SMALL),
+    "apart": layer(FORMS["post"], 1, (MIXED, SMALL), (MIXED, SMALL), (SMALL, MIXED)),
+    "blocks": layer(FORMS["block"], 1, MIXED),
+    "pre": layer(FORMS["pre"], 2, MIXED, SMALL),
+    "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
+    "joint numbers": layer(FORMS["post"], 1, Numbers(40)),
+}
+
+
+def stored(key: torch.Tensor, layout: LayerLayout, rotation: tuple[torch.Tensor, ...], index: torch.Tensor) -> torch.Tensor:
+    """[batch_size, num_kv_heads, seq_len, head_dim], rotated as the cache keeps them."""
+    cos, sin = rotation
+    if layout.rope_block is None:
+        tables = cos[index], sin[index]
+    else:
+        tables = within_blocks((cos, sin), index, layout.form)
+    return rotate(key.transpose(1, 2), *(table.unsqueeze(1) for table in tables))
+
+
+@pytest.mark.parametrize("batch_size, seq_len", [(1, 1), (3, 1), (2, 19)])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(16, 16), (24, 16)])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_plain_pytorch(name, head_dim, rotary_dim, batch_size, seq_len) -> None:
+    layout, generator = CASES[name], torch.Generator().manual_seed(0)
+    kv_heads = layout.group_size * len(layout.groups)
+    shape = shape_of(kv_heads, 3, head_dim, rotary_dim, key_norm=True)
+    rotation = rotation_table(90, rotary_dim, factor=1.3)
+    index = torch.randint(0, 90, (batch_size, seq_len), generator=generator)
+    key = torch.randn(batch_size, seq_len, kv_heads, head_dim, generator=generator)
+    query = torch.randn(batch_size, seq_len, 3 * kv_heads, head_dim, generator=generator)
+    basis = torch.randn(layout.group_size * head_dim, layout.key_rank, generator=generator)
+    shift = torch.randn(layout.key_rank, generator=generator) if layout.coded else None
+    value = 3 * torch.randn(batch_size, seq_len, layout.value_rank, generator=generator)
+    got = append(
+        key, value, layout, shape, query=query, key_basis=basis, key_shift=shift, rotation=rotation, index=index
+    )
+    rotated = rotate(query.transpose(1, 2), *(table[index].unsqueeze(1) for table in rotation))
+    torch.testing.assert_close(got.query, rotated, atol=1e-5, rtol=1e-5)
+    part = value.unsqueeze(1) if layout.joint else None
+    exact = project_keys(
+        stored(key.double(), layout, tuple(t.double() for t in rotation), index), basis.double(), layout,
+        None if shift is None else shift.double(), None if part is None else part.double(),
+    )  # fmt: skip
+    if not layout.coded:
+        torch.testing.assert_close(got.key.double(), exact, atol=1e-4, rtol=1e-5)
+        assert layout.joint or torch.equal(got.value[:, 0], value)
+        return
+    # A latent within rounding of a whole number may be floored to either side.
+    either = [pack_layer(exact + error, layout, keys=True) for error in (-1e-4, 1e-4)]
+    assert ((got.key == either[0]) | (got.key == either[1])).all()
+    assert (either[0] == either[1]).float().mean() > 0.95
+    assert layout.joint or torch.equal(got.value, pack_layer(value.unsqueeze(1), layout, keys=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["apart", "pre", "numbers"])
+def test_latents_into_pages(name, dtype) -> None:
+    """Folded keys are packed bit for bit, into slots in any order; slots below zero are no place."""
+    layout, generator = CASES[name], torch.Generator().manual_seed(1)
+    if not layout.in_blocks:
+        layout = LayerLayout(layout.groups, 64, 8)
+    layout = LayerLayout(layout.groups, 64, 8)
+    kv_heads = layout.group_size * len(layout.groups)
+    shape = AttentionShape(1, kv_heads, kv_heads, 16, 64, 16)
+    tokens, page_size = 21, 16
+    key = (20 * torch.randn(tokens, 1, layout.key_rank + 3, generator=generator)).to(dtype)[..., 3:]
+    value = (3 * torch.randn(tokens, 1, layout.value_rank, generator=generator)).to(dtype)
+    slots = torch.randperm(4 * page_size, generator=generator)[:tokens]
+    slots[5] = -1
+    sizes = layout.row_bytes(dtype.itemsize)
+    made = (torch.uint8, 1) if layout.coded else (dtype, dtype.itemsize)
+    pages = [torch.full((4, page_size, 8 + size // made[1]), 9, dtype=made[0])[..., 8:] for size in sizes]
+    before = [side.clone() for side in pages]
+    rows = append(key, None if layout.joint else value, layout, shape, out=(pages[0], pages[1]), slots=slots)
+    assert rows.query is None and rows.key is pages[0]
+    for side, latents, keys, old in zip(pages, (key, value), (True, False), before, strict=True):
+        expected = pack_layer(latents[:, 0], layout, keys=keys)
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0 and side.numel():
+                assert torch.equal(side[slot // page_size, slot % page_size], expected[token])
+                old[slot // page_size, slot % page_size] = expected[token]
+        assert torch.equal(side, old)
+
+
+def test_rows_of_a_table_by_token() -> None:
+    """Without an index, token t of a sequence has row t of a table of seq_len rows, or its own of one for all tokens."""
+    layout, generator = layer(FORMS["post"], 1, MIXED), torch.Generator().manual_seed(2)
+    shape = shape_of(1, 2, 16, 16)
+    cos, sin = rotation_table(10, 16)
+    key, basis = torch.randn(2, 5, 1, 16, generator=generator), torch.randn(16, MIXED.rank, generator=generator)
+    part = torch.randn(2, 5, MIXED.rank, generator=generator)
+    every = append(key, part, layout, shape, key_basis=basis, rotation=(cos[:5], sin[:5]))
+    twice = append(key, part, layout, shape, key_basis=basis, rotation=(cos[:5].repeat(2, 1), sin[:5].repeat(2, 1)))
+    index = append(key, part, layout, shape, key_basis=basis, rotation=(cos, sin), index=torch.arange(5))
+    assert torch.equal(every.key, twice.key)
+    assert torch.equal(every.key, index.key)

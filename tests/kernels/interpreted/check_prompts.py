@@ -1,0 +1,96 @@
+"""Prompts: stock attention over materialised rows, in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FORMS, MIXED, Case, Channels, Numbers, causal, in_pages, layer, random_case, shape_of
+from torch.nn.attention.flex_attention import flex_attention
+
+from rotor.format.layout import KeyForm
+from rotor.kernels import stock
+from rotor.kernels.materialise import PagesOf
+
+WIDE = Channels(n8=20, n4=250)
+CASES = {
+    "post": layer(FORMS["post"], 2, MIXED, MIXED),
+    "apart": layer(FORMS["block"], 1, (MIXED, WIDE), (MIXED, WIDE)),
+    "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED),
+    "pre": layer(FORMS["pre"], 4, MIXED),
+    "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
+    "no rope": layer(KeyForm(), 2, (MIXED, WIDE), (MIXED, WIDE), (WIDE, MIXED)),
+}
+
+
+def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, **rest) -> Case:
+    layout = CASES[name]
+    shape = shape_of(layout.group_size * len(layout.groups), 3, 24, 0 if name == "no rope" else 16)
+    return random_case(layout, shape, batch_size, seq_len, kv_len, **rest)
+
+
+def check(got: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), exact, atol=3e-4, rtol=1e-4)
+
+
+def prompt(case: Case, mask: torch.Tensor | None = None) -> torch.Tensor:
+    rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
+    return stock.prompt_attention(case.query, *rows, case.parameters, case.rotation, case.first, mask)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", CASES)
+def test_causal_prompts(name, softcap) -> None:
+    """A prefill into a static cache: behind the new keys lies anything."""
+    case = case_of(name, 2, 37, 37, softcap=softcap)
+    exact, _ = case.exact(causal(2, 37, 37))
+    check(prompt(case), exact)
+    rest = [torch.cat([side, side[:, :9]], 1) for side in (case.key, case.value)]
+    check(prompt(Case(case.parameters, case.query, *rest, case.rotation)), exact)
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("name", ["fast", "numbers", "no rope"])
+def test_chunks_behind_a_cache_and_padding(name, window, monkeypatch) -> None:
+    case = case_of(name, 2, 19, 70, first=5 if name == "fast" else 0)
+    allowed = causal(2, 19, 70, window).clone()
+    allowed[1, :, :30] = False
+    allowed[0, 3] = False  # a query that attends to nothing
+    exact, _ = case.exact(allowed)
+    check(prompt(case, allowed[:, None]), exact)
+    monkeypatch.setattr(stock, "MOST_BYTES", 1)  # sequences one after another
+    check(prompt(case, allowed[:, None]), exact)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_flexattention_as_a_gpu_takes_it(mask, monkeypatch) -> None:
+    case = case_of("fast", 2, 40, 40, softcap=2.0)
+    allowed = causal(2, 40, 40).clone()
+    if mask:
+        allowed[1, :, 5:17] = False
+    monkeypatch.setattr(stock, "_compiled_flex", lambda device: flex_attention)
+    monkeypatch.setattr(
+        stock, "attend", lambda q, k, v, scaling, seen, cap: stock._flex(q, k, v, scaling, seen, cap).transpose(1, 2)
+    )
+    check(prompt(case, allowed[:, None] if mask else None), case.exact(allowed)[0])
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("name", ["apart", "fast", "numbers", "no rope"])
+def test_packed_prompts_over_pages(name, window) -> None:
+    """Sequences of several lengths and new tokens, one with none."""
+    lengths, news = [37, 16, 90, 8], [37, 0, 20, 1]
+    case = case_of(name, 4, 90, 90)
+    pages = in_pages(case, lengths, 16)
+    bounds = [torch.tensor([0, *of]).cumsum(0).int() for of in (news, lengths)]
+    of = PagesOf(pages.block_table, pages.kv_lens, bounds[1], sum(lengths), max(lengths))
+    packed, exact = [], []
+    for b, (length, new) in enumerate(zip(lengths, news, strict=True)):
+        at = slice(length - new, length)
+        own = case.query[b : b + 1, at] if case.query.dim() == 3 else case.query[b : b + 1, :, at]
+        packed.append(own[0] if own.dim() == 3 else own[0].transpose(0, 1))
+        part = Case(case.parameters, own, case.key[b : b + 1, :length], case.value[b : b + 1, :length], case.rotation)
+        exact.append(part.exact(causal(1, new, length, window))[0][0])
+    got = stock.packed_attention(
+        torch.cat(packed), pages.key, pages.value, case.parameters, case.rotation, of, bounds[0], max(news), window
+    )
+    check(got, torch.cat(exact))
