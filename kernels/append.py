@@ -266,7 +266,7 @@ def append(
             engine that rotates them itself).
         key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32; None where folded, without codes.
         rotation: cos and sin, [positions, rotary_dim] each, float32 or the model's dtype, with RoPE's attention factor;
-            None in a model without RoPE.
+            None in a model without RoPE, and where keys come as they are stored.
         index: integers, [seq_len] or [batch_size, seq_len]: the row of `rotation` of each token. Row 0 is at the
             beginning of a block of positions: row i is at place i mod rope_block. None: token t of sequence b has row
             b * seq_len + t, or t in a table of seq_len rows.
@@ -278,7 +278,7 @@ def append(
     if value is not None and not value.shape[-1]:
         value = None
     as_it_is = out is None and not layout.coded
-    plan = _plan(layout, shape, key.dtype, query is not None, as_it_is, key.device)
+    plan = _plan(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
     rows = _new_rows(key, value, layout, shape) if out is None else out
     sides = [side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])]
     rotated = None if query is None else query.new_empty(query.shape)
@@ -332,9 +332,15 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(
-    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, query: bool, as_it_is: bool, device: torch.device
+    layout: LayerLayout,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    query: bool,
+    as_it_is: bool,
+    rotated: bool,
+    device: torch.device,
 ) -> _Plan:
-    """as_it_is: what projections put out is not copied."""
+    """as_it_is: what projections put out is not copied. rotated: keys are, here."""
     folded = layout.folds_keys(shape)
     places: list[int] = []
     jobs: list[list[int]] = []
@@ -363,7 +369,7 @@ def _plan(
     half, rest = shape.rotary_planes, shape.head_dim - shape.rotary_dim
     mode = WHOLE if layout.rope_block is None else NONE if layout.fast_planes == half else BLOCK
     constants = {
-        "SIZE": layout.group_size, "MODE": mode if half else NONE, "HALF": half, "HALF_PADDED": padded(half or 1),
+        "SIZE": layout.group_size, "MODE": mode if half and rotated else NONE, "HALF": half, "HALF_PADDED": padded(half or 1),
         "REST": rest, "REST_PADDED": padded(rest or 1), "CODED": layout.coded, "FOLDED": folded, "COLUMNS": COLUMNS,
         "FIELDS": FIELDS, "PRECISION": precision(dtype),
     }  # fmt: skip
@@ -378,3 +384,11 @@ def _place(place: tuple[int, int] | None, latent: Channels, before: int) -> int:
 
 
 assert SIGNED == 8, "the nibble of an empty place, which `packed` writes"
+
+
+def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> None:
+    """Put a layer's tables on the device, before a CUDA graph is captured."""
+    for query in (False, True):
+        for as_it_is in (False, not layout.coded):
+            for rotated in (False, True):
+                _plan(layout, shape, dtype, query, as_it_is, rotated, device)

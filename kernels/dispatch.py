@@ -1,4 +1,4 @@
-"""Whether the Triton kernels serve a call of attention, or plain PyTorch does. Imports neither Triton nor CUDA.
+"""Whether the Triton kernels serve a layer, or plain PyTorch does. Imports neither Triton nor CUDA.
 
 The environment variable ROTOR_ATTENTION chooses: `auto` (the default: kernels on a CUDA device where Triton is
 installed), `reference` (never), `triton` (always, an error where they cannot run at all; on a CPU they need Triton's
@@ -7,11 +7,9 @@ interpreter, TRITON_INTERPRET=1). With `auto` and `triton` alike, plain PyTorch 
 - masks that are added to the logits, or that differ between heads; bool masks of any pattern are served, and those of
   one row or one sequence for all; empty inputs;
 - dropout, and calls outside of torch.no_grad() or inference_mode();
-- widths above MAX_WIDTH (keys in domain `pre` above MAX_REBUILT_WIDTH; of codes there the sum over their widths in
-  bits, each padded), and widths whose smallest tiles exceed the shared memory of the GPU at hand (the logger `rotor`
-  says so);
-- GPUs of AMD (the logger `rotor` says so): the kernels give options that only NVIDIA's compiler knows;
-- keys of domain `pre` with partial rotary embeddings, or a RoPE whose frequencies change with the length.
+- latents above MAX_WIDTH places; heads above MAX_HEAD_DIM;
+- GPUs of AMD and NVIDIA's before 8.0 (the logger `rotor` says so): the kernels give options that only newer ones know;
+- in layers in blocks: positions that are not indices in the cache, and a RoPE whose frequencies change with the length.
 
 Code that torch.compile traces (`generate` does so by itself for static caches on CUDA) has the kernels as operators of
 PyTorch (`operators`); what was chosen while tracing stays so until it is traced again.
@@ -27,21 +25,16 @@ import torch
 from torch import Tensor
 
 from rotor.errors import UsageError
-from rotor.format.kernel_config import LayerKernels
-from rotor.format.layout import LayerLayout
+from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.installing import pip_install
 from rotor.logs import log
-
-from .decode.tile_sizes import decode_config, decode_shared_bytes
-from .gpu import Gpu, gpu_of
-from .layer_table import layer_parts
-from .prefill.tile_sizes import prefill_constants, prefill_shared_bytes
 
 VARIABLE = "ROTOR_ATTENTION"
 CHOICES = ("auto", "triton", "reference")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_WIDTH = 512
-MAX_REBUILT_WIDTH = 1024
+MAX_WIDTH = 1024
+MAX_HEAD_DIM = 256
+LEAST_CAPABILITY = (8, 0)
 
 
 @lru_cache(maxsize=1)
@@ -49,18 +42,17 @@ def triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def for_amd() -> bool:
-    """Whether this PyTorch was built for AMD's GPUs, which it calls CUDA devices too."""
-    return torch.version.hip is not None
-
-
-@lru_cache(maxsize=1)
-def _warn_of_amd() -> None:
-    log.warning(
-        "plain PyTorch serves compressed attention on this GPU: rotor's kernels are for NVIDIA's, and this PyTorch is "
-        "built for AMD's (ROCm %s)",
-        torch.version.hip,
-    )
+@lru_cache(maxsize=16)
+def gpu_serves(device: torch.device) -> bool:
+    """Whether the kernels are for a CUDA device; says once why they are not."""
+    if torch.version.hip is not None:
+        why = f"this PyTorch is built for AMD's (ROCm {torch.version.hip})"
+    elif torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        why = "its compute capability is below 8.0"
+    else:
+        return True
+    log.warning("plain PyTorch serves compressed attention on this GPU: rotor's kernels are for NVIDIA's, and %s", why)
+    return False
 
 
 def kernels_wanted(device: torch.device) -> bool:
@@ -74,129 +66,63 @@ def kernels_wanted(device: torch.device) -> bool:
         raise UsageError(f"{VARIABLE}={choice}: expected one of {', '.join(CHOICES)}.", f"Unset {VARIABLE}.")
     if choice == "triton" and not triton_installed():
         raise UsageError(f"{VARIABLE}=triton, but Triton is not installed.", pip_install("kernels"))
-    if device.type == "cuda" and choice != "reference" and triton_installed() and for_amd():
-        _warn_of_amd()
+    if choice == "reference" or not triton_installed():
         return False
-    return choice == "triton" or (choice == "auto" and device.type == "cuda" and triton_installed())
-
-
-def widths_fit(
-    layout: LayerLayout,
-    heads_per_kv: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: LayerKernels | None = None,
-) -> bool:
-    """Whether the kernels have tiles for a layer's widths on a device; `kernels` is by default by rule."""
-    widest = max(group.qk_rank for group in layout.groups), max(group.v_rank for group in layout.groups)
-    if layout.coded and layout.domain == "pre" and max(widest) <= MAX_REBUILT_WIDTH:
-        widest = layer_parts(layout, heads_per_kv, head_dim, kernels, dtype.itemsize).widest
-    if widest[0] > (MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH) or widest[1] > MAX_WIDTH:
-        return False
-    return _fits_shared_memory(layout, heads_per_kv, head_dim, dtype, device, kernels)
-
-
-@lru_cache(maxsize=4096)
-def fits_shared_memory(
-    layout: LayerLayout,
-    heads_per_kv: int,
-    head_dim: int,
-    element_bytes: int,
-    gpu: Gpu,
-    kernels: LayerKernels | None = None,
-) -> bool:
-    """Whether decoding and prefill, in their smallest tiles, fit into the shared memory that a program may have."""
-    parts = layer_parts(layout, heads_per_kv, head_dim, kernels, element_bytes)
-    config = decode_config(parts, heads_per_kv, element_bytes, head_dim if layout.domain == "pre" else 0, gpu)
-    prefills = prefill_constants(layout, heads_per_kv, element_bytes, head_dim, False, gpu, kernels)
-    needed = [decode_shared_bytes(config, element_bytes)]
-    needed += [prefill_shared_bytes(constants, element_bytes) for _, constants in prefills]
-    return max(needed) <= gpu.shared_bytes
-
-
-@lru_cache(maxsize=4096)
-def _fits_shared_memory(
-    layout: LayerLayout,
-    heads_per_kv: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: LayerKernels | None,
-) -> bool:
-    gpu = gpu_of(device)
-    fits = fits_shared_memory(layout, heads_per_kv, head_dim, dtype.itemsize, gpu, kernels)
-    if not fits:
-        log.warning(
-            "plain PyTorch serves layers of ranks up to %d + %d in %s: their tiles exceed the %d KB of shared memory "
-            "that a program may have on this GPU",
-            max(group.qk_rank for group in layout.groups),
-            max(group.v_rank for group in layout.groups),
-            dtype,
-            gpu.shared_bytes >> 10,
-        )
-    return fits
+    return gpu_serves(device) if device.type == "cuda" else choice == "triton"
 
 
 @torch.compiler.assume_constant_result
 def layer_served(
-    layout: LayerLayout,
-    heads_per_kv: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    rotation_fits: bool,
-    kernels: LayerKernels | None = None,
+    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device, rotation_fits: bool = True
 ) -> bool:
     """Whether the kernels serve a layer at all, whatever is asked of it in a call.
 
     Args:
-        heads_per_kv, head_dim: of the uncompressed model.
-        rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
-        kernels: the launches of the layer; by default by rule.
+        rotation_fits: cos and sin are of the model's rotary dimensions, and in blocks by index in the cache.
     """
+    widest = max(max(group.key.width, group.values.width) for group in layout.groups)
     return (
         kernels_wanted(device)
         and rotation_fits
         and dtype in DTYPES
-        and widths_fit(layout, heads_per_kv, head_dim, dtype, device, kernels)
+        and widest <= MAX_WIDTH
+        and shape.head_dim <= MAX_HEAD_DIM
     )
 
 
 def kernels_serve(
     hidden_states: Tensor,
     layout: LayerLayout,
-    heads_per_kv: int,
-    head_dim: int,
+    shape: AttentionShape,
     attention_mask: Tensor | None,
     dropout: float,
     rotation_fits: bool,
-    kernels: LayerKernels | None = None,
 ) -> bool:
     """Whether the kernels serve a layer's attention for these inputs; else plain PyTorch does.
 
     Args:
         hidden_states: the layer's input, [batch_size, seq_len, hidden_size]: device, dtype, and whether gradients are
             wanted.
-        heads_per_kv, head_dim: of the uncompressed model.
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len].
-        rotation_fits: cos and sin are of the whole head, and in domain `pre` by index in the cache.
-        kernels: the launches of the layer; by default by rule.
+        rotation_fits: as in `layer_served`.
     """
     if torch.is_grad_enabled():
         return False
-    dtype, device = hidden_states.dtype, hidden_states.device
     return (
         dropout == 0.0
-        and layer_served(layout, heads_per_kv, head_dim, dtype, device, rotation_fits, kernels)
+        and layer_served(layout, shape, hidden_states.dtype, hidden_states.device, rotation_fits)
         and (attention_mask is None or _mask_fits(attention_mask, *hidden_states.shape[:2]))
         and hidden_states.numel() > 0
     )
 
 
 def _mask_fits(mask: Tensor, batch_size: int, seq_len: int) -> bool:
-    """Whether a mask is bool, the same for all heads, and broadcasts to the batch; what it hides does not matter."""
-    if mask.dtype != torch.bool or mask.dim() != 4 or mask.numel() == 0:
-        return False
-    sequences, heads, rows, _ = mask.shape
-    return heads == 1 and sequences in (1, batch_size) and rows in (1, seq_len)
+    """Whether a mask is bool, alike for all heads, and of these sequences."""
+    shape = mask.shape
+    return (
+        mask.dtype == torch.bool
+        and mask.dim() == 4
+        and shape[0] in (1, batch_size)
+        and shape[1] == 1
+        and shape[2] in (1, seq_len)
+    )

@@ -12,6 +12,7 @@ Outside of torch.compile the launches are called as they are: an operator would 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,153 +20,141 @@ import torch
 from torch import Tensor, library
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from rotor.format.kernel_config import KernelConfig, LayerKernels, Schedule
-from rotor.format.layout import LayerLayout
+from rotor.format.kernel_config import LayerKernels
+from rotor.format.layout import AttentionShape, LayerLayout
 
-from .attention import attend, ranges_of
-from .layer_table import layer_parts, table_on
+from . import append as appending
+from . import attention
+from .append import Appended
 from .parameters import AttentionParameters, seq_len_of
-from .prefill.rebuild import rebuilt_groups
-from .projection import append, coded, rotation
-from .rows import LayerColumns
+from .rotary import Rotation
 
 
 class Described(NamedTuple):
-    """A layer as its text says: what it stores, how the kernels run it, and sizes of the uncompressed model."""
+    """A layer as its text says: what it stores, sizes of the uncompressed model, and how the kernels run it."""
 
     layout: LayerLayout
-    schedule: Schedule
+    shape: AttentionShape
     kernels: LayerKernels
-    heads_per_kv: int
-    head_dim: int
 
 
 @torch.compiler.assume_constant_result
-def describe(layout: LayerLayout, schedule: Schedule, kernels: LayerKernels, heads_per_kv: int, head_dim: int) -> str:
+def describe(layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels) -> str:
     """A layer as an operator's argument, which `described` reads."""
-    config = KernelConfig(schedule, (kernels,)).to_dict()
-    return json.dumps([layout.to_dict(), config, heads_per_kv, head_dim], separators=(",", ":"))
+    return json.dumps([layout.to_dict(), asdict(shape), kernels.to_dict()], separators=(",", ":"))
 
 
 @lru_cache(maxsize=4096)
 def described(text: str) -> Described:
     """What `describe` wrote."""
-    layout, config, heads_per_kv, head_dim = json.loads(text)
-    read = KernelConfig.from_dict(config, "a layer's text")
+    layout, shape, kernels = json.loads(text)
+    where = "a layer's text"
     return Described(
-        LayerLayout.from_dict(layout, "a layer's text"), read.schedule, read.layers[0], heads_per_kv, head_dim
+        LayerLayout.from_dict(layout, where), AttentionShape(**shape), LayerKernels.from_dict(kernels, where)
     )
 
 
-@library.custom_op("rotor::rotate_and_project", mutates_args=())
-def rotate_and_project(
-    query: Tensor,
+@library.custom_op("rotor::append", mutates_args=())
+def _append(
     key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_basis: Tensor,
-    key_basis: Tensor,
-    layer: str,
-) -> tuple[Tensor, Tensor]:
-    """As `projection.rotation.rotate_and_project`; `layer` as `describe` gives it."""
-    of = described(layer)
-    return rotation.rotate_and_project(query, key, cos, sin, of.layout, of.heads_per_kv, query_basis, key_basis)
-
-
-@rotate_and_project.register_fake
-def _(query, key, cos, sin, query_basis, key_basis, layer):  # type: ignore[no-untyped-def]
-    of = described(layer)
-    _on_device(query.device, lambda device: rotation.group_table(of.layout, device))
-    batch_size, seq_len = query.shape[:2]
-    rows = of.layout.group_size * of.heads_per_kv
-    return (
-        query.new_empty(batch_size, seq_len, rows * of.layout.qk_width),
-        query.new_empty(batch_size, seq_len, of.layout.qk_width),
-    )
-
-
-@library.custom_op("rotor::rotate_and_pack", mutates_args=())
-def rotate_and_pack(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_basis: Tensor,
-    key_basis: Tensor,
-    key_shift: Tensor,
+    value: Tensor | None,
+    query: Tensor | None,
+    key_basis: Tensor | None,
+    key_shift: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    index: Tensor | None,
     layer: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `projection.coded.rotate_and_pack`."""
+    """As `append.append` into new rows; without queries the first is empty."""
     of = described(layer)
-    return coded.rotate_and_pack(
-        query, key, value, cos, sin, of.layout, of.heads_per_kv, query_basis, key_basis, key_shift
-    )
+    rotation = None if cos is None or sin is None else (cos, sin)
+    made = appending.append(
+        key, value, of.layout, of.shape, query=query, key_basis=key_basis, key_shift=key_shift, rotation=rotation,
+        index=index,
+    )  # fmt: skip
+    rotated = key.new_empty(0) if made.query is None else made.query.transpose(1, 2)
+    inputs = {side.untyped_storage().data_ptr() for side in (key, value) if side is not None}
+    # An operator's outputs are memory of their own; rows of numbers may be what k_proj and v_proj put out.
+    rows = [row.clone() if row.untyped_storage().data_ptr() in inputs else row for row in (made.key, made.value)]
+    return rotated, rows[0], rows[1]
 
 
-@rotate_and_pack.register_fake
-def _(query, key, value, cos, sin, query_basis, key_basis, key_shift, layer):  # type: ignore[no-untyped-def]
-    of, size = described(layer), query.element_size()
-    _on_device(query.device, lambda device: rotation.group_table(of.layout, device))
-    _on_device(query.device, lambda device: append.segments_on(LayerColumns.of(of.layout), size, device))
-    batch_size, seq_len = query.shape[:2]
-    qk_bytes, v_bytes = of.layout.row_bytes(size)
-    rows = of.layout.group_size * of.heads_per_kv
-    return (
-        query.new_empty(batch_size, seq_len, rows * of.layout.qk_width),
-        query.new_empty(batch_size, seq_len, qk_bytes, dtype=torch.uint8),
-        query.new_empty(batch_size, seq_len, v_bytes, dtype=torch.uint8),
-    )
+@_append.register_fake
+def _(key, value, query, key_basis, key_shift, cos, sin, index, layer):  # type: ignore[no-untyped-def]
+    of, size = described(layer), key.element_size()
+    _on_device(key.device, lambda device: appending.prepare(of.layout, of.shape, key.dtype, device))
+    unit, dtype = (1, torch.uint8) if of.layout.coded else (size, key.dtype)
+    sides = [key.new_empty(key.shape[0], 1, key.shape[1], n // unit, dtype=dtype) for n in of.layout.row_bytes(size)]
+    return key.new_empty(0) if query is None else query.new_empty(query.shape), *sides
 
 
-@library.custom_op("rotor::pack_rows", mutates_args=())
-def pack_rows(key: Tensor, value: Tensor, layer: str) -> tuple[Tensor, Tensor]:
-    """As `projection.append.pack_rows`, of the keys and of the values of a layer."""
-    return append.pack_rows(key, value, LayerColumns.of(described(layer).layout))
+def append(
+    key: Tensor,
+    value: Tensor | None,
+    layer: str,
+    *,
+    query: Tensor | None = None,
+    key_basis: Tensor | None = None,
+    key_shift: Tensor | None = None,
+    rotation: Rotation | None = None,
+    index: Tensor | None = None,
+) -> Appended:
+    """As `append.append` into new rows, for the layer that `describe` described."""
+    cos, sin = (None, None) if rotation is None else rotation
+    rotated, *rows = _append(key, value, query, key_basis, key_shift, cos, sin, index, layer)
+    return Appended(None if query is None else rotated.transpose(1, 2), *rows)
 
 
-@pack_rows.register_fake
-def _(key, value, layer):  # type: ignore[no-untyped-def]
-    layout, size = described(layer).layout, key.element_size()
-    _on_device(key.device, lambda device: append.segments_on(LayerColumns.of(layout), size, device))
-    qk_bytes, v_bytes = layout.row_bytes(size)
-    return (
-        key.new_empty(*key.shape[:-1], qk_bytes, dtype=torch.uint8),
-        value.new_empty(*value.shape[:-1], v_bytes, dtype=torch.uint8),
-    )
-
-
-@library.custom_op("rotor::attention", mutates_args=())
-def attention(
+@library.custom_op("rotor::attend", mutates_args=())
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     query_basis: Tensor | None,
+    key_constant: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    constant_key: Tensor | None,
+    first: int,
     scaling: float,
     softcap: float | None,
     layer: str,
 ) -> Tensor:
-    """As `attention.packed_attention`; cos and sin are its key_rotation, `layer` is as `describe` gives it."""
+    """As `attention.attend`, remembering nothing of the mask."""
     of = described(layer)
-    parameters = AttentionParameters(of.layout, of.heads_per_kv, scaling, query_basis, constant_key, softcap)
-    key_rotation = None if cos is None or sin is None else (cos, sin)
-    keys = ranges_of(mask, (key.shape[0], seq_len_of(query), key.shape[2]), key.device)
-    return attend(query, key, value, parameters, of.head_dim, keys, key_rotation, of.schedule, of.kernels)
+    parameters = AttentionParameters(of.layout, of.shape, scaling, query_basis, key_constant, softcap)
+    rotation = None if cos is None or sin is None else (cos, sin)
+    return attention.attend(
+        query, key, value, parameters, of.kernels, rotation=rotation, first=first, attention_mask=mask, remember=False
+    )
 
 
-@attention.register_fake
-def _(query, key, value, mask, query_basis, cos, sin, constant_key, scaling, softcap, layer):  # type: ignore[no-untyped-def]
-    of, size = described(layer), query.element_size()
-    parts = layer_parts(of.layout, of.heads_per_kv, of.head_dim, of.kernels, size)
-    _on_device(key.device, lambda device: table_on(parts, device))
-    if of.layout.domain == "pre":
-        _on_device(key.device, lambda device: rebuilt_groups(of.layout, size, device))
-    width = of.layout.group_size * of.heads_per_kv * of.layout.v_width
-    return query.new_empty(query.shape[0], seq_len_of(query), width)
+@_attend.register_fake
+def _(query, key, value, mask, query_basis, key_constant, cos, sin, first, scaling, softcap, layer):  # type: ignore[no-untyped-def]
+    of = described(layer)
+    _on_device(key.device, lambda device: attention.prepare(of.layout, of.shape, of.kernels, query.dtype, device))
+    heads = of.layout.group_size * of.shape.heads_per_kv
+    return query.new_empty(query.shape[0], seq_len_of(query), heads * of.layout.value_width)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    layer: str,
+    *,
+    rotation: Rotation | None = None,
+    first: int = 0,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """As `attention.attend`, for the layer that `describe` described."""
+    cos, sin = (None, None) if rotation is None else rotation
+    p = parameters
+    return _attend(
+        query, key, value, attention_mask, p.query_basis, p.key_constant, cos, sin, first, p.scaling, p.softcap, layer
+    )
 
 
 def _on_device(device, make) -> None:  # type: ignore[no-untyped-def]

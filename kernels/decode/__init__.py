@@ -1,1 +1,0 @@
-"""Attention of a few new queries over a long cache, its keys split over programs."""
