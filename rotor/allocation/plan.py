@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from ..codes.layer import GroupColumns
+from ..codes.layer import GroupChannels
 from ..format.layout import AttentionShape, LayerRanks, compression
 
 SideSensitivity = list[tuple[int, float]]
@@ -32,7 +32,7 @@ class Costs(Protocol):
     def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
         """A Cost."""
 
-    def group(self, key: str, qk: int, v: int) -> float:
+    def numbers(self, key: str, key_rank: int, value_rank: int) -> float:
         """A GroupCost."""
 
 
@@ -45,8 +45,8 @@ SLACK = 1e-9
 class PerCandidate(Protocol[T]):
     """Something of every layer and candidate."""
 
-    def select(self, choice: Sequence[str], columns: list[GroupColumns] | None = None) -> Sequence[T]:
-        """Pick that of one candidate of each layer, with its columns by bits where these are codes."""
+    def select(self, choice: Sequence[str], channels: list[GroupChannels] | None = None) -> Sequence[T]:
+        """Pick that of one candidate of each layer, with its channels where these are codes."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Spectra:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A candidate (domain and group size) for every layer, and the ranks of its groups.
+    """A candidate (form of keys, group size) for every layer, and the ranks of its groups.
 
     parameter: what the method's knob was (the removal rate, a price, a share).
     choice: key of the candidate of each layer.
     exact, rounded: ranks as the method gives them, and as they are stored.
     planned, stored: compression (share of the KV cache removed) by these.
     saving: share of the objective's cost that is saved by the stored ranks; of bytes, the same as `stored`.
-    columns: where they are codes, the columns by bits of each layer's groups; ranks then count those of any width.
+    channels: where they are codes, those of each layer's groups; ranks then count those of any width.
     """
 
     parameter: float
@@ -76,11 +76,11 @@ class RankPlan:
     planned: float
     stored: float
     saving: float
-    columns: list[GroupColumns] | None = None
+    channels: list[GroupChannels] | None = None
 
     def select(self, them: PerCandidate[T]) -> Sequence[T]:
         """Pick what belongs to the chosen candidate of each layer."""
-        return them.select(self.choice, self.columns)
+        return them.select(self.choice, self.channels)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class RankMethod:
     summary: one line, for help and tables; papers by their short names (see rotor).
     module: the file in this package whose function `path` makes the RankPath of RankInputs.
     needs: what has to be measured beside the spectra.
-    chooses: takes domain and group size of each layer too, where the recipe leaves them open, and weighs costs other
+    chooses: takes form of keys and group size of each layer too, where the recipe leaves them open, and weighs costs other
         than bytes.
     uniform_rows: can give all layers rows of one width.
     """
@@ -59,7 +59,7 @@ _METHODS = (
     ),
     RankMethod(
         "global",
-        "water-filling over all layers by probed sensitivities; also weighs decode time, domain and group size",
+        "water-filling over all layers by probed sensitivities; also weighs decode time, form of keys and group size",
         "water_filling",
         frozenset({"sensitivities"}),
         chooses=True,
@@ -71,7 +71,7 @@ RANK_METHODS = {method.name: method for method in _METHODS}
 """By the names that `ranks.method` may have."""
 
 CHOOSING = ", ".join(name for name, method in RANK_METHODS.items() if method.chooses)
-"""Names of those that choose domain and group size too, for messages."""
+"""Names of those that choose form of keys and group size too, for messages."""
 
 OF_ONE_WIDTH = " or ".join(name for name, method in RANK_METHODS.items() if method.uniform_rows)
 """Names of those that can give all layers rows of one width, for messages."""

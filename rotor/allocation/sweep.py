@@ -56,4 +56,4 @@ def _crowded(first: RankPlan, second: RankPlan) -> bool:
 
 def _sides(plan: RankPlan) -> Sequence[Sequence[tuple[object, object]]]:
     """What each layer's groups store of keys and of values."""
-    return plan.rounded if plan.columns is None else plan.columns
+    return plan.rounded if plan.channels is None else plan.channels

@@ -168,4 +168,4 @@ def path(inputs: RankInputs) -> WaterFillingPath:
     costs = inputs.costs()
     sizes = inputs.spectra, inputs.shape, inputs.multiple_of
     kind = UniformRowsPath if inputs.uniform_rows else WaterFillingPath
-    return kind(*sizes, inputs.sensitivities, costs.sides, costs.group)
+    return kind(*sizes, inputs.sensitivities, costs.sides, costs.numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .kq import closed_form
 from .method import Inputs
+from .moments import stored_name
 from .pair import BasisPair, split_pair
 
 
@@ -23,4 +24,5 @@ def of_both(inputs: Inputs) -> tuple[BasisPair, BasisPair]:
     Returns:
         qk, vo: of [num_groups, n, 2 n] each; n = group_size * head_dim.
     """
-    return split_pair(closed_form(inputs.information("joint"), inputs.centred("joint")), inputs.group_size)
+    name = stored_name(inputs.form, joint=True)
+    return split_pair(closed_form(inputs.information(name), inputs.centred(name)), inputs.group_size)

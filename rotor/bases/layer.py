@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, NumericsError
-from ..format.layout import AttentionShape, Domain
+from ..format.layout import AttentionShape, Candidate, KeyForm
 from ..numerics import one_thread
 from ..runtime.families import AttentionWeights
-from . import fisher, rope_pairs
+from . import fisher
 from .method import Gradients, Inputs, Moments
+from .moments import stored_name
 from .pair import BasisPair, stacked_pair
 from .registry import QK_METHODS, VO_METHODS
 
@@ -21,30 +22,25 @@ from .registry import QK_METHODS, VO_METHODS
 class LayerBases:
     """Bases of one layer, batched over its groups [num_groups, ...].
 
-    qk: encode is applied to keys, decode to queries (post) or to key latents to rebuild keys (pre).
+    form: of the keys that are stored.
+    qk: encode is applied to keys, decode to queries or to key latents to rebuild keys.
     vo: encode is folded into W_v, decode into W_o.
     outputs: [num_heads, n, n], second moments of each query head's attention output over its group's stacked values
         (n = group_size * head_dim), to refit each head's slice of W_o at the rank it gets; None keeps decode as it is.
-    whole_planes: the columns of qk are unit vectors that take whole rotary planes, by method `rope-pairs`.
     joint: keys and values share a latent, of twice as many columns, which is what both put out together.
-    rope_block: see Candidate.
     """
 
-    domain: Domain
+    form: KeyForm
     group_size: int
     qk: BasisPair
     vo: BasisPair
     outputs: Tensor | None = None
-    whole_planes: bool = False
     joint: bool = False
-    rope_block: int = 1
 
     @property
-    def planes(self) -> Tensor | None:
-        """The rotary planes that the key latents consist of, [num_groups, columns / 2], or None if they do not."""
-        if not self.whole_planes:
-            return None
-        return rope_pairs.planes(self.qk.encode, self.qk.encode.shape[-2] // self.group_size)
+    def stored_name(self) -> str:
+        """Name of the moments of what the key latents are of."""
+        return stored_name(self.form, self.joint)
 
     @property
     def latents(self) -> dict[str, BasisPair]:
@@ -85,13 +81,13 @@ def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
 
 
 def needed_statistics(
-    qk_method: str, vo_method: str, domain: Domain, refit: bool = False, joint: bool = False
+    qk_method: str, vo_method: str, form: KeyForm, refit: bool = False, joint: bool = False
 ) -> frozenset[str]:
     """Names of the moments that the methods read, as capture reports them; never empty."""
     if joint:
-        return frozenset({"joint"})
+        return frozenset({stored_name(form, joint)})
     needed = QK_METHODS[qk_method].moments | VO_METHODS[vo_method].moments
-    key = "key_pre" if domain == "pre" else "key_post"
+    key = stored_name(form)
     named = {key if name == "key" else name for name in needed}
     return frozenset(named | ({"output"} if refit else set()) or {"value"})
 
@@ -100,30 +96,26 @@ def layer_bases(
     statistics: Moments,
     weights: AttentionWeights,
     shape: AttentionShape,
-    domain: Domain,
-    group_size: int,
+    candidate: Candidate,
     qk_method: str,
     vo_method: str,
     gradients: Gradients | None = None,
     where: str = "a layer",
-    joint: bool = False,
-    rope_block: int = 1,
 ) -> LayerBases:
     """Compute both bases of one layer by the methods that a recipe names.
 
     Args:
         gradients: for methods that read them.
-        joint: one latent for keys and values, by Fisher information.
-        rope_block: in domain `pre`, of what the statistics' `key_pre` (and `joint`) were turned within.
+        candidate: joint latents are by Fisher information.
         where: names the layer in errors.
     Raises:
         NumericsError: a factorisation fails or its result is not finite.
     Source: that of each method, beside it.
     """
-    inputs = Inputs(statistics, weights, shape, domain, group_size, gradients)
+    inputs = Inputs(statistics, weights, shape, candidate.form, candidate.group_size, gradients)
     try:
         with one_thread():
-            if joint:
+            if candidate.joint:
                 qk, vo = fisher.of_both(inputs)
             else:
                 qk, vo = QK_METHODS[qk_method].compute(inputs), VO_METHODS[vo_method].compute(inputs)
@@ -133,12 +125,6 @@ def layer_bases(
             f"{' '.join(str(error).split())}",
             "Calibrate with --dtype float32, or with other bases.",
         ) from error
-    whole_planes = takes_whole_planes(qk_method, shape)
-    bases = LayerBases(domain, group_size, qk, vo, whole_planes=whole_planes, joint=joint, rope_block=rope_block)
+    bases = LayerBases(candidate.form, candidate.group_size, qk, vo, joint=candidate.joint)
     bases.check(shape, where)
     return bases
-
-
-def takes_whole_planes(qk_method: str, shape: AttentionShape) -> bool:
-    """Whether a method's key latents are whole rotary planes; with partial rotary some dimensions are in none."""
-    return QK_METHODS[qk_method].whole_planes and shape.rotary_dim is None

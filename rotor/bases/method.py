@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..format.layout import AttentionShape, Domain
+from ..format.layout import AttentionShape, KeyForm
 from ..runtime.families import AttentionWeights
+from .moments import stored_name
 
 
 class Moments(Protocol):
@@ -20,13 +21,13 @@ class Moments(Protocol):
 
     def moment(self, name: str, group_size: int) -> Tensor: ...
 
-    def mean(self, group_size: int, name: str = "key_post") -> Tensor: ...
+    def mean(self, group_size: int, name: str) -> Tensor: ...
 
 
 class Gradients(Protocol):
     """Gradients of the model's loss by keys and values of one layer, and samples of these: a LayerFisher.
 
-    name: `key_pre`, `key_post`, `value` or `joint`, of groups of `group_size` KV heads.
+    name: `value`, or what `stored_name` gives, of groups of `group_size` KV heads.
     """
 
     def per_token(self, name: str, group_size: int) -> Tensor:
@@ -47,17 +48,17 @@ class Inputs:
     statistics: Moments
     weights: AttentionWeights
     shape: AttentionShape
-    domain: Domain
+    form: KeyForm
     group_size: int
     gradients: Gradients | None = None
 
     @property
     def key_name(self) -> str:
-        """Name of the keys that are compressed: before or after RoPE as the domain says."""
-        return "key_pre" if self.domain == "pre" else "key_post"
+        """Name of the keys that are compressed, as they are stored."""
+        return stored_name(self.form)
 
     def keys(self) -> Tensor:
-        """Moments of keys [num_groups, n, n], n = group_size * head_dim; before or after RoPE as the domain says."""
+        """Moments of keys as they are stored [num_groups, n, n], n = group_size * head_dim."""
         return self.statistics.moment(self.key_name, self.group_size)
 
     def centred(self, name: str) -> Tensor:
@@ -73,15 +74,13 @@ class Inputs:
 
     def centred_keys(self) -> Tensor:
         """The same after RoPE of keys less their mean: softmax does not see what is added to a whole row of logits."""
-        if self.domain == "pre":
-            return self.keys()
-        return self.centred("key_post")
+        return self.keys() if self.form.rope_block is not None else self.centred(self.key_name)
 
     def queries(self) -> Tensor:
-        """Moments of queries [num_groups, n, n], block-diagonal; before RoPE averaged over relative positions."""
+        """Moments of queries [num_groups, n, n], block-diagonal; averaged over relative positions, but after RoPE."""
         queries = self.statistics.moment("query", self.group_size)
-        if self.domain == "pre":
-            queries = rotary_average(queries, self.shape.turned)
+        if self.form.rope_block is not None:
+            queries = rotary_average(queries, self.shape.rotary_dim)
         return block_diagonal(queries, self.group_size)
 
     def values(self) -> Tensor:
@@ -115,19 +114,18 @@ def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
     return groups.reshape(-1, group_size * dim, group_size * dim)
 
 
-def rotary_average(moments: Tensor, rotary_dim: int | None = None) -> Tensor:
+def rotary_average(moments: Tensor, rotary_dim: int) -> Tensor:
     """Second moments of queries averaged over all relative rotations: one weight per rotary frequency.
 
     Averaged over spread-out distances, the rotation between a query and a key leaves of the query's moment in each
     rotary plane only its mean square, and nothing between planes. Rotations do not change that mean square, so
     queries after RoPE serve as well as before it. Planes pair dimension i with i + rotary_dim/2, as in transformers;
-    the dimensions after them are not turned and keep their moment.
+    the dimensions after them are not rotated and keep their moment.
 
     Args:
         moments: [num_kv_heads, d, d].
-        rotary_dim: dimensions that RoPE turns, the first ones; None for all.
+        rotary_dim: dimensions that RoPE rotates, the first ones.
     """
-    rotary_dim = moments.shape[-1] if rotary_dim is None else rotary_dim
     half = rotary_dim // 2
     squares = moments.diagonal(dim1=-2, dim2=-1)
     planes = (squares[..., :half] + squares[..., half:rotary_dim]) / 2

@@ -13,18 +13,34 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, NumericsError
-from ..format.layout import AttentionShape
+from ..format.layout import AttentionShape, KeyForm
 
 CHUNK_BYTES = 64 << 20
 """float64 copies of activations are made at most this many bytes at a time (or one head)."""
 
-CENTRED = ("key_post", "key_pre", "value", "joint")
+UNCENTRED = ("query", "output")
+"""Moments without a mean. query: after RoPE, per KV head, summed over its query heads. output: per query head, the
+group's stacked values averaged with that head's attention weights; its own block is what o_proj receives. The others
+are `value`, stacked over the heads of a group, and what `stored_name` names."""
 
-MOMENTS = ("query", *CENTRED, *(f"{name}_mean" for name in CENTRED), "output")
-"""query: after RoPE, per KV head, summed over its query heads. key_post, key_pre: after and before RoPE, stacked over
-the heads of a group. value: stacked likewise. joint: of each head its key, before RoPE, and then its value.
-key_post_mean and so on: sum of the vectors themselves. output: per query head, the group's stacked values averaged with
-that head's attention weights; its own block is what o_proj receives."""
+JOINT, KEY = "joint", "key"
+
+
+def stored_name(form: KeyForm, joint: bool = False) -> str:
+    """Name of the moments of keys in a form, stacked over the heads of a group; `key_post`, or `key_64_13` of blocks.
+
+    joint: of each head its key and then its value, `joint_64_13`.
+    """
+    kind = JOINT if joint else KEY
+    return f"{kind}_post" if form.rope_block is None else f"{kind}_{form.rope_block}_{form.fast_planes}"
+
+
+def named_form(name: str) -> KeyForm | None:
+    """The form of keys that a moment is of, or None of one without keys."""
+    kind, _, form = name.partition("_")
+    if kind not in (JOINT, KEY):
+        return None
+    return KeyForm() if form == "post" else KeyForm(*map(int, form.split("_")))
 
 
 @dataclass
@@ -32,8 +48,8 @@ class LayerStatistics:
     """Second moments of one layer, float64.
 
     sums: `query` is [num_kv_heads, head_dim, head_dim]; `output` [num_heads, g * head_dim, g * head_dim] for groups of
-        g KV heads; means [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim]; of `joint`
-        2 g * head_dim in place of g * head_dim.
+        g KV heads; means, `NAME_mean`, [num_groups, g * head_dim]; the others [num_groups, g * head_dim, g * head_dim];
+        of joint ones 2 g * head_dim in place of g * head_dim.
     tokens: tokens that went into each sum.
     """
 
@@ -46,7 +62,7 @@ class LayerStatistics:
         """Add one batch.
 
         Args:
-            activations: `query` [tokens, num_heads, head_dim]; `output` [tokens, num_heads, g * head_dim]; `joint`
+            activations: `query` [tokens, num_heads, head_dim]; `output` [tokens, num_heads, g * head_dim]; joint ones
                 [tokens, num_kv_heads, 2 head_dim]; the others [tokens, num_kv_heads, head_dim]; any dtype.
         """
         for name, tensor in activations.items():
@@ -57,7 +73,7 @@ class LayerStatistics:
             for start in range(0, count, step):
                 part = blocks[start : start + step].to(torch.float64)
                 total[start : start + step].baddbmm_(part.mT, part)
-                if name in CENTRED:
+                if name not in UNCENTRED:
                     self._sum(f"{name}_mean", (count, width), blocks)[start : start + step] += part.sum(1)
         self.tokens += next(iter(activations.values())).shape[0]
 
@@ -103,8 +119,9 @@ class LayerStatistics:
             return blocks[heads, part, :, part]
         return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
 
-    def mean(self, group_size: int, name: str = "key_post") -> Tensor:
-        """Sum of the vectors of one of CENTRED, [num_groups, group_size * head_dim]; of `joint` twice as wide."""
+    def mean(self, group_size: int, name: str) -> Tensor:
+        """Sum of the vectors of a moment, none of UNCENTRED, [num_groups, group_size * head_dim]; of joint ones twice as
+        wide."""
         total = self.sums[f"{name}_mean"]
         return total.reshape(-1, total.shape[-1] // self.group_size * group_size)
 
@@ -123,15 +140,10 @@ class LayerStatistics:
                 "Run `rotor calibrate` again.",
             )
         groups, width = heads // size, size * dim
-        special = {
-            "query": (heads, dim, dim),
-            "output": (self.shape.num_heads, width, width),
-            **{f"{name}_mean": (groups, width) for name in CENTRED},
-            "joint": (groups, 2 * width, 2 * width),
-            "joint_mean": (groups, 2 * width),
-        }
+        special = {"query": (heads, dim, dim), "output": (self.shape.num_heads, width, width)}
         for name, total in self.sums.items():
-            expected = special.get(name, (groups, width, width))
+            own = 2 * width if name.startswith(JOINT) else width
+            expected = special.get(name, (groups, own) if name.endswith("_mean") else (groups, own, own))
             if tuple(total.shape) != expected or total.dtype != torch.float64:
                 raise CheckpointError(
                     f"{where}: {name} is {total.dtype} of shape {list(total.shape)}, expected float64 of "

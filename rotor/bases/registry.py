@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..format.layout import Domain
-
 if TYPE_CHECKING:
     from .method import Inputs
     from .pair import BasisPair
+
+Domain = Literal["post", "pre"]
+"""After RoPE; before it, or rotated within blocks of positions. Without RoPE any will do."""
 
 Side = Literal["qk", "vo"]
 """Of queries and keys, or of values and what reads them."""
@@ -28,9 +29,7 @@ class BasisMethod:
     implementation: MODULE:FUNCTION in this package, from Inputs to a BasisPair.
     domains: where keys may be compressed with it.
     gradients: it reads the gradients of the model's loss by keys or values, too.
-    moments: names of the second moments that it reads: `query`, `key` (before or after RoPE, as the domain says),
-        `value`, `output`.
-    whole_planes: its columns are unit vectors that take whole rotary planes, two columns each.
+    moments: names of the second moments that it reads: `query`, `key` (as keys are stored), `value`, `output`.
     """
 
     side: Side
@@ -38,8 +37,7 @@ class BasisMethod:
     summary: str
     implementation: str
     moments: frozenset[str] = frozenset()
-    domains: tuple[Domain, ...] = ("post", "pre", "none")
-    whole_planes: bool = False
+    domains: tuple[Domain, ...] = ("post", "pre")
     gradients: bool = False
 
     @property
@@ -64,7 +62,7 @@ METHODS = (
         "SVD of the stacked queries and keys, one rotation for both (FDC section 5.1)",
         "svd:of_queries_and_keys",
         _READS_BOTH,
-        ("post", "none"),
+        ("post",),
     ),
     BasisMethod(
         "qk",
@@ -72,7 +70,7 @@ METHODS = (
         "SVD of the keys, which is that of W_k whitened by its input (Palu section 3.3)",
         "svd:of_keys",
         _READS_KEYS,
-        ("pre", "none"),
+        ("pre",),
     ),
     BasisMethod(
         "vo",
@@ -137,19 +135,10 @@ METHODS = (
     ),
     BasisMethod(
         "qk",
-        "rope-pairs",
-        "whole rotary planes by their share of the logits; RoPE commutes with them, so they fold into W_q and W_k",
-        "rope_pairs:of_keys",
-        _READS_BOTH,
-        ("post",),
-        whole_planes=True,
-    ),
-    BasisMethod(
-        "qk",
         "palu",
         "SVD of W_k, without data (Palu)",
         "palu:of_key_projection",
-        domains=("pre", "none"),
+        domains=("pre",),
     ),
     BasisMethod(
         "vo",

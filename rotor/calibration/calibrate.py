@@ -45,7 +45,7 @@ from .job import CalibrationJob
 from .partial import PartialRun
 from .processes import Processes
 from .pruning import check_clusters, prune_rows
-from .run import FISHER, INFO, Run, write_bases, write_codes, write_fisher, write_statistics
+from .run import FISHER, INFO, Run, candidate_info, write_bases, write_codes, write_fisher, write_statistics
 from .weight_information import weight_information
 
 TOKENS = "tokens.safetensors"
@@ -127,10 +127,10 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
                         f"make attention slower than uncompressed on {job.recipe.objective.device}; "
                         "--set groups.size=all takes fewer bytes"
                     )
-                if job.recipe.groups.domain == "block" and job.rope_block == 1 and job.family.rotary is not None:
+                if job.recipe.groups.domain == "block" and job.shape.rotary_dim and job.outline.frequencies is None:
                     progress.message(
                         "keys: compressed after RoPE as a whole: its frequencies depend on the length of a sequence, "
-                        "so that no part of a turn can be left for later (groups.domain)"
+                        "so that no part of a rotation can be left for later (groups.domain)"
                     )
                 if job.recipe.groups.joint and not any(candidate.joint for candidate in job.candidates.values()):
                     progress.message(f"latents: keys and values keep one each: {_not_joint(job)} (groups.joint)")
@@ -151,9 +151,7 @@ def _not_joint(job: CalibrationJob) -> str:
     """Why no candidate has joint latents, though the recipe asks for them where they can be."""
     if not job.recipe.joins_latents:
         return "the recipe has no codes in bases by fisher without refit"
-    if all(candidate.domain == "post" for candidate in job.candidates.values()):
-        return "keys are compressed after RoPE"
-    return "this model norms its keys"
+    return "keys are compressed after RoPE"
 
 
 class Calibration:
@@ -294,9 +292,7 @@ class Calibration:
                 vocabulary = ordinary_tokens(job.checkpoint.config, job.checkpoint.tokenizer)
                 rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
                 with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
-                    for layer, found in fisher_information(
-                        network, rows, job.group_size, wanted, advance=done, rope_block=job.rope_block
-                    ):
+                    for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=done):
                         partial.keep(_gradients_of(layer), found.to_tensors())
 
     def _layers(self, rows: Tensor) -> None:
@@ -322,9 +318,8 @@ class Calibration:
                     with processes.together():
                         out = partial.states(layer + 1, processes.rank, size, job.dtype)
                         moments = layer_statistics(
-                            network, layer, states, out, job.group_size, job.wanted, self.recipe.prune, advance,
-                            job.rope_block,
-                        )  # fmt: skip
+                            network, layer, states, out, job.group_size, job.wanted, self.recipe.prune, advance
+                        )
                         if layer + 1 < layers:
                             partial.keep_states(layer + 1, processes.rank)
                     processes.add_up(moments)
@@ -341,25 +336,13 @@ class Calibration:
             weights = read_attention(job.family, layer, job.checkpoint.names, read, job.shape)
             methods, gradients = (self.recipe.bases.qk, self.recipe.bases.vo), self._layer_gradients(layer)
             bases: dict[str, LayerBases] = {
-                key: layer_bases(
-                    moments,
-                    weights,
-                    job.shape,
-                    domain,
-                    size,
-                    *methods,
-                    gradients,
-                    f"layer {layer}, {key}",
-                    joint,
-                    block,
-                )
-                for key, (domain, size, joint, block) in job.candidates.items()
+                key: layer_bases(moments, weights, job.shape, candidate, *methods, gradients, f"layer {layer}, {key}")
+                for key, candidate in job.candidates.items()
             }
         codes = None
         if gradients is not None:
             with self.times.stage("codes"):
-                softcapped = job.family.softcap is not None
-                codes = {key: layer_codes(found, gradients, softcapped) for key, found in bases.items()}
+                codes = {key: layer_codes(found, gradients) for key, found in bases.items()}
         with self.times.stage("write"):
             write_statistics(self.partial.folder, layer, moments)
             write_bases(self.partial.folder, layer, bases)
@@ -387,8 +370,7 @@ class Calibration:
                 "model_type": config.model_type,
                 **hashes,
             },
-            "candidates": {key: candidate._asdict() for key, candidate in job.candidates.items()},
-            "folded_keys": {key: c.folds_keys(job.family.has_key_norm) for key, c in job.candidates.items()},
+            "candidates": {key: candidate_info(candidate) for key, candidate in job.candidates.items()},
             "element_bytes": (config.dtype or torch.float32).itemsize,
             "shape": dataclasses.asdict(job.shape),
             "tokens": about_tokens,

@@ -1,82 +1,108 @@
-"""Derive from a recipe the candidates (domain, group size) of a layer, and the moments that they read."""
+"""Derive from a recipe the candidates (form of keys, group size) of a layer, and the moments that they read."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from ..bases.layer import needed_statistics
-from ..bases.registry import QK_METHODS
+from ..bases.moments import stored_name
 from ..errors import RecipeError
-from ..format.layout import AttentionShape, Candidate, Domain
-from ..prediction.cost import DecodeStep
-from ..prediction.decode_times import group_sizes, largest_fast_group
-from ..prediction.devices import find_device
+from ..format.layout import POST_ROPE, AttentionShape, Candidate, KeyForm, pre_rope
 from ..recipe import Recipe
-from ..runtime.families import Family
 
 Candidates = dict[str, Candidate]
 """The candidates by key (`pre-8`); the same for every layer."""
 
+Frequencies = Sequence[Sequence[float]]
+"""Radians by which each plane turns from one position to the next, of each kind of layer."""
 
-def candidates_of(recipe: Recipe, family: Family, shape: AttentionShape, fixed_rope: bool = True) -> Candidates:
+FAST_PLANES_STEP = 8
+"""Of what `groups.fast_planes: auto` chooses among."""
+
+
+def candidates_of(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> Candidates:
     """List the candidates that the ranks choose among for each layer, the first the widest.
 
     Args:
-        fixed_rope: the frequencies of RoPE are the same at every length. Where they are not, what is stored turned
-            within blocks would be turned by others than what comes later: `block` is then `post`.
+        frequencies: of RoPE; None where they depend on the length of a sequence: what is stored rotated within blocks
+            would be rotated by others than what comes later, so that `block` is then `post`.
     Raises:
-        RecipeError: the recipe needs RoPE and the model has none, or its group size does not divide the KV heads.
+        RecipeError: the group size does not divide the KV heads; more fast planes than a head has.
     """
     found = {}
-    in_blocks = recipe.groups.domain == "block" and family.rotary is not None and fixed_rope
-    for domain in _domains(recipe, family, fixed_rope):
-        kind = Candidate(domain, 1, False, recipe.groups.rope_block if in_blocks else 1)
-        # Keys that are as linear in the hidden state as values can share a latent with them; so can their turns within
-        # a block, as the slow planes hardly turn there.
-        kind = kind._replace(joint=recipe.joins_latents and (kind.folds_keys(family.has_key_norm) or in_blocks))
-        for size in _group_sizes(recipe, shape, kind, family.has_key_norm):
-            found[f"{'block' if in_blocks else domain}-{size}"] = kind._replace(group_size=size)
+    for form in _forms(recipe, shape, frequencies):
+        # Slow planes hardly turn within a block, so that keys are as linear in the hidden state as values are.
+        joint = recipe.joins_latents and (form.rope_block is not None or not shape.rotary_dim)
+        kind = Candidate(form, 1, joint)
+        for size in _group_sizes(recipe, shape, kind):
+            found[f"{_form_key(form, shape)}-{size}"] = kind._replace(group_size=size)
     return found
 
 
 def wanted_moments(recipe: Recipe, candidates: Candidates) -> frozenset[str]:
     """Names of the moments that the recipe's methods read for these candidates."""
-    bases, kinds = recipe.bases, sorted({(found.domain, found.joint) for found in candidates.values()})
+    bases = recipe.bases
     return frozenset().union(
-        *(needed_statistics(bases.qk, bases.vo, domain, bases.refit, joint) for domain, joint in kinds)
+        *(needed_statistics(bases.qk, bases.vo, c.form, bases.refit, c.joint) for c in candidates.values())
     )
 
 
 def wanted_gradients(candidates: Candidates) -> frozenset[str]:
     """Names of what gradients are taken by where a recipe needs any."""
-    wanted: set[str] = set()
-    for candidate in candidates.values():
-        keys = "key_pre" if candidate.domain == "pre" else "key_post"
-        wanted |= {"joint"} if candidate.joint else {keys, "value"}
-    return frozenset(wanted)
+    apart = {"value"} if any(not candidate.joint for candidate in candidates.values()) else set()
+    return frozenset(apart | {stored_name(candidate.form, candidate.joint) for candidate in candidates.values()})
 
 
-def _domains(recipe: Recipe, family: Family, fixed_rope: bool) -> list[Domain]:
-    if family.rotary is None:
-        if "none" not in recipe.bases.methods[0].domains:
-            others = ", ".join(name for name, method in QK_METHODS.items() if "none" in method.domains)
-            raise RecipeError(
-                f"bases.qk: {recipe.bases.qk} needs RoPE, which this model does not have.", f"Choose one of {others}."
-            )
-        return ["none"]
-    if recipe.groups.domain == "any":
-        return ["pre", "post"]
-    if recipe.groups.domain == "block":
-        return ["pre" if fixed_rope else "post"]
-    return [recipe.groups.domain]
+def quarter_planes(frequencies: Frequencies, rope_block: int) -> int:
+    """Planes that turn by a quarter turn or more within a block, in the kind of layer that has most of them."""
+    return max(sum(step * rope_block >= math.pi / 2 for step in of_kind) for of_kind in frequencies)
 
 
-def _group_sizes(recipe: Recipe, shape: AttentionShape, kind: Candidate, has_key_norm: bool) -> list[int]:
+def _form_key(form: KeyForm, shape: AttentionShape) -> str:
+    if not shape.rotary_dim:
+        return "none"
+    if form.rope_block is None:
+        return "post"
+    return "pre" if form.fast_planes == shape.rotary_planes else f"{form.rope_block}_{form.fast_planes}"
+
+
+def _forms(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | None) -> list[KeyForm]:
+    groups, planes = recipe.groups, shape.rotary_planes
+    if not shape.rotary_dim or groups.domain == "post":
+        return [POST_ROPE]
+    if groups.domain != "block":
+        return [pre_rope(shape)] if groups.domain == "pre" else [pre_rope(shape), POST_ROPE]
+    if groups.fast_planes == "all":
+        return [pre_rope(shape)]
+    if frequencies is None:
+        return [POST_ROPE]
+    if groups.fast_planes == "auto":
+        counts = [*range(0, planes, FAST_PLANES_STEP), planes][::-1]
+    elif groups.fast_planes == "quarter":
+        counts = [quarter_planes(frequencies, groups.rope_block)]
+    else:
+        counts = [groups.fast_planes]
+    if max(counts) > planes:
+        raise RecipeError(
+            f"groups.fast_planes {max(counts)}: RoPE rotates {planes} planes of a head of this model.",
+            f"Give a number up to {planes}, quarter, all or auto.",
+        )
+    return [pre_rope(shape) if count == planes else KeyForm(groups.rope_block, count) for count in counts]
+
+
+def _group_sizes(recipe: Recipe, shape: AttentionShape, kind: Candidate) -> list[int]:
+    from ..prediction.cost import DecodeStep
+    from ..prediction.decode_times import group_sizes, largest_fast_group
+    from ..prediction.devices import find_device
+
     heads = shape.num_kv_heads
     if recipe.groups.size == "any":
         return group_sizes(shape)[::-1]
     if recipe.groups.size == "auto":
-        load, bits = recipe.objective, 4 if recipe.coded else 16
+        load = recipe.objective
         device, step = find_device(load.device, load.device_file), DecodeStep(load.context_tokens, load.batch_size)
-        return [largest_fast_group(shape, kind, kind.folds_keys(has_key_norm), bits, device, step)]
+        return [largest_fast_group(shape, kind, recipe.coded, device, step)]
     size = heads if recipe.groups.size == "all" else int(recipe.groups.size)
     if heads % size:
         raise RecipeError(

@@ -13,16 +13,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..format.layout import AttentionShape
-from ..kernels.reference import attend, rotate
+from ..kernels.reference import attend
+from ..kernels.rotary import rotate
 from ..models.projections import keys_before_rope, split_activations
 from ..runtime.families import Family
-from .turning import KeyTurning
+from .turning import StoredKeys, reads_before_rope
 
 Observer = Callable[[int, dict[str, Tensor]], None]
-"""Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `key_post`,
-`key_pre` and `value` [tokens, num_kv_heads, head_dim]; `joint` [tokens, num_kv_heads, 2 head_dim], keys (before RoPE)
-with their values; `output` [tokens, num_heads, group_size * head_dim], the group's stacked values averaged with each
-query head's attention weights. Keys before RoPE are turned within blocks where that is asked for."""
+"""Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `value` and keys
+[tokens, num_kv_heads, head_dim]; joint ones [tokens, num_kv_heads, 2 head_dim], keys with their values; `output`
+[tokens, num_heads, group_size * head_dim], the group's stacked values averaged with each query head's attention
+weights."""
 
 CAPTURE = "rotor_capture"
 
@@ -35,20 +36,16 @@ def capture(
     group_size: int,
     wanted: frozenset[str],
     observe: Observer,
-    rope_block: int = 1,
 ) -> Iterator[None]:
     """While active, every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
 
     Queries, keys after RoPE and values come from transformers' attention interface; keys before RoPE from a hook on
     the key projection, or on the key norm where there is one. A family that bypasses the interface gets a forward that
     calls it. Run the model with use_cache=False and without padding.
-
-    Args:
-        rope_block: positions of the blocks within which keys before RoPE are turned.
     """
     pending: dict[int, Tensor] = {}
-    turning = KeyTurning(model, family, rope_block)
-    reads_before = "key_pre" in wanted or ("joint" in wanted and family.rotary is not None)
+    stored = StoredKeys(model, family, shape)
+    reads_before = reads_before_rope(wanted)
 
     def hook_for(layer: int) -> Callable[..., None]:
         def hook(module: Any, inputs: Any, output: Tensor) -> None:
@@ -67,15 +64,12 @@ def capture(
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer = module.layer_idx
-        seen = {"query": query, "key_post": key, "value": value}
-        activations = {name: x.transpose(1, 2).flatten(0, 1) for name, x in seen.items() if name in wanted}
-        if reads_before:
-            before_rope = turning(layer, pending.pop(layer), query.shape[2])
-            if "key_pre" in wanted:
-                activations["key_pre"] = before_rope
-        if "joint" in wanted:
-            keys = before_rope if reads_before else key.transpose(1, 2).flatten(0, 1)
-            activations["joint"] = torch.cat([keys, value.transpose(1, 2).flatten(0, 1)], dim=-1)
+        by_token = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+        keys = pending.pop(layer) if reads_before else None, *by_token[1:]
+        activations = {
+            name: by_token[0] if name == "query" else stored.of(name, layer, query.shape[2], *keys)
+            for name in sorted(wanted - {"output"})
+        }
         size = group_size if "output" in wanted else 1
         output = attend(query, key, _stacked(value, size), scaling, attention_mask, softcap=softcap)
         output = output.unflatten(-1, (shape.num_heads, -1))

@@ -22,7 +22,6 @@ def layer_statistics(
     wanted: frozenset[str],
     prune: Prune | None = None,
     advance: Advance = lambda done: None,
-    rope_block: int = 1,
 ) -> LayerStatistics:
     """Put hidden states through a layer and sum the second moments of what its attention sees, on the CPU.
 
@@ -31,7 +30,6 @@ def layer_statistics(
     Args:
         states, out: [rows, seq_len, hidden_size], what enters the layer and room for what leaves it.
         wanted: names of the moments (see LayerStatistics).
-        rope_block: positions of the blocks within which keys before RoPE are turned.
     """
     statistics: LayerStatistics
     if prune is None or prune.kmeans is None:
@@ -44,7 +42,7 @@ def layer_statistics(
         statistics.add(activations)
 
     with torch.inference_mode(), network.layer(layer):
-        with capture(network.model, network.family, network.shape, group_size, wanted, observe, rope_block):
+        with capture(network.model, network.family, network.shape, group_size, wanted, observe):
             network.run(layer, states, out, advance)
         if isinstance(statistics, ClusteredStatistics):
             statistics = statistics.finish()

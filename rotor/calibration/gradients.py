@@ -5,7 +5,7 @@ the loss, and the KL divergence from the uncompressed model, by e^T E[g g^T] e /
 over text that the model wrote itself, where the Fisher information is the loss's curvature; the longest gradients are
 shortened (`clipping`), or few tokens would be all of it. It is summed for the keys
 and values as they are, [n, n] for the n numbers of a group; any basis has its own: for keys = B latent, B^T G B. So one
-pass over the uncompressed model serves every domain, group size and basis.
+pass over the uncompressed model serves every form of keys, group size and basis.
 
 The pass goes forward once, keeping what enters each layer, then backward one layer at a time, each computed again with
 gradients: a model whose weights are read layer by layer needs no more memory for it.
@@ -32,7 +32,7 @@ from ..progress import Advance
 from .capture import attention_replaced
 from .clipping import GradientClip
 from .samples import SampleKeeper, TokenSamples
-from .turning import KeyTurning
+from .turning import StoredKeys
 
 FISHER = "rotor_fisher"
 
@@ -41,8 +41,8 @@ FISHER = "rotor_fisher"
 class LayerFisher:
     """Of one layer, on the CPU.
 
-    information: second moments of the gradients by what was wanted of `key_post`, `value`, `key_pre` and `joint`; the
-        gradient of the summed loss, so that information / tokens is per token. Those of few tokens are shortened.
+    information: second moments of the gradients by what was wanted of keys, values and both; the gradient of the summed
+        loss, so that information / tokens is per token. Those of few tokens are shortened.
     samples: keys and values themselves, and the gradients by them, of some tokens, by the same names.
     """
 
@@ -93,18 +93,15 @@ def fisher_information(
     wanted: frozenset[str],
     samples: int = SAMPLES,
     advance: Advance = lambda done: None,
-    rope_block: int = 1,
 ) -> Iterator[tuple[int, LayerFisher]]:
     """Fisher information of every layer, the last layer first.
 
     Args:
         rows: [n, seq_len] tokens, written by the model itself.
         group_size: KV heads whose products are summed; the largest group that is wanted.
-        wanted: of `key_post`, `value`, and in a model with RoPE `key_pre`; `joint` for keys, before RoPE where there is
-            one, and values together.
+        wanted: `value`, and what `stored_name` gives.
         samples: tokens of which keys and values are kept, at most; see SampleKeeper.
         advance: is called with tokens times passes through a layer.
-        rope_block: positions of the blocks within which `key_pre` is turned, also as a part of `joint`.
     Yields:
         (layer, its information). What enters each layer is kept, on disk where it is large, until all are done.
     Raises:
@@ -116,11 +113,11 @@ def fisher_information(
         with torch.inference_mode(), network.layer(index):
             network.run(index, states[index], states[index + 1], advance)
     gradient = _head_gradient(network, rows, states.pop())
-    turning = KeyTurning(network.model, network.family, rope_block)
+    stored = StoredKeys(network.model, network.family, network.shape)
     for index in reversed(range(network.shape.num_layers)):
         yield (
             index,
-            _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance, turning),
+            _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance, stored),
         )
 
 
@@ -147,7 +144,7 @@ def _layer_backward(
     wanted: frozenset[str],
     samples: int,
     advance: Advance,
-    turning: KeyTurning,
+    stored: StoredKeys,
 ) -> LayerFisher:
     """Information of one layer; `gradient`, by what leaves it, becomes that by what enters it.
 
@@ -159,9 +156,10 @@ def _layer_backward(
     kept = {name: SampleKeeper(tokens, samples, index) for name in sorted(wanted)}
     clips = {name: GradientClip(tokens) for name in kept}
 
-    def by_token(name: str, tensor: Tensor) -> Tensor:
-        found = _by_token(network, name, tensor)
-        return turning(index, found, states.shape[1]) if name == "key_pre" else found
+    def of_latents(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        by_token = {name: _by_token(network, name, tensor) for name, tensor in parts.items()}
+        sides = [by_token.get(name) for name in ("key_pre", "key_post", "value")]
+        return {name: stored.of(name, index, states.shape[1], *sides) for name in kept}
 
     with network.layer(index), _keys_and_values(network, index) as seen, torch.enable_grad():
         for part in network.batches(states):
@@ -175,12 +173,11 @@ def _layer_backward(
                     f"layer {index}: a gradient of the loss by its keys or values is not finite.",
                     "Calibrate with --dtype float32.",
                 )
-            gradients = {name: by_token(name, g) for name, g in zip(sorted(seen), parts, strict=True)}
-            vectors = {name: by_token(name, tensor.detach()) for name, tensor in seen.items()}
-            of_latents = {name: _of(name, gradients) for name in kept}
-            information.add(of_latents)
-            for name, by_them in of_latents.items():
-                kept[name].add(_of(name, vectors), by_them)
+            gradients = of_latents(dict(zip(sorted(seen), parts, strict=True)))
+            vectors = of_latents({name: tensor.detach() for name, tensor in seen.items()})
+            information.add(gradients)
+            for name, by_them in gradients.items():
+                kept[name].add(vectors[name], by_them)
                 clips[name].add(by_them)
             advance(2 * hidden.shape[0] * hidden.shape[1])
     excess.add({name: clip.excess() for name, clip in clips.items()})
@@ -190,13 +187,6 @@ def _layer_backward(
     return LayerFisher(
         information, {name: TokenSamples(part.vectors, shortened[name], part.share) for name, part in found.items()}
     )
-
-
-def _of(name: str, parts: dict[str, Tensor]) -> Tensor:
-    """Keys, values, or of each head both side by side, [tokens, num_kv_heads, head_dim or twice that]."""
-    if name != "joint":
-        return parts[name]
-    return torch.cat([parts.get("key_pre", parts["key_post"]), parts["value"]], dim=-1)
 
 
 def _by_token(network: LayerwiseModel, name: str, tensor: Tensor) -> Tensor:

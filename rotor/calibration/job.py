@@ -27,7 +27,7 @@ from .processes import Processes
 class CalibrationJob:
     """A calibration request, with everything that is known before any work.
 
-    candidates: domain and group size of each, by key. wanted: names of the moments. group_size: the largest.
+    candidates: by key. wanted: names of the moments. group_size: the largest.
     """
 
     settings: CalibrationSettings
@@ -89,11 +89,6 @@ class CalibrationJob:
         if processes.is_first:  # a tokenizer that cannot be loaded, or too little text, is refused before any work
             check_text(recipe, checkpoint.config, checkpoint.tokenizer)
         return job
-
-    @property
-    def rope_block(self) -> int:
-        """Positions of the blocks within which keys before RoPE are turned; 1: they are not. All candidates agree."""
-        return max(candidate.rope_block for candidate in self.candidates.values())
 
     def check_out(self) -> None:
         """Raises UsageError where the run folder must not be written."""

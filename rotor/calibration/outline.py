@@ -20,8 +20,8 @@ from ..models.estimate import (
 from ..models.projections import longest_row
 from ..recipe import Recipe
 from ..runtime.families import Family, attention_shape, find_family
-from ..runtime.rotary_frequencies import depends_on_length, rotary_kinds
-from .candidates import Candidates, candidates_of, wanted_moments
+from ..runtime.rotary_frequencies import rotary_frequencies
+from .candidates import Candidates, Frequencies, candidates_of, wanted_moments
 
 
 class Estimates(NamedTuple):
@@ -63,8 +63,13 @@ class ModelOutline:
 
     def candidates(self, recipe: Recipe) -> Candidates:
         """What each layer may be compressed to; see `candidates_of`."""
-        fixed = self.family.rotary is None or not any(map(depends_on_length, rotary_kinds(self.config)))
-        return candidates_of(recipe, self.family, self.shape, fixed)
+        return candidates_of(recipe, self.shape, self.frequencies)
+
+    @property
+    def frequencies(self) -> Frequencies | None:
+        """Those of RoPE, or None where they depend on the length of a sequence."""
+        found = {rotary_frequencies(self.config, layer) for layer in range(self.shape.num_layers)}
+        return None if None in found else sorted(of_kind for of_kind in found if of_kind)
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """Estimate calibrating."""

@@ -19,18 +19,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..bases.layer import LayerBases, check_stored, takes_whole_planes
+from ..bases.layer import LayerBases, check_stored
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
 from ..bases.pair import BasisPair
-from ..codes.layer import MEASURED, GroupColumns, LayerCodes, SideCodes, coded_bases
+from ..codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
 from ..errors import CheckpointError, MissingError, NumericsError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
 from ..format.json_files import check_regular
-from ..format.layout import AttentionShape, Candidate
+from ..format.layout import AttentionShape, Candidate, KeyForm
 from ..format.manifest import Manifest
 from ..format.publishing import write_tensors
-from ..format.schemas import RunInfo, check_run, read_file
+from ..format.schemas import CandidateInfo, RunInfo, check_run, read_file
 from ..models.hub import find_model
 from ..recipe import Recipe, load_recipe
 from ..typed import Reader
@@ -136,7 +136,7 @@ def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
 
 
 def write_codes(folder: Path, layer: int, codes: dict[str, LayerCodes]) -> None:
-    """Write what is known of the codes of each column of a layer's candidates, float64."""
+    """Write what is known of the codes of each channel of a layer's candidates, float64."""
     tensors = {
         f"{key}.{side}.{name}": tensor.contiguous()
         for key, candidate in codes.items()
@@ -220,7 +220,7 @@ class Run:
         return self.model_folder
 
     def bases(self) -> RunBases:
-        """The bases of each layer's candidates (a domain and a group size) by key, read when they are asked for."""
+        """The bases of each layer's candidates by key, read when they are asked for."""
         return RunBases(self)
 
     def layer_bases(self, layer: int) -> dict[str, LayerBases]:
@@ -273,8 +273,8 @@ class Run:
     def candidates(self) -> dict[str, Candidate]:
         """What each layer may be compressed to, by key."""
         return {
-            key: Candidate(found["domain"], found["group_size"], found.get("joint", False), found.get("rope_block", 1))
-            for key, found in self.info["candidates"].items()
+            key: Candidate(KeyForm(c["rope_block"], c["fast_planes"]), c["group_size"], c["joint"])
+            for key, c in self.info["candidates"].items()
         }
 
     def columns(self, candidate: Candidate) -> tuple[int, int]:
@@ -285,17 +285,27 @@ class Run:
     def _candidate(
         self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
     ) -> LayerBases:
-        domain, group_size, joint, rope_block = self.candidates[key]
+        candidate = self.candidates[key]
         pairs = {}
         for side in ("qk", "vo"):
             encode = tensors[f"{key}.{side}.encode"]
             decode = tensors.get(f"{key}.{side}.decode", encode)
             pairs[side] = BasisPair(encode, decode, tensors[f"{key}.{side}.singular_values"])
-        outputs = None if statistics is None else statistics.moment("output", group_size)
-        whole_planes = takes_whole_planes(self.recipe.bases.qk, self.shape)
-        bases = LayerBases(domain, group_size, pairs["qk"], pairs["vo"], outputs, whole_planes, joint, rope_block)
+        outputs = None if statistics is None else statistics.moment("output", candidate.group_size)
+        bases = LayerBases(candidate.form, candidate.group_size, pairs["qk"], pairs["vo"], outputs, candidate.joint)
         bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
         return bases
+
+
+def candidate_info(candidate: Candidate) -> CandidateInfo:
+    """A candidate as run.json has it."""
+    form = candidate.form
+    return {
+        "rope_block": form.rope_block,
+        "fast_planes": form.fast_planes,
+        "group_size": candidate.group_size,
+        "joint": candidate.joint,
+    }
 
 
 class RunBases(Sequence[dict[str, LayerBases]]):
@@ -330,16 +340,16 @@ class RunBases(Sequence[dict[str, LayerBases]]):
         self.run.verify(path)
         return {key: (read(key, "qk"), read(key, "vo")) for key in expected}
 
-    def select(self, choice: Sequence[str], columns: list[GroupColumns] | None = None) -> ChosenBases:
+    def select(self, choice: Sequence[str], channels: list[GroupChannels] | None = None) -> ChosenBases:
         """The chosen candidate of each layer; where columns are codes, ordered and coded as a plan says."""
-        return ChosenBases(self, choice, columns)
+        return ChosenBases(self, choice, channels)
 
 
 class ChosenBases(Sequence[LayerBases]):
     """Bases of one candidate of each layer; read when it is asked for, and not kept."""
 
-    def __init__(self, bases: RunBases, choice: Sequence[str], columns: list[GroupColumns] | None = None) -> None:
-        self.bases, self.choice, self.columns = bases, tuple(choice), columns
+    def __init__(self, bases: RunBases, choice: Sequence[str], channels: list[GroupChannels] | None = None) -> None:
+        self.bases, self.choice, self.channels = bases, tuple(choice), channels
 
     def __len__(self) -> int:
         return len(self.bases)
@@ -354,6 +364,6 @@ class ChosenBases(Sequence[LayerBases]):
         index = range(len(self))[index]
         key = self.choice[index]
         found = self.bases[index][key]
-        if self.columns is None:
+        if self.channels is None:
             return found
-        return coded_bases(found, self.bases.run.layer_codes(index)[key], self.columns[index])
+        return coded_bases(found, self.bases.run.layer_codes(index)[key], self.channels[index])

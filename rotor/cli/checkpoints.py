@@ -118,7 +118,7 @@ def calibrate(
         return
     candidates = ", ".join(f"{key} joint" if found.joint else key for key, found in run.candidates.items())
     say(
-        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (domain-group size) {candidates}, "
+        f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, candidates (keys-group size) {candidates}, "
         f"{run.info['tokens']['count']} tokens"
     )
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
@@ -152,14 +152,9 @@ def export(
         float | None,
         typer.Option(help="0.95: the lower end of the 95 % interval has to reach --accuracy, not the value alone."),
     ] = None,
-    targets: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Further accuracies to search; with --elastic, its profiles.")
-    ] = None,
+    targets: Annotated[str | None, typer.Option(metavar="A,B", help="Further accuracies to search.")] = None,
     compression: Annotated[float | None, typer.Option(help="Remove at least this share of the KV cache.")] = None,
     removal_rate: Annotated[float | None, typer.Option(help="Singular-value removal rate.")] = None,
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="Keep all columns; ranks are chosen at load (rank_profile=0.95).")
-    ] = False,
     objective: Annotated[
         str | None,
         typer.Option(
@@ -212,7 +207,6 @@ def export(
         shares("--targets", targets),
         (*(overrides or ()), *_device_overrides(target_device, device_file)),
         objective=objective,
-        elastic=elastic,
         compute=Compute(device, dtype, offload, device_map),
         overwrite=overwrite,
         measure=measure,

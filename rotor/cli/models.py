@@ -52,7 +52,6 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, also where the model has a chat template.")
     ] = False,
-    profile: Annotated[str | None, typer.Option(help="Rank profile of an elastic checkpoint, e.g. 0.95.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, samples at this temperature.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
@@ -94,7 +93,6 @@ def generate(
         seed,
         device,
         dtype,
-        profile,
         cache,
         raw=raw,
         progress=progress,

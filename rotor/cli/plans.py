@@ -62,8 +62,9 @@ def _needs(needs: Any) -> str:
 
 def _described(key: str, candidate: Any) -> str:
     shared = ", keys and values in one latent" if candidate.joint else ""
-    domain = candidate.domain if candidate.rope_block == 1 else f"in blocks of {candidate.rope_block} positions"
-    return f"{key} ({domain}, groups of {candidate.group_size}{shared})"
+    block, fast = candidate.form
+    form = "" if block is None else f"blocks of {block} positions, {fast} fast planes, "
+    return f"{key} ({form}groups of {candidate.group_size}{shared})"
 
 
 def print_calibration_plan(plan: Any) -> None:
@@ -102,20 +103,20 @@ def print_export_plan(plan: Any) -> None:
     print_pairs(*rows, *_planned_needs(plan.needs))
     if plan.ranks is None:
         return
-    if plan.columns is None:
+    if plan.channels is None:
         ranks = [" ".join(f"({qk}, {v})" for qk, v in layer) for layer in plan.ranks]
         title = "Ranks (key, value) of each group"
     else:
-        ranks = [" ".join(f"({'; '.join(map(_by_bits, latents))})" for latents in layer) for layer in plan.columns]
-        title = "Columns x bits of each group (key; value, or both together)"
+        ranks = [" ".join(f"({'; '.join(map(_by_bits, latents))})" for latents in layer) for layer in plan.channels]
+        title = "Channels x bits of each group (key; value, or both together)"
     rows_of = [(index, key, found) for index, (key, found) in enumerate(zip(plan.choice, ranks, strict=True))]
-    print_table(title, ("layer", "basis", "columns"), (), rows_of)
+    print_table(title, ("layer", "basis", "channels"), (), rows_of)
     tensors = ((name, f"{sizes['before']:,}", f"{sizes['after']:,}") for name, sizes in plan.tensors.items())
     print_table("Bytes of each tensor that changes", ("tensor",), ("before", "after"), [*tensors])
 
 
-def _by_bits(columns: dict[str, int]) -> str:
-    return " ".join(f"{count}x{bits}" for bits, count in columns.items())
+def _by_bits(channels: dict[str, int]) -> str:
+    return " ".join(f"{count}x{bits}" for bits, count in channels.items())
 
 
 def _planned_needs(needs: Any) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What calibration finds of the codes of one layer's candidate, and its bases with the columns of a plan."""
+"""What calibration finds of the codes of one layer's candidate, and its bases with the channels of a plan."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch import Tensor
 from ..bases.layer import LayerBases
 from ..bases.method import Gradients
 from ..bases.pair import BasisPair
-from ..format.columns import WIDTHS, Columns
-from .quantiser import ColumnCode, ColumnStatistics, measure_columns
+from ..format.channels import WIDTHS, Channels, aligned
+from .quantiser import ChannelCode, ChannelStatistics, measure_channels
 
 MEASURED = (0, *reversed(WIDTHS))
-"""Bits at which every column is measured, so that any of them can be allocated later."""
+"""Bits at which every channel is measured, so that any of them can be allocated later."""
 
 OWN = 0.5
 """Part of a token's own squared gradient, against their mean, in what an error of it costs; see artifacts/NOTES.md."""
 
-GroupColumns = list[tuple[Columns, Columns | None]]
-"""Columns by bits of the key and of the value latent of each group of a layer, in the order of the bases; None for
-values that are in the key latent."""
+GroupChannels = list[tuple[Channels, Channels | None]]
+"""Channels of the key and of the value latent of each group of a layer, in the order of the bases; None for values that
+are in the key latent."""
 
 
-def as_pair(latents: Sequence[Columns]) -> tuple[Columns, Columns | None]:
-    """The columns of the latents of a group, of keys and of values or of both, as GroupColumns has them."""
+def as_pair(latents: Sequence[Channels]) -> tuple[Channels, Channels | None]:
+    """The latents of a group, of keys and of values or of both, as GroupChannels has them."""
     return latents[0], latents[1] if len(latents) > 1 else None
 
 
-def columns_bytes(columns: list[GroupColumns], element_bytes: int) -> int:
+def channels_bytes(channels: list[GroupChannels]) -> int:
     """Bytes of a token in all layers."""
-    return sum(side.row_bytes(element_bytes) for layer in columns for pair in layer for side in pair if side)
+    return sum(aligned(side.width, len(layer)) for layer in channels for pair in layer for side in pair if side)
 
 
 @dataclass(frozen=True)
 class SideCodes:
     """Of one side (keys or values) of a candidate of a layer, batched over its groups; float64.
 
-    weight: [num_groups, columns], what a squared error of 1 in each column costs in nats per token. variance: likewise,
-    each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, columns], at the bits of
-    MEASURED; see ColumnStatistics.
+    weight: [num_groups, channels], what a squared error of 1 in each channel costs in nats per token. variance:
+    likewise, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, channels], at the
+    bits of MEASURED; see ChannelStatistics.
     """
 
     weight: Tensor
@@ -51,23 +51,20 @@ class SideCodes:
     distortion: Tensor
 
     def losses(self, group: int, widths: tuple[int, ...]) -> Tensor:
-        """Predicted loss of each column of a group at each of `widths`, [widths, columns]."""
+        """Predicted loss of each channel of a group at each of `widths`, [widths, channels]."""
         index = [MEASURED.index(bits) for bits in widths]
         return self.weight[group] * self.variance[group] * self.distortion[index, group]
 
     def order(self, group: int) -> Tensor:
-        """Columns of a group in descending order of the loss without them: their order in the checkpoint."""
+        """Channels of a group in descending order of the loss without them: their order in the checkpoint."""
         return torch.argsort(self.losses(group, (0,))[0], descending=True, stable=True)
 
-    def code(self, group: int, columns: Columns) -> tuple[Tensor, ColumnCode]:
-        """The order of a group's columns, and their code in that order: widest first, the rest at 0 bits."""
+    def code(self, group: int, channels: Channels) -> tuple[Tensor, ChannelCode]:
+        """The order of a group's channels, and their code in that order: most bits first, the rest at 0 bits."""
         order = self.order(group)
         bits = torch.zeros(len(order), dtype=torch.int64)
-        start = 0
-        for width, count in zip(WIDTHS, columns.counts, strict=True):
-            bits[start : start + count] = width
-            start += count
-        statistics = ColumnStatistics(
+        bits[: channels.rank] = torch.tensor(channels.bits)
+        statistics = ChannelStatistics(
             MEASURED,
             self.variance[group, order],
             self.mean[:, group, order],
@@ -94,37 +91,33 @@ class LayerCodes:
 class CodedBases(LayerBases):
     """Bases of a layer whose columns are in the order of a plan, and how these are coded.
 
-    columns: by bits, of each group. key_codes, value_codes: of all columns of each group, descending in bits; the same
-    ones where these are joint.
+    channels: of each group. key_codes, value_codes: of all columns of each group, descending in bits; the same ones
+    where these are joint.
     """
 
-    columns: tuple[tuple[Columns, Columns | None], ...] = ()
-    key_codes: tuple[ColumnCode, ...] = ()
-    value_codes: tuple[ColumnCode, ...] = ()
+    channels: tuple[tuple[Channels, Channels | None], ...] = ()
+    key_codes: tuple[ChannelCode, ...] = ()
+    value_codes: tuple[ChannelCode, ...] = ()
 
 
-def layer_codes(bases: LayerBases, gradients: Gradients, softcapped: bool) -> LayerCodes:
-    """Fit the codes of every column of a candidate at every width, and weigh their errors.
+def layer_codes(bases: LayerBases, gradients: Gradients) -> LayerCodes:
+    """Fit the codes of every channel of a candidate at every width, and weigh their errors.
 
     An error e of token t costs g_t^2 e^2 / 2. Tokens of large latents often have large gradients, so that the mean of
     the product is not the product of means: codes are fitted, and their distortions measured, with each token's own
     g_t^2, by OWN, and for the rest with the mean, as one gradient is but a draw of what the token costs.
 
-    Args:
-        softcapped: the model presses its logits below a bound.
     Source: docs/design.md, Mathematics, Codes. The weight is half the Fisher information, diag(B^T E[g g^T] B).
     """
     if bases.joint:
-        return LayerCodes(_side("joint", bases.latents["joint"], bases.group_size, gradients, False), None)
-    key = "key_pre" if bases.domain == "pre" else "key_post"
-    no_constant = softcapped and bases.domain != "pre"
+        return LayerCodes(_side(bases.stored_name, bases.latents["joint"], bases.group_size, gradients), None)
     return LayerCodes(
-        _side(key, bases.qk, bases.group_size, gradients, no_constant),
-        _side("value", bases.vo, bases.group_size, gradients, False),
+        _side(bases.stored_name, bases.qk, bases.group_size, gradients),
+        _side("value", bases.vo, bases.group_size, gradients),
     )
 
 
-def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients, no_constant: bool) -> SideCodes:
+def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients) -> SideCodes:
     information = gradients.per_token(name, group_size)
     weight = torch.einsum("gir,gij,gjr->gr", pair.decode, information, pair.decode) / 2
     vectors, by_them, share = gradients.sampled(name, group_size)
@@ -132,7 +125,7 @@ def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients, no_
     mean = (share[:, None] * squares).sum(1, keepdim=True)
     costs = share[:, None] * (OWN * squares + (1 - OWN) * mean)
     latents = vectors @ pair.encode
-    fits = [measure_columns(*of_group, MEASURED, no_constant) for of_group in zip(latents, costs, strict=True)]
+    fits = [measure_channels(*of_group, MEASURED) for of_group in zip(latents, costs, strict=True)]
     return SideCodes(
         weight.clamp(min=0),
         torch.stack([fit.variance for fit in fits]),
@@ -140,14 +133,11 @@ def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients, no_
     )
 
 
-def coded_bases(bases: LayerBases, codes: LayerCodes, columns: GroupColumns) -> CodedBases:
-    """Order the columns of each group by what they are worth, and code them as a plan says.
-
-    Latents that are whole rotary planes are taken as any others: coded, they are turned before they are projected.
-    """
+def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -> CodedBases:
+    """Order the columns of each group by what they are worth, and code them as a plan says."""
     orders: dict[str, list[Tensor]] = {"qk": [], "vo": []}
-    found: dict[str, list[ColumnCode]] = {"qk": [], "vo": []}
-    for group, (of_keys, of_values) in enumerate(columns):
+    found: dict[str, list[ChannelCode]] = {"qk": [], "vo": []}
+    for group, (of_keys, of_values) in enumerate(channels):
         of_sides = {"qk": codes.qk.code(group, of_keys)}
         of_sides["vo"] = of_sides["qk"]
         if of_values is not None:
@@ -164,14 +154,13 @@ def coded_bases(bases: LayerBases, codes: LayerCodes, columns: GroupColumns) -> 
         )
 
     return CodedBases(
-        bases.domain,
+        bases.form,
         bases.group_size,
         ordered(bases.qk, torch.stack(orders["qk"])),
         ordered(bases.vo, torch.stack(orders["vo"])),
         bases.outputs,
         joint=bases.joint,
-        rope_block=bases.rope_block,
-        columns=tuple(columns),
+        channels=tuple(channels),
         key_codes=tuple(found["qk"]),
         value_codes=tuple(found["vo"]),
     )

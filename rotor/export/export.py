@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os.path
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,25 @@ from ..errors import system_errors
 from ..format.atomic import write_json, write_text
 from ..format.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
 from ..format.hashes import tensor_sha256
-from ..format.layout import LayerLayout, kv_bytes_per_token, profile_name, uncompressed_kv_bytes_per_token
+from ..format.layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.locks import exclusive
 from ..format.manifest import write_manifest
 from ..format.publishing import staged_folder, write_shard
-from ..format.section import MARK, version_for
+from ..format.section import FORMAT_VERSION, MARK
+from ..kernels.defaults import default_config
 from ..logs import log_file
 from ..models.checkpoint import INDEX_FILE, Checkpoint
 from ..models.projections import read_attention
-from ..prediction.slow_planes import planned_config
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe
 from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
-from ..rewriting.compressible import bias_names
+from ..rewriting.rewrite import bias_names
 from ..rewriting.shards import ShardContents, planned_layouts
 from ..runtime.cache import LONG_TOKENS, Policy, packed_bytes_per_token
-from ..runtime.rotary_frequencies import rotary_frequencies
 from ..search.export_job import ExportJob
 from ..search.point import Point
-from ..search.rank_search import RankSearch, stored_ranks
+from ..search.rank_search import RankSearch
 from ..search.table import RankTable
 from .model_card import model_card
 
@@ -70,7 +68,6 @@ def export(
     targets: Iterable[float] = (),
     overrides: Iterable[str] = (),
     objective: str | float | None = None,
-    elastic: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
@@ -89,14 +86,11 @@ def export(
             once.
         confidence: 0.95 asks that the lower end of the 95 % interval on the search split reaches `accuracy`; None: that
             the value does.
-        targets: further accuracies to search, whose points are then known; of an elastic checkpoint its profiles.
+        targets: further accuracies to search, whose points are then known.
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search, objective and cache;
             `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.runtime.cache.tiers).
-        elastic: keep all columns, and store the ranks at each of `targets` (by default the recipe's search targets) as
-            profiles, chosen at load (`from_pretrained(out, rank_profile=0.95)`); the goal is the default one. Needs
-            `accuracy`.
         device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
             then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.
@@ -113,7 +107,6 @@ def export(
         tuple(targets),
         tuple(overrides),
         objective,
-        elastic,
         Compute(device, dtype, offload, device_map),
         overwrite,
         measure,
@@ -137,14 +130,12 @@ def _export(job: ExportJob, search: RankSearch) -> ExportResult:
         job = search.job
     point = search.point()
     policy = search.policy(point)
-    profiles = search.profiles(point) if job.settings.elastic else {}
-    if not job.settings.elastic:
-        search.search_targets()
+    search.search_targets()
     search.close()
     table, times = None if job.unmeasured else search.table, search.times
     with times.stage("write"), staged_folder(job.out, job.settings.overwrite, job.sources, job.needed_bytes) as staging:
-        chosen = search.bases.select(point.choice, point.columns)
-        report, digest = _write(staging, job, policy, chosen, point, table, profiles, search.progress)
+        chosen = search.bases.select(point.choice, point.channels)
+        report, digest = _write(staging, job, policy, chosen, point, table, search.progress)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
     log.info("compression %.4f, %s", point.stored, allocated_by(job.recipe))
@@ -158,14 +149,12 @@ def _write(
     bases: Sequence[LayerBases],
     point: Point,
     table: RankTable | None,
-    profiles: dict[str, Any],
     progress: Progress,
 ) -> tuple[dict[str, Any], str]:
     """Write every file of the checkpoint folder into `staging`; returns the content of rotor.json, and the digest."""
-    run, recipe, checkpoint, family, accuracy = job.run, job.recipe, job.checkpoint, job.family, job.goal.accuracy
-    layouts = [layout for layout, _ in planned_layouts(bases, point.ranks, family.has_key_norm)]
-    planned = planned_layouts(bases, stored_ranks(bases, point.ranks, bool(profiles)), family.has_key_norm)
-    stored = [layout for layout, _ in planned]
+    run, recipe, checkpoint, family = job.run, job.recipe, job.checkpoint, job.family
+    planned = planned_layouts(bases, point.ranks)
+    layouts = [layout for layout, _ in planned]
     contents = ShardContents(checkpoint, family, run.shape, bases, planned, checkpoint.tensor)
     tensors = write_shards(staging, job, contents, progress)
     for file in run.info["model"].get("files", {}):
@@ -179,24 +168,15 @@ def _write(
     config["attn_implementation"] = MARK
     config["quantization_config"] = {
         "quant_method": MARK,
-        "format_version": version_for(stored),
+        "format_version": FORMAT_VERSION,
         "biases": sorted(bias_names(first)),
-        "layers": {str(i): layout.to_dict() for i, layout in enumerate(stored)},
+        "layers": {str(i): layout.to_dict() for i, layout in enumerate(layouts)},
     }
     cache = None if policy is None else policy.as_dict()
     if cache is not None:
         config["quantization_config"]["cache"] = cache
-    if profiles:
-        config["quantization_config"]["profiles"] = profiles
-        assert accuracy is not None
-        config["rank_profile"] = profile_name(accuracy)
-    else:
-        config["rank_profile"] = None  # so that one that is asked for reaches rotor, which says that there is none
     write_json(staging / "config.json", config)
-    frequencies = [rotary_frequencies(checkpoint.config, layer) for layer in range(len(layouts))]
-    by_prediction = planned_config(layouts, run.shape, frequencies, first.v_weight.element_size())
-    kernels = dataclasses.replace(by_prediction, cache=cache)
-    write_json(staging / KERNEL_CONFIG, kernels.to_dict())
+    write_json(staging / KERNEL_CONFIG, replace(default_config(layouts), cache=cache).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
     accuracy_info = _unmeasured(job) if table is None else _accuracy(recipe, point, table, job.goal)
     report = _report(run, recipe, checkpoint, layouts, point, accuracy_info, tensors, first.v_weight.element_size())
@@ -209,12 +189,10 @@ def _write(
                 for tokens in (recipe.evaluation.seq_len, LONG_TOKENS)
             },
         }
-    if profiles:
-        report["elastic"] = {"profiles": profiles, "stored_layouts": [layout.to_dict() for layout in stored]}
     report["run"] = _relative(run.folder, job.out.path)
     report["source"]["path"] = _relative(checkpoint.folder, job.out.path)
     write_json(staging / ROTOR_JSON, report)
-    write_text(staging / CARD, model_card(report, recipe))
+    write_text(staging / CARD, model_card(report, recipe, run.shape))
     with progress.task("report", None, ""):
         write_with_checkpoint(staging, run, job.out.path.name)
     return report, write_manifest(staging, "checkpoint")
@@ -270,7 +248,7 @@ def _report(
     """The content of rotor.json."""
     source = run.info["model"]
     return {
-        "format_version": version_for(layouts),
+        "format_version": FORMAT_VERSION,
         "versions": run.info["versions"],
         "recipe": recipe.name,
         "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},

@@ -8,16 +8,16 @@ from typing import Any
 import yaml
 
 from ..evaluation.fidelity import Fidelity
-from ..format.columns import in_words
+from ..format.channels import in_words
 from ..format.file_names import ROTOR_JSON
-from ..format.layout import GroupLayout
+from ..format.layout import AttentionShape, LayerLayout
 from ..format.manifest import NO_DIGEST
 from ..installing import pip_install
 from ..recipe import Recipe
 from ..recipe.metric_registry import METRICS, MetricInfo, base_note, chance_note, describe
 
 
-def model_card(report: dict[str, Any], recipe: Recipe) -> str:
+def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) -> str:
     """Markdown with a metadata block, from the content of rotor.json."""
     size, name, share = report["kv_bytes_per_token"], report["source"]["name"], report["compression"]
     base_model, name = report["source"]["hub_id"] or name, markdown(name)
@@ -29,9 +29,9 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["rotor", "kv-cache", "compression"],
     }
-    layouts = report["layouts"]
-    domains = sorted({(layout["domain"], layout.get("rope_block", 1)) for layout in layouts})
-    sizes = sorted({len(layout["groups"][0]["kv_heads"]) for layout in layouts})
+    layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
+    forms = sorted({_form(layout, shape) for layout in layouts})
+    sizes = sorted({layout.group_size for layout in layouts})
     return f"""---
 {yaml.safe_dump(metadata, sort_keys=False).strip()}
 ---
@@ -39,14 +39,14 @@ def model_card(report: dict[str, Any], recipe: Recipe) -> str:
 # {name}, KV cache compressed by rotor
 
 The weights of {name} with value, output and (where folded) key projections rotated and truncated.
-{_merged(layouts)}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
+{_merged(layouts, shape)}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
 ({100 * share["stored"]:.1f} % less).
 
 | | |
 |---|---|
 | recipe | {markdown(recipe.name)}: {markdown(recipe.summary)} |
-| keys compressed | {" and ".join(_domain(*d) for d in domains)}, {" or ".join(map(str, sizes))} KV head(s) a group |
-{_columns_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
+| keys compressed | {" and ".join(forms)}, {" or ".join(map(str, sizes))} KV head(s) a group |
+{_channels_row(layouts)}| compression planned, stored | {share["planned"]:.4f}, {share["stored"]:.4f} |
 | KV bytes per token before, after | {size["before"]}, {size["after"]} |
 {_cache_row(report)}{measured}
 
@@ -146,26 +146,30 @@ def _label(info: MetricInfo) -> str:
     return "closeness of the distributions" if info.field else info.label
 
 
-def _columns_row(layouts: list[dict[str, Any]]) -> str:
-    """The columns of all layers by bits, where they are codes."""
-    groups = [GroupLayout.from_dict(group, ROTOR_JSON) for layout in layouts for group in layout["groups"]]
-    together = in_words(group.qk_columns for group in groups if group.joint and group.qk_columns)
-    keys = in_words(group.qk_columns for group in groups if not group.joint and group.qk_columns)
-    values = in_words(group.v_columns for group in groups if not group.joint and group.v_columns)
-    rows = f"| columns of latents, each of keys and values together | {together} |\n" if together else ""
-    return rows + (f"| columns of key latents, of value latents | {keys}; {values} |\n" if keys else "")
+def _channels_row(layouts: list[LayerLayout]) -> str:
+    """The channels of all layers by bits, where they are codes."""
+    groups = [group for layout in layouts for group in layout.groups]
+    together = in_words(group.key for group in groups if group.joint)
+    keys = in_words(group.key for group in groups if group.value is not None)
+    values = in_words(group.value for group in groups if group.value is not None)
+    rows = f"| channels of latents, each of keys and values together | {together} |\n" if together else ""
+    return rows + (f"| channels of key latents, of value latents | {keys}; {values} |\n" if keys else "")
 
 
-def _merged(layouts: list[dict[str, Any]]) -> str:
-    joint = any(group.get("joint", False) for layout in layouts for group in layout["groups"])
-    return "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n" if joint else ""
+def _merged(layouts: list[LayerLayout], shape: AttentionShape) -> str:
+    if not any(layout.joint and layout.folds_keys(shape) for layout in layouts):
+        return ""
+    return "Where keys and values share a latent, `k_proj` puts it out and there is no `v_proj`.\n"
 
 
-def _domain(domain: str, rope_block: int) -> str:
-    if rope_block > 1:
-        return f"turned by RoPE within blocks of {rope_block} positions (attention turns queries once a block)"
-    return {
-        "post": "after RoPE (never rebuilt)",
-        "pre": "before RoPE (rebuilt inside attention)",
-        "none": "in place (the model has no RoPE)",
-    }[domain]
+def _form(layout: LayerLayout, shape: AttentionShape) -> str:
+    if not shape.rotary_dim:
+        return "in place (the model has no RoPE)"
+    if layout.rope_block is None:
+        return "after RoPE (never rebuilt)"
+    if layout.fast_planes == shape.rotary_planes:
+        return "before RoPE (rebuilt inside attention)"
+    return (
+        f"rotated within blocks of {layout.rope_block} positions but for the {layout.fast_planes} fastest planes of "
+        f"{shape.rotary_planes}, which attention rebuilds"
+    )

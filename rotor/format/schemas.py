@@ -11,10 +11,10 @@ from typing import Any, TypedDict
 from ..errors import CheckpointError
 from ..typed import Reader
 from .json_files import read_json
-from .layout import AttentionShape, Domain, LayoutDict
+from .layout import AttentionShape, LayoutDict, is_rope_block
 
 Ranks = list[list[tuple[int, int]]]
-"""(qk_rank, v_rank) of every group of every layer."""
+"""(key rank, value rank) of every group of every layer."""
 
 
 class SourceFiles(TypedDict, total=False):
@@ -31,16 +31,13 @@ class ModelInfo(SourceFiles):
     shards: dict[str, str]
 
 
-class _CandidateInfo(TypedDict):
-    domain: Domain
+class CandidateInfo(TypedDict):
+    """What one candidate of a run is; see rotor.format.layout.Candidate."""
+
+    rope_block: int | None
+    fast_planes: int
     group_size: int
-
-
-class CandidateInfo(_CandidateInfo, total=False):
-    """What one candidate of a run is; see rotor.format.layout.Candidate. Older runs have the first two alone."""
-
     joint: bool
-    rope_block: int
 
 
 class StageInfo(TypedDict):
@@ -53,9 +50,8 @@ class StageInfo(TypedDict):
 class _RunInfo(TypedDict):
     model: ModelInfo
     candidates: dict[str, CandidateInfo]
-    folded_keys: dict[str, bool]
     element_bytes: int
-    shape: dict[str, int | None]
+    shape: dict[str, int | bool]
 
 
 class RunInfo(_RunInfo, total=False):
@@ -79,9 +75,9 @@ class _PointRanks(TypedDict):
 
 
 class PointRanks(_PointRanks, total=False):
-    """Ranks of a point as the method gave them, and as they are stored; columns by bits where they are codes."""
+    """Ranks of a point as the method gave them, and as they are stored; channels by bits where they are codes."""
 
-    columns: list[list[list[dict[str, int]]]]
+    channels: list[list[list[dict[str, int]]]]
 
 
 class SourceInfo(SourceFiles):
@@ -136,13 +132,6 @@ class TensorInfo(TypedDict):
     sha256: str
 
 
-class ElasticInfo(TypedDict):
-    """The rank profiles of an elastic checkpoint, and the layouts of what is stored."""
-
-    profiles: dict[str, Ranks]
-    stored_layouts: list[LayoutDict]
-
-
 class CacheInfo(TypedDict):
     """The policy of the cache, and bytes of a token, everything counted, by the tokens of a prompt."""
 
@@ -165,7 +154,6 @@ class _CheckpointInfo(TypedDict):
 class CheckpointInfo(_CheckpointInfo, total=False):
     """rotor.json."""
 
-    elastic: ElasticInfo
     cache: CacheInfo
 
 
@@ -182,15 +170,17 @@ def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     """What the types of run.json do not express; returns its shape."""
     shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
     if not info["candidates"]:
-        raise reader.fail("candidates", {}, "at least one domain and group size")
+        raise reader.fail("candidates", {}, "at least one")
     for key, candidate in info["candidates"].items():
         size = candidate["group_size"]
         if size < 1 or shape.num_kv_heads % size:
             raise reader.fail(f"candidates.{key}.group_size", size, f"a divisor of {shape.num_kv_heads} KV heads")
-        if candidate.get("joint") and candidate["domain"] == "post":
-            raise reader.fail(f"candidates.{key}.joint", True, "false, as keys are compressed after RoPE")
-        if key not in info["folded_keys"]:
-            raise reader.fail("folded_keys", list(info["folded_keys"]), f"an entry for {key}")
+        block, planes = candidate["rope_block"], candidate["fast_planes"]
+        if block is not None and not (is_rope_block(block) and shape.rotary_dim):
+            raise reader.fail(f"candidates.{key}.rope_block", block, "null, or a power of two in a model with RoPE")
+        most = 0 if block is None else shape.rotary_planes
+        if not 0 <= planes <= most:
+            raise reader.fail(f"candidates.{key}.fast_planes", planes, f"a number from 0 to {most}")
     if not 1 <= info["element_bytes"] <= 8:
         raise reader.fail("element_bytes", info["element_bytes"], "1 to 8")
     return shape

@@ -15,7 +15,6 @@ from ..format.schemas import CheckpointInfo, read_file
 from ..format.section import CompressedSection, is_compressed
 from ..runtime.cache import Policy, read_stored
 from ..runtime.families import attention_shape
-from ..runtime.kernel_choice import kernels_of
 from .checkpoint import Checkpoint
 
 HINT = "Give a folder that `rotor export` wrote."
@@ -54,13 +53,8 @@ class CompressedCheckpoint(Checkpoint):
 
     @cached_property
     def layouts(self) -> list[LayerLayout]:
-        """The layout of each layer as its tensors are stored; of an elastic checkpoint, with all columns."""
+        """The layout of each layer."""
         return self.section.layouts(self.shape)
-
-    @cached_property
-    def default_layouts(self) -> list[LayerLayout]:
-        """The layouts that are loaded by default: of an elastic checkpoint, cut to its default profile."""
-        return self.section.cut_layouts(self.shape, self.config_dict.get("rank_profile"))
 
     @cached_property
     def policy(self) -> Policy | None:
@@ -72,11 +66,6 @@ class CompressedCheckpoint(Checkpoint):
         """Dtype of its tensors, and by default of its cache."""
         return self.config.dtype or torch.float32
 
-    @property
-    def elastic(self) -> bool:
-        """Whether all columns are stored, and ranks are chosen at load."""
-        return bool(getattr(self.section, "profiles", None))
-
     @cached_property
     def report(self) -> CheckpointInfo:
         """rotor.json."""
@@ -84,9 +73,10 @@ class CompressedCheckpoint(Checkpoint):
 
     @cached_property
     def kernel_config(self) -> KernelConfig:
-        """kernel_config.json, checked against the layouts that are loaded by default."""
-        path, profile = self.folder / KERNEL_CONFIG, self.config_dict.get("rank_profile")
-        return kernels_of(self.section, path, self.shape, profile)
+        """kernel_config.json, checked against the layouts."""
+        config = KernelConfig.read(self.folder / KERNEL_CONFIG)
+        config.check(self.layouts)
+        return config
 
     @property
     def source_folder(self) -> Path:

@@ -16,7 +16,7 @@ from ..parallel import SequenceParallel, sequence_parallel
 from ..parallel.launch import Launched, launched
 from ..progress import Progress
 from ..runtime.cache import stored_bytes, use_cache_policy
-from .compressed import CompressedCheckpoint, open_model
+from .compressed import open_model
 from .hardware import pick_device, pick_dtype
 from .hub import find_model
 from .loading import load_model
@@ -30,7 +30,6 @@ def continue_prompt(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
-    profile: str | None = None,
     cache: str | None = None,
     *,
     raw: bool = False,
@@ -43,7 +42,6 @@ def continue_prompt(
     A tokenizer with a chat template gets the prompt as what a user says, and the text is the answer to it.
 
     Args:
-        profile: of an elastic checkpoint, the rank profile to load; None is its default.
         cache: the policy that the cache follows, by name; None is the checkpoint's own, if it has one.
         raw: continue the prompt as it is, whatever the tokenizer has.
         on_text: is told every piece of the text as soon as it is there.
@@ -55,7 +53,7 @@ def continue_prompt(
         `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` of the cache at the end; of a spread one also what each
         process had of it, and the bytes that this process sent to the others, by kind.
     Raises:
-        UsageError: no profile of that name; processes are asked for, and torchrun did not start this one.
+        UsageError: processes are asked for, and torchrun did not start this one.
         CheckpointError: the folder has no tokenizer, or a chat template that fails. DataError: the prompt has no
             tokens.
     """
@@ -68,15 +66,12 @@ def continue_prompt(
     processes = None if parallel_timeout_s is None else _join(timedelta(seconds=parallel_timeout_s))
     target = pick_device(device if processes is None else processes.device(device))
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
-    elastic = isinstance(checkpoint, CompressedCheckpoint) and checkpoint.elastic
-    if profile is not None and not elastic:
-        raise UsageError(f"--profile {profile}: {folder} is not elastic.", "Export it with --elastic.")
     chat = bool(tokenizer.chat_template) and not raw
     inputs = (_as_chat(tokenizer, prompt, folder) if chat else tokenizer(prompt, return_tensors="pt")).to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
     with progress.task("load model", None, ""):
-        model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
+        model = load_model(folder, target, compute_dtype)
     if cache is not None:
         use_cache_policy(model, cache)
     torch.manual_seed(seed)  # transformers samples from the global generator

@@ -87,17 +87,9 @@ def weights_of(
 def compressed_weights(
     checkpoint: CompressedCheckpoint, device: torch.device, dtype: torch.dtype, streamed: bool
 ) -> Weights:
-    """Open the weights of a checkpoint that rotor wrote, as `weights_of` does.
-
-    Raises:
-        UsageError: an elastic checkpoint one layer at a time: it is cut to its profile when all of it is loaded.
-    """
+    """Open the weights of a checkpoint that rotor wrote, as `weights_of` does."""
     if not streamed:
         return weights_of(checkpoint, device, dtype, False)
-    if checkpoint.elastic:
-        raise UsageError(
-            f"{checkpoint.folder}: an elastic checkpoint is loaded as a whole.", "Give --offload never, if it fits."
-        )
     family, layouts = FAMILIES[checkpoint.config.model_type], dict(enumerate(checkpoint.layouts))
 
     def prepare(model: Any) -> None:

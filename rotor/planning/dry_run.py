@@ -33,8 +33,8 @@ from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.shards import ShardContents, planned_layouts
 from ..search.export_job import ExportJob
-from ..search.point import columns_json
-from ..search.rank_search import RankSearch, stored_ranks
+from ..search.point import channels_json
+from ..search.rank_search import RankSearch
 from ..search.search import most_points
 
 
@@ -82,7 +82,7 @@ class ExportPlan:
     """What an export would do.
 
     choice, ranks, kv_bytes_per_token, compression, tensors: None where they depend on what has to be measured first.
-        ranks: [qk_rank, v_rank] by layer and group; columns: where they are codes, those by bits. tensors: bytes
+        ranks: [key rank, value rank] by layer and group; channels: where they are codes, those by bits. tensors: bytes
         before and after, of each tensor that changes.
     checkpoint_bytes: of all tensors, before and after.
     probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
@@ -95,7 +95,7 @@ class ExportPlan:
     goal: dict[str, float]
     choice: list[str] | None
     ranks: list[list[list[int]]] | None
-    columns: list[list[list[dict[str, int]]]] | None
+    channels: list[list[list[dict[str, int]]]] | None
     compression: float | None
     kv_bytes_per_token: dict[str, int | None]
     tensors: dict[str, dict[str, int]] | None
@@ -171,7 +171,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         goal={name: value for name, value in asdict(job.goal).items() if value is not None},
         choice=choice,
         ranks=None if ranks is None else [[list(pair) for pair in layer] for layer in ranks],
-        columns=None if found is None or found.columns is None else columns_json(found.columns),
+        channels=None if found is None or found.channels is None else channels_json(found.channels),
         compression=share,
         kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
         tensors=tensors,
@@ -212,9 +212,8 @@ def _sizes(
 ) -> tuple[dict[str, dict[str, int]], int, int]:
     """Bytes of each tensor that changes, of all tensors together, and of the cache per token."""
     checkpoint, family, shape = job.checkpoint, job.family, job.run.shape
-    chosen = search.bases.select(plan.choice, plan.columns)
-    layouts = [layout for layout, _ in planned_layouts(chosen, plan.rounded, family.has_key_norm)]
-    planned = planned_layouts(chosen, stored_ranks(chosen, plan.rounded, job.settings.elastic), family.has_key_norm)
+    chosen = search.bases.select(plan.choice, plan.channels)
+    planned = planned_layouts(chosen, plan.rounded)
     on_meta = [_on_meta(layer) for layer in chosen]
     contents = ShardContents(checkpoint, family, shape, on_meta, planned, checkpoint.meta_tensor)
     after = {name: t for file in checkpoint.files for name, t in contents.tensors(file).items()}
@@ -224,7 +223,11 @@ def _sizes(
         for name in sorted({*before, *after})
         if name not in before or name not in after or before[name].shape != after[name].shape
     }
-    return changed, sum(map(_bytes, after.values())), kv_bytes_per_token(layouts, element_bytes)
+    return (
+        changed,
+        sum(map(_bytes, after.values())),
+        kv_bytes_per_token([layout for layout, _ in planned], element_bytes),
+    )
 
 
 def _on_meta(bases: LayerBases) -> LayerBases:

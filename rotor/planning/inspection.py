@@ -50,8 +50,8 @@ class Inspection:
     """The facts that `rotor inspect` tells.
 
     kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
-    bits: that a column may have.
-    objective: device and load for which decode times are predicted. decode_times: of every domain and group size that
+    bits: that a channel may have.
+    objective: device and load for which decode times are predicted. decode_times: of every form of keys and group size that
         the model can have, with joint latents too, at a few numbers of bytes; a prediction.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
     calibrate, export: what the commands take on this machine, as they would be run.
@@ -128,9 +128,9 @@ def inspect(
         recipe=spec.name,
         bits=spec.codes.bits,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
-        keys={key: _keys(c, c.folds_keys(family.has_key_norm)) for key, c in candidates.items()},
+        keys={key: _keys(candidate, shape) for key, candidate in candidates.items()},
         objective=load,
-        decode_times=decode_times(shape, family.rotary is not None, family.has_key_norm, rates, step),
+        decode_times=decode_times(shape, rates, step),
         calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
         export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
         export_disk_bytes=int(stored * 1.1),
@@ -153,16 +153,17 @@ def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: i
     return sum(kept[: shape.num_layers]) * per_token // shape.num_layers
 
 
-def _keys(candidate: Candidate, folded: bool) -> str:
+def _keys(candidate: Candidate, shape: AttentionShape) -> str:
     shared = ", one latent with the values" if candidate.joint else ""
-    if candidate.domain == "none":
+    block, fast = candidate.form
+    how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
+    if not shape.rotary_dim:
         return f"no RoPE: basis inside W_q and W_k, no overhead{shared}"
-    if candidate.domain == "post":
+    if block is None:
         return "compressed after RoPE by a product at run time, never rebuilt"
-    if candidate.rope_block > 1:
-        return (
-            f"turned by RoPE within blocks of {candidate.rope_block} positions and compressed by a product at run time"
-            f"{shared}; attention turns queries once a block"
-        )
-    how = "basis inside W_k" if folded else "basis applied behind the key norm"
-    return f"compressed before RoPE ({how}{shared}), rebuilt and rotated inside attention"
+    if fast == shape.rotary_planes:
+        return f"compressed before RoPE ({how}{shared}), rebuilt and rotated inside attention"
+    return (
+        f"{fast} fast planes of {shape.rotary_planes} before RoPE, the others rotated within blocks of {block} positions, "
+        f"compressed by a product at run time{shared}; attention rebuilds the fast ones and rotates queries once a block"
+    )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..allocation.registry import CHOOSING, OF_ONE_WIDTH, RANK_METHODS, RankMethod
 from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
 from ..errors import RecipeError
-from ..format.columns import WIDTHS
+from ..format.channels import WIDTHS
 from ..format.layout import MOST_ROPE_BLOCK, is_rope_block
 from ..typed import Reader, nearest_name
 from .metric_registry import LM_EVAL, METRICS
@@ -31,7 +31,7 @@ LARGEST: dict[str, int] = {
         1 << 26,
     ),
     **dict.fromkeys(("tokens.seq_len", "evaluation.seq_len", "prune.kmeans"), 1 << 20),
-    **dict.fromkeys(("groups.size", "ranks.multiple_of", "objective.batch_size"), 1 << 16),
+    **dict.fromkeys(("groups.size", "groups.fast_planes", "ranks.multiple_of", "objective.batch_size"), 1 << 16),
     **dict.fromkeys(
         ("evaluation.lookup_prompts", "evaluation.lookup_keys", "evaluation.copy_prompts", "evaluation.copy_tokens"),
         1 << 14,
@@ -43,7 +43,7 @@ LARGEST: dict[str, int] = {
 before anything is said."""
 
 LONGEST_LIST = 256
-"""Entries of search.targets and of ranks.probe_shares; each is measured."""
+"""Entries of ranks.probe_shares; each is measured."""
 
 Test = Callable[[Any], bool]
 
@@ -80,16 +80,17 @@ RANGES: dict[str, tuple[Test, str]] = {
     "evaluation.seed": (_seed, "a number from 0"),
     "groups.size": (_unless_word(_positive), "all, auto, any or a positive number of KV heads"),
     "groups.rope_block": (
-        lambda positions: positions > 1 and is_rope_block(positions),
+        is_rope_block,
         f"a power of two from 2 to {MOST_ROPE_BLOCK}",
     ),
+    "groups.fast_planes": (_unless_word(lambda planes: planes >= 0), "quarter, all, auto or a number of planes"),
     "ranks.multiple_of": (_positive, "a positive number"),
     "ranks.probe_shares": (lambda shares: len(shares) > 0 and all(map(_share, shares)), "shares between 0 and 1"),
     "ranks.probe_tokens": (_positive, "a positive number of tokens"),
     "ranks.fisher_tokens": (_positive, "a positive number of tokens"),
     "codes.bits": (
         lambda bits: set(bits) <= {0, *WIDTHS} and len(set(bits)) == len(bits) > 1 and 0 in bits,
-        "0 and at least one of 2, 4, 8, 16, each once",
+        "0 and at least one of 4, 8, 12, 16, each once",
     ),
     "codes.tokens": (_positive, "a positive number of tokens"),
     "codes.repeats": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
@@ -103,7 +104,6 @@ RANGES: dict[str, tuple[Test, str]] = {
     "evaluation.filler_tokens": (_positive, "a positive number of tokens"),
     "evaluation.lm_eval_limit": (_unless_null(_positive), "null or a positive number of documents"),
     "search.resolution": (_share, "a share between 0 and 1"),
-    "search.targets": (lambda targets: all(map(_share, targets)), "accuracies between 0 and 1"),
     "objective.kind": (
         _unless_word(lambda weight: 0 <= weight <= 1),
         "memory, latency or a number from 0 (memory) to 1 (latency)",
@@ -146,14 +146,9 @@ CONDITIONS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]],
         lambda r: "a file or folder, as source is text",
     ),
     (
-        "ranks.multiple_of",
-        lambda r: not r.bases.methods[0].whole_planes or r.ranks.multiple_of % 2 == 0,
-        lambda r: f"an even number, as {r.bases.qk} keeps whole planes",
-    ),
-    (
         "ranks.method",
-        lambda r: r.coded or r.ranks.rule.chooses or "any" not in (r.groups.size, r.groups.domain),
-        lambda r: f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any",
+        lambda r: r.coded or r.ranks.rule.chooses or not r.groups.left_open,
+        lambda r: f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any, or auto of fast_planes",
     ),
     (
         "ranks.rows",
@@ -196,9 +191,8 @@ def check(recipe: Recipe, where: str) -> None:
     for name, most in LARGEST.items():
         if isinstance(value(name), int) and value(name) > most:
             raise reader.fail(name, value(name), f"at most {most}")
-    for name in ("search.targets", "ranks.probe_shares"):
-        if len(value(name)) > LONGEST_LIST:
-            raise reader.fail(name, value(name), f"at most {LONGEST_LIST} values")
+    if len(recipe.ranks.probe_shares) > LONGEST_LIST:
+        raise reader.fail("ranks.probe_shares", recipe.ranks.probe_shares, f"at most {LONGEST_LIST} values")
     for name, fits, expectation in CONDITIONS:
         if not fits(recipe):
             raise reader.fail(name, value(name), expectation(recipe))

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..allocation.registry import Need
-from ..format.columns import EXACT_BITS
+from ..format.channels import WIDTHS
 from .sections import Bases, CacheSettings, Codes, Evaluation, Groups, ObjectiveSettings, Prune, Ranks, Search, Tokens
 
 EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective", "cache")
@@ -39,8 +39,8 @@ class Recipe:
 
     @property
     def coded(self) -> bool:
-        """Whether columns are codes, allocated by bits."""
-        return any(0 < bits < EXACT_BITS for bits in self.codes.bits)
+        """Whether channels are codes, allocated by bits."""
+        return any(0 < bits < max(WIDTHS) for bits in self.codes.bits)
 
     @property
     def joins_latents(self) -> bool:
@@ -63,7 +63,6 @@ class Recipe:
 
     def to_yaml(self) -> str:
         data = self.to_dict()
-        data["search"]["targets"] = list(data["search"]["targets"])
         data["ranks"]["probe_shares"] = list(data["ranks"]["probe_shares"])
         data["codes"]["bits"] = list(data["codes"]["bits"])
         return yaml.safe_dump(data, sort_keys=False, width=120)

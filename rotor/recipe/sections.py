@@ -10,6 +10,7 @@ from typing import Literal
 
 from ..allocation.registry import RANK_METHODS, RankMethod
 from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
+from ..format.layout import MOST_ROPE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -60,25 +61,36 @@ class Prune:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of KV heads, and the domain in which keys are compressed.
+    """Groups of KV heads, and where RoPE stands in the keys that are compressed.
 
     size: KV heads of a layer that share a latent, or `all` of them; `auto` takes as many as make attention no slower
         than the uncompressed model's, as predicted for `objective`; `any` leaves it to the ranks' method `global`, or
         to bits of codes, to choose for each layer among all divisors.
     domain: where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
-        `any` leaves it to the ranks likewise; `block`: turned by RoPE only within blocks of `rope_block` positions,
-        so that attention turns queries, once a block, and rebuilds no key. A model without RoPE has none of them.
+        `any` leaves it to the ranks likewise; `block`: the slow rotary planes rotated within blocks of `rope_block`
+        positions, where attention rotates queries, once a block, and `fast_planes` before RoPE, which attention
+        rebuilds. A model without RoPE has none of them.
     joint: keys and values share one latent, kept once, as both come from the same hidden state; where that can be:
-        codes, in bases by fisher without refit, of keys before RoPE that the model does not norm, or turned within
-        blocks. Elsewhere they keep two latents.
+        codes, in bases by fisher without refit, of keys before RoPE or in blocks. Elsewhere they keep two latents.
     rope_block: positions of a block of domain `block`, a power of two from 2 to 64: fewer take fewer bytes at equal
         accuracy, more take less arithmetic.
+    fast_planes: rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at
+        equal accuracy, fewer less arithmetic. `quarter`: those that turn by a quarter turn or more within a block;
+        `all`: as domain `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each
+        layer among 0, 8, 16 and so on: by bytes alone that is `all`, so that it wants an objective of latency.
     """
 
     size: int | Literal["all", "auto", "any"] = 1
     domain: Literal["post", "pre", "block", "any"] = "post"
     joint: bool = False
-    rope_block: int = 16
+    rope_block: int = MOST_ROPE_BLOCK
+    fast_planes: int | Literal["quarter", "all", "auto"] = "quarter"
+
+    @property
+    def left_open(self) -> bool:
+        """Whether the ranks choose among several candidates of a layer."""
+        in_blocks = self.domain == "block" and self.fast_planes == "auto"
+        return "any" in (self.size, self.domain) or in_blocks
 
 
 @dataclass(frozen=True)
@@ -135,11 +147,11 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Codes:
-    """Bits of the columns of a latent, and what they are allocated by.
+    """Bits of the channels of a latent, and what they are allocated by.
 
-    bits: widths that a column may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
-        many. With 8, 4 or 2 among them, columns are codes: bits are allocated over all layers, sides and candidates by
-        what an error in each column costs the model's own loss, and of `ranks` only `rows` is used.
+    bits: widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
+        many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers, sides and candidates
+        by what an error in each channel costs the model's own loss, and of `ranks` only `rows` is used.
     tokens: calibration tokens, the first ones, whose gradients say that.
     repeats: share of their rows in which a span, of the text or of random tokens, is stated again further on:
         gradients of text alone say little of what a model looks far back by.
@@ -192,11 +204,9 @@ class Evaluation:
 class Search:
     """How the point of an accuracy is searched.
 
-    targets: accuracies whose points become the profiles of an elastic checkpoint.
     resolution: bisection ends when what reaches the target and what does not are this much of compression apart.
     """
 
-    targets: tuple[float, ...] = (0.995, 0.99, 0.98, 0.95, 0.9)
     resolution: float = 0.01
 
 

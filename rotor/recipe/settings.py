@@ -134,7 +134,6 @@ class ExportSettings:
     targets: tuple[float, ...] = ()
     overrides: tuple[str, ...] = ()
     objective: str | float | None = None
-    elastic: bool = False
     compute: Compute = Compute()
     overwrite: bool = False
     measure: bool = True
@@ -151,10 +150,6 @@ class ExportSettings:
         check_accuracies("--targets", self.targets)
         if self.targets and self.goal.accuracy is None:
             raise UsageError("--targets are searched beside an accuracy.", "Give --accuracy, too.")
-        if self.elastic and self.goal.accuracy is None:
-            raise UsageError(
-                "--elastic stores ranks by accuracy.", "Give --accuracy, the profile that is used by default."
-            )
         if not self.measure and self.goal.accuracy is not None:
             raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
         run = Path(self.run)

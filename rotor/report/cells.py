@@ -1,4 +1,4 @@
-"""The map of ranks: a cell for each group of KV heads, with what is kept and of how many columns and bits."""
+"""The map of ranks: a cell for each group of KV heads, with what is kept and of how many channels and bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..calibration.run import Run
-from ..format.columns import Columns
+from ..format.channels import Latent, Numbers
 from ..format.file_names import ROTOR_JSON
 from ..format.layout import GroupLayout, LayoutDict
 from ..search.point import Point
@@ -16,9 +16,9 @@ WHOLE_BITS = 16
 
 @dataclass(frozen=True)
 class CellSide:
-    """Keys or values of a group: the columns that are kept, and where they are codes, how many of each width.
+    """Keys or values of a group: the channels that are kept, and where they are codes, how many of each width.
 
-    widths: `28x16 76x8` are 28 columns of 16 bits and 76 of 8. bits: of all together; 0 where columns are numbers.
+    widths: `28x8 76x4` are 28 channels of 8 bits and 76 of 4. bits: of all together; 0 of numbers.
     """
 
     rank: int
@@ -26,17 +26,16 @@ class CellSide:
     bits: int = 0
 
     @classmethod
-    def of(cls, rank: int, columns: Columns | None) -> CellSide:
-        if columns is None:
-            return cls(rank)
-        counts = {int(width): count for width, count in columns.to_dict().items()}
-        widths = " ".join(f"{count}x{width}" for width, count in counts.items())
-        return cls(rank, widths, sum(width * count for width, count in counts.items()))
+    def of(cls, latent: Latent) -> CellSide:
+        if isinstance(latent, Numbers):
+            return cls(latent.rank)
+        widths = " ".join(f"{count}x{width}" for width, count in latent.to_dict().items())
+        return cls(latent.rank, widths, sum(latent.bits))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One group: its KV heads, both sides, and the columns that each side has before any is dropped.
+    """One group: its KV heads, both sides, and the channels that each side has before any is dropped.
 
     joint: both sides are the same latent.
     """
@@ -44,15 +43,13 @@ class Cell:
     kv_heads: tuple[int, ...]
     keys: CellSide
     values: CellSide
-    columns: int
+    channels: int
     joint: bool
 
     @classmethod
     def of(cls, group: GroupLayout, head_dim: int) -> Cell:
-        keys = CellSide.of(group.qk_rank, group.qk_columns)
-        values = CellSide.of(group.v_rank, group.v_columns)
-        columns = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
-        return cls(group.kv_heads, keys, values, columns, group.joint)
+        channels = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
+        return cls(group.kv_heads, CellSide.of(group.key), CellSide.of(group.values), channels, group.joint)
 
     def side(self, name: str) -> CellSide:
         """`keys` or `values`."""
@@ -60,8 +57,8 @@ class Cell:
 
     @property
     def whole_bits(self) -> int:
-        """Of all columns at WHOLE_BITS each."""
-        return self.columns * WHOLE_BITS
+        """Of all channels at WHOLE_BITS each."""
+        return self.channels * WHOLE_BITS
 
 
 def cells_of_layouts(layouts: Sequence[LayoutDict], head_dim: int) -> list[list[Cell]]:
@@ -74,11 +71,14 @@ def cells_of_point(run: Run, point: Point) -> list[list[Cell]]:
     """Of each layer of a measured point."""
     cells = []
     for index, key in enumerate(point.choice):
-        size = int(run.info["candidates"][key]["group_size"])
-        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(point.ranks[index]))]
-        if point.columns is None:
-            groups = [GroupLayout(h, qk, v) for h, (qk, v) in zip(heads, point.ranks[index], strict=True)]
-        else:
-            groups = [GroupLayout.coded(h, *pair) for h, pair in zip(heads, point.columns[index], strict=True)]
+        candidate = run.candidates[key]
+        latents: Sequence[tuple[Latent, Latent | None]] = (
+            point.channels[index]
+            if point.channels
+            else [(Numbers(qk), None if candidate.joint else Numbers(v)) for qk, v in point.ranks[index]]
+        )
+        size = candidate.group_size
+        heads = (tuple(range(i * size, (i + 1) * size)) for i in range(len(latents)))
+        groups = [GroupLayout(own, *pair) for own, pair in zip(heads, latents, strict=True)]
         cells.append([Cell.of(group, run.shape.head_dim) for group in groups])
     return cells

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..allocation.registry import RANK_METHODS
 from ..allocation.water_filling import interpolated
 from ..calibration.run import Run
-from ..codes.layer import columns_bytes
+from ..codes.layer import channels_bytes
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import RECIPE, ROTOR_JSON
@@ -240,12 +240,10 @@ def _spectrum_names(run: Run, key: str) -> dict[str, str]:
 
     A joint latent has one set of them, of `joint`.
     """
-    domain, heads, joint, rope_block = run.candidates[key]
-    where = {"pre": "before RoPE, ", "post": "after RoPE, ", "none": ""}[domain]
-    if rope_block > 1:
-        where = f"turned within blocks of {rope_block}, "
+    form, heads, joint = run.candidates[key]
     size = f"{heads} head{'s' if heads > 1 else ''} a group"
-    return {JOINT: where + size} if joint else {"qk": where + size, "vo": size}
+    where = f"{form.in_words(run.shape)}, {size}"
+    return {JOINT: where} if joint else {"qk": where, "vo": size}
 
 
 def _mean_spectrum(values: Any) -> list[float]:
@@ -292,8 +290,8 @@ def _shown_accuracy(point: Point) -> float:
 def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
     element = int(run.info["element_bytes"])
     before = uncompressed_kv_bytes_per_token(run.shape, element)
-    if point.columns is not None:
-        return before, columns_bytes(point.columns, element)
+    if point.channels is not None:
+        return before, channels_bytes(point.channels)
     return before, element * sum(qk + v for layer in point.ranks for qk, v in layer)
 
 

@@ -16,11 +16,11 @@ from ..models.checkpoint import Checkpoint
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import read_attention
+from ..format.tensors import FLOAT32
 from ..numerics import check_parameters
-from ..runtime.attention import FLOAT32
 from ..runtime.families import AttentionWeights, find_family
 from ..runtime.integration import replace_attention
-from .rewrite import layer_layout, rewrite_layer
+from .rewrite import bias_names, layer_layout, rewrite_layer
 
 EVALUATION_TOKENS = (2048, 16384)
 """Tokens that go through a layer together when accuracy is measured, on a CPU and on a GPU."""
@@ -119,7 +119,7 @@ class CompressibleModel(LayerwiseModel):
     def _put_compressed(self, index: int, bases: LayerBases, ranks: LayerRanks) -> None:
         weights = self.attention_weights(index)
         device = next(self._originals[index].parameters()).device
-        layout, order = layer_layout(bases, ranks, self.family.has_key_norm)
+        layout, order = layer_layout(bases, ranks)
         rewritten = rewrite_layer(weights, bases, layout, order, self.shape)
         with torch.device("meta"):
             layouts = {index: layout}
@@ -131,8 +131,3 @@ class CompressibleModel(LayerwiseModel):
         module.load_state_dict(on_device, strict=False, assign=True)
         check_parameters(module, "the rewritten weights", self.family.attention_prefix(index))
         module.eval()
-
-
-def bias_names(weights: AttentionWeights) -> frozenset[str]:
-    """Names of those of q, k, v, o that have a bias."""
-    return frozenset(p for p in "qkvo" if getattr(weights, f"{p}_bias") is not None)

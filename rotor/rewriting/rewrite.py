@@ -5,8 +5,6 @@ All products are float64; each tensor is cast exactly once, to the dtype of the 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -14,37 +12,37 @@ from ..bases.layer import LayerBases
 from ..codes.fold import FoldedCode, fold_code
 from ..codes.layer import CodedBases
 from ..errors import NumericsError
-from ..format.layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, folds_keys, ordered_by_class
+from ..format.channels import Channels, Numbers
+from ..format.layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
+from ..format.tensors import layer_tensors
 from ..numerics import one_thread
-from ..runtime.attention import FLOAT32
 from ..runtime.families import AttentionWeights
 
 RIDGE = 1e-6
 """Share of the mean latent energy added in the least-squares refit of W_o."""
 
 
-def layer_layout(bases: LayerBases, ranks: LayerRanks, has_key_norm: bool) -> tuple[LayerLayout, tuple[int, ...]]:
+def layer_layout(bases: LayerBases, ranks: LayerRanks) -> tuple[LayerLayout, tuple[int, ...]]:
     """Lay out a layer at given ranks.
 
     Args:
-        ranks: (qk_rank, v_rank) of each group in the order of the bases; of coded ones, what their columns count.
-        has_key_norm: a norm between k_proj and RoPE, which keeps the key basis out of W_k.
+        ranks: (key rank, value rank) of each group in the order of the bases; of coded ones, what their channels count.
     Returns:
         The layout (groups ordered by class), and for each position the index of its group in `bases`.
     """
-    size, domain = bases.group_size, bases.domain
-    planes: list[list[int]] = [[] for _ in ranks]
-    if bases.planes is not None and not has_key_norm:
-        planes, domain = bases.planes.tolist(), "none"  # RoPE commutes with them: all is folded
-    heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(ranks))]
-    if isinstance(bases, CodedBases):
-        groups = [GroupLayout.coded(own, *columns) for own, columns in zip(heads, bases.columns, strict=True)]
-    else:
-        groups = [
-            GroupLayout(heads[i], qk_rank, v_rank, tuple(planes[i][: qk_rank // 2]), joint=bases.joint)
-            for i, (qk_rank, v_rank) in enumerate(ranks)
-        ]
-    return ordered_by_class(domain, folds_keys(domain, has_key_norm, bases.rope_block), groups, bases.rope_block)
+    size = bases.group_size
+    latents = bases.channels if isinstance(bases, CodedBases) else [_numbers(*pair, bases.joint) for pair in ranks]
+    groups = [GroupLayout(tuple(range(i * size, (i + 1) * size)), *pair) for i, pair in enumerate(latents)]
+    return ordered_by_class(groups, bases.form)
+
+
+def _numbers(key_rank: int, value_rank: int, joint: bool) -> tuple[Numbers, Numbers | None]:
+    return Numbers(key_rank), None if joint else Numbers(value_rank)
+
+
+def bias_names(weights: AttentionWeights) -> frozenset[str]:
+    """Names of those of q, k, v, o that have a bias."""
+    return frozenset(p for p in "qkvo" if getattr(weights, f"{p}_bias") is not None)
 
 
 def rewrite_layer(
@@ -54,18 +52,10 @@ def rewrite_layer(
     order: tuple[int, ...],
     shape: AttentionShape,
 ) -> dict[str, Tensor]:
-    """Rewrite the projections of one layer; they come by their names under the attention module.
+    """Rewrite the projections of one layer: the tensors that `format.tensors.layer_tensors` lists.
 
-    `q_proj` [num_heads * head_dim, hidden] with heads in the order of the layout (without RoPE: rotated and truncated,
-    [sum over query heads of qk_rank, hidden]); `k_proj` likewise, or [qk_width, hidden] if the key basis is folded;
-    `v_proj` [v_width, hidden], none where latents are joint and k_proj puts them out; `o_proj` [hidden, sum over query
-    heads of v_rank]. `key_basis` [g * head_dim, qk_width] where keys are projected at run time; `query_basis`, of the
-    same shape, where queries are or keys are rebuilt.
-
-    Of coded bases, all that puts out a column of codes is divided by its step and shifted by its mean (`key_shift`
-    [qk_width], float32, where keys are projected at run time), all that reads one is multiplied by the step. What
-    rebuilt keys lack then is `key_constant` [num_kv_heads, head_dim], float32; what the values lack is in o_proj's
-    bias.
+    Of coded bases, all that puts out a channel is divided by its step and shifted by its mean, all that reads one has
+    a column for each nibble. What keys lack then is `key_constant`; what values lack is in o_proj's bias.
 
     Args:
         layout, order: from `layer_layout`.
@@ -73,93 +63,106 @@ def rewrite_layer(
         NumericsError: a result overflows the dtype or is not finite; names it.
     Source: FDC section 5.1 for queries and keys, ZACK section 5.1 for the folding of W_v and W_o; docs/design.md.
     """
-    keys, values = _folded_codes(bases, order, weights.v_weight.device)
+    keys, values = _folded_codes(bases, layout, order, weights.v_weight.device)
     if keys:
-        qk_encode, qk_decode = [code.encode for code in keys], [code.decode for code in keys]
-        v_encode, v_decode = [code.encode for code in values], [code.decode for code in values]
+        key_encode, key_decode = [code.encode for code in keys], [code.decode for code in keys]
+        value_encode, value_read = [code.encode for code in values], [code.read for code in values]
     else:
-        qk_encode, qk_decode, v_encode, v_decode = _truncated(bases, layout, order)
+        key_encode, key_decode, value_encode, value_read = _truncated(bases, layout, order)
+    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
     heads = torch.tensor(layout.kv_head_order)
     tensors: dict[str, Tensor | None] = {}
     for kind in ("weight", "bias"):
         q, k, v = (_by_kv_head(getattr(weights, f"{p}_{kind}"), heads, shape) for p in "qkv")
-        if layout.domain == "none" and q is not None:
-            q_latents = _per_group(q.to(torch.float64), layout)
-            parts = [
-                torch.einsum("gdr,gpd...->gpr...", _by_head(decode, layout), block).flatten(0, 2)
-                for decode, block in zip(qk_decode, q_latents, strict=True)
-            ]
-            tensors[f"q_proj.{kind}"] = torch.cat(parts)
-        else:
-            tensors[f"q_proj.{kind}"] = None if q is None else q.flatten(0, 2)
-        of_keys = _fold(k, qk_encode, layout) if layout.folded_keys else _flatten_kv(k)
-        of_values = _fold(v, v_encode, layout)
-        if layout.joint and layout.folded_keys:
+        tensors[f"q_proj.{kind}"] = _flatten_kv(q) if rotary or q is None else _absorbed(q, key_decode, layout)
+        of_keys = _fold(k, key_encode, layout) if folded else _flatten_kv(k)
+        of_values = _fold(v, value_encode, layout)
+        if layout.joint and folded:
             of_keys, of_values = _sum(of_keys, of_values), None
         tensors[f"k_proj.{kind}"], tensors[f"v_proj.{kind}"] = of_keys, of_values
 
     columns = _by_kv_head(weights.o_weight.T, heads, shape)
     assert columns is not None
-    readers = [_by_head(d, layout).unsqueeze(1) for d in v_decode]
+    readers = [_by_head(d, layout).unsqueeze(1) for d in value_read]
     if bases.outputs is not None:
         outputs = bases.outputs.unflatten(0, (-1, layout.group_size, shape.heads_per_kv))
         ordered = (outputs[i] for i in order)  # one at a time: they are by far the largest
-        readers = [_refit(*parts) for parts in zip(readers, v_encode, v_decode, ordered, strict=True)]
+        readers = [_refit(*parts) for parts in zip(readers, value_encode, value_read, ordered, strict=True)]
+    placed = [reader @ code.nibbles for reader, code in zip(readers, values, strict=True)] if values else readers
     tensors["o_proj.weight"] = torch.cat(
         [
             (reader.mT @ block.to(torch.float64)).flatten(0, 2)
-            for reader, block in zip(readers, _per_group(columns, layout), strict=True)
+            for reader, block in zip(placed, _per_group(columns, layout), strict=True)
         ]
     ).T
     tensors["o_proj.bias"] = weights.o_bias
-    if not layout.folded_keys:
-        tensors["key_basis"] = torch.cat(qk_encode, dim=-1)
-    if layout.domain != "none":
-        tensors["query_basis"] = torch.cat(qk_decode, dim=-1)
+    if not folded:
+        tensors["key_basis"] = torch.cat(key_encode, dim=-1)
+    if rotary:
+        tensors["query_basis"] = torch.cat(key_decode, dim=-1)
     if keys:
         before = tensors["k_proj.bias"]
-        if layout.folded_keys:
+        if folded:
             tensors["k_proj.bias"], keys = _shifted(before, keys, weights.k_weight.dtype)
         else:
             tensors["key_shift"] = torch.cat([code.shift for code in keys])
-        if layout.joint and layout.folded_keys:
+        if layout.joint and folded:
             _, values = _shifted(before, values, weights.k_weight.dtype)
         elif not layout.joint:
             tensors["v_proj.bias"], values = _shifted(tensors["v_proj.bias"], values, weights.v_weight.dtype)
-        if layout.domain == "pre":
+        if rotary:
             tensors["key_constant"] = torch.cat([code.constant for code in keys]).unflatten(0, (-1, shape.head_dim))
         refitted = bases.outputs is not None  # then the readers have taken the means of what was dropped into account
         constants = [
             reader @ code.offset + (0 if refitted else code.dropped.unflatten(0, (layout.group_size, 1, -1)))
             for reader, code in zip(readers, values, strict=True)
         ]
-        tensors["o_proj.bias"] = sum(
-            (
-                (constant.unsqueeze(-1) * block.to(torch.float64)).sum((0, 1, 2))
-                for constant, block in zip(constants, _per_group(columns, layout), strict=True)
-            ),
-            torch.zeros(shape.hidden_size, dtype=torch.float64, device=columns.device)
-            if weights.o_bias is None
-            else weights.o_bias.to(torch.float64),
-        )
+        tensors["o_proj.bias"] = _with_constants(weights.o_bias, columns, constants, layout)
+    specs = layer_tensors(layout, shape, bias_names(weights))
+    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {n: s.shape for n, s in specs.items()}
     return {
-        name: _cast(tensor, _dtype_of(name, weights), weights.prefix + name)
-        for name, tensor in tensors.items()
-        if tensor is not None
+        name: _cast(found[name], torch.float32 if spec.float32 else _dtype_of(name, weights), weights.prefix + name)
+        for name, spec in specs.items()
     }
 
 
+def _absorbed(query: Tensor, decode: list[Tensor], layout: LayerLayout) -> Tensor:
+    """Queries [num_kv_heads, heads_per_kv, head_dim, ...] in the latents of their keys, without RoPE."""
+    blocks = _per_group(query.to(torch.float64), layout)
+    return torch.cat(
+        [
+            torch.einsum("gdr,gpd...->gpr...", _by_head(own, layout), block).flatten(0, 2)
+            for own, block in zip(decode, blocks, strict=True)
+        ]
+    )
+
+
+def _with_constants(bias: Tensor | None, columns: Tensor, constants: list[Tensor], layout: LayerLayout) -> Tensor:
+    """The bias of o_proj with what it makes of the constant values.
+
+    Args:
+        columns: of W_o, [num_kv_heads, heads_per_kv, head_dim, hidden_size]. constants: of each group, [group_size,
+            heads_per_kv or 1, head_dim].
+    """
+    total = columns.new_zeros(columns.shape[-1], dtype=torch.float64) if bias is None else bias.to(torch.float64)
+    for constant, block in zip(constants, _per_group(columns, layout), strict=True):
+        total = total + (constant.unsqueeze(-1) * block.to(torch.float64)).sum((0, 1, 2))
+    return total
+
+
 def _folded_codes(
-    bases: LayerBases, order: tuple[int, ...], device: torch.device
+    bases: LayerBases, layout: LayerLayout, order: tuple[int, ...], device: torch.device
 ) -> tuple[list[FoldedCode], list[FoldedCode]]:
     """The codes of keys and of values of each group in the order of the layout, folded; none of bases without codes."""
     if not isinstance(bases, CodedBases):
         return [], []
-    sides = ((bases.qk, bases.key_codes), (bases.vo, bases.value_codes))
-    keys, values = (
-        [fold_code(pair.encode[i], pair.decode[i], codes[i]).to(device) for i in order] for pair, codes in sides
-    )
-    return keys, values
+    key, value = [], []
+    for group, i in zip(layout.groups, order, strict=True):
+        assert isinstance(group.key, Channels) and isinstance(group.values, Channels)
+        key.append(fold_code(bases.qk.encode[i], bases.qk.decode[i], bases.key_codes[i], group.key).to(device))
+        value.append(fold_code(bases.vo.encode[i], bases.vo.decode[i], bases.value_codes[i], group.values).to(device))
+    return key, value
 
 
 def _shifted(bias: Tensor | None, codes: list[FoldedCode], dtype: torch.dtype) -> tuple[Tensor, list[FoldedCode]]:
@@ -172,7 +175,7 @@ def _shifted(bias: Tensor | None, codes: list[FoldedCode], dtype: torch.dtype) -
     exact = exact if bias is None else exact + bias
     rounded = exact.to(dtype).to(exact.dtype)
     moved = (rounded - exact).split([len(code.shift) for code in codes])
-    return rounded, [replace(code, offset=code.offset - part) for code, part in zip(codes, moved, strict=True)]
+    return rounded, [code.shifted(part) for code, part in zip(codes, moved, strict=True)]
 
 
 def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> Tensor:
@@ -201,17 +204,17 @@ def _refit(reader: Tensor, encode: Tensor, decode: Tensor, outputs: Tensor) -> T
 
 
 def _truncated(bases: LayerBases, layout: LayerLayout, order: tuple[int, ...]) -> tuple[list[Tensor], ...]:
-    """(qk encode, qk decode, v encode, v decode): a list of [g * head_dim, rank] in the order of the layout."""
-    qk_ranks, v_ranks = [g.qk_rank for g in layout.groups], [g.v_rank for g in layout.groups]
+    """(key encode, key decode, value encode, value decode): a list of [g * head_dim, rank] in the order of the layout."""
+    keys, values = [g.key.rank for g in layout.groups], [g.values.rank for g in layout.groups]
 
     def columns(basis: Tensor, ranks: list[int]) -> list[Tensor]:
         return [basis[i, :, :rank] for i, rank in zip(order, ranks, strict=True)]
 
     return (
-        columns(bases.qk.encode, qk_ranks),
-        columns(bases.qk.decode, qk_ranks),
-        columns(bases.vo.encode, v_ranks),
-        columns(bases.vo.decode, v_ranks),
+        columns(bases.qk.encode, keys),
+        columns(bases.qk.decode, keys),
+        columns(bases.vo.encode, values),
+        columns(bases.vo.decode, values),
     )
 
 
@@ -251,12 +254,7 @@ def _fold(tensor: Tensor | None, encode: list[Tensor], layout: LayerLayout) -> T
 
 
 def _dtype_of(name: str, weights: AttentionWeights) -> torch.dtype:
-    """That of the tensor which a new one replaces; what replaces none takes that of its projection, or of the values.
-
-    Some are added before anything is rounded, and stay in float32.
-    """
-    if name in FLOAT32:
-        return torch.float32
+    """That of the tensor which a new one replaces; what replaces none takes that of its projection, or of the values."""
     if "_proj." not in name:
         return weights.v_weight.dtype
     side, kind = name[0], name.rpartition(".")[2]

@@ -59,7 +59,7 @@ class ShardContents:
 
 
 def planned_layouts(
-    bases: Sequence[LayerBases], ranks: Sequence[LayerRanks], has_key_norm: bool
+    bases: Sequence[LayerBases], ranks: Sequence[LayerRanks]
 ) -> list[tuple[LayerLayout, tuple[int, ...]]]:
     """Lay out every layer; see `layer_layout`."""
-    return [layer_layout(layer, layer_ranks, has_key_norm) for layer, layer_ranks in zip(bases, ranks, strict=True)]
+    return [layer_layout(layer, layer_ranks) for layer, layer_ranks in zip(bases, ranks, strict=True)]

@@ -26,21 +26,20 @@ def rotary_kinds(config: Any) -> set[str]:
 
 
 def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
-    """Radians by which each plane of a head turns from one position to the next, head_dim / 2 of them.
+    """Radians by which each plane of a head turns from one position to the next; none in a model without RoPE.
 
     Args:
         config: of transformers, of a supported family.
     Returns:
-        None for a model without RoPE, or with one that turns only a part of a head, or whose frequencies depend on the
-        length.
+        None where frequencies depend on the length of a sequence.
     """
     family, shape = FAMILIES[config.model_type], attention_shape(config)
-    if family.rotary is None or shape.rotary_dim != shape.head_dim:
-        return None
+    if not shape.rotary_dim:
+        return ()
     kind = family.rotary_type(config, layer)
     rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if rope["rope_type"] == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+        exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float64) / shape.rotary_dim
         return tuple((float(rope["rope_theta"]) ** -exponents).tolist())
     if rope["rope_type"] not in FIXED:
         return None

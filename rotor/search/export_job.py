@@ -46,23 +46,11 @@ class ExportJob:
                 f"codes.bits {list(recipe.codes.bits)}: {opened.folder} was calibrated without codes.",
                 f"Calibrate again with --set codes.bits={json.dumps(recipe.codes.bits)}.",
             )
-        if recipe.coded and settings.elastic:
-            raise UsageError(
-                f"--elastic: codes.bits {list(recipe.codes.bits)} folds the step of each column's code into the "
-                "weights, for one width: a profile cannot lower bits, only drop columns of 16.",
-                "Export once for each accuracy from this run; elastic are columns of 16 bits (recipe rotor-16, "
-                "--set bases.refit=false).",
-            )
         if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
             raise UsageError(
                 f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
                 f"run's is {recipe.ranks.method}.",
                 f"Give --set ranks.method={CHOOSING}, or leave the objective at memory.",
-            )
-        if settings.elastic and recipe.bases.refit:
-            raise UsageError(
-                "--elastic needs nested columns, and this run refits W_o for each rank.",
-                "Calibrate again with --set bases.refit=false.",
             )
         if settings.goal.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
             what = f"codes.bits {list(recipe.codes.bits)}" if recipe.coded else f"ranks.method {recipe.ranks.method}"
@@ -109,11 +97,6 @@ class ExportJob:
     @property
     def goal(self) -> Goal:
         return self.settings.goal
-
-    @property
-    def targets(self) -> tuple[float, ...]:
-        """Further accuracies to search: those asked for, or of an elastic checkpoint the recipe's."""
-        return self.settings.targets or (self.recipe.search.targets if self.settings.elastic else ())
 
     @property
     def unmeasured(self) -> str:
@@ -166,9 +149,4 @@ def _check_fitting(policy: Policy, settings: ExportSettings) -> None:
         raise UsageError(
             f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
             "Leave --no-measure out, or take another --cache.",
-        )
-    if settings.elastic:
-        raise UsageError(
-            f"--elastic: cache policy {policy.method} is fitted to the rows of one set of ranks.",
-            "Export once for each accuracy, or take another --cache.",
         )

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from ..allocation.plan import RankPlan
-from ..codes.layer import GroupColumns, as_pair
+from ..codes.layer import GroupChannels, as_pair
 from ..errors import CheckpointError, UsageError
 from ..evaluation.fidelity import Fidelity
-from ..format.columns import Columns
+from ..format.channels import Channels, latent_from
 from ..format.layout import LayerRanks
 from ..format.schemas import CompressionInfo, PointRanks
 from ..typed import Reader
@@ -37,7 +37,7 @@ class Point:
 
     parameter: what the rank method's knob was. planned, stored: share of the KV cache removed by exact, stored ranks.
     choice: key of the candidate of each layer. exact, ranks: of each layer's groups, as given by the method and stored.
-    columns: by bits of each layer's groups, where they are codes.
+    channels: of each layer's groups, where they are codes.
     """
 
     parameter: float
@@ -48,18 +48,18 @@ class Point:
     ranks: list[LayerRanks]
     search: Fidelity | None = None
     report: Fidelity | None = None
-    columns: list[GroupColumns] | None = None
+    channels: list[GroupChannels] | None = None
 
     @classmethod
     def of(cls, plan: RankPlan) -> Point:
         """A plan of which nothing is measured yet."""
         planned, stored = round(plan.planned, 6), round(plan.stored, 6)
-        return cls(plan.parameter, planned, stored, plan.choice, plan.exact, plan.rounded, columns=plan.columns)
+        return cls(plan.parameter, planned, stored, plan.choice, plan.exact, plan.rounded, channels=plan.channels)
 
     @property
     def key(self) -> str:
         """Equal for points whose stored tensors are equal, whatever method or objective led to them."""
-        return plan_key(self.choice, self.ranks, self.columns)
+        return plan_key(self.choice, self.ranks, self.channels)
 
     def fidelity(self, split: str) -> Fidelity:
         """On a split that was measured; raises UsageError if it was not."""
@@ -85,7 +85,7 @@ class Point:
     @property
     def ranks_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"exact": as_lists(self.exact), "stored": as_lists(self.ranks)}
-        return found if self.columns is None else found | {"columns": columns_json(self.columns)}
+        return found if self.channels is None else found | {"channels": channels_json(self.channels)}
 
     def to_json(self) -> dict[str, Any]:
         """What from_json reads."""
@@ -109,11 +109,11 @@ class Point:
         exact, stored = (
             [[(qk, v) for qk, v in layer] for layer in found["ranks"][kind]] for kind in ("exact", "stored")
         )
-        columns = None
-        if "columns" in found["ranks"]:
-            columns = columns_from_json(found["ranks"]["columns"], f"{reader.where}: {name}.ranks.columns")
-            if [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in columns] != stored:
-                raise reader.fail(f"{name}.ranks.columns", found["ranks"]["columns"], "as many as ranks.stored says")
+        channels = None
+        if "channels" in found["ranks"]:
+            channels = channels_from_json(found["ranks"]["channels"], f"{reader.where}: {name}.ranks.channels")
+            if [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels] != stored:
+                raise reader.fail(f"{name}.ranks.channels", found["ranks"]["channels"], "as many as ranks.stored says")
         compression = found["compression"]
         return cls(
             found["parameter"],
@@ -122,31 +122,37 @@ class Point:
             tuple(found["choice"]),
             exact,
             stored,
-            columns=columns,
+            channels=channels,
             **splits,
         )
 
 
-def plan_key(choice: Sequence[str], ranks: list[LayerRanks], columns: list[GroupColumns] | None = None) -> str:
+def plan_key(choice: Sequence[str], ranks: list[LayerRanks], channels: list[GroupChannels] | None = None) -> str:
     """See Point.key."""
-    parts = [list(choice), ranks] if columns is None else [list(choice), columns_json(columns)]
+    parts = [list(choice), ranks] if channels is None else [list(choice), channels_json(channels)]
     return json.dumps(parts, separators=(",", ":"))
 
 
-def columns_json(columns: list[GroupColumns]) -> list[list[list[dict[str, int]]]]:
-    """Columns by bits as JSON has them: of each layer and group, those of keys and of values, or of both together."""
-    return [[[side.to_dict() for side in pair if side] for pair in layer] for layer in columns]
+def channels_json(channels: list[GroupChannels]) -> list[list[list[dict[str, int]]]]:
+    """Channels by bits as JSON has them: of each layer and group, those of keys and of values, or of both together."""
+    return [[[side.to_dict() for side in pair if side] for pair in layer] for layer in channels]
 
 
-def columns_from_json(found: list[list[list[dict[str, int]]]], where: str) -> list[GroupColumns]:
-    """Read what `columns_json` gave; raises CheckpointError, naming `where`, if there is no such latent."""
+def channels_from_json(found: list[list[list[dict[str, int]]]], where: str) -> list[GroupChannels]:
+    """Read what `channels_json` gave; raises CheckpointError, naming `where`, if there is no such latent."""
     for layer, groups in enumerate(found):
         for latents in groups:
             if len(latents) not in (1, 2):
                 raise Reader(where, CheckpointError, "Export again.").fail(
-                    f"[{layer}]", latents, "columns of keys and of values of each group, or of both together"
+                    f"[{layer}]", latents, "channels of keys and of values of each group, or of both together"
                 )
-    return [[as_pair([Columns.from_dict(side, where) for side in group]) for group in layer] for layer in found]
+    return [[as_pair([_channels(side, where) for side in group]) for group in layer] for layer in found]
+
+
+def _channels(side: dict[str, int], where: str) -> Channels:
+    found = latent_from(side, where)
+    assert isinstance(found, Channels)  # of a dict
+    return found
 
 
 def as_lists(ranks: list[LayerRanks]) -> list[list[list[int]]]:

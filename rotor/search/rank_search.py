@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 
 from ..allocation.plan import RankPath, RankPlan
-from ..bases.layer import LayerBases
 from ..data.readiness import judged_on
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
 from ..errors import AccuracyError, UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
-from ..format.layout import LayerRanks, profile_name
 from ..models.hardware import pick_device, pick_dtype
 from ..progress import Progress, StageTimes, in_time
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.cache import Policy
 from .export_job import ExportJob
 from .point import Point
-from .probe import full_ranks
 from .search import Measurer, find_plan, most_points, plan_for, probe_rows, rank_path, search_target
 from .table import Context, ProbeTable, RankTable
 from .tier_choice import choose_tiers
@@ -168,22 +164,6 @@ class RankSearch:
             policy, _ = choose_tiers(network, rows, settings.tiers, settings.tiers_repeats, self.progress)
         return RankSearch(replace(job, policy=policy), self.times, self.progress, network)
 
-    def profiles(self, point: Point) -> dict[str, list[list[list[int]]]]:
-        """Accuracy -> ranks of every layer and group, for the goal and each further target that can be had.
-
-        A profile may only change ranks: targets at which another domain or group size is chosen are left out.
-        """
-        goal, found = self.job.goal, {}
-        assert goal.accuracy is not None
-        for target in sorted({goal.accuracy, *self.job.targets}, reverse=True):
-            try:
-                plan = self._plan_at(target)
-            except AccuracyError:
-                continue
-            if plan.choice == point.choice:
-                found[profile_name(target)] = [[list(pair) for pair in layer] for layer in plan.rounded]
-        return found
-
     def policy(self, point: Point) -> Policy | None:
         """The cache policy that is stored: with what is found of the model at this point, on the search split."""
         policy = self.job.policy
@@ -191,12 +171,12 @@ class RankSearch:
             return policy
         measurer = self._measuring()
         with self.times.stage("fit cache policy"), self.progress.task("fit cache policy", None, ""):
-            measurer.network.compress(self.bases.select(point.choice, point.columns), point.ranks)
+            measurer.network.compress(self.bases.select(point.choice, point.channels), point.ranks)
             return measurer.meter.fitted_policy(measurer.network)
 
     def search_targets(self) -> None:
         """Measure what further targets need, so that they are in the table; one out of reach is noted there."""
-        for target in self.job.targets:
+        for target in self.job.settings.targets:
             try:
                 self._plan_at(target)
             except AccuracyError as error:
@@ -268,8 +248,3 @@ class RankSearch:
 
 def _measurements(table: RankTable) -> int:
     return sum(point.has(split) for point in table.points for split in SPLITS)
-
-
-def stored_ranks(bases: Sequence[LayerBases], ranks: list[LayerRanks], elastic: bool) -> list[LayerRanks]:
-    """The ranks that the tensors have: an elastic checkpoint keeps all columns."""
-    return [[full_ranks(layer)] * len(layer.qk.encode) for layer in bases] if elastic else ranks

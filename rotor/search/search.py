@@ -45,13 +45,12 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
         sizes = run.shape, recipe.codes.bits, int(run.info["element_bytes"])
         if recipe.objective.weight == 0:
             return BitsPath(codes, *sizes, uniform_rows=recipe.ranks.uniform_rows)
-        costs = RunCosts.of(run, recipe)
-        return PricedBitsPath(codes, *sizes, costs.parts, costs.group)
+        return PricedBitsPath(codes, *sizes, RunCosts.of(run, recipe).channels)
     if any(candidate.joint for candidate in run.candidates.values()):
         raise UsageError(
-            f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose columns are "
+            f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose channels are "
             "chosen by bits of codes alone.",
-            "Give codes.bits 8, 4 or 2 too, or calibrate again with --set groups.joint=false.",
+            "Give codes.bits 12, 8 or 4 too, or calibrate again with --set groups.joint=false.",
         )
     layers = [bases.spectra(layer) for layer in range(len(bases))]
     spectra, ranks = [{key: Spectra(qk, vo) for key, (qk, vo) in layer.items()} for layer in layers], recipe.ranks

@@ -34,7 +34,7 @@ from ..typed import Reader
 from .point import Point, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest.json"
-TABLE_VERSION = 4
+TABLE_VERSION = 5
 HINT = "Delete it, and the next export measures again."
 
 
@@ -203,7 +203,7 @@ class RankTable:
 
     def find(self, plan: RankPlan) -> Point | None:
         """What is known of a plan."""
-        return self.point(plan_key(plan.choice, plan.rounded, plan.columns))
+        return self.point(plan_key(plan.choice, plan.rounded, plan.channels))
 
     def point(self, key: str | None) -> Point | None:
         """By Point.key."""

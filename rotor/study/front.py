@@ -11,7 +11,7 @@ from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from ..prediction.devices import find_device
 from ..recipe import Recipe, override
-from ..rewriting.rewrite import layer_layout
+from ..rewriting.shards import planned_layouts
 from ..search.point import as_lists
 from ..search.search import Measurer, search_target
 from .measure import StudySubject, target_record
@@ -21,7 +21,7 @@ WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the objective: 0 is memory alone, 1 is latency alone."""
 
 CHANGES = ["groups.size=any", "groups.domain=any"]
-"""What a recipe needs so that the ranks choose domain and group size of every layer."""
+"""What a recipe needs so that the ranks choose form of keys and group size of every layer."""
 
 
 def measure_front(
@@ -57,10 +57,10 @@ def _chosen(measurer: Measurer, path: RankPath, recipe: Recipe, target: float) -
         plan = search_target(measurer.table, path, recipe, target, measurer.search)
     except AccuracyError as error:
         return {"out_of_reach": error.message}
-    point, run, network, settings = measurer.measure(plan), measurer.table.run, measurer.network, recipe.objective
+    point, run, settings = measurer.measure(plan), measurer.table.run, recipe.objective
     element_bytes = int(run.info["element_bytes"])
-    chosen = measurer.bases.select(point.choice, point.columns)
-    layouts = [layer_layout(b, r, network.family.has_key_norm)[0] for b, r in zip(chosen, point.ranks, strict=True)]
+    chosen = measurer.bases.select(point.choice, point.channels)
+    layouts = [layout for layout, _ in planned_layouts(chosen, point.ranks)]
     device = find_device(settings.device, settings.device_file)
     step = DecodeStep(settings.context_tokens, settings.batch_size, element_bytes)
     stored = kv_bytes_per_token(layouts, element_bytes)

@@ -156,7 +156,7 @@ class StudyParts:
                 advance(1)
 
     def front(self, name: str, recipe: Recipe) -> None:
-        """Bytes of cache against predicted decode time, where the ranks choose domain and group size of every layer."""
+        """Bytes of cache against predicted decode time, where the ranks choose form of keys and group size of every layer."""
         free = override(recipe, CHANGES)
         measure_front(self.subject, self.store, name, free, self._run(f"front/{name}", free), TARGETS)
 

@@ -34,7 +34,7 @@ class StudyPlan:
 
     parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
     all parts but `curves`, `ablation`, `peers` and CACHE_PARTS are about; allocating: of these, the ones whose ranks
-    choose domain and group size. base: what the ablations change, or None without them; variants: its ablations by
+    choose form of keys and group size. base: what the ablations change, or None without them; variants: its ablations by
     name. counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
     """
 
@@ -72,7 +72,7 @@ class StudyPlan:
         allocating = tuple(name for name in names if found[name].ranks.rule.chooses)
         if asked is not None and "front" in asked and not allocating:
             raise UsageError(
-                f"--parts front: the ranks of {', '.join(names)} do not choose domain and group size.",
+                f"--parts front: the ranks of {', '.join(names)} do not choose form of keys and group size.",
                 f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor-16 has.",
             )
         base: Recipe | None = None

@@ -270,7 +270,7 @@ def _front(records: dict[str, dict[str, Any]]) -> list[str]:
     header = ["recipe", "accuracy", "weight of latency", "bytes per token", "bytes, share", "time, share", "layers"]
     return [
         "",
-        f"Domain and group size of every layer chosen with the ranks. Time is that of attention in a decode step as "
+        f"Form of keys and group size of every layer chosen with the ranks. Time is that of attention in a decode step as "
         f"`rotor/prediction/cost.py` predicts it from the rates of {first['device']}, at {first['context_tokens']} "
         f"tokens of context and a batch of {first['batch_size']}, not a measurement; "
         "shares are of the uncompressed model.",

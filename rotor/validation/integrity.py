@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,13 @@ from ..errors import CheckpointError, RotorError
 from ..format.file_names import KERNEL_CONFIG
 from ..format.hashes import tensor_sha256
 from ..format.json_differences import differences
-from ..format.json_files import read_json
-from ..format.layout import GroupLayout, compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..format.layout import compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.manifest import Manifest
+from ..format.tensors import layer_tensors
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
-from ..prediction.slow_planes import planned_config
 from ..progress import Progress
 from ..runtime.families import FAMILIES
-from ..runtime.rotary_frequencies import rotary_frequencies
 from ..typed import shorten
 
 
@@ -151,42 +149,28 @@ def _kind(shape: list[int], dtype: str, file: str) -> str:
 
 def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
     """What does not agree between the JSON files and the tensors, or nothing."""
-    report, shape, used = checkpoint.report, checkpoint.shape, checkpoint.default_layouts
-    in_config = [layout.to_dict() for layout in checkpoint.layouts]
-    if checkpoint.elastic:
-        elastic = report.get("elastic")
-        if elastic is None:
-            return "config.json has rank profiles, rotor.json none"
-        profiles = checkpoint.config_dict["quantization_config"]["profiles"]
-        problem = difference(elastic["stored_layouts"], in_config, "rotor.json, stored_layouts", "config.json")
-        problem = problem or difference(elastic["profiles"], profiles, "rotor.json, profiles", "config.json")
-        if problem:
-            return problem
-        in_config = [layout.to_dict() for layout in used]
-    kernels = read_json(checkpoint.folder / KERNEL_CONFIG)
+    report, shape, layouts = checkpoint.report, checkpoint.shape, checkpoint.layouts
+    in_config = [layout.to_dict() for layout in layouts]
     cache = checkpoint.config_dict["quantization_config"].get("cache")
     recorded = report["cache"]["policy"] if "cache" in report else None
-    frequencies = [rotary_frequencies(checkpoint.config, layer) for layer in range(len(used))]
-    planned = planned_config(used, shape, frequencies, report["kv_bytes_per_token"]["element_bytes"])
-    implied = replace(planned, cache=cache).to_dict()
-    by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in used]
-    stored = [[[group.qk_rank, group.v_rank] for group in groups] for groups in by_head]
-    size = report["kv_bytes_per_token"]
-    columns = None
-    if used[0].coded:
-        columns = [[_latents(group) for group in groups] for groups in by_head]
+    by_head = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
+    stored = [[[group.key.rank, group.values.rank] for group in groups] for groups in by_head]
+    size, channels = report["kv_bytes_per_token"], None
+    if layouts[0].coded:
+        channels = [[[latent.to_dict() for latent in group.latents] for group in groups] for groups in by_head]
         share = 1 - size["after"] / uncompressed_kv_bytes_per_token(shape, size["element_bytes"])
     else:
-        share = compression([[(qk, v) for qk, v in layer] for layer in stored], shape)
+        share = compression([[(key, value) for key, value in layer] for layer in stored], shape)
+    kernels = checkpoint.kernel_config  # raises where a model with these layouts cannot be run so
     problem = (
         difference(report["layouts"], in_config, "rotor.json, layouts", "config.json")
-        or difference(kernels, implied, KERNEL_CONFIG, "config.json")
+        or difference(kernels.cache, cache, f"{KERNEL_CONFIG}, cache", "config.json")
         or difference(recorded, cache, "rotor.json, cache.policy", "config.json")
         or difference(report["ranks"]["stored"], stored, "rotor.json, ranks.stored", "config.json")
-        or difference(report["ranks"].get("columns"), columns, "rotor.json, ranks.columns", "config.json")
+        or difference(report["ranks"].get("channels"), channels, "rotor.json, ranks.channels", "config.json")
         or difference(
             size["after"],
-            kv_bytes_per_token(used, size["element_bytes"]),
+            kv_bytes_per_token(layouts, size["element_bytes"]),
             "rotor.json, kv_bytes_per_token",
             "config.json",
         )
@@ -196,20 +180,22 @@ def _layout_problem(checkpoint: CompressedCheckpoint) -> str:
     return problem or _tensor_problem(checkpoint)
 
 
-def _latents(group: GroupLayout) -> list[dict[str, int]]:
-    """Columns by bits of keys and of values, or of both together."""
-    sides = (group.qk_columns, None if group.joint else group.v_columns)
-    return [columns.to_dict() for columns in sides if columns is not None]
-
-
 def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
-    """Where the projection of values, or of joint latents, is not as wide as a layer's layout says."""
-    family = FAMILIES[checkpoint.config.model_type]
+    """The first tensor of a layer's attention that is not what its layout says, or nothing."""
+    family, biases = FAMILIES[checkpoint.config.model_type], checkpoint.section.biases
     for index, layout in enumerate(checkpoint.layouts):
-        projection = "k_proj.weight" if layout.joint and layout.folded_keys else "v_proj.weight"
-        name = family.stored_prefix(index, checkpoint.names) + projection
-        if name not in checkpoint.names or checkpoint.shape_of(name)[:1] != [layout.v_width]:
-            return f"config.json, layer {index}: {projection} has not the {layout.v_width} rows of its layout"
+        prefix = family.stored_prefix(index, checkpoint.names)
+        expected = layer_tensors(layout, checkpoint.shape, biases)
+        for name, spec in expected.items():
+            if prefix + name not in checkpoint.names:
+                return f"config.json, layer {index}: {name} is missing"
+            if checkpoint.shape_of(prefix + name) != list(spec.shape):
+                return f"config.json, layer {index}: {name} is not {list(spec.shape)} as its layout says"
+        kept = tuple(f"{prefix}{norm}." for norm in family.norms)
+        more = sorted(n for n in checkpoint.names if n.startswith(prefix) and not n.startswith(kept))
+        unexpected = [name for name in more if name[len(prefix) :] not in expected]
+        if unexpected:
+            return f"config.json, layer {index}: {unexpected[0]} is not in its layout"
     return ""
 
 

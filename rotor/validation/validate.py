@@ -19,6 +19,7 @@ from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
 from ..evaluation.scoring import batch_logits, logit_errors
+from ..format.channels import Channels, Numbers
 from ..format.file_names import RECIPE
 from ..format.schemas import CheckpointInfo, SourceInfo
 from ..models.checkpoint import Checkpoint
@@ -241,7 +242,7 @@ def _measure_cache(
         measured = cache_bytes_per_token(cache)
     else:
         measured = stored_bytes(cache) / rows.numel()
-        planned = packed_bytes_per_token(policy, checkpoint.default_layouts, model.dtype, rows.shape[1])
+        planned = packed_bytes_per_token(policy, checkpoint.layouts, model.dtype, rows.shape[1])
         result.summary["cache"] = {"policy": policy.as_dict(), "tokens": rows.shape[1], "kv_bytes_per_token": planned}
     result.summary["measured_kv_bytes_per_token"] = measured
     result.summary["measured_compression"] = round(1 - measured / report["kv_bytes_per_token"]["before"], 6)
@@ -254,28 +255,37 @@ def _measure_cache(
 def _check_stored_bases(result: Validation, checkpoint: CompressedCheckpoint) -> None:
     """Where a layer stores both bases: key_basis^T query_basis = I in each group, within the rounding of its dtype.
 
-    For an orthonormal pair that is the orthonormality of its columns. Deviations are relative to the columns' norms.
+    For an orthonormal pair that is the orthonormality of its columns. Deviations are relative to the columns' norms. Of
+    a channel of several nibbles the query basis has several columns, of which the last is the channel's.
     """
-    family = FAMILIES[checkpoint.config.model_type]
+    family, shape = FAMILIES[checkpoint.config.model_type], checkpoint.shape
     worst, allowed, groups = 0.0, 0.0, 0
     for index, layout in enumerate(checkpoint.layouts):
-        if layout.folded_keys or layout.joint:  # joint latents have a part of the identity here, the rest in values
+        # Joint latents have a part of the identity here, the rest in values.
+        if layout.folds_keys(shape) or layout.joint or not shape.rotary_dim:
             continue
         prefix = family.stored_prefix(index, checkpoint.names)
-        stored = [checkpoint.tensor(prefix + name) for name in ("key_basis", "query_basis")]
-        allowed = 4 * torch.finfo(stored[0].dtype).eps
-        key_basis, query_basis = (tensor.double() for tensor in stored)
-        for group, (offset, _) in zip(layout.groups, layout.offsets(), strict=True):
-            columns = slice(offset, offset + group.qk_rank)
-            key, query = key_basis[:, columns], query_basis[:, columns]
+        key_basis, query_basis = (checkpoint.tensor(prefix + name) for name in ("key_basis", "query_basis"))
+        allowed = 4 * torch.finfo(key_basis.dtype).eps
+        sizes = [group.key.rank for group in layout.groups], [group.key.width for group in layout.groups]
+        parts = zip(
+            layout.groups, key_basis.double().split(sizes[0], 1), query_basis.double().split(sizes[1], 1), strict=True
+        )
+        for group, key, wide in parts:
+            query = wide if isinstance(group.key, Numbers) else wide[:, _lowest(group.key)]
             scale = key.norm(dim=0)[:, None] * query.norm(dim=0)[None, :]
-            identity = torch.eye(group.qk_rank, dtype=torch.float64)
+            identity = torch.eye(group.key.rank, dtype=torch.float64)
             worst = max(worst, float(((key.T @ query - identity) / scale).abs().max()))
             groups += 1
     if groups:
         result.add("stored bases", worst <= allowed, f"{groups} groups, deviation {worst:.1e}, allowed {allowed:.1e}")
     else:
-        result.skip("stored bases", "key bases are folded into projections")
+        result.skip("stored bases", "key bases are folded into projections, or of keys and values together")
+
+
+def _lowest(channels: Channels) -> list[int]:
+    """The place of each channel's lowest nibble."""
+    return [place for place, nibble in enumerate(channels.nibbles) if nibble is not None and nibble[1] == 0]
 
 
 def _check_bases(result: Validation, run: Run) -> None:
