@@ -111,7 +111,7 @@ def paged_layer(
         KeyProjection(shard.key_layout, shard.key_shape, module.tensor("key_basis"), module.tensor("key_shift")),
         rotation if shard.layout.in_blocks else None,
         window,
-        kernels if layer_served(shard.layout, shard.shape, dtype, device, kernels) else None,
+        kernels if layer_served(shard.layout, shard.shape, dtype, device) else None,
     )
 
 
