@@ -1,12 +1,14 @@
 """Attention over the rows of a compressed layer in plain PyTorch: the path on a CPU and wherever a kernel does not fit.
 
-A block of keys at a time is read and, where RoPE stands between keys and latents, materialised: rows are never in
-floats as a whole. Groups of equal latents (a class) are batched.
+A block of keys at a time is read and, where RoPE stands between keys and latents, materialised. For a few queries over
+neighbouring keys that is done for fast planes alone; of slow planes the query is absorbed, once for each block of
+positions. Groups of equal latents (a class) are batched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,12 +21,19 @@ from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_
 from .rotary import Rotation, rotate
 from .rows import read_class
 
-BLOCK_ELEMENTS_CPU = 1 << 18
+BLOCK_ELEMENTS_CPU = 1 << 19
 BLOCK_ELEMENTS_GPU = 1 << 26
 """Numbers of a block that are read or materialised, or logits; on a CPU what a core's cache holds."""
 
 LEAST_BLOCK = 64
 """Keys of a block."""
+
+
+@lru_cache(maxsize=8)
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what this CPU rebuilds keys of a model's dtype fastest; all else is float32 or wider."""
+    has_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # a private name, which may go
+    return dtype if dtype == torch.bfloat16 and has_bfloat16 else torch.promote_types(dtype, torch.float32)
 
 
 def project_keys(
@@ -103,7 +112,8 @@ def attention(
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout.
     Source: FDC section 4.1 (post-RoPE), Palu (pre-RoPE); docs/design.md.
     """
-    if parameters.layout.coded:
+    decodes = key_rotation is not None and seq_len_of(query) == 1 and not dropout
+    if parameters.layout.coded or decodes:
         return partial_attention(query, key, value, parameters, key_rotation, attention_mask)[0].to(query.dtype)
     outputs = []
     for cls in parameters.layout.classes(query.element_size()):
@@ -142,22 +152,50 @@ def partial_attention(
     seq_len = seq_len_of(query)
     causal = attention_mask is None and seq_len > 1
     # A prefill into an empty static cache: nothing attends behind the new keys.
-    kv_len = seq_len if causal else key.shape[2]
+    keys = range(seq_len if causal else key.shape[2])
+    eager_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    if eager_cpu and attention_mask is not None and attention_mask.shape[-1] == len(keys):
+        keys = _attended(attention_mask)
     index = torch.arange(seq_len, device=query.device)
+    absorb = eager_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
     outputs, sums = [], []
     for cls in parameters.layout.classes(query.element_size()):
         own = parameters.mask(attention_mask, parameters.heads(cls))
 
-        def mask(start: int, end: int, own: Tensor | None = own) -> Tensor | None:
+        def mask(part: slice, own: Tensor | None = own) -> Tensor | None:
             if causal:
-                return index[start:end] <= index[start:, None]
-            return own if own is None or own.shape[-1] == 1 else own[..., start:end]
+                return index[part] <= index[part.start :, None]
+            return own if own is None or own.shape[-1] == 1 else own[..., part]
 
         side = _Class.of(parameters, cls, key, value, query.dtype)
-        attended, log_sums = _running_softmax(query, side, key_rotation, mask, causal, kv_len)
+        logits: _AbsorbedQueries | _RebuiltKeys = (
+            _AbsorbedQueries(query, side) if key_rotation is None else _RebuiltKeys(query, side, key_rotation, absorb)
+        )
+        attended, log_sums = _running_softmax(logits, side, mask, causal, keys)
         outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(2))
         sums.append(log_sums.permute(0, 3, 1, 2, 4).flatten(2))
     return torch.cat(outputs, dim=-1), torch.cat(sums, dim=-1)
+
+
+def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotation) -> bool:
+    """Whether absorbing queries for each block is less work than materialising it, and blocks begin where they should:
+    a window lets go of keys one by one."""
+    block = parameters.layout.rope_block
+    assert block is not None
+    if seq_len * parameters.shape.heads_per_kv >= block or rotation[0].dim() > 2:
+        return False
+    return not len(rotation[0]) or all(torch.equal(table[0], table[:block][-1]) for table in rotation)
+
+
+def _attended(mask: Tensor) -> range:
+    """From the first key that some query attends to, less what keeps blocks whole, to the last: without padding and the
+    empty rest of a static cache."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    places = seen.flatten(0, -2).any(0).nonzero()
+    if not len(places):
+        return range(0 if mask.dtype == torch.bool else mask.shape[-1])
+    first = int(places[0])
+    return range(first - first % LEAST_BLOCK, int(places[-1]) + 1)
 
 
 def products(
@@ -194,6 +232,11 @@ class _Class(NamedTuple):
     ) -> _Class:
         return cls(parameters, of, key[:, 0], parameters.value_rows(key, value)[:, 0], dtype)
 
+    @property
+    def wide(self) -> torch.dtype:
+        """Of logits and sums."""
+        return torch.promote_types(self.dtype, torch.float32)
+
     def latents(self, part: slice) -> Tensor:
         """What keys are read from, [batch_size, count, keys, width]."""
         c = self.cls
@@ -211,74 +254,139 @@ class _Class(NamedTuple):
         keys = torch.einsum("bnlr,ngdr->bngld", latents.to(basis.dtype), basis)
         if constant is not None:
             keys = keys.to(torch.promote_types(keys.dtype, constant.dtype)) + constant.unsqueeze(2)
-        return rotate(keys, *(self._table(table)[..., part, :] for table in rotation)).to(self.dtype)
+        turns = (self.table(table)[..., part, :] for table in rotation)
+        return rotate(keys, *(turn if turn.dim() == 2 else turn.unsqueeze(2) for turn in turns)).to(self.dtype)
 
-    def _table(self, table: Tensor) -> Tensor:
-        """Of the class, broadcastable to [batch_size, count, group_size, kv_len, rotary_dim]."""
+    def table(self, table: Tensor) -> Tensor:
+        """cos or sin of the class, broadcastable to [batch_size, count, kv_len, rotary_dim]."""
         if table.dim() == 2:
             return table
-        groups = slice(self.cls.start, self.cls.start + self.cls.count) if table.shape[1] > 1 else slice(None)
-        return table[:, groups].unsqueeze(2)
+        return table[:, self.cls.start : self.cls.start + self.cls.count] if table.shape[1] > 1 else table
 
 
-Mask = Callable[[int, int], "Tensor | None"]
-"""(start, end) -> what is seen of these keys, broadcastable to [batch_size, heads, seq_len, end - start]."""
+class _AbsorbedQueries:
+    """Logits where one block holds all positions: queries are in the latents of their keys."""
+
+    def __init__(self, query: Tensor, side: _Class) -> None:
+        parameters, cls = side.parameters, side.cls
+        self.queries = absorbed_queries(query, parameters, cls).to(side.wide)
+        self.shape, self.per_key = self.queries.shape[:4], cls.count * cls.key.width
+        self.extra = None
+        if parameters.softcap is not None:  # which sees what is added to all logits of a query
+            self.extra = _constant_logits(query, parameters, cls)
+
+    def __call__(self, latents: Tensor, part: slice, seen: slice) -> Tensor:
+        """[batch_size, count, heads of a group, queries that are seen, keys], unscaled."""
+        own = self.queries[..., seen, :]
+        logits = (own.flatten(2, 3) @ latents.to(own.dtype).mT).unflatten(2, own.shape[2:4])
+        return logits if self.extra is None else logits + self.extra[..., seen, :]
+
+
+class _RebuiltKeys:
+    """Logits of rotated queries over keys in blocks of positions.
+
+    Rebuilt are fast planes, or with `absorb` False all of a key. Planes are interleaved, so that one complex product
+    rotates them.
+    """
+
+    def __init__(self, query: Tensor, side: _Class, rotation: Rotation, absorb: bool) -> None:
+        parameters, cls, layout = side.parameters, side.cls, side.parameters.layout
+        head_dim, planes = parameters.shape.head_dim, rotation[0].shape[-1] // 2
+        assert layout.rope_block is not None
+        self.block, self.size, self.wide = layout.rope_block, layout.group_size, side.wide
+        self.planes = layout.fast_planes if absorb else planes
+        plane = torch.arange(planes, device=query.device)
+        both = torch.stack([plane, plane + planes], dim=-1)
+        rest = torch.arange(2 * planes, head_dim, device=query.device)
+        rebuilt, slow = both[: self.planes].flatten(), torch.cat([both[self.planes :].T.flatten(), rest])
+        if not absorb:
+            rebuilt, slow = torch.cat([rebuilt, rest]), slow[:0]
+        # [batch_size, count, group_size, heads of a KV head, seq_len, head_dim]
+        queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, self.size, -1)).to(self.wide)
+        self.shape = (len(query), cls.count, queries.shape[2] * queries.shape[3], queries.shape[4])
+        self.queries = queries[..., rebuilt]
+        basis, constant = parameters.basis(cls), parameters.constant(cls)
+        self.dtype = product_dtype(side.dtype)
+        self.basis = basis[:, :, rebuilt].flatten(1, 2).mT.to(self.dtype)  # [count, width, group_size * rebuilt]
+        self.constant = None if constant is None else constant[..., rebuilt].to(self.wide)[:, None]
+        cos, sin = (side.table(table)[..., : self.planes].to(self.wide) for table in rotation)
+        self.turns = torch.complex(cos, sin)
+        self.per_key = cls.count * max(cls.key.width, self.basis.shape[-1])
+        self.absorbed = None
+        if len(slow):
+            columns = basis if constant is None else torch.cat([basis, constant.to(basis.dtype).unsqueeze(-1)], dim=-1)
+            starts = [table[:: self.block].to(self.wide) for table in rotation]
+            turned = rotate(queries.unsqueeze(-2), starts[0], -starts[1])[..., slow].flatten(3, 5)
+            absorbed = turned @ columns[:, :, slow].to(self.wide)  # a block's constant logit in the last column
+            absorbed = absorbed.unflatten(3, (*queries.shape[3:5], -1)).flatten(2, 3).flatten(2, 3)
+            self.absorbed = absorbed.transpose(2, 3)  # [batch_size, count, blocks, heads * seq_len, width]
+
+    def __call__(self, latents: Tensor, part: slice, seen: slice) -> Tensor:
+        """[batch_size, count, heads of a group, queries that are seen, keys], unscaled."""
+        logits = None
+        if self.basis.shape[-1]:
+            own = self.queries[..., seen, :]
+            keys = self._keys(latents, part).permute(0, 1, 3, 4, 2)  # [batch_size, count, group_size, rebuilt, keys]
+            logits = (own.flatten(3, 4) @ keys).unflatten(3, own.shape[3:5]).flatten(2, 3)
+        if self.absorbed is None:
+            assert logits is not None
+            return logits
+        slow = self._slow(latents, part).unflatten(2, self.shape[2:])[..., seen, :]
+        return slow if logits is None else logits.add_(slow)
+
+    def _keys(self, latents: Tensor, part: slice) -> Tensor:
+        """[batch_size, count, keys, group_size, rebuilt]."""
+        keys = (latents.to(self.dtype) @ self.basis).to(self.wide).unflatten(-1, (self.size, -1))
+        if self.constant is not None:
+            keys = keys + self.constant
+        turned = torch.view_as_complex(keys[..., : 2 * self.planes].unflatten(-1, (-1, 2)))
+        turned.mul_(self.turns[..., part, :].unsqueeze(-2))
+        return keys
+
+    def _slow(self, latents: Tensor, part: slice) -> Tensor:
+        """[batch_size, count, heads * seq_len, keys]."""
+        assert self.absorbed is not None
+        count = latents.shape[2]
+        latents = functional.pad(latents.to(self.wide), (0, 0, 0, -count % self.block))
+        latents = latents.unflatten(2, (-1, self.block))
+        own = self.absorbed[:, :, part.start // self.block :][:, :, : latents.shape[2]]
+        logits = own[..., : latents.shape[-1]] @ latents.mT
+        if self.constant is not None:
+            logits += own[..., -1:]
+        return logits.transpose(2, 3).flatten(3)[..., :count]
+
+
+Mask = Callable[[slice], "Tensor | None"]
+"""What is seen of these keys, broadcastable to [batch_size, heads, seq_len, keys]."""
 
 
 def _running_softmax(
-    query: Tensor, side: _Class, rotation: Rotation | None, mask: Mask, causal: bool, kv_len: int
+    logits_of: _AbsorbedQueries | _RebuiltKeys, side: _Class, mask: Mask, causal: bool, keys: range
 ) -> tuple[Tensor, Tensor]:
     """Attention of the queries of a class, a block of keys at a time.
 
     Returns [batch_size, count, heads of a group, seq_len, width], zeros for queries that attend to nothing, and the
     log-sum-exp of the logits, [batch_size, count, heads of a group, seq_len, 1].
     """
-    parameters, cls, size = side.parameters, side.cls, side.parameters.layout.group_size
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    if rotation is None:
-        queries = absorbed_queries(query, parameters, cls).to(dtype)
-        if parameters.softcap is not None:  # which sees what is added to all logits of a query
-            extra = _constant_logits(query, parameters, cls)
-        else:
-            extra = None
-    else:
-        queries, extra = query[:, parameters.heads(cls)].unflatten(1, (cls.count, -1)).to(dtype), None
-    batch_size, count, heads, seq_len, _ = queries.shape
-    if not kv_len:
-        nothing = queries.new_full((batch_size, count, heads, seq_len, 1), -torch.inf)
-        return queries.new_zeros(batch_size, count, heads, seq_len, cls.value.width), nothing
-    largest = total = weighted = queries.new_empty(0)  # set by the first block
-    per_key = batch_size * count * max(heads * seq_len, cls.key.width, cls.value.width)
-    if rotation is not None:
-        per_key = max(per_key, batch_size * count * size * parameters.shape.head_dim)
-    budget = BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else BLOCK_ELEMENTS_GPU
-    block = max(LEAST_BLOCK, budget // per_key)
-    for start in range(0, kv_len, block):
-        end = min(start + block, kv_len)
-        part = slice(start, end)
+    parameters, shape = side.parameters, logits_of.shape
+    largest = side.key_rows.new_full((*shape, 1), -torch.inf, dtype=side.wide)
+    total, weighted = torch.zeros_like(largest), largest.new_zeros(*shape, side.cls.value.width)
+    per_key = shape[0] * max(logits_of.per_key, side.cls.count * side.cls.value.width, *shape[2:])
+    budget = BLOCK_ELEMENTS_CPU if weighted.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+    block = max(1, budget // per_key // LEAST_BLOCK) * LEAST_BLOCK
+    for start in range(keys.start, keys.stop, block):
+        part = slice(start, min(start + block, keys.stop))
         seen = slice(start if causal else 0, None)  # earlier queries see none of these keys
         latents = side.latents(part)
-        own = queries[..., seen, :]
-        if rotation is None:
-            logits = (own.flatten(2, 3) @ latents.to(dtype).mT).unflatten(2, own.shape[2:4])
-        else:
-            grouped = own.unflatten(2, (size, -1))
-            logits = grouped.flatten(3, 4) @ side.keys(part, rotation, latents).to(dtype).mT
-            logits = logits.unflatten(3, grouped.shape[3:5]).flatten(2, 3)
-        if extra is not None:
-            logits = logits + extra[..., seen, :]
-        logits = masked(scaled_and_capped(logits, parameters.scaling, parameters.softcap), mask(start, end))
-        block_largest = logits.amax(-1, keepdim=True)
-        new_largest = block_largest if start == 0 else torch.maximum(largest[..., seen, :], block_largest)
-        reference = new_largest.masked_fill(new_largest == -torch.inf, 0.0)
-        weight = torch.exp(logits - reference)
-        numbers = (latents if parameters.layout.joint else side.values(part)).to(dtype)
+        logits = scaled_and_capped(logits_of(latents, part, seen), parameters.scaling, parameters.softcap)
+        logits = masked(logits, mask(part))
+        before = largest[..., seen, :]
+        now = torch.maximum(before, logits.amax(-1, keepdim=True))
+        reference = now.masked_fill(now == -torch.inf, 0.0)
+        weight, shrink = torch.exp(logits - reference), torch.exp(before - reference)
+        numbers = (latents if parameters.layout.joint else side.values(part)).to(side.wide)
         attended = (weight.flatten(2, 3) @ numbers).unflatten(2, weight.shape[2:4])
-        if start == 0:  # which all queries may see
-            largest, total, weighted = new_largest.clone(), weight.sum(-1, keepdim=True), attended
-            continue
-        shrink = torch.exp(largest[..., seen, :] - reference)
-        largest[..., seen, :] = new_largest
+        largest[..., seen, :] = now
         total[..., seen, :] = total[..., seen, :] * shrink + weight.sum(-1, keepdim=True)
         weighted[..., seen, :] = weighted[..., seen, :] * shrink + attended
     return weighted / total.masked_fill(total == 0.0, 1.0), largest + total.log()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..format.layout import AttentionShape, LayerLayout
-from ..format.tensors import FLOAT32, layer_tensors
+from ..format.tensors import FLOAT32, TensorSpec, layer_tensors
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention, project_keys
 from ..kernels.rotary import Rotation, rotate
@@ -82,14 +82,11 @@ class RotorAttention(nn.Module):
         self._rope = rope_of(layout, shape, rotary)
         tensors = layer_tensors(layout, shape, biases)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weight = tensors.get(f"{name}.weight")
-            linear = weight and nn.Linear(weight.shape[1], weight.shape[0], bias=f"{name}.bias" in tensors)
-            self.register_module(name, linear or None)
+            weight, bias = tensors.get(f"{name}.weight"), f"{name}.bias" in tensors
+            self.register_module(name, None if weight is None else nn.Linear(*weight.shape[::-1], bias=bias))
         for name in ("key_basis", "query_basis", *FLOAT32):
             spec = tensors.get(name)
-            dtype = torch.float32 if spec and spec.float32 else None
-            tensor = spec and nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False)
-            self.register_parameter(name, tensor or None)
+            self.register_parameter(name, None if spec is None else _frozen(spec))
         for name in family.norms:
             self.add_module(name, base.get_submodule(name))
 
@@ -232,6 +229,11 @@ class RotorAttention(nn.Module):
         ranks = ", ".join(group.ranks_in_words for group in self.layout.groups)
         text = f"{self.layout.form.in_words(self.shape)}, group_size={self.layout.group_size}, ranks=[{ranks}]"
         return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
+
+
+def _frozen(spec: TensorSpec) -> nn.Parameter:
+    dtype = torch.float32 if spec.float32 else None
+    return nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False)
 
 
 def plain_rows(
