@@ -22,7 +22,7 @@ def kernels_of(section: CompressedSection, path: Path | None, shape: AttentionSh
     """
     layouts = section.layouts(shape)
     if path is None:
-        return default_config(layouts, shape)
+        return default_config(layouts)
     config = KernelConfig.read(path)
     config.check(layouts, str(path))
     cache = getattr(section, "cache", None)

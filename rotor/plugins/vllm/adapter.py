@@ -362,8 +362,6 @@ class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._most_keys = vllm_config.model_config.max_model_len
-        self._captures = vllm_config.compilation_config.cudagraph_mode.decode_mode().name == "FULL"
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RotorMetadata:
         """Layers of other widths have builders of their own, but the same batch: made once a step and block table."""
@@ -377,8 +375,7 @@ class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
             known = common._rotor_metadata = RotorMetadata(
                 decodes,
                 min(threshold, common.max_query_len),
-                # What a graph is captured for serves all lengths.
-                self._most_keys if self._captures and decodes == common.num_reqs else common.max_seq_len,
+                common.max_seq_len,  # that of the model where a graph is captured
                 common.query_start_loc_cpu.tolist(),
                 # A GPU is not asked; without the host's numbers the longest there may be stands for each.
                 lengths.tolist() if lengths.device.type == "cpu" else [common.max_seq_len] * common.num_reqs,
