@@ -21,6 +21,7 @@ from torch import Tensor
 from rotor.format.channels import SIGNED, Channels
 from rotor.format.layout import AttentionShape, LayerLayout
 
+from .ahead import Variant
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
 
@@ -100,7 +101,9 @@ def projected(
         seen = valid[:, None] & (place < REST)[None, :]
         read = (place < REST)[:, None] & some[None, :]
         for head in range(SIZE):
-            own = tl.load(key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=seen, other=0.0)
+            own = tl.load(
+                key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=seen, other=0.0
+            )
             tile = basis + (head * dim + 2 * HALF + place[:, None]) * basis_stride + column[None, :]
             numbers = tl.load(tile, mask=read, other=0.0)
             result = tl.dot(own.to(numbers.dtype), numbers, result, input_precision=PRECISION)
@@ -280,7 +283,9 @@ def append(
     as_it_is = out is None and not layout.coded
     plan = _plan(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
     rows = _new_rows(key, value, layout, shape) if out is None else out
-    sides = [side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])]
+    sides = [
+        side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])
+    ]
     rotated = None if query is None else query.new_empty(query.shape)
     tokens = batch_size * seq_len
     if tokens and len(plan.jobs):
@@ -291,7 +296,8 @@ def append(
         row_strides = [stride for side in sides for stride in (side.stride(0), side.stride(1 + at))]
         source = key if value is None else value
         asked = query if query is not None else key.unsqueeze(2)
-        grid = (triton.cdiv(tokens, ROWS := 16 if tokens <= 512 else 64), len(plan.jobs))
+        rows_each = rows_of(tokens)
+        grid = (triton.cdiv(tokens, rows_each), len(plan.jobs))
         launch(
             append_kernel, grid, asked, key, source, key if key_basis is None else key_basis,
             key if key_shift is None else key_shift, cos, sin, plan.jobs if index is None else index,
@@ -303,9 +309,18 @@ def append(
             source.stride(0), source.stride(1), 0 if key_basis is None else key_basis.stride(0), cos.stride(0),
             *row_strides, shape.num_heads, **plan.constants, PART=layout.joint and value is not None,
             SHIFT=key_shift is not None, QUERY=query is not None, INDEX=index is not None, SLOTS=slots is not None,
-            ROWS=ROWS, num_warps=4,
+            ROWS=rows_each, num_warps=warps_of(tokens),
         )  # fmt: skip
     return Appended(None if rotated is None else rotated.transpose(1, 2), *rows)
+
+
+def rows_of(tokens: int) -> int:
+    """Tokens of a program."""
+    return 16 if tokens <= 512 else 64
+
+
+def warps_of(tokens: int) -> int:
+    return 4 if tokens <= 512 else 8
 
 
 def _new_rows(key: Tensor, value: Tensor | None, layout: LayerLayout, shape: AttentionShape) -> tuple[Tensor, Tensor]:
@@ -392,3 +407,26 @@ def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, devi
         for as_it_is in (False, not layout.coded):
             for rotated in (False, True):
                 _plan(layout, shape, dtype, query, as_it_is, rotated, device)
+
+
+def append_variant(
+    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, tokens: int = 1, pages: bool = False
+) -> Variant:
+    """What `append` compiles for so many tokens of a layer, with queries and an index in a model with RoPE."""
+    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
+    plan = _plan(layout, shape, dtype, rotary, False, rotary, torch.device("cpu"))
+    names = ("query", "key", "value", "key_basis", "query_out")
+    pointers = dict.fromkeys(names, dtype) | dict.fromkeys(("places", "jobs"), torch.int32)
+    pointers |= dict.fromkeys(("key_rows", "value_rows"), torch.int16 if layout.coded else dtype)
+    shift = layout.coded and not folded
+    pointers |= dict.fromkeys(("cos", "sin"), torch.float32 if rotary else dtype)
+    pointers |= {
+        "key_shift": torch.float32 if shift else dtype,
+        "index": torch.int64 if rotary else torch.int32,
+        "slots": torch.int64 if pages else torch.int32,
+    }
+    constants = plan.constants | {
+        "PART": layout.joint and not folded, "SHIFT": shift, "QUERY": rotary, "INDEX": rotary, "SLOTS": pages,
+        "ROWS": rows_of(tokens),
+    }  # fmt: skip
+    return Variant(f"append, {tokens} tokens", append_kernel, pointers, constants, (), {"num_warps": warps_of(tokens)})

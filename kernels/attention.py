@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor.format.kernel_config import LayerKernels
+from rotor.format.layout import AttentionShape, LayerLayout
 
-from .parameters import AttentionParameters
+from .decode import decode_attention
+from .launch import capturing
+from .masks import ranges_of_mask
+from .materialise import PagesOf
+from .parameters import AttentionParameters, seq_len_of
+from .ranges import KeyRanges
 from .rotary import Rotation
+from .stock import Varlen, packed_attention, prompt_attention
+from .workspace import workspace_on
 
 MOST_ROWS = 64
 """Query rows of a group (its query heads times new tokens) that decoding serves; more are a prompt."""
+
+_ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Mask -> its ranges: all layers of a step share one mask."""
+
+
+@dataclass
+class _Known:
+    """Ranges of a mask, and what they hold for.
+
+    shape: batch_size, seq_len, kv_len. version: of the mask; None where it has none to know a change by.
+    in_graph: whether they were computed into a CUDA graph. layer: the last one that asked.
+    """
+
+    shape: tuple[int, int, int]
+    version: int | None
+    in_graph: bool
+    layer: int | None
+    ranges: KeyRanges
+
+    def serves(self, shape: tuple[int, int, int], version: int | None, in_graph: bool, layer: int | None) -> bool:
+        """Whether for another call. Without a version, or in a graph whose replays see other masks, only for a later
+        layer than the last: a step goes through them in their order, and the mask stays as it is.
+        """
+        if (shape, version, in_graph) != (self.shape, self.version, self.in_graph):
+            return False
+        if version is not None and not in_graph:
+            return True
+        return layer is not None and self.layer is not None and layer > self.layer
 
 
 def attend(
@@ -25,6 +65,7 @@ def attend(
     first: int = 0,
     attention_mask: Tensor | None = None,
     layer_idx: int | None = None,
+    remember: bool = True,
 ) -> Tensor:
     """As `reference.attention`: decoding for up to 64 query rows of a group, else stock attention over what
     `materialise` makes of the rows.
@@ -40,10 +81,21 @@ def attend(
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal: a prefill into an empty
             cache, or one token that attends to all keys.
         layer_idx: of the layer: what its step computes of the mask serves those after it.
+        remember: whether it may; compiled code uses a mask's memory again without a word.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout.
     """
-    raise NotImplementedError
+    seq_len = seq_len_of(query)
+    if seq_len * parameters.heads_per_group > MOST_ROWS or kernels.materialise:
+        return prompt_attention(query, key, value, parameters, rotation, first, attention_mask)
+    shape = key.shape[0], seq_len, key.shape[2]
+    if not remember:
+        keys = ranges_of(attention_mask, shape, key.device)
+    elif attention_mask is None:
+        keys = _known_without_mask(shape, key.device)
+    else:
+        keys = _known_of_mask(attention_mask, shape, layer_idx)
+    return _decoded(query, key, value, parameters, kernels, keys, rotation, first)[0]
 
 
 def partial_attend(
@@ -65,7 +117,8 @@ def partial_attend(
         [batch_size, seq_len, sum over query heads of value width], and the natural log-sum-exp of each query head's
         logits, [batch_size, seq_len, num_heads], float32.
     """
-    raise NotImplementedError
+    keys = ranges_of(attention_mask, (key.shape[0], seq_len_of(query), key.shape[2]), key.device)
+    return _decoded(query, key, value, parameters, kernels, keys, rotation, first)
 
 
 def attend_pages(
@@ -82,6 +135,8 @@ def attend_pages(
     max_kv_len: int,
     rotation: Rotation | None = None,
     window: int | None = None,
+    total_kv_len: int | None = None,
+    varlen: Varlen | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over pages, which hold the new tokens' own rows already.
@@ -98,8 +153,94 @@ def attend_pages(
             step what it was captured for.
         rotation: of layers in blocks: cos and sin by position, [positions, rotary_dim], float32.
         window: a query attends to itself and the window - 1 keys before it.
+        total_kv_len: of prompts: no less than all keys together; None asks the device, and waits for it.
+        varlen: of prompts: an engine's own attention over packed sequences, see `stock.Varlen`.
         out: [tokens, sum over query heads of value width] to write into.
     Returns:
         [tokens, sum over query heads of value width], dtype of query; tokens of no sequence hold anything.
     """
-    raise NotImplementedError
+    if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
+        if max_query_len == 1 and len(query) == len(kv_lens):
+            keys = KeyRanges.of_lengths(kv_lens, window=window)
+        else:
+            keys = KeyRanges.packed(query_start_loc, kv_lens, len(query), max_query_len, window)
+        return decode_attention(
+            query, key, value, parameters, kernels, keys, rotation=rotation, block_table=block_table,
+            max_kv_len=max_kv_len, workspace=workspace_on(query.device), out=out,
+        )[0]  # fmt: skip
+    start = torch.zeros(len(kv_lens) + 1, dtype=torch.int32, device=kv_lens.device)
+    torch.cumsum(kv_lens, 0, dtype=torch.int32, out=start[1:])
+    total = int(start[-1]) if total_kv_len is None else total_kv_len
+    pages = PagesOf(block_table, kv_lens, start, total, max_kv_len)
+    found = packed_attention(
+        query, key, value, parameters, rotation, pages, query_start_loc, max_query_len, window, varlen
+    )
+    return found if out is None else out.copy_(found)
+
+
+def prepare(
+    layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Put a layer's tables on the device, before a CUDA graph is captured."""
+
+
+def _decoded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    keys: KeyRanges,
+    rotation: Rotation | None,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [batch_size, seq_len, .], and the log-sum-exp of logits [batch_size, seq_len, num_heads]."""
+    batch_size, seq_len = key.shape[0], seq_len_of(query)
+    packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
+    output, sums = decode_attention(
+        packed, key[:, 0], value[:, 0], parameters, kernels, keys, rotation=rotation, max_kv_len=key.shape[2],
+        workspace=workspace_on(key.device),
+    )  # fmt: skip
+    return output.view(batch_size, seq_len, -1), sums.view(batch_size, seq_len, -1)
+
+
+def _known_of_mask(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:
+    """The ranges of a mask, computed once a step; in a CUDA graph as part of it."""
+    version = None if mask.is_inference() else mask._version
+    in_graph = capturing(mask.device)
+    known = _ranges.get(mask)
+    if known is None or not known.serves(shape, version, in_graph, layer):
+        known = _ranges[mask] = _Known(shape, version, in_graph, layer, ranges_of(mask, shape, mask.device))
+    known.layer = layer
+    return known.ranges
+
+
+def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
+    """The keys that queries attend to, by a mask or, without one, causally; nothing is remembered.
+
+    Args:
+        mask: broadcastable to [batch_size, 1, seq_len, kv_len], bool.
+        shape: batch_size, seq_len, kv_len.
+    """
+    batch_size, seq_len, kv_len = shape
+    if mask is not None:
+        return ranges_of_mask(mask[:, 0].expand(shape))
+    if seq_len == 1:
+        return KeyRanges.of_lengths(torch.full((batch_size,), kv_len, dtype=torch.int32, device=device))
+    # Nothing lies before the new keys then: a static cache holds only its empty rest behind them.
+    lengths = torch.full((batch_size,), seq_len, dtype=torch.int32, device=device)
+    start = torch.arange(0, batch_size * seq_len + 1, seq_len, dtype=torch.int32, device=device)
+    return KeyRanges.packed(start, lengths, batch_size * seq_len, seq_len)
+
+
+def _known_without_mask(shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
+    """For all layers of a step, and all steps of a stream that have the same; in a CUDA graph as part of it."""
+    if capturing(device):
+        return ranges_of(None, shape, device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _ranges_cached(shape, device, stream)
+
+
+@lru_cache(maxsize=16)
+def _ranges_cached(shape: tuple[int, int, int], device: torch.device, stream: int) -> KeyRanges:
+    return ranges_of(None, shape, device)

@@ -8,20 +8,21 @@ L2 cache, once for each block of keys and KV head.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.format.layout import GroupClass
+from rotor.format.layout import AttentionShape, GroupClass, LayerLayout
 
+from .ahead import Variant
 from .launch import launch, padded, precision
 from .parameters import AttentionParameters
 from .rotary import Rotation
 
-KEYS = 128
+KEYS = 64
 """Of a program."""
 
 INTEGERS = [
@@ -96,24 +97,24 @@ def materialise_kernel(
         kv_len = tl.load(kv_lens + sequence)
         target = tl.load(kv_start + sequence).to(tl.int64)
     seen = index < kv_len
-    row, unit = index.to(tl.int64), sequence
-    key_place, value_place = unit * key_batch + row * key_row, unit * value_batch + row * value_row
+    row = index.to(tl.int64)
+    key_place, value_place = sequence * key_batch + row * key_row, sequence * value_batch + row * value_row
     if PAGED:
-        held = tl.load(block_table + sequence * table_pages + index // page, mask=seen, other=0).to(tl.int64)
+        unit = tl.load(block_table + sequence * table_pages + index // page, mask=seen, other=0).to(tl.int64)
         row = (index % page).to(tl.int64)
-        key_place, value_place = held * key_batch + row * key_row, held * value_batch + row * value_row
+        key_place, value_place = unit * key_batch + row * key_row, unit * value_batch + row * value_row
     kind: tl.constexpr = keys.dtype.element_ty
     if tl.program_id(0) * KEYS < kv_len:
         if head == SIZE:
-            out = target * values_batch + index.to(tl.int64) * values_token + group * values_head
+            begin = target * values_batch + index.to(tl.int64) * values_token + group * values_head
             copy_latents(
-                value, value_place, seen, value_start + group * value_group, value_words, values, out, values_width,
+                value, value_place, seen, value_start + group * value_group, value_words, values, begin, values_width,
                 KEYS, VALUE_BLOCK, CODED,
             )  # fmt: skip
         elif LATENTS:
-            out = target * keys_batch + index.to(tl.int64) * keys_token + group * keys_head
+            begin = target * keys_batch + index.to(tl.int64) * keys_token + group * keys_head
             copy_latents(
-                key, key_place, seen, key_start + group * key_group, key_words, keys, out, keys_width, KEYS, BLOCK, CODED
+                key, key_place, seen, key_start + group * key_group, key_words, keys, begin, keys_width, KEYS, BLOCK, CODED
             )
         else:
             planes: tl.constexpr = 4 if CODED else 1
@@ -160,9 +161,9 @@ def materialise_kernel(
                 held = seen[:, None] & (place < REST)[None, :]
                 tl.store(out + 2 * HALF + place[None, :], rest.to(kind), mask=held)
             for start in range(dim, keys_width, 16):
-                place = start + tl.arange(0, 16)
-                held = seen[:, None] & (place < keys_width)[None, :]
-                tl.store(out + place[None, :], tl.zeros((KEYS, 16), kind), mask=held)
+                behind = start + tl.arange(0, 16)
+                empty = seen[:, None] & (behind < keys_width)[None, :]
+                tl.store(out + behind[None, :], tl.zeros((KEYS, 16), kind), mask=empty)
 
 
 class PagesOf(NamedTuple):
@@ -209,7 +210,7 @@ def materialise(
     layout, shape = parameters.layout, parameters.shape
     value = parameters.value_rows(key, value)
     latents = parameters.query_basis is None
-    coded, size = layout.coded, 1 if parameters.query_basis is None else layout.group_size
+    coded, size = layout.coded, 1 if latents else layout.group_size
     heads = cls.count * size
     widths = max(least, cls.key.width if latents else shape.head_dim), max(least, cls.value.width)
     if pages is None:
@@ -232,8 +233,6 @@ def materialise(
     turned = layout.in_blocks and not latents
     assert not turned or rotation is not None
     cos, sin = rotation if turned and rotation is not None else (keys, keys)
-    half = shape.rotary_planes if turned else 0
-    rest = shape.head_dim - 2 * half
     launch(
         materialise_kernel, (triton.cdiv(kv_len, KEYS), cls.count * (size + 1), batch_size), *rows,
         keys if basis is None else basis, keys if constant is None else constant, cos, sin,
@@ -242,9 +241,40 @@ def materialise(
         1 if pages is None else key.shape[1], rows[0].stride(0), rows[0].stride(1), rows[1].stride(0),
         rows[1].stride(1), 0 if basis is None else basis.stride(0), *starts, *words, cls.start * layout.group_size,
         cls.key_place, *strides[:3], widths[0], *strides[3:], widths[1],
-        SIZE=size, HALF=half, HALF_PADDED=padded(half or 1), REST=rest, REST_PADDED=padded(rest or 1), LATENTS=latents,
-        CONSTANT=constant is not None, CODED=coded, PAGED=pages is not None, KEYS=KEYS,
-        BLOCK=min(64, padded(words[0])), VALUE_BLOCK=min(64, padded(words[1])), PRECISION=precision(dtype),
-        num_warps=8, num_stages=2,
+        **_constants(layout, shape, cls, dtype, pages is not None),
     )  # fmt: skip
     return keys, values
+
+
+def _constants(
+    layout: LayerLayout, shape: AttentionShape, cls: GroupClass, dtype: torch.dtype, paged: bool
+) -> dict[str, Any]:
+    latents, planes = layout.folds_queries(shape), 4 if layout.coded else 1
+    half = shape.rotary_planes if layout.in_blocks else 0
+    rest = shape.head_dim - 2 * half
+    return {
+        "SIZE": 1 if latents else layout.group_size, "HALF": half, "HALF_PADDED": padded(half or 1), "REST": rest,
+        "REST_PADDED": padded(rest or 1), "LATENTS": latents, "CONSTANT": layout.coded and not latents,
+        "CODED": layout.coded, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
+        "VALUE_BLOCK": min(64, padded(cls.value.width // planes)), "PRECISION": precision(dtype), "num_warps": 8,
+        "num_stages": 1,
+    }  # fmt: skip
+
+
+def materialise_variants(
+    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, pages: bool = False
+) -> list[Variant]:
+    """What `materialise` compiles for the classes of a layer."""
+    rotary, blocks = bool(shape.rotary_dim), layout.in_blocks
+    pointers = dict.fromkeys(("key", "value"), torch.int16 if layout.coded else dtype)
+    pointers |= dict.fromkeys(("basis", "keys", "values"), dtype)
+    pointers |= {"constant": torch.float32 if layout.coded and rotary else dtype}
+    pointers |= dict.fromkeys(("cos", "sin"), torch.float32 if blocks else dtype)
+    pointers |= dict.fromkeys(("block_table", "kv_lens", "kv_start"), torch.int32 if pages else dtype)
+    variants = []
+    for cls in layout.classes(dtype.itemsize):
+        constants = _constants(layout, shape, cls, dtype, pages)
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        name = f"materialise {cls.key.width}+{cls.value.width}x{constants['SIZE']}"
+        variants.append(Variant(name, materialise_kernel, pointers, constants, (), options))
+    return variants

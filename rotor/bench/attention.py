@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..errors import NumericsError
 from ..format.layout import AttentionShape, LayerLayout
-from ..prediction.devices import Device
 from ..progress import Progress
 from .clock import Clock, Rates, Seconds
 from .problem import (
@@ -159,11 +158,10 @@ def _sum_of_layers(
     kinds = {row.name: row.kind for row in attention_rows()}
     medians = {name: sum(s.median for s, _ in runs) for name, runs in runs_of.items()}
     fastest = min(medians[name] for name in medians if kinds[name] == "uncompressed")
-    limits = Device(rates.copy_bytes_per_s, rates.matmul_flops_per_s, 1.0, "measured")
     records = []
     for name, runs in runs_of.items():
-        floor = sum(problem.work.cache_seconds(limits) for _, problem in runs)
-        seconds, flops = medians[name], sum(problem.work.cache_flops for _, problem in runs)
+        floor = sum(problem.work.seconds(rates.copy_bytes_per_s, rates.matmul_flops_per_s) for _, problem in runs)
+        seconds, flops = medians[name], sum(problem.work.flops for _, problem in runs)
         records.append(
             {
                 "row": name,

@@ -1,60 +1,88 @@
-"""Compile the kernels of a compressed checkpoint ahead of time, for GPUs that need not be there."""
+"""Compile kernels ahead of time, for GPUs that need not be there, and count what a decode step issues.
+
+Of every kernel of a step the instructions in its machine code are counted (`kernels.sass`), per key and KV head of the
+layer; a layer's are the sum over the kernels of its step.
+"""
 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UsageError
-from ..format.kernel_config import KernelConfig
-from ..format.layout import LayerLayout
+from ..format.channels import Channels, Numbers
+from ..format.kernel_config import LayerKernels, layout_class
+from ..format.layout import MOST_ROPE_BLOCK, AttentionShape, GroupLayout, LayerLayout
 from ..installing import pip_install
+from ..kernels.defaults import default_layer
 from ..kernels.dispatch import DTYPES, triton_installed
 from ..models.compressed import CompressedCheckpoint
-from ..prediction.kernels import Floor
+from ..prediction.cost import DecodeStep, LayerTime, layer_bytes, uncompressed_layer_time
+from ..prediction.devices import Device
+from ..prediction.instructions import BLOCK, HEAD_DIM, Counts, Specialisation, grid, table_data
 from ..progress import Progress
-from ..runtime.families import FAMILIES
+from .report import write_report
+
+if TYPE_CHECKING:
+    from ..kernels.ahead import Variant
 
 ARCHS = (80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 """Compute capabilities that kernels are compiled for: of an older or an unknown one the compiler ends the process."""
 
+DEVICE_OF_ARCH = {80: "a100-80g", 89: "l40s", 90: "h200", 100: "b200"}
+"""Whose rates are taken for an architecture where none is named."""
+
+PAGE = 64
+
 
 @dataclass(frozen=True)
-class Compiled:
-    """One specialisation for one architecture; `error` is the compiler's, and then the numbers are None.
+class Kernel:
+    """One specialisation for one architecture; `error` is the compiler's, or says why nothing could be counted.
 
-    constants: that it is compiled for. mask: whether it reads one. batch_size: largest of a decode step; None where it
-    does not matter. warps: of a program.
-    registers, spill_bytes: per thread. shared_bytes: per program. async_copies, scalar_loads, matrix_products:
-    instructions in the PTX; scalar loads are those of 16 bits. async_bytes: of each argument, the fewest bytes that a
-    thread copies asynchronously. flight_bytes: of each argument, bytes that a program has in flight while it computes.
-    floors: what is predicted at each load; see `rotor.bench.floors`.
+    registers, spilled_bytes: of a thread. shared_bytes: of a program. warps: of a program.
+    instructions_per_key: warp instructions a key and KV head of the layer; None for a kernel whose work is not by keys.
+    by_pipe: the same by execution pipe. loops: warp instructions of one loop's own each time round, and its rounds in
+    a program.
     """
 
     name: str
     arch: str
-    mask: bool
-    batch_size: int | None
-    seconds: float
-    constants: dict[str, Any]
     warps: int
     registers: int | None = None
-    spill_bytes: int | None = None
+    spilled_bytes: int | None = None
     shared_bytes: int | None = None
-    async_copies: int | None = None
-    scalar_loads: int | None = None
-    matrix_products: int | None = None
-    async_bytes: dict[str, int] | None = None
-    flight_bytes: dict[str, int] | None = None
+    instructions_per_key: float | None = None
+    by_pipe: dict[str, float] | None = None
+    loops: tuple[tuple[float, float], ...] = ()
     error: str | None = None
-    floors: tuple[Floor, ...] = ()
+
+
+@dataclass(frozen=True)
+class CountedLayer:
+    """A layer's step on one architecture.
+
+    layers: that are alike. instructions_per_key: of all kernels of its step, a key and KV head.
+    spilled_bytes: the most of a kernel. memory_s, issue_s: the two limits of attention. share: of the uncompressed
+    layer's attention, the larger of the two.
+    """
+
+    layout: str
+    arch: str
+    layers: int
+    instructions_per_key: float | None
+    spilled_bytes: int
+    by_pipe: dict[str, float]
+    bytes_per_key: float
+    memory_s: float | None
+    issue_s: float | None
+    share: float | None
+    kernels: tuple[Kernel, ...]
 
 
 def parse_archs(text: str) -> list[int]:
@@ -71,87 +99,219 @@ def parse_archs(text: str) -> list[int]:
     return [int(name[3:]) for name in dict.fromkeys(names)]
 
 
-def precompile(
-    folder: Path,
-    archs: Sequence[int],
-    *,
-    dtype: str = "auto",
-    batch_sizes: Sequence[int] = (1,),
-    progress: Progress | None = None,
-) -> list[Compiled]:
-    """Compile every kernel that the folder needs by its kernel_config.json; Triton's cache keeps what comes out.
+@dataclass(frozen=True)
+class Subject:
+    """A layer to be compiled: its name, how many are alike, its kernels' configuration, and the model's sizes."""
 
-    Args:
-        folder: what `rotor export` wrote.
-        archs: compute capabilities, 80, 90, ...
-        dtype: of activations and cache; `auto` is the checkpoint's.
-        batch_sizes: of the decoding steps; each is rounded up to a power of two.
+    name: str
+    layers: int
+    layout: LayerLayout
+    kernels: LayerKernels
+    shape: AttentionShape
+    dtype: torch.dtype = torch.bfloat16
+    page: int = PAGE
+    softcap: bool = False
+
+
+def subjects_of(folder: Path, dtype: str) -> list[Subject]:
+    """The distinct layers of a compressed checkpoint, by its kernel_config.json.
+
     Raises:
-        UsageError: Triton is not installed; a dtype that kernels do not have.
+        UsageError: a dtype that kernels do not have.
         CheckpointError: not a compressed checkpoint; no kernel configuration, or nonsense in it.
     """
-    variants = {arch: kernel_variants(folder, dtype, batch_sizes, arch) for arch in archs}
-    from ..kernels.ahead import compile_variant
+    checkpoint = CompressedCheckpoint(folder)
+    chosen = kernel_dtype(checkpoint.config.dtype, dtype)
+    alike = Counter(zip(checkpoint.layouts, checkpoint.kernel_config.layers, strict=True))
+    softcap = bool(getattr(checkpoint.config, "attn_logit_softcapping", None))
+    return [
+        Subject(layout_class(layout), count, layout, kernels, checkpoint.shape, chosen, 0, softcap)
+        for (layout, kernels), count in alike.items()
+    ]
+
+
+NAMED_SHAPE = AttentionShape(1, 32, 8, 128, 4096, rotary_dim=128)
+
+
+def named_layouts() -> dict[str, LayerLayout]:
+    """Layouts that are counted without a checkpoint: heads of 128, 4 query heads a KV head, 8 KV heads."""
+
+    def joint(places: int, heads: int, fast_planes: int) -> LayerLayout:
+        groups = (GroupLayout((*range(i, i + heads),), Channels(n4=places), None) for i in range(0, 8, heads))
+        return LayerLayout(tuple(groups), MOST_ROPE_BLOCK, fast_planes)
+
+    def apart(latent: Channels | Numbers) -> LayerLayout:
+        return LayerLayout(tuple(GroupLayout((head,), latent, latent) for head in range(8)))
+
+    return {
+        "joint-64-fast": joint(64, 1, 16),
+        "joint-128-fast": joint(128, 1, 16),
+        "joint-128x2-fast": joint(128, 2, 16),
+        "joint-256x4-fast": joint(256, 4, 16),
+        "joint-64": joint(64, 1, 0),
+        "joint-128": joint(128, 1, 0),
+        "apart-64": apart(Channels(n4=64)),
+        "numbers-64": apart(Numbers(64)),
+    }
+
+
+def named_subjects() -> list[Subject]:
+    """The named layouts, in pages of PAGE keys, bfloat16."""
+    return [Subject(name, 1, x, default_layer(x), NAMED_SHAPE) for name, x in named_layouts().items()]
+
+
+def count_layers(
+    subjects: Sequence[Subject],
+    archs: Sequence[int],
+    devices: Mapping[int, Device],
+    step: DecodeStep,
+    *,
+    dump: Path | None = None,
+    progress: Progress | None = None,
+) -> list[CountedLayer]:
+    """Compile every kernel that layers need and count those of a decode step; Triton's cache keeps what comes out.
+
+    Args:
+        devices: by architecture, whose rates the limits are predicted by. step: the load.
+        dump: folder for cubin, SASS and PTX of every kernel.
+    Raises:
+        UsageError: Triton is not installed.
+    """
+    if not triton_installed():
+        raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
+    from ..kernels.specialise import layer_variants
 
     progress = progress or Progress()
+    work = [
+        (subject, arch, layer_variants(subject.layout, subject.shape, subject.kernels, subject.dtype, arch, **flags))
+        for arch in archs
+        for subject in subjects
+        for flags in [{"page": subject.page, "softcap": subject.softcap}]
+    ]
     found = []
-    with progress.task("compile", sum(len(mine) for mine in variants.values()), "kernels") as advance:
-        for arch in archs:
-            for variant in variants[arch]:
-                begin = time.perf_counter()
-                numbers: dict[str, Any]
-                try:
-                    numbers = vars(compile_variant(variant, arch))
-                except Exception as error:  # the compiler has many, and one failure must not hide the others
-                    numbers = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
-                mask, batch_size = bool(variant.constants.get("MASK")), variant.constants.get("BATCH_PADDED")
-                seconds = time.perf_counter() - begin
-                warps = variant.options.get("num_warps", 4)  # Triton's own default
-                about = mask, batch_size, seconds, dict(variant.constants), warps
-                found.append(Compiled(variant.name, f"sm_{arch}", *about, **numbers))
+    with progress.task("compile", sum(len(variants) for *_, variants in work), "kernels") as advance:
+        for subject, arch, variants in work:
+            kernels = []
+            for variant in variants:
+                kernels.append(compile_kernel(variant, arch, subject.shape.num_kv_heads, dump))
                 advance(1)
+            found.append(_layer(subject, arch, tuple(kernels), devices.get(arch), step))
     return found
 
 
-def kernel_variants(folder: Path, dtype: str, batch_sizes: Sequence[int], arch: int) -> list[Any]:
-    """The distinct variants for a folder on an architecture, of `specialise.model_variants`; see `precompile`."""
-    return [variant for variant, _ in variants_of_layers(folder, dtype, batch_sizes, arch)]
+def compile_kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None = None) -> Kernel:
+    """Compile and count one; of a kernel that fails, why: others must not be hidden by it.
+
+    Args:
+        kv_heads: of the layer.
+    """
+    from ..kernels.ahead import compile_variant
+    from ..kernels.sass import CountError
+
+    name, of_arch = variant.name, f"sm_{arch}"
+    try:
+        compiled = compile_variant(variant, arch)
+    except Exception as error:  # the compiler has many
+        return Kernel(name, of_arch, variant.warps, error=" ".join(f"{type(error).__name__}: {error}".split()))
+    if dump is not None:
+        _dump(dump / of_arch, name, compiled.cubin, compiled.sass(), compiled.ptx)
+    takes = compiled.registers, compiled.spilled_bytes, compiled.shared_bytes
+    if not variant.keys:
+        return Kernel(name, of_arch, variant.warps, *takes)
+    try:
+        counted = compiled.count(variant)
+    except CountError as error:
+        return Kernel(name, of_arch, variant.warps, *takes, error=f"not counted: {error}")
+    share = variant.warps * variant.groups / (variant.keys * kv_heads)
+    by_pipe = {pipe: share * n for pipe, n in sorted(counted.pipes.items(), key=lambda item: -item[1])}
+    return Kernel(name, of_arch, variant.warps, *takes, share * counted.instructions, by_pipe, counted.loops)
 
 
-def variants_of_layers(
-    folder: Path, dtype: str, batch_sizes: Sequence[int], arch: int
-) -> list[tuple[Any, list[LayerLayout]]]:
-    """The same, each with the layers that launch it."""
+def _layer(
+    subject: Subject, arch: int, kernels: tuple[Kernel, ...], device: Device | None, step: DecodeStep
+) -> CountedLayer:
+    by_pipe: Counter[str] = Counter()
+    for kernel in kernels:
+        by_pipe.update(kernel.by_pipe or {})
+    known = not any(kernel.error for kernel in kernels)
+    a_key = sum(by_pipe.values())
+    size, heads = layer_bytes(subject.layout, subject.shape, subject.dtype.itemsize), subject.shape.num_kv_heads
+    limits: tuple[float | None, ...] = (None, None, None)
+    if device is not None and known:
+        time = LayerTime.of(step.keys * size, step.keys * heads * a_key, 0.0, device)
+        base = uncompressed_layer_time(subject.shape, device, step).attention_s
+        limits = device.read_seconds(time.cache_bytes), device.issue_seconds(time.instructions), time.attention_s / base
+    spilled = max((kernel.spilled_bytes or 0 for kernel in kernels), default=0)
+    about = subject.name, f"sm_{arch}", subject.layers, a_key if known else None, spilled
+    pipes = {pipe: round(n, 3) for pipe, n in by_pipe.most_common()}
+    return CountedLayer(*about, pipes, size / heads, *limits, kernels)
+
+
+def _dump(folder: Path, name: str, cubin: bytes, sass: str, ptx: str) -> None:
+    """Raises UsageError if they cannot be written."""
+    file = re.sub(r"[^\w.+-]+", "_", name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{file}.cubin").write_bytes(cubin)
+        (folder / f"{file}.sass").write_text(sass, "utf-8")
+        (folder / f"{file}.ptx").write_text(ptx, "utf-8")
+    except OSError as error:
+        raise UsageError(f"--dump {folder}: {error}", "Give a folder that can be written.") from error
+
+
+def count_specialisation(wanted: Specialisation, arch: int) -> Counts:
+    """What the table of instructions has of a specialisation: of one group, in pages, at T = BLOCK where it is joint.
+
+    Raises:
+        UsageError: a kernel cannot be compiled or counted.
+    """
+    from ..kernels.specialise import layer_variants
+
+    kind, width, rows, fast_planes, kv_heads = wanted
+    latent = Numbers(width) if "numbers" in kind else Channels(n4=width)
+    joint = kind.startswith("joint")
+    group = GroupLayout(tuple(range(kv_heads)), latent, None if joint else latent)
+    layout = LayerLayout((group,), BLOCK if joint else None, fast_planes)
+    shape = AttentionShape(1, rows, kv_heads, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
+    tile = block = absorb = 0.0
+    spilled = 0
+    for variant in layer_variants(layout, shape, default_layer(layout), torch.bfloat16, arch, page=PAGE):
+        if not variant.keys:
+            continue
+        kernel = compile_kernel(variant, arch, kv_heads=1)
+        if kernel.error is not None or kernel.instructions_per_key is None or kernel.spilled_bytes is None:
+            raise UsageError(f"{variant.name}: {kernel.error}", "rotor compile --dump keeps its machine code.")
+        spilled = max(spilled, kernel.spilled_bytes)
+        if variant.name.startswith("absorb"):
+            absorb += kernel.instructions_per_key
+            continue
+        own, rounds = max(kernel.loops, key=lambda loop: loop[1])
+        of_tile = variant.warps * own * rounds / variant.keys
+        tile, block = tile + of_tile, block + kernel.instructions_per_key - of_tile
+    return Counts(round(tile, 2), round(block, 2), round(absorb, 2), spilled)
+
+
+def write_counts(path: Path, arch: int, progress: Progress | None = None) -> None:
+    """Count every specialisation of the table of instructions, and write it.
+
+    Raises:
+        UsageError: Triton is not installed; a kernel cannot be counted; the file cannot be written.
+    """
     if not triton_installed():
         raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
-    from ..kernels.gpu import Gpu
-    from ..kernels.specialise import model_variants
+    import triton
 
-    checkpoint = CompressedCheckpoint(folder)
-    config, kernels = checkpoint.config, checkpoint.kernel_config
-    chosen = kernel_dtype(config.dtype, dtype)
-    softcap = FAMILIES[config.model_type].softcap if config.model_type in FAMILIES else None
-    policy = checkpoint.policy
-    softened = policy.softens if policy is not None and policy.needs_weights else None
-    distinct: dict[Any, tuple[Any, list[LayerLayout]]] = {}
-    layers = list(zip(checkpoint.default_layouts, kernels.layers, strict=True))
-    for batch_size in batch_sizes:
-        for (layout, of_layer), count in Counter(layers).items():
-            for variant in model_variants(
-                KernelConfig(kernels.schedule, (of_layer,)),
-                [layout],
-                checkpoint.shape,
-                chosen,
-                batch_size=batch_size,
-                softcap=bool(softcap and getattr(config, softcap, None)),
-                softened=softened,
-                gpu=Gpu.of_capability(arch),
-            ):
-                key = variant.name, tuple(sorted(variant.constants.items(), key=lambda item: item[0]))
-                found = distinct.setdefault(key, (variant, []))[1]
-                if layout not in found:  # another batch size may need the same kernel
-                    found += [layout] * count
-    return list(distinct.values())
+    table, wanted = {}, grid()
+    with (progress or Progress()).task("count", len(wanted), "sizes") as advance:
+        for each in wanted:
+            table[each] = count_specialisation(each, arch)
+            advance(1)
+    write_report(path, table_data(table, arch=f"sm_{arch}", triton=triton.__version__, page=PAGE))
+
+
+def as_records(layers: Iterable[CountedLayer]) -> list[dict[str, Any]]:
+    """In JSON's types."""
+    return [asdict(layer) for layer in layers]
 
 
 def kernel_dtype(own: torch.dtype, name: str) -> torch.dtype:

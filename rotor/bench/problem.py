@@ -14,8 +14,7 @@ from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import rotate
 from ..kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
 from ..kernels.truth import Sequence, ragged_attention
-from ..prediction.cost import DecodeStep, layer_work, prefill_work
-from ..prediction.roofline import Work
+from ..prediction.cost import Work, least_work
 from ..runtime.rope_blocks import block_starts
 
 ROPE_THETA = 10000.0
@@ -89,14 +88,9 @@ class Problem:
 
     @property
     def work(self) -> Work:
-        """Bytes and FLOPs of attention over the cache; nothing of the projections."""
-        size = self.dtype.itemsize
-        if self.seq_len > 1:
-            return prefill_work(
-                self.layout, self.shape, self.seq_len, self.batch_size, size, self.kv_len - self.seq_len
-            )
-        whole = layer_work(self.layout, self.shape, DecodeStep(self.kv_len, self.batch_size, size))
-        return Work(whole.cache_bytes, whole.cache_flops)
+        """The least bytes and FLOPs of attention over the cache; nothing of the projections."""
+        past = self.kv_len - self.seq_len
+        return least_work(self.layout, self.shape, self.seq_len, self.batch_size, self.dtype.itemsize, past)
 
 
 def uncompressed_layout(shape: AttentionShape) -> LayerLayout:

@@ -36,22 +36,24 @@ def print_inspection(found: Any) -> None:
 
 
 def _print_decode_times(found: Any) -> None:
-    """Candidates down, scenarios with their bytes across; times as shares of the uncompressed model's, "-" where the
-    kernels do not serve such wide latents.
+    """Candidates down, shares of the bytes removed across: instructions a key and KV head, and time as a share of the
+    uncompressed model's; "memory" for keys that are rebuilt there.
     """
     times = {(t.candidate, t.scenario): t for t in found.decode_times}
     candidates = list(dict.fromkeys(t.candidate for t in found.decode_times))
     scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
     rows = []
     for candidate in candidates:
-        cells = [times.get((candidate, scenario)) for scenario in scenarios]
-        rows.append((candidate, *("-" if t is None else f"{t.share:.2f} ({t.kv_bytes_per_token:,} B)" for t in cells)))
+        cells = [times[candidate, scenario] for scenario in scenarios]
+        issued = (f"{t.instructions_per_key:.0f}" if t.instructions_per_key else "memory" for t in cells)
+        rows.append((candidate, *(f"{n}: {t.share:.2f}" for n, t in zip(issued, cells, strict=True))))
     load = found.objective
     title = (
-        f"Predicted attention time of a decode step over the uncompressed model's, and bytes per token, by columns "
-        f"kept ({load.device}, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
+        f"Predicted attention of a decode step: instructions a key and KV head, and time over the uncompressed model's, "
+        f"by the share of bytes removed ({load.device} at {found.instructions_per_cycle:g} instructions a cycle and SM, "
+        f"{load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
     )
-    print_table(title, ("keys, heads a group",), scenarios, rows)
+    print_table(title, ("codes of keys and values, heads a group",), scenarios, rows)
 
 
 def _needs(needs: Any) -> str:

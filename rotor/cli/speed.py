@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import UsageError
 from .app import (
     MAX_NUMBER,
     AsJson,
@@ -22,101 +23,115 @@ from .app import (
     numbers,
     print_json,
 )
-from .console import in_bytes, print_table, say, show_progress
+from .console import print_table, say, show_progress
 
 
 @app.command(
     "compile",
-    epilog="Example: rotor compile out/demo --arch sm_80,sm_90. At other loads: rotor compile out/demo --batch 1,64 "
-    "--lengths 8192 --target-device h100-sxm",
+    epilog="Example: rotor compile out/demo --arch sm_80,sm_90. Without a checkpoint: rotor compile --named --json. "
+    "rotor compile --table rotor/prediction/instructions.json counts anew what predictions look up.",
 )
 def compile_kernels(
-    folder: Checkpoint,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder that rotor export wrote.", show_default=False)
+    ] = None,
     arch: Annotated[str, typer.Option(help="Architectures of NVIDIA GPUs, as in sm_80,sm_90.")] = "sm_90",
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16: of activations and cache.")
     ] = "auto",
-    batch: Annotated[
-        str, typer.Option(help="Sequences of a decode step, as in 1,8; rounded up to powers of two.")
-    ] = "1",
-    lengths: Annotated[str, typer.Option(help="Cached tokens of a decode step that is predicted.")] = "32768",
-    prefill: Annotated[str, typer.Option(help="Tokens of a prompt that is predicted.")] = "8192",
+    batch: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Sequences of the step that is predicted.")] = 8,
+    length: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Cached tokens of each of them.")] = 32768,
+    named: Annotated[
+        bool, typer.Option("--named", help="Count layouts that have names, without a checkpoint.")
+    ] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="Count every size that predictions look up, and write this JSON file.")
+    ] = None,
+    dump: Annotated[Path | None, typer.Option(help="Folder for cubin, SASS and PTX of every kernel.")] = None,
     target_device: TargetDevice = None,
     device_file: DeviceFile = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compile the Triton kernels of a checkpoint ahead of time and show what each takes; no GPU is needed.
+    """Compile Triton kernels ahead of time and count what they issue; no GPU is needed.
 
-    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Of each it is predicted what it
-    reads and multiplies, what of it is on an SM, and what share of its floor follows, on --target-device or, where that
-    is not given, on an A100, L40S, H200 or B200 by the architecture. Exit code 1 if one cannot be compiled.
+    They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default). Of each kernel of a decode step the
+    warp instructions in its machine code are counted, a key and KV head; of a layer's step it is predicted what share
+    of the uncompressed layer's attention it takes, on --target-device or, where that is not given, on an A100, L40S,
+    H200 or B200 by the architecture. Exit code 1 if one cannot be compiled or counted.
     """
     from ..recipe.settings import Compute
 
-    batch_sizes = numbers("--batch", batch)
-    cached, prompts = numbers("--lengths", lengths), numbers("--prefill", prefill)
     Compute(dtype=dtype).check()
-    check_folder(folder)
+    if (folder is not None) + named + (table is not None) != 1:
+        raise UsageError("rotor compile: expected one of OUT, --named and --table.", "Example: rotor compile out/demo")
+    if folder is not None:
+        check_folder(folder)
+    check_results(table)
 
-    from ..bench.floors import DEVICE_OF_ARCH, with_floors
-    from ..bench.precompile import cache_folder, parse_archs, precompile
+    from ..bench import precompile
     from ..bench.provenance import provenance
+    from ..prediction.cost import DecodeStep
     from ..prediction.devices import find_device
 
-    archs = parse_archs(arch)
-    names = {f"sm_{number}": target_device or DEVICE_OF_ARCH.get(number) for number in archs}
+    archs, progress = precompile.parse_archs(arch), show_progress(quiet)
+    if table is not None:
+        precompile.write_counts(table, archs[0], progress)
+        return
+    names = {number: target_device or precompile.DEVICE_OF_ARCH.get(number) for number in archs}
     where = None if device_file is None else str(device_file)
-    devices = {name: find_device(device, where) for name, device in names.items() if device is not None}
-    kernels = precompile(folder, archs, dtype=dtype, batch_sizes=batch_sizes, progress=show_progress(quiet))
-    failed = [kernel for kernel in kernels if kernel.error is not None]
-    loads = {"batch_sizes": batch_sizes, "lengths": cached, "prompts": prompts}
-    kernels = with_floors(folder, kernels, devices, dtype=dtype, **loads)
+    devices = {number: find_device(device, where) for number, device in names.items() if device is not None}
+    subjects = precompile.named_subjects() if folder is None else precompile.subjects_of(folder, dtype)
+    step = DecodeStep(length, batch)
+    layers = precompile.count_layers(subjects, archs, devices, step, dump=dump, progress=progress)
+    failed = sum(kernel.error is not None for layer in layers for kernel in layer.kernels)
+    rates = {f"sm_{number}": names[number] for number in archs}
+    issued = {f"sm_{number}": device.instructions_per_cycle for number, device in devices.items()}
     if as_json:
-        entries = [dataclasses.asdict(kernel) for kernel in kernels]
-        about = {**provenance(command_line()), "folder": str(folder), "predicted_for": names}
-        print_json({**about, "cache": cache_folder(), "failed": len(failed), "kernels": entries})
+        about = {**provenance(command_line()), "predicted_for": rates, "instructions_per_cycle": issued}
+        about |= {"batch_size": batch, "length": length, "cache": precompile.cache_folder(), "failed": failed}
+        print_json({**about, "layers": precompile.as_records(layers)})
     else:
-        _print_kernels(kernels)
-        _print_floors(kernels, names)
-        say(f"{len(kernels) - len(failed)} compiled, {len(failed)} failed; cache: {cache_folder()}")
+        _print_kernels(layers)
+        on = ", ".join(
+            f"{of}: {device} at {issued.get(of)} instructions a cycle and SM" for of, device in rates.items()
+        )
+        _print_layers(layers, f"A decode step's attention, {batch} x {length} tokens, predicted ({on})")
+        say(f"{sum(len(layer.kernels) for layer in layers)} kernels, {failed} failed; {precompile.cache_folder()}")
     if failed:
         raise typer.Exit(1)
 
 
-def _print_kernels(kernels: list[Any]) -> None:
+def _print_kernels(layers: list[Any]) -> None:
     """One line a compiled kernel; errors below the table."""
     rows = []
-    for k in kernels:
-        found = (k.registers, k.spill_bytes, k.shared_bytes, k.async_copies, k.scalar_loads, k.matrix_products)
-        shown = ("failed" if number is None else number for number in found)
-        batch = "any" if k.batch_size is None else k.batch_size
-        rows.append((k.name, k.arch, "yes" if k.mask else "no", batch, *shown, f"{k.seconds:.1f}"))
-    right = "registers", "spills B", "shared B", "async copies", "16-bit loads", "mma", "s"
-    print_table(None, ("kernel", "arch", "mask", "batch"), right, rows)
-    for k in kernels:
-        if k.error is not None:
-            say(f"{k.name}, {k.arch}: {k.error[:400]}")
+    for layer in layers:
+        for k in layer.kernels:
+            taken = (
+                "failed" if number is None else number for number in (k.registers, k.spilled_bytes, k.shared_bytes)
+            )
+            a_key = "-" if k.instructions_per_key is None else f"{k.instructions_per_key:.2f}"
+            pipes = " ".join(f"{pipe} {n:.1f}" for pipe, n in (k.by_pipe or {}).items() if n >= 0.05)
+            rows.append((layer.layout, k.name, k.arch, k.warps, *taken, a_key, pipes))
+    right = "warps", "registers", "spilled B", "shared B", "instructions"
+    title = "Kernels; warp instructions a key and KV head, of those that a decode step runs"
+    print_table(title, ("layer", "kernel", "arch"), (*right, "by pipe"), rows)
+    for layer in layers:
+        for k in layer.kernels:
+            if k.error is not None:
+                say(f"{layer.layout}, {k.name}, {k.arch}: {k.error[:400]}")
 
 
-def _print_floors(kernels: list[Any], devices: dict[str, str | None]) -> None:
-    """One line a kernel and load: what it reads and multiplies in all layers, and what follows."""
+def _print_layers(layers: list[Any], title: str) -> None:
+    """One line a layer: instructions, both limits, and the share of the uncompressed model's attention."""
     rows = []
-    for k in kernels:
-        for floor in k.floors:
-            new = "" if floor.new_tokens == 1 else f"{floor.new_tokens} new"
-            load = f"{floor.batch_size} x {new or floor.past + 1}"
-            flight = "-" if floor.flight_bytes is None else f"{floor.flight_bytes / 1024:.1f}"
-            sizes = in_bytes(floor.memory_bytes), in_bytes(floor.l2_bytes), f"{floor.flops / 1e9:.3g}"
-            times = f"{1e6 * floor.seconds:.1f}", floor.limit, f"{floor.share:.0%}"
-            rows.append((k.name, k.arch, load, floor.launches, *sizes, floor.programs_per_sm, flight, *times))
-    if not rows:
-        return
-    right = "layers", "memory", "L2 besides", "GFLOP", "programs/SM", "KB in flight/SM", "us", "limit", "of the floor"
-    named = ", ".join(f"{arch}: {device}" for arch, device in devices.items() if device is not None)
-    print_table(
-        f"Predicted, all layers that launch it together ({named})", ("kernel", "arch", "batch x tokens"), right, rows
-    )
+    for x in layers:
+        a_key = "-" if x.instructions_per_key is None else f"{x.instructions_per_key:.2f}"
+        times = ("-" if s is None else f"{1e6 * s:.1f}" for s in (x.memory_s, x.issue_s))
+        share = "-" if x.share is None else f"{x.share:.2f}"
+        rows.append((x.layout, x.arch, x.layers, f"{x.bytes_per_key:g}", a_key, x.spilled_bytes, *times, share))
+    right = "layers", "bytes a key and head", "instructions", "spilled B", "us by memory", "us by issue"
+    print_table(title, ("layer", "arch"), (*right, "over uncompressed"), rows)
 
 
 @app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200 --plot balance.png")
@@ -143,8 +158,8 @@ def schedule(
 ) -> None:
     """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
 
-    With --chunk also a prefill's, with and without its last round redistributed. Arithmetic on predicted costs; nothing
-    is run, and no GPU is needed.
+    With --chunk also a prefill's, of row blocks alike and of FDC's. Arithmetic on predicted costs; nothing is run, and
+    no GPU is needed.
     """
     check_folder(folder)
     check_results(plot)
@@ -161,7 +176,7 @@ def schedule(
     balances = simulate(layouts, shape, tokens, rates, sms, element_bytes)
     prefill = None
     if chunk is not None:
-        prefill = simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms, element_bytes)
+        prefill = simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
     if plot is not None:
         from ..study.plots import write_balance_plot
 
@@ -176,9 +191,8 @@ def schedule(
     print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
     if prefill is not None:
         say(
-            f"Prefill of {chunk} tokens each, time over that of even loads: longest first {prefill.longest_first:.3f}, "
-            f"last round redistributed {prefill.redistributed:.3f} ({prefill.cut_launches} of {prefill.launches} "
-            "launches cut theirs)"
+            f"Prefill of {chunk} tokens each as FDC has it, time over that of even loads: row blocks alike "
+            f"{prefill.equal:.3f}, of B_r rows {prefill.balanced:.3f}"
         )
 
 

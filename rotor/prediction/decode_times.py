@@ -1,84 +1,76 @@
-"""Predicted times of a decode step, and bytes, of every candidate: domain, group size, and whether keys and values
-share one latent. Nothing is measured.
-"""
+"""Predicted times of a decode step, and bytes, of every group size, with and without fast planes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..format.columns import Columns
+from ..format.channels import PLANE, Channels, Latent, Numbers
 from ..format.layout import (
+    MOST_ROPE_BLOCK,
+    POST_ROPE,
     AttentionShape,
     Candidate,
-    Domain,
     GroupLayout,
+    KeyForm,
     LayerLayout,
-    folds_keys,
     kv_bytes_per_token,
+    pre_rope,
 )
-from ..kernels.dispatch import MAX_REBUILT_WIDTH, MAX_WIDTH
-from .cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
+from .cost import DecodeStep, layer_time, uncompressed_layer_time
 from .devices import Device
 
-SCENARIOS: tuple[tuple[str, float, int], ...] = (
-    ("1/2 at 16 bits", 1 / 2, 16),
-    ("1/4 at 16 bits", 1 / 4, 16),
-    ("1/2 at 4 bits", 1 / 2, 4),
-    ("1/2 at 2 bits", 1 / 2, 2),
-)
-"""Name, share of the columns of keys and values together that is kept in every group, and their bits."""
+SCENARIOS: tuple[tuple[str, float], ...] = (("0.75", 0.75), ("0.875", 0.875), ("0.94", 0.9375))
+"""Name, and share of the bytes of keys and values that is removed."""
 
-TURNED = 16
-"""Positions of the blocks within which keys are turned, where a candidate says that they are."""
-
-COLUMNS = 16
-"""What counts of columns are multiples of: whole words at any width."""
+FAST_PLANES = 16
+"""Of the candidates that rebuild some."""
 
 
 @dataclass(frozen=True)
 class DecodeTime:
     """One candidate in one of SCENARIOS.
 
-    seconds: of attention in all layers in a decode step, predicted. share: of the uncompressed model's.
+    instructions_per_key: of attention, a key and KV head; 0 where keys are rebuilt in memory. seconds: of attention in
+    all layers in a decode step, predicted. share: of the uncompressed model's.
     """
 
     candidate: str
     scenario: str
     kv_bytes_per_token: int
+    instructions_per_key: float
     seconds: float
     share: float
 
 
-def decode_times(
-    shape: AttentionShape, rotary: bool, key_norm: bool, device: Device, step: DecodeStep
-) -> list[DecodeTime]:
-    """Every domain and group size that the model can have, with latents of their own for keys and values and, where
-    both are linear in the hidden state, with joint ones, in each of SCENARIOS; all layers alike. Before RoPE also joint
-    ones of keys that are turned within blocks of TURNED positions.
-
-    What is too wide for the kernels is left out.
+def decode_times(shape: AttentionShape, device: Device, step: DecodeStep) -> list[DecodeTime]:
+    """Codes of every group size in each of SCENARIOS, all layers alike: joint latents without fast planes, with
+    FAST_PLANES and with all of them, and, of a model with RoPE, latents of their own for keys after it and values.
     """
-    base = uncompressed_decode_seconds(shape, device, step)
-    domains: Sequence[Domain] = ("post", "pre") if rotary else ("none",)
+    planes = min(FAST_PLANES, shape.rotary_planes)
+    forms = {
+        "joint": (KeyForm(MOST_ROPE_BLOCK, 0), True),
+        f"joint, {planes} fast": (KeyForm(MOST_ROPE_BLOCK, planes), True),
+    }
+    forms |= {"joint, pre-RoPE": (pre_rope(shape), True), "apart, post-RoPE": (POST_ROPE, False)}
+    if not shape.rotary_dim:
+        forms = {"joint": (POST_ROPE, True), "apart": (POST_ROPE, False)}
+    base = uncompressed_layer_time(shape, device, step)
     found = []
-    kinds: list[tuple[Domain, bool, int]] = [(domain, False, 1) for domain in domains]
-    kinds += [(domain, True, 1) for domain in domains if folds_keys(domain, key_norm)]
-    kinds += [("pre", True, TURNED)] if rotary else []
-    for domain, joint, rope_block in kinds:
-        folded = folds_keys(domain, key_norm, rope_block)
+    for name, (form, joint) in forms.items():
         for size in group_sizes(shape):
-            candidate = Candidate(domain, size, joint, rope_block)
-            for name, share, bits in SCENARIOS:
-                layout = uniform_layout(shape, candidate, folded, share, bits)
-                if not _served(layout):
-                    continue
-                layouts = [layout] * shape.num_layers
-                seconds = decode_seconds(layouts, shape, device, step)
-                stored = kv_bytes_per_token(layouts, step.element_bytes)
-                label = f"{domain}-{size}" + (", joint" if joint else "")
-                label += f", turned in {rope_block}" if rope_block > 1 else ""
-                found.append(DecodeTime(label, name, stored, seconds, seconds / base))
+            for scenario, removed in SCENARIOS:
+                layout = uniform_layout(shape, Candidate(form, size, joint), 1 - removed, True)
+                time = layer_time(layout, shape, device, step)
+                found.append(
+                    DecodeTime(
+                        f"{name}, {size} a group",
+                        scenario,
+                        kv_bytes_per_token([layout] * shape.num_layers, step.element_bytes),
+                        time.instructions / step.keys / shape.num_kv_heads,
+                        shape.num_layers * time.attention_s,
+                        time.attention_s / base.attention_s,
+                    )
+                )
     return found
 
 
@@ -87,47 +79,37 @@ def group_sizes(shape: AttentionShape) -> list[int]:
     return [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
 
 
-def largest_fast_group(
-    shape: AttentionShape, kind: Candidate, folded_keys: bool, bits: int, device: Device, step: DecodeStep
-) -> int:
+REMOVED = {True: 0.875, False: 0.5}
+"""Share of the bytes removed at which group sizes are compared: of codes, and of numbers."""
+
+
+def largest_fast_group(shape: AttentionShape, kind: Candidate, coded: bool, device: Device, step: DecodeStep) -> int:
     """Find the most KV heads that can share a latent without making attention slower, as predicted.
 
-    A decode step with half of the columns, at `bits`, is predicted to take no longer than the uncompressed model's, and
-    the kernels have bodies for its latents. 1 where no size is.
+    A decode step with REMOVED of the bytes is predicted to take no longer than the uncompressed model's, or than that
+    of one KV head a group, where all are slower.
 
     Args:
         kind: of any group size.
     """
-    base = uncompressed_decode_seconds(shape, device, step)
-    for size in reversed(group_sizes(shape)):
-        layout = uniform_layout(shape, kind._replace(group_size=size), folded_keys, 1 / 2, bits)
-        if _served(layout) and decode_seconds([layout] * shape.num_layers, shape, device, step) <= base:
-            return size
-    return 1
+
+    def seconds(size: int) -> float:
+        layout = uniform_layout(shape, kind._replace(group_size=size), 1 - REMOVED[coded], coded)
+        return layer_time(layout, shape, device, step).seconds
+
+    most = max(seconds(1), uncompressed_layer_time(shape, device, step).seconds)
+    return max(size for size in group_sizes(shape) if seconds(size) <= most)
 
 
-def uniform_layout(
-    shape: AttentionShape, candidate: Candidate, folded_keys: bool, share: float, bits: int
-) -> LayerLayout:
-    """A layer whose groups all keep a share of their columns, of keys and values alike, at one width.
+def uniform_layout(shape: AttentionShape, candidate: Candidate, kept: float, coded: bool) -> LayerLayout:
+    """A layer whose groups all keep a share of their bytes, at 16-bit numbers or in channels of four bits.
 
-    A joint latent has as many as two latents have together, so that it takes as many bytes.
+    A joint latent has as many places as two latents have together.
     """
-    domain, size, joint, rope_block = candidate
-    kept = share * size * shape.head_dim * (2 if joint else 1)
-    count = max(COLUMNS, round(kept / COLUMNS) * COLUMNS)
-    columns = Columns(**{f"n{bits}": count})
-    groups = []
-    for first in range(0, shape.num_kv_heads, size):
-        heads = tuple(range(first, first + size))
-        if bits == 16 and not joint:
-            groups.append(GroupLayout(heads, count, count))
-        else:
-            groups.append(GroupLayout.coded(heads, columns, None if joint else columns))
-    return LayerLayout(domain, folded_keys, tuple(groups), rope_block)
-
-
-def _served(layout: LayerLayout) -> bool:
-    """Whether the kernels have bodies for such wide latents."""
-    keys = MAX_REBUILT_WIDTH if layout.domain == "pre" else MAX_WIDTH
-    return all(group.qk_rank <= keys and group.v_rank <= MAX_WIDTH for group in layout.groups)
+    form, size, joint = candidate
+    places = kept * size * shape.head_dim * (2 if joint else 1) * (4 if coded else 1)
+    count = max(PLANE, round(places / PLANE) * PLANE)
+    latent: Latent = Channels(n4=count) if coded else Numbers(count)
+    heads = range(shape.num_kv_heads)
+    groups = (GroupLayout(tuple(heads[i : i + size]), latent, None if joint else latent) for i in heads[::size])
+    return LayerLayout(tuple(groups), *form)

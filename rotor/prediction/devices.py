@@ -15,15 +15,17 @@ RATES = (
     "bandwidth_bytes_per_s",
     "matmul_flops_per_s",
     "memory_bytes",
-    "l2_bytes_per_s",
-    "vector_flops_per_s",
     "link_bytes_per_s",
+    "sms",
+    "clock_hz",
+    "instructions_per_cycle",
 )
-COUNTS = ("sms",)
 
-L2_RATIO, VECTOR_RATIO = 2.0, 1 / 16
-"""What a device whose file does not say reads from its L2 cache, against its memory, and what it computes outside of
-matrix products, against them: the least of the bundled server GPUs, rounded."""
+SCHEDULERS = 4
+"""Warp instructions that an SM can issue in a cycle."""
+
+INSTRUCTIONS_PER_CYCLE = 1.5
+"""What kernels of this kind are taken to issue of these, where a device's file does not say that it was measured."""
 
 
 @dataclass(frozen=True)
@@ -34,31 +36,30 @@ class Device:
     matmul_flops_per_s: dense bfloat16 matrix products; a multiply-add counts two.
     memory_bytes: device memory.
     source: `data-sheet` (peak rates, which no kernel reaches) or `measured`.
-    l2_bytes_per_s: reading of the L2 cache. vector_flops_per_s: float32 outside of matrix products. None: not known,
-        and then taken by L2_RATIO and VECTOR_RATIO.
-    sms: streaming multiprocessors; None: not known, and then what waits for memory is not predicted.
     link_bytes_per_s: what it sends to its neighbours in one machine (NVLink, Infinity Fabric, PCIe), in one direction;
         None: not known, and times of traffic are not predicted for it.
+    sms, clock_hz: streaming multiprocessors and their clock; None: not known, and what they issue is no limit then.
+    instructions_per_cycle: warp instructions that an SM issues in a cycle of attention.
     """
 
     bandwidth_bytes_per_s: float
     matmul_flops_per_s: float
     memory_bytes: float
     source: Literal["data-sheet", "measured"]
-    l2_bytes_per_s: float | None = None
-    vector_flops_per_s: float | None = None
     link_bytes_per_s: float | None = None
     sms: int | None = None
+    clock_hz: float | None = None
+    instructions_per_cycle: float = INSTRUCTIONS_PER_CYCLE
 
-    @property
-    def l2_rate(self) -> float:
-        """Bytes a second from the L2 cache."""
-        return self.l2_bytes_per_s or L2_RATIO * self.bandwidth_bytes_per_s
+    def read_seconds(self, size_bytes: float) -> float:
+        """Of reading so many bytes from its memory."""
+        return size_bytes / self.bandwidth_bytes_per_s
 
-    @property
-    def vector_rate(self) -> float:
-        """FLOPs a second outside of matrix products."""
-        return self.vector_flops_per_s or VECTOR_RATIO * self.matmul_flops_per_s
+    def issue_seconds(self, warp_instructions: float) -> float:
+        """Of issuing so many instructions on all of its SMs; 0 where these are not known."""
+        if self.sms is None or self.clock_hz is None:
+            return 0.0
+        return warp_instructions / (self.sms * self.clock_hz * self.instructions_per_cycle)
 
 
 def bundled_devices() -> dict[str, Device]:
@@ -98,9 +99,14 @@ def parse_devices(text: str, where: str) -> dict[str, Device]:
     for key, fields in data.items():
         name = key if isinstance(key, str) else shorten(key)
         device: Device = Reader(where).read(Device, fields, name)
-        for rate in (*RATES, *COUNTS):
+        for rate in RATES:
             value = getattr(device, rate)
             if value is not None and value <= 0:
                 raise RecipeError(f"{where}: {name}.{rate}: got {value}, expected a positive number.")
+        if device.instructions_per_cycle > SCHEDULERS:
+            raise RecipeError(
+                f"{where}: {name}.instructions_per_cycle: got {device.instructions_per_cycle}, an SM issues at most "
+                f"{SCHEDULERS}."
+            )
         devices[name] = device
     return devices

@@ -1,10 +1,11 @@
 """Simulate how evenly attention loads the SMs of a GPU under each schedule: arithmetic, nothing is run.
 
 In a decode step a layer is one launch: a task for each group of KV heads of each sequence, made of tiles of keys. A
-tile costs what rotor.prediction.cost predicts for it, the longer of reading its latents and of multiplying with them.
-The step takes the most loaded SM's time, layer after layer; the floor is the mean load.
+tile costs the longer of reading its latents and of issuing its instructions. The step takes the most loaded SM's time,
+layer after layer; the floor is the mean load.
 
-In a prefill each class of a layer's groups is a launch, its row blocks the tasks, and one costs its FLOPs.
+In a prefill as FDC has it the row blocks of all groups of a layer are one launch, and one costs its FLOPs: blocks of
+as many rows for all groups, or B_r rows, fewer the wider a group is, so that all take as long.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..format.layout import AttentionShape, LayerLayout
-from ..kernels.prefill.tile_sizes import can_be_cut, prefill_constants, prefill_workers, rebuilding_pays
 from ..kernels.schedule import (
+    ROW_BLOCK,
+    balanced_row_blocks,
     equal_slices,
     greedy_assignment,
-    last_round,
     makespan,
-    redistributed_makespan,
     row_block_costs,
     work_per_key,
 )
-from .cost import decode_flops_per_token, group_bytes_per_token, latents_of
 from .devices import Device
+from .instructions import group_instructions
 
 TILE = 64
 """Keys in a tile."""
@@ -69,16 +69,17 @@ def layer_tasks(
         lengths: keys of each sequence.
         device: rates of the whole GPU, of which each of `sms` has its share.
     """
+    key_seconds = [
+        max(
+            device.read_seconds(sum(latent.row_bytes(element_bytes) for latent in group.latents)),
+            device.issue_seconds(group_instructions(layout, group, shape)),
+        )
+        for group in layout.groups
+    ]
     tiles, costs = [], []
     for length in lengths:
-        for group in layout.groups:
-            size = len(group.kv_heads)
-            read = group_bytes_per_token(*latents_of(group), element_bytes) / device.bandwidth_bytes_per_s
-            flops = decode_flops_per_token(
-                layout.domain, size, shape.heads_per_kv, shape.head_dim, group.qk_rank, group.v_rank
-            )
-            tiles.append(-(-length // TILE))
-            costs.append(TILE * sms * max(read, flops / device.matmul_flops_per_s))
+        tiles += [-(-length // TILE)] * len(key_seconds)
+        costs += [TILE * sms * seconds for seconds in key_seconds]
     return Tasks(tuple(tiles), tuple(costs))
 
 
@@ -151,53 +152,44 @@ def simulate(
 class PrefillBalance:
     """A prefill over all layers: time over what it would take if every SM were loaded alike.
 
-    longest_first: row blocks in their order, none cut. redistributed: those of a last round that does not fill the GPU
-    in pieces where that is predicted to end sooner, as the kernels are launched.
-    cut_launches, launches: how many are, of how many.
+    equal: row blocks of ROW_BLOCK rows for every group. balanced: of B_r rows. Both with the longest first.
     """
 
-    longest_first: float
-    redistributed: float
-    cut_launches: int
-    launches: int
+    equal: float
+    balanced: float
 
 
 def simulate_prefill(
-    layouts: Sequence[LayerLayout],
-    shape: AttentionShape,
-    chunk: int,
-    past: int,
-    batch_size: int,
-    sms: int,
-    element_bytes: int = 2,
+    layouts: Sequence[LayerLayout], shape: AttentionShape, chunk: int, past: int, batch_size: int, sms: int
 ) -> PrefillBalance:
     """Simulate a prefill of `chunk` new tokens of each sequence after `past` cached ones.
 
     Raises:
         UsageError: no new token, sequence or SM.
+
+    Source: FDC section 5.3.
     """
     if chunk < 1 or past < 0 or batch_size < 1 or sms < 1:
         raise UsageError(
             f"a prefill of {chunk} tokens on {sms} SMs: expected positive numbers.", "Example: --chunk 512"
         )
-    mean = plain = shortest = 0.0
-    cuts = []
+    mean = equal = balanced = 0.0
     for layout in layouts:
-        sizes = shape.heads_per_kv, element_bytes, shape.head_dim
-        tokens = batch_size * (past + chunk)
-        rebuilt = rebuilding_pays(layout, shape.heads_per_kv, shape.head_dim, chunk, tokens, element_bytes)
-        for cls, constants in prefill_constants(layout, *sizes, rebuilt):
-            rows, pack, others = constants["ROWS"], constants["PACK"], cls.count * constants["HEADS"] * batch_size
-            workers = prefill_workers(constants, sms)
-            costs = row_block_costs(chunk, past, rows, pack, others)
-            cut = can_be_cut(constants) and last_round(chunk, past, rows, pack, others, workers)[1]
-            seconds = rows * work_per_key(constants["QK"], constants["V"]) * (workers // sms)  # of a key, relative
-            mean += seconds * sum(costs) / workers
-            whole = makespan(costs, workers)
-            plain += seconds * whole
-            shortest += seconds * (redistributed_makespan(costs, workers) if cut else whole)
-            cuts.append(cut)
-    return PrefillBalance(plain / mean, shortest / mean, sum(cuts), len(cuts))
+        pack = layout.group_size * shape.heads_per_kv
+        widths = [(group.key.width, group.values.width) for group in layout.groups]
+
+        def costs(rows: list[int], widths: list[tuple[int, int]] = widths, pack: int = pack) -> list[float]:
+            found = []
+            for count, width in zip(rows, widths, strict=True):
+                keys = row_block_costs(chunk, past, count, pack, batch_size)
+                found += [count * work_per_key(*width) * met for met in keys]
+            return sorted(found, reverse=True)
+
+        alike = costs([ROW_BLOCK] * len(widths))
+        mean += sum(alike) / sms
+        equal += makespan(alike, sms)
+        balanced += makespan(costs([rows for rows, _ in balanced_row_blocks(widths)]), sms)
+    return PrefillBalance(equal / mean, balanced / mean)
 
 
 def parse_lengths(text: str) -> list[int]:

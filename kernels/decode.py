@@ -1,0 +1,317 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Decoding: up to 64 query rows of a group (query heads times new tokens) against the rows of a layer's cache.
+
+Keys lie on the long side of the matrix products (16 keys by 8 query rows), so that few query heads waste little, and a
+program is one or two warps. A tile is the keys of one block (or a part of it), so that it meets one absorbed query a
+row: `absorb` has put the slow planes, and what constants add to the logits, into vectors of the latent's width. Fast
+planes are rebuilt in the tile: the latents times `fast_basis`, plus a constant, turned by the place in the block (a
+table), rounded, times the queries' fast planes, which `absorb` has turned back to the beginning of the block.
+
+A nibble n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them; what that
+adds, and the 8 that a signed nibble is less, comes off the logits with the constants and off the output at the end. The
+rows of the next tile are loaded while this one is computed. Logits are in powers of two.
+
+Each program works through its slice of the line of tiles (see `ranges`) and leaves one result for each (sequence,
+group) that it meets, which `join` puts together.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .ranges import count_tiles, sequence_at, slice_start, slices, tiles_of
+
+NOTHING = tl.constexpr(-1e30)
+"""Of a logit: nothing that is attended comes near it, and no sum or product with it is infinite."""
+
+
+@triton.jit
+def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The operands of products that a tile of rows holds: of words, their four planes of nibbles; else itself."""
+    if not CODED:
+        return (tile,)
+    if DTYPE == tl.float32:
+        return (
+            ((tile & 15).to(tl.int32) - 8).to(tl.float32),
+            (((tile >> 4) & 15).to(tl.int32) - 8).to(tl.float32),
+            (((tile >> 8) & 15).to(tl.int32) - 8).to(tl.float32),
+            ((tile >> 12).to(tl.int32) - 8).to(tl.float32),
+        )
+    ONES: tl.constexpr = 0x6400 if DTYPE == tl.float16 else 0x4300  # from 1024, or 128, on ones are the last place
+    if not ASM:
+        return (
+            ((tile & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
+            (((tile >> 4) & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
+            (((tile >> 8) & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
+            ((tile >> 12) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
+        )
+    if DTYPE == tl.float16:
+        a = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        b = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        c = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        d = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+    else:
+        a = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        b = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        c = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        d = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+    return (a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True), c.to(DTYPE, bitcast=True), d.to(DTYPE, bitcast=True))
+
+
+@triton.jit
+def turned(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Both halves of rebuilt planes, rounded and turned: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
+    if DTYPE == tl.float32:
+        return k0 * cos - k1 * sin, k1 * cos + k0 * sin
+    k0 = k0.to(DTYPE)
+    k1 = k1.to(DTYPE)
+    if ASM and DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise("{ .reg .b32 t, u, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $3, $5, z; neg.bf16x2 t, t; fma.rn.bf16x2 $0, $2, $4, t; fma.rn.bf16x2 u, $2, $5, z; fma.rn.bf16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+    elif ASM:
+        return tl.inline_asm_elementwise("{ .reg .b32 t, u; mul.rn.f16x2 t, $3, $5; neg.f16x2 t, t; fma.rn.f16x2 $0, $2, $4, t; mul.rn.f16x2 u, $2, $5; fma.rn.f16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+    else:
+        a = k0.to(tl.float32)
+        b = k1.to(tl.float32)
+        c = cos.to(tl.float32)
+        d = sin.to(tl.float32)
+        return (a * c - (b * d).to(DTYPE).to(tl.float32)).to(DTYPE), (b * c + (a * d).to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def page_of(
+    block_table, sequence, tile, begin, until, table_stride,
+    STEP: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The page of a tile, or of each of its keys where tiles cross pages; entries behind the last key's are not read."""
+    row = block_table + sequence.to(tl.int64) * table_stride
+    if PAGE == 0:
+        return sequence
+    elif PAGE % STEP == 0:
+        return tl.load(row + tile * STEP // PAGE)
+    else:
+        key = tile * STEP + tl.minimum(tl.arange(0, KEYS), STEP - 1)
+        return tl.load(row + tl.minimum(tl.maximum(key, begin), until - 1) // PAGE)
+
+
+@triton.jit
+def load_rows(
+    rows, page, tile, begin, until, width, block_stride, row_stride,
+    STEP: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, COLUMNS] of a tile; in place of keys outside begin ... until - 1 the nearest inside, so all is finite."""
+    start = tile * STEP
+    place = tl.minimum(tl.maximum(tl.arange(0, KEYS), begin - start), tl.minimum(until - start, STEP) - 1)
+    column = tl.arange(0, COLUMNS)[None, :]
+    if PAGE == 0:
+        rows += page.to(tl.int64) * block_stride + start.to(tl.int64) * row_stride
+        pointers = rows + place[:, None] * row_stride + column
+    elif PAGE % STEP == 0:
+        rows += page.to(tl.int64) * block_stride + (start % PAGE) * row_stride
+        pointers = rows + place[:, None] * row_stride + column
+    else:
+        of_page = page.to(tl.int64) * block_stride + (start + place) % PAGE * row_stride
+        pointers = rows + of_page[:, None] + column
+    if EXACT:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=column < width, other=0)
+
+
+@triton.jit
+def decode_kernel(
+    query, constant, fast_query, key, value, fast_basis, fast_constant, turns, partial, partial_lse, table,
+    begin, until, first, end, query_start, block_table, mask, holes,
+    batch_size, groups, max_blocks, query_stride, key_block, key_row, value_block, value_row, table_stride, mask_stride,
+    scale, softcap,
+    CODED: tl.constexpr, JOINT: tl.constexpr, FOLDED: tl.constexpr, SLOW: tl.constexpr, CONSTANT: tl.constexpr,
+    FAST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    VALUE_EXACT: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, LEAN: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One slice of the line of tiles.
+
+    query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .]. constant:
+    [batch_size, max_blocks, groups, rows], logits of what all keys of a block share. fast_query: [.., rows, 2, FAST].
+    fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS]. fast_constant: [groups, HEADS, 2, FAST]. turns: [2, BLOCK,
+    FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 5]: columns of a piece and the first element
+    in a row, of keys and of values; the first place of queries. BLOCK: positions of a block, 0: all. FAST: planes, 0:
+    none. LEAN: what all tiles share is loaded anew for each, which frees registers.
+    """
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
+    PIECES: tl.constexpr = 4 if CODED else 1
+    LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
+    OFFSET: tl.constexpr = 0.0 if not CODED or DTYPE == tl.float32 else (1032.0 if DTYPE == tl.float16 else 136.0)
+    program = tl.program_id(0)
+    key_row *= KEY_ALIGN
+    value_row *= VALUE_ALIGN
+    key_block = key_block.to(tl.int64) * KEY_ALIGN
+    value_block = value_block.to(tl.int64) * VALUE_ALIGN
+    column = tl.arange(0, COLUMNS)
+    value_column = tl.arange(0, VALUE_COLUMNS)
+    place = tl.arange(0, KEYS)
+    row = tl.arange(0, ROWS)
+    plane = tl.arange(0, FAST if FAST else 16)
+    live = row < LIVE
+    token = row // (HEADS * PER_HEAD)
+    head = row % (HEADS * PER_HEAD)
+    ones = tl.full((16, KEYS), 1.0, DTYPE)
+
+    total = count_tiles(begin, until, batch_size, STEP) * groups
+    programs = slices(total, tl.num_programs(0))
+    position = tl.where(program < programs, slice_start(program, total, programs), total)
+    stop = tl.where(program < programs, slice_start(program + 1, total, programs), total)
+    while position < stop:
+        sequence, before = sequence_at(begin, until, batch_size, groups, position, STEP)
+        b = tl.load(begin + sequence)
+        u = tl.load(until + sequence)
+        tiles = tiles_of(b, u, STEP)
+        group = (position - before * groups) // tiles
+        tile_0 = position - before * groups - group * tiles
+        tile_1 = tl.minimum(tiles, tile_0 + stop - position)
+        position += tile_1 - tile_0
+        tile_0 += b // STEP
+        tile_1 += b // STEP
+        width = tl.load(table + group * 5)
+        keys = key + tl.load(table + group * 5 + 1) * KEY_ALIGN
+        value_width = tl.load(table + group * 5 + 2)
+        values = value + tl.load(table + group * 5 + 3) * VALUE_ALIGN
+        slot = program + sequence * groups + group
+        if FOLDED:
+            q_token = sequence + tl.zeros_like(token) if TOKENS == 1 else tl.load(query_start + sequence) + token
+            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 5 + 4) + head * (width * PIECES)
+            q_live = live & (q_token < (sequence + 1 if TOKENS == 1 else tl.load(query_start + sequence + 1)))
+            queries = ()
+            c = tl.zeros((ROWS,), tl.float32)
+            for j in tl.static_range(PIECES):
+                some = q_live[None, :] & (column < width)[:, None]
+                queries += (tl.load(query + q_row[None, :] + (j * width + column)[:, None], mask=some, other=0.0),)
+                c -= OFFSET * scale * tl.sum(queries[j].to(tl.float32), 0)
+        else:
+            q_group = (sequence.to(tl.int64) * max_blocks * groups + group) * LIVE
+            q_block = groups * LIVE
+            q_row = row[None, :] * (PIECES * COLUMNS) + column[:, None]
+            if BLOCK == 0:
+                queries = ()
+                for j in tl.static_range(PIECES):
+                    pointers = query + q_group * (PIECES * COLUMNS) + j * COLUMNS + q_row
+                    queries += (tl.load(pointers, mask=live[None, :], other=0.0),)
+                c = tl.load(constant + q_group + row, mask=live, other=0.0)
+        if TOKENS > 1:
+            new = tl.load(query_start + sequence) + token
+            here = live & (new < tl.load(query_start + sequence + 1))
+            row_first = tl.load(first + new, mask=here, other=0)
+            row_end = tl.load(end + new, mask=here, other=0)
+        elif MASK:
+            new = sequence
+        if MASK:
+            if TOKENS > 1:
+                open_ = tl.load(holes + new, mask=here, other=0) != 0
+            else:
+                open_ = tl.load(holes + new) != 0
+
+        largest = tl.full((ROWS,), NOTHING, tl.float32)
+        total_weight = tl.zeros((16, ROWS), tl.float32)
+        weighted = ()
+        for _ in tl.static_range(PIECES):
+            weighted += (tl.zeros((VALUE_COLUMNS, ROWS), tl.float32),)
+        page = page_of(block_table, sequence, tile_0, b, u, table_stride, STEP, KEYS, PAGE)
+        ahead = (load_rows(keys, page, tile_0, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
+        if not JOINT:
+            ahead += (load_rows(values, page, tile_0, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
+        page = page_of(block_table, sequence, tl.minimum(tile_0 + 1, tile_1 - 1), b, u, table_stride, STEP, KEYS, PAGE)
+        for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
+            now = ahead
+            after = tl.minimum(tile + 1, tile_1 - 1)
+            ahead = (load_rows(keys, page, after, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
+            if not JOINT:
+                ahead += (load_rows(values, page, after, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
+            after = tl.minimum(tile + 2, tile_1 - 1)
+            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
+            z = pieces(now[0], CODED, DTYPE, ASM)
+            zero = tile >> 30 if LEAN else 0
+            if BLOCK > 0:
+                block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
+                c = tl.load(constant + block + row, mask=live, other=0.0)
+            logits = tl.zeros((KEYS, ROWS), tl.float32)
+            if SLOW:
+                for j in tl.static_range(PIECES):
+                    if BLOCK > 0:
+                        pointers = query + block * (PIECES * COLUMNS) + j * COLUMNS + q_row
+                        q = tl.load(pointers, mask=live[None, :], other=0.0)
+                    else:
+                        q = queries[j]
+                    logits = tl.dot(z[j], q, logits, input_precision=PRECISION)
+            if FAST > 0:
+                at = place + zero if KEYS == BLOCK else tile * STEP % BLOCK + place
+                if KEYS > STEP:
+                    at = tl.minimum(at, BLOCK - 1)
+                turn = turns + at[:, None] * FAST + plane[None, :]
+                cos = tl.load(turn)
+                sin = tl.load(turn + BLOCK * FAST)
+                for h in tl.static_range(HEADS):
+                    c_h = fast_constant + (group * HEADS + h) * (2 * FAST) + plane + zero
+                    b_h = fast_basis + (group * HEADS + h) * (PIECES * 2 * FAST * COLUMNS)
+                    b_h += column[:, None] + plane[None, :] * COLUMNS
+                    k0 = tl.zeros((KEYS, FAST), tl.float32) + tl.load(c_h)[None, :]
+                    k1 = tl.zeros((KEYS, FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
+                    for j in tl.static_range(PIECES):
+                        b_j = b_h + j * (2 * FAST * COLUMNS)
+                        k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
+                        k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
+                    k0, k1 = turned(k0, k1, cos, sin, DTYPE, ASM)
+                    own = (live & (head // PER_HEAD == h))[None, :]
+                    f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
+                    logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
+                    logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
+            start = tile * STEP
+            if TOKENS > 1:
+                index = (start + place)[:, None]
+                seen = (index >= row_first[None, :]) & (index < row_end[None, :])
+                if KEYS > STEP:
+                    seen &= (place < STEP)[:, None]
+                if MASK:
+                    read = seen & open_[None, :]
+                    seen &= tl.load(mask + new[None, :].to(tl.int64) * mask_stride + index, mask=read, other=1) != 0
+            else:
+                seen = (place >= b - start) & (place < tl.minimum(u - start, STEP))
+                if MASK:
+                    read = seen & open_
+                    at = mask + new.to(tl.int64) * mask_stride + start + place
+                    seen &= tl.load(at, mask=read, other=1) != 0
+                seen = seen[:, None]
+            if SOFTCAP:
+                logits = logits * scale
+                if CONSTANT:
+                    logits += c[None, :]
+                logits = softcap - 2.0 * softcap / (tl.exp2(logits * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
+                logits = tl.where(seen, logits, NOTHING)
+                now_largest = tl.maximum(largest, tl.max(logits, 0))
+                weights = tl.exp2(logits - now_largest[None, :])
+            else:
+                logits = tl.where(seen, logits, NOTHING)
+                if CONSTANT:
+                    now_largest = tl.maximum(largest, tl.max(logits, 0) * scale + c)
+                    weights = tl.exp2(logits * scale + (c - now_largest)[None, :])
+                else:
+                    now_largest = tl.maximum(largest, tl.max(logits, 0) * scale)
+                    weights = tl.exp2(logits * scale - now_largest[None, :])
+            shrink = tl.exp2(largest - now_largest)[None, :]
+            largest = now_largest
+            weights = weights.to(DTYPE)
+            total_weight = tl.dot(ones, weights, total_weight * shrink, input_precision=PRECISION)
+            if not JOINT:
+                z = pieces(now[1], CODED, DTYPE, ASM)
+            added = ()
+            for j in tl.static_range(PIECES):
+                added += (tl.dot(tl.trans(z[j]), weights, weighted[j] * shrink, input_precision=PRECISION),)
+            weighted = added
+
+        sums = tl.max(total_weight, 0)
+        out = partial + slot.to(tl.int64) * (LIVE * PIECES * VALUE_COLUMNS)
+        out += row[None, :] * (PIECES * VALUE_COLUMNS) + value_column[:, None]
+        for j in tl.static_range(PIECES):
+            tl.store(out + j * VALUE_COLUMNS, weighted[j] / sums[None, :] - OFFSET, mask=live[None, :])
+        tl.store(partial_lse + slot * LIVE + row, largest + tl.log2(sums), mask=live)

@@ -1,0 +1,171 @@
+"""Warp instructions that attention issues for a key, by layout: counted once in machine code, looked up afterwards.
+
+`instructions.json` holds what `rotor compile --table` counted, for the sizes that the kernels are specialised for. Per
+key and group an entry has three numbers: `tile`, of the loop over keys; `block`, of what decoding does besides in a
+block of positions; `absorb`, of absorbing queries for the block. The last two are of blocks of BLOCK positions; queries
+that are absorbed once for all keys cost none a key.
+
+What the table does not have follows from what it has: widths and query rows are padded to the next entry, as kernels
+pad them, and so are fast planes; of planes and KV heads whose keys are rebuilt, what that adds is taken in proportion
+to their product; keys and values of different widths cost the mean of both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from ..format.channels import Latent
+from ..format.layout import AttentionShape, GroupLayout, LayerLayout
+
+TABLE = "instructions.json"
+BLOCK = 64
+HEAD_DIM = 128
+WIDTHS = (64, 128, 256, 512)
+ROWS = (8, 16, 32, 64)
+"""Places of a latent, and query rows of a group (query heads that share its keys), that kernels are specialised for."""
+
+PLANES = (16, 32, 64)
+"""Fast planes of a KV head that a tile rebuilds, likewise."""
+
+REBUILT = ((16, 1), (32, 1), (64, 1), (16, 2), (16, 4))
+"""(fast planes, KV heads of a group) that the table has, beside those that rebuild nothing; the last one alone for more
+query rows than FEW_ROWS, which no group of one KV head has."""
+
+FEW_ROWS = 16
+
+
+class Specialisation(NamedTuple):
+    """What a kernel is compiled for. kind: `joint`, `apart` (of codes), `joint-numbers` or `numbers`."""
+
+    kind: str
+    width: int
+    rows: int
+    fast_planes: int = 0
+    kv_heads: int = 1
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Warp instructions a key and group; see the module. spilled_bytes: of a thread's registers."""
+
+    tile: float
+    block: float
+    absorb: float
+    spilled_bytes: int = 0
+
+    def a_key(self, rope_block: int | None, head_dim: int) -> float:
+        """In blocks of so many positions, with heads of that size."""
+        if rope_block is None:
+            return self.tile
+        return self.tile + (self.block + self.absorb * head_dim / HEAD_DIM) * BLOCK / rope_block
+
+
+Table = Mapping[Specialisation, Counts]
+
+
+def grid() -> list[Specialisation]:
+    """What the table is to have: joint latents in blocks of positions, those apart for all positions."""
+    found = []
+    for rows in ROWS:
+        for width in WIDTHS:
+            found += [Specialisation(kind, width, rows) for kind in ("joint", "apart", "numbers", "joint-numbers")]
+            rebuilt = REBUILT if rows <= FEW_ROWS else REBUILT[-1:]
+            found += [Specialisation("joint", width, rows, *each) for each in rebuilt]
+    return found
+
+
+@lru_cache(maxsize=1)
+def bundled_table() -> Table:
+    """The table that comes with rotor."""
+    return read_table(json.loads((resources.files("rotor.prediction") / TABLE).read_text("utf-8")))
+
+
+def read_table(data: Mapping[str, Any]) -> Table:
+    """What `write_table` wrote."""
+    names = Specialisation._fields
+    return {
+        Specialisation(*(entry[name] for name in names)): Counts(
+            **{name: value for name, value in entry.items() if name not in names}
+        )
+        for entry in data["entries"]
+    }
+
+
+def table_data(table: Table, **about: Any) -> dict[str, Any]:
+    """A table in JSON's types; `about` says what it was counted with."""
+    entries = [key._asdict() | asdict(table[key]) for key in sorted(table)]
+    return {**about, "block": BLOCK, "head_dim": HEAD_DIM, "entries": entries}
+
+
+def kind_of(layout: LayerLayout) -> str:
+    """Of a layer's kernels; see Specialisation."""
+    if layout.coded:
+        return "joint" if layout.joint else "apart"
+    return "joint-numbers" if layout.joint else "numbers"
+
+
+def group_instructions(layout: LayerLayout, group: GroupLayout, shape: AttentionShape) -> float:
+    """Warp instructions of a step for one cached key of one group: all of its KV heads and their query heads."""
+    return _group_instructions(
+        kind_of(layout),
+        padded_width(group.key),
+        padded_width(group.values),
+        len(group.kv_heads) * shape.heads_per_kv,
+        layout.fast_planes,
+        len(group.kv_heads),
+        layout.rope_block,
+        shape.head_dim,
+    )
+
+
+def padded_width(latent: Latent) -> int:
+    """Places that a kernel gives a latent: the next of WIDTHS, or a multiple of the last."""
+    return next((width for width in WIDTHS if width >= latent.width), -(-latent.width // WIDTHS[-1]) * WIDTHS[-1])
+
+
+@lru_cache(maxsize=1 << 16)
+def _group_instructions(
+    kind: str, key: int, value: int, rows: int, fast: int, kv_heads: int, rope_block: int | None, head_dim: int
+) -> float:
+    """Of more rows than the table has, that many launches' worth; of wider latents, in proportion."""
+    most = ROWS[-1]
+    launches = -(-rows // most)
+    padded = next((r for r in ROWS if r >= rows), most)
+    total = 0.0
+    for width in (key, value):
+        counts = look_up(bundled_table(), Specialisation(kind, min(width, WIDTHS[-1]), padded, fast, kv_heads))
+        total += counts.a_key(rope_block, head_dim) * max(1.0, width / WIDTHS[-1]) / 2
+    return launches * total
+
+
+def look_up(table: Table, wanted: Specialisation) -> Counts:
+    """The counts of a specialisation, from its own entry or, as the module says, from others.
+
+    Args:
+        wanted: its width and rows are among WIDTHS and ROWS.
+    """
+    plain = table[wanted._replace(fast_planes=0, kv_heads=1)]
+    if not wanted.fast_planes:
+        return plain
+    planes = next((p for p in PLANES if p >= wanted.fast_planes), wanted.fast_planes)
+    rebuilding = wanted._replace(kind="joint", fast_planes=planes)
+    size = planes * wanted.kv_heads
+
+    def distance(key: Specialisation) -> tuple[float, bool]:
+        ratio = size / (key.fast_planes * key.kv_heads)
+        return max(ratio, 1 / ratio), key.kv_heads != wanted.kv_heads
+
+    similar = [key for key in table if key.fast_planes and key[:3] == rebuilding[:3]]
+    nearest = rebuilding if rebuilding in table else min(similar, key=distance)
+    without, share = table[nearest._replace(fast_planes=0, kv_heads=1)], size / (nearest.fast_planes * nearest.kv_heads)
+    return Counts(
+        plain.tile + share * (table[nearest].tile - without.tile),
+        plain.block + share * (table[nearest].block - without.block),
+        plain.absorb,
+        table[nearest].spilled_bytes if share == 1 else plain.spilled_bytes,
+    )
