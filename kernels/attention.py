@@ -12,7 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import AttentionShape, LayerLayout
 
-from .decode import decode_attention
 from .launch import capturing
 from .masks import ranges_of_mask
 from .materialise import PagesOf
@@ -164,6 +163,8 @@ def attend_pages(
             keys = KeyRanges.of_lengths(kv_lens, window=window)
         else:
             keys = KeyRanges.packed(query_start_loc, kv_lens, len(query), max_query_len, window)
+        from .decode import decode_attention
+
         return decode_attention(
             query, key, value, parameters, kernels, keys, rotation=rotation, block_table=block_table,
             max_kv_len=max_kv_len, workspace=workspace_on(query.device), out=out,
@@ -197,6 +198,8 @@ def _decoded(
     """Outputs [batch_size, seq_len, .], and the log-sum-exp of logits [batch_size, seq_len, num_heads]."""
     batch_size, seq_len = key.shape[0], seq_len_of(query)
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
+    from .decode import decode_attention
+
     output, sums = decode_attention(
         packed, key[:, 0], value[:, 0], parameters, kernels, keys, rotation=rotation, max_kv_len=key.shape[2],
         workspace=workspace_on(key.device),

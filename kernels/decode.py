@@ -31,14 +31,14 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The operands of products that a tile of rows holds: of words, their four planes of nibbles; else itself."""
     if not CODED:
         return (tile,)
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         return (
             ((tile & 15).to(tl.int32) - 8).to(tl.float32),
             (((tile >> 4) & 15).to(tl.int32) - 8).to(tl.float32),
             (((tile >> 8) & 15).to(tl.int32) - 8).to(tl.float32),
             ((tile >> 12).to(tl.int32) - 8).to(tl.float32),
         )
-    ONES: tl.constexpr = 0x6400 if DTYPE == tl.float16 else 0x4300  # from 1024, or 128, on ones are the last place
+    ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300  # from 1024, or 128, on ones are the last place
     if not ASM:
         return (
             ((tile & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
@@ -46,7 +46,7 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
             (((tile >> 8) & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
             ((tile >> 12) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
         )
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         a = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
         b = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
         c = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
@@ -62,11 +62,11 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def turned(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Both halves of rebuilt planes, rounded and turned: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         return k0 * cos - k1 * sin, k1 * cos + k0 * sin
     k0 = k0.to(DTYPE)
     k1 = k1.to(DTYPE)
-    if ASM and DTYPE == tl.bfloat16:
+    if ASM and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise("{ .reg .b32 t, u, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $3, $5, z; neg.bf16x2 t, t; fma.rn.bf16x2 $0, $2, $4, t; fma.rn.bf16x2 u, $2, $5, z; fma.rn.bf16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     elif ASM:
         return tl.inline_asm_elementwise("{ .reg .b32 t, u; mul.rn.f16x2 t, $3, $5; neg.f16x2 t, t; fma.rn.f16x2 $0, $2, $4, t; mul.rn.f16x2 u, $2, $5; fma.rn.f16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
@@ -117,7 +117,13 @@ def load_rows(
     return tl.load(pointers, mask=column < width, other=0)
 
 
-@triton.jit
+INTEGERS = [
+    "batch_size", "groups", "max_blocks", "query_stride", "key_block", "key_row", "value_block", "value_row", "table_stride", "mask_stride",
+]  # fmt: skip
+"""Not specialised on their values: one compiled kernel serves them all."""
+
+
+@triton.jit(do_not_specialize=INTEGERS)
 def decode_kernel(
     query, constant, fast_query, key, value, fast_basis, fast_constant, turns, partial, partial_lse, table,
     begin, until, first, end, query_start, block_table, mask, holes,
@@ -135,15 +141,16 @@ def decode_kernel(
     query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .]. constant:
     [batch_size, max_blocks, groups, rows], logits of what all keys of a block share. fast_query: [.., rows, 2, FAST].
     fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS]. fast_constant: [groups, HEADS, 2, FAST]. turns: [2, BLOCK,
-    FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 5]: columns of a piece and the first element
-    in a row, of keys and of values; the first place of queries. BLOCK: positions of a block, 0: all. FAST: planes, 0:
+    FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]: columns of a piece and the first element
+    in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the first place of queries (FOLDED), of the
+    basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block, 0: all. FAST: planes, 0:
     none. LEAN: what all tiles share is loaded anew for each, which frees registers.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
     PIECES: tl.constexpr = 4 if CODED else 1
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
-    OFFSET: tl.constexpr = 0.0 if not CODED or DTYPE == tl.float32 else (1032.0 if DTYPE == tl.float16 else 136.0)
+    OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
     program = tl.program_id(0)
     key_row *= KEY_ALIGN
     value_row *= VALUE_ALIGN
@@ -174,14 +181,14 @@ def decode_kernel(
         position += tile_1 - tile_0
         tile_0 += b // STEP
         tile_1 += b // STEP
-        width = tl.load(table + group * 5)
-        keys = key + tl.load(table + group * 5 + 1) * KEY_ALIGN
-        value_width = tl.load(table + group * 5 + 2)
-        values = value + tl.load(table + group * 5 + 3) * VALUE_ALIGN
+        width = tl.load(table + group * 8)
+        keys = key + tl.load(table + group * 8 + 1) * KEY_ALIGN
+        value_width = tl.load(table + group * 8 + 2)
+        values = value + tl.load(table + group * 8 + 3) * VALUE_ALIGN
         slot = program + sequence * groups + group
         if FOLDED:
             q_token = sequence + tl.zeros_like(token) if TOKENS == 1 else tl.load(query_start + sequence) + token
-            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 5 + 4) + head * (width * PIECES)
+            q_row = q_token.to(tl.int64) * query_stride + tl.load(table + group * 8 + 4) + head * (width * PIECES)
             q_live = live & (q_token < (sequence + 1 if TOKENS == 1 else tl.load(query_start + sequence + 1)))
             queries = ()
             c = tl.zeros((ROWS,), tl.float32)

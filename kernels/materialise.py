@@ -114,7 +114,17 @@ def materialise_kernel(
         elif LATENTS:
             begin = target * keys_batch + index.to(tl.int64) * keys_token + group * keys_head
             copy_latents(
-                key, key_place, seen, key_start + group * key_group, key_words, keys, begin, keys_width, KEYS, BLOCK, CODED
+                key,
+                key_place,
+                seen,
+                key_start + group * key_group,
+                key_words,
+                keys,
+                begin,
+                keys_width,
+                KEYS,
+                BLOCK,
+                CODED,
             )
         else:
             planes: tl.constexpr = 4 if CODED else 1

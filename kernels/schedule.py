@@ -1,11 +1,10 @@
-"""Pure scheduling arithmetic shared by the kernel configuration and the kernels: no tensors, no GPU."""
+"""The papers' schedules and equal slices, for the simulator: arithmetic, no tensors, no GPU."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 ROW_BLOCK = 64
 COLUMN_BLOCK = 64
@@ -72,64 +71,11 @@ def makespan(costs: Sequence[float], workers: int) -> float:
     return max(ends)
 
 
-PIECES = 4
-"""Into how many a row block of the last round is cut."""
-
-PIECE_COST = 1.6
-"""Cost of PIECES pieces over that of the whole: fewer rows than 64 do without the fast matrix products of sm_90. An
-assumption, not measured."""
-
-MOST_ROUNDS = 8
-"""With more rounds the last one is too small a share to care for."""
-
-
-@lru_cache(maxsize=4096)
-def last_round(seq_len: int, past: int, rows: int, pack: int, others: int, workers: int) -> tuple[int, bool]:
-    """How many row blocks of a prefill are launched whole, the longest first, and whether the rest is cut into PIECES.
-
-    Tasks fill the GPU in rounds of `workers`. Those of the last round, if it is not full, are cut into pieces of fewer
-    rows and launched after all others, where that ends sooner.
-
-    Args:
-        seq_len, past: queries of a sequence, and keys before them.
-        rows, pack: of a row block, and query heads that share its keys; rows are (position, head) pairs.
-        others: tasks of the same length: heads or groups times sequences.
-        workers: SMs times the programs that one holds.
-
-    Source: FDC section 5.3, ZACK section 5.3; they let the pieces be any multiple of 16 rows.
-    """
-    tasks = -(-seq_len * pack // rows) * others
-    whole = tasks - tasks % workers
-    if whole == tasks or tasks > MOST_ROUNDS * workers:
-        return tasks, False
-    costs = row_block_costs(seq_len, past, rows, pack, others)
-    cut = redistributed_makespan(costs, workers) < makespan(costs, workers)
-    return (whole, True) if cut else (tasks, False)
-
-
-def keys_are_split(tasks: int, units: int, classes: int, programs: int) -> bool:
-    """Whether the keys of a prefill's row blocks are split over programs, in one launch for all classes of a layer:
-    where the launches of single classes would on the average fill half of the GPU at most.
-
-    Args:
-        tasks: row blocks times sequences. units: groups, or heads, of all classes, that each have these tasks.
-        programs: that the GPU is to have.
-    """
-    return 0 < 2 * tasks * units <= programs * classes
-
-
 def row_block_costs(seq_len: int, past: int, rows: int, pack: int, others: int) -> list[float]:
     """Keys that each row block of a causal prefill meets, the longest first, `others` times each."""
     blocks = -(-seq_len * pack // rows)
     ends = [past + min(seq_len, -(-(block + 1) * rows // pack)) for block in reversed(range(blocks))]
     return [float(end) for end in ends for _ in range(others)]
-
-
-def redistributed_makespan(costs: Sequence[float], workers: int) -> float:
-    """`makespan` with the tasks of the last, incomplete round cut into pieces, which begin when all others are done."""
-    whole = len(costs) - len(costs) % workers
-    pieces = [cost * PIECE_COST / PIECES for cost in costs[whole:] for _ in range(PIECES)]
-    return makespan(costs[:whole], workers) + makespan(pieces, workers)
 
 
 def equal_slices(tiles: Sequence[int], tile_costs: Sequence[float], workers: int) -> list[list[tuple[int, int, int]]]:

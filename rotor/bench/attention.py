@@ -16,11 +16,11 @@ from .clock import Clock, Rates, Seconds
 from .problem import (
     Problem,
     checked_output,
-    compressed_layout,
     random_problem,
     rebuilt_layout,
     truth,
     uncompressed_layout,
+    without_rope,
 )
 from .rows import Phase, Row, attention_rows, pytorch_path
 from .settings import BenchResult, BenchSettings
@@ -50,7 +50,6 @@ def bench_attention(
             for layout in layouts:
                 make = partial(
                     random_problem,
-                    shape=shape,
                     batch_size=batch_size,
                     seq_len=seq_len,
                     kv_len=length,
@@ -64,15 +63,14 @@ def bench_attention(
 
 
 def _problem_makers(
-    layout: LayerLayout, shape: AttentionShape, make: Callable[[LayerLayout], Problem]
+    layout: LayerLayout, shape: AttentionShape, make: Callable[[LayerLayout, AttentionShape], Problem]
 ) -> dict[str, Callable[[], Problem]]:
     """What makes the random inputs of each kind of row, by kind."""
-    layouts = {
-        "compressed": compressed_layout(layout),
-        "uncompressed": uncompressed_layout(shape),
-        "rebuilt": rebuilt_layout(layout),
+    return {
+        "compressed": partial(make, layout, shape),
+        "uncompressed": partial(make, uncompressed_layout(shape), without_rope(shape)),
+        "rebuilt": partial(make, rebuilt_layout(layout, shape), shape),
     }
-    return {kind: partial(make, each) for kind, each in layouts.items()}
 
 
 def _bench_layer(

@@ -8,14 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..format.columns import Columns
-from ..format.layout import AttentionShape, GroupLayout, LayerLayout
+from ..format.channels import Numbers
+from ..format.layout import AttentionShape, GroupLayout, LayerLayout, pre_rope
+from ..kernels import truth as float64
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import rotate
-from ..kernels.rows import key_columns, pack_layer, unpack_layer, value_columns
-from ..kernels.truth import Sequence, ragged_attention
+from ..kernels.rotary import rotate
 from ..prediction.cost import Work, least_work
-from ..runtime.rope_blocks import block_starts
 
 ROPE_THETA = 10000.0
 CHECKED_QUERIES = 32
@@ -26,12 +24,11 @@ CHECKED_QUERIES = 32
 class Problem:
     """Attention of a layer: every sequence attends to all kv_len keys, its last seq_len queries causally.
 
-    layout: of domain `none` or `pre`. Queries of `post` come projected, as the kernels take them: it is `none`.
-    query: domain `pre` [batch_size, num_heads, seq_len, head_dim], rotated; else [batch_size, seq_len, sum over query
-        heads of qk_rank].
-    key, value: packed rows, [batch_size, 1, kv_len, width], or rows of codes [batch_size, 1, kv_len, bytes], uint8.
-    query_basis, constant_key: of domain `pre`, as in `kernels.parameters.AttentionParameters`.
-    key_rotation: of domain `pre`, as in `kernels.reference.grouped_attention`.
+    query: [batch_size, num_heads, seq_len, head_dim], rotated; in a model without RoPE [batch_size, seq_len, sum over
+        query heads of width].
+    key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, width].
+    query_basis, key_constant: as in `kernels.parameters.AttentionParameters`.
+    rotation: of layers in blocks: cos and sin by index, [kv_len, rotary_dim], float32.
     """
 
     layout: LayerLayout
@@ -41,22 +38,13 @@ class Problem:
     key: Tensor
     value: Tensor
     query_basis: Tensor | None = None
-    key_rotation: tuple[Tensor, Tensor] | None = None
-    constant_key: Tensor | None = None
+    key_constant: Tensor | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the model."""
         return self.query.dtype
-
-    @property
-    def latents(self) -> tuple[Tensor, Tensor]:
-        """The numbers that key and value rows stand for, [batch_size, kv_len, width]."""
-        key, value = self.key[:, 0], self.value[:, 0]
-        if not self.layout.coded:
-            return key, value
-        keys = unpack_layer(key, key_columns(self.layout), self.dtype)
-        return keys, keys if self.layout.joint else unpack_layer(value, value_columns(self.layout), self.dtype)
 
     @property
     def batch_size(self) -> int:
@@ -72,9 +60,7 @@ class Problem:
 
     @property
     def parameters(self) -> AttentionParameters:
-        return AttentionParameters(
-            self.layout, self.shape.heads_per_kv, self.scaling, self.query_basis, self.constant_key
-        )
+        return AttentionParameters(self.layout, self.shape, self.scaling, self.query_basis, self.key_constant)
 
     @property
     def mask(self) -> Tensor | None:
@@ -94,20 +80,22 @@ class Problem:
 
 
 def uncompressed_layout(shape: AttentionShape) -> LayerLayout:
-    """Every KV head a group of full width: the cache of the uncompressed model as packed rows."""
-    heads = range(shape.num_kv_heads)
-    return LayerLayout("none", True, tuple(GroupLayout((h,), shape.head_dim, shape.head_dim) for h in heads))
+    """Every KV head a group of full width: the cache of the uncompressed model as rows of numbers.
+
+    Of a model without RoPE (`without_rope`): what the cache holds is what queries meet.
+    """
+    width = Numbers(shape.head_dim)
+    return LayerLayout(tuple(GroupLayout((head,), width, width) for head in range(shape.num_kv_heads)))
 
 
-def compressed_layout(layout: LayerLayout) -> LayerLayout:
-    """A layer as the benchmark runs it: `post` is `none`, since its queries come projected."""
-    return layout if layout.domain == "pre" else replace(layout, domain="none", folded_keys=True)
+def without_rope(shape: AttentionShape) -> AttentionShape:
+    return replace(shape, rotary_dim=0)
 
 
-def rebuilt_layout(layout: LayerLayout) -> LayerLayout:
+def rebuilt_layout(layout: LayerLayout, shape: AttentionShape) -> LayerLayout:
     """The same ranks in numbers, with keys compressed before RoPE, as Palu stores them."""
-    groups = tuple(replace(group, qk_columns=None, v_columns=None, joint=False) for group in layout.groups)
-    return replace(layout, domain="pre", groups=groups, rope_block=1)
+    groups = tuple(replace(g, key=Numbers(g.key.rank), value=Numbers(g.values.rank)) for g in layout.groups)
+    return LayerLayout(groups, *pre_rope(shape))
 
 
 def random_problem(
@@ -122,24 +110,30 @@ def random_problem(
     """Random inputs on the generator's device, with logits of a few units, rounded to dtype."""
     device = generator.device
 
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(size, generator=generator, device=device, dtype=torch.float32)
 
-    rotation = basis = None
-    if layout.domain == "pre":
-        rotation = _rotation(kv_len, shape.turned, device)
-        query = 2.0 * normal(batch_size, shape.num_heads, seq_len, shape.head_dim).float()
-        query = rotate(query, *(table[kv_len - seq_len :] for table in rotation)).to(dtype)
-        if layout.turned_in_blocks:
-            rotation = block_starts(rotation, layout.rope_block, 0, kv_len)
-        basis = normal(layout.group_size * shape.head_dim, layout.qk_width) * layout.groups[0].qk_rank ** -0.5
+    rotation = basis = constant = None
+    if shape.rotary_dim:
+        rotation = _rotation(kv_len, shape.rotary_dim, device)
+        query = normal(batch_size, shape.num_heads, seq_len, shape.head_dim, scale=2.0)
+        query = rotate(query, *(table[kv_len - seq_len :] for table in rotation))
+        step = 4.6 if layout.coded else 1.0  # the size of a random signed nibble
+        width = max(group.key.width for group in layout.groups)
+        basis = normal(layout.group_size * shape.head_dim, layout.key_width, scale=width**-0.5 / step).to(dtype)
+        if layout.coded:
+            constant = normal(shape.num_kv_heads, shape.head_dim, scale=0.5)
     else:
-        rows = layout.group_size * shape.heads_per_kv
-        query = 2.0 * normal(batch_size, seq_len, rows * layout.qk_width)
-    key = normal(batch_size, 1, kv_len, layout.qk_width)
-    value = key[..., :0] if layout.joint else normal(batch_size, 1, kv_len, layout.v_width)
-    problem = Problem(layout, shape, shape.head_dim**-0.5, query, key, value, basis, rotation)
-    return _coded(problem) if layout.coded else problem
+        query = normal(batch_size, seq_len, layout.group_size * shape.heads_per_kv * layout.key_width, scale=2.0)
+    rows = []
+    for size, width in zip(layout.row_bytes(dtype.itemsize), (layout.key_width, layout.value_width), strict=True):
+        if layout.coded:
+            own = (batch_size, 1, kv_len, size)
+            rows.append(torch.randint(256, own, generator=generator, device=device, dtype=torch.uint8))
+        else:
+            rows.append(normal(batch_size, 1, kv_len, width if size else 0).to(dtype))
+    rotation = rotation if layout.in_blocks else None
+    return Problem(layout, shape, shape.head_dim**-0.5, query.to(dtype), *rows, basis, constant, rotation)
 
 
 def paged_rows(problem: Problem, page: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,32 +165,6 @@ def copied(problem: Problem) -> Problem:
     return replace(problem, key=problem.key.clone(), value=problem.value.clone())
 
 
-def _coded(problem: Problem) -> Problem:
-    """The same problem over rows of codes, whose steps are thirds of what a width reaches."""
-    layout, shape, dtype = problem.layout, problem.shape, problem.dtype
-    keys, values = key_columns(layout), value_columns(layout)
-    of_keys, of_values = (_largest_codes(side).to(problem.key.device) / 3 for side in (keys, values))
-    query, basis, constant = problem.query, problem.query_basis, None
-    if basis is not None:
-        basis = (basis / of_keys).to(dtype)
-        constant = torch.zeros(shape.num_kv_heads, shape.head_dim, device=query.device)
-    else:
-        rows = layout.group_size * shape.heads_per_kv
-        heads = [part.repeat(rows) for part in of_keys.split([group.qk_rank for group in layout.groups])]
-        query = (query / torch.cat(heads)).to(dtype)
-    key = pack_layer((problem.key * of_keys).to(dtype), keys)
-    value = pack_layer((problem.value * of_values).to(dtype), values)
-    return replace(problem, query=query, key=key, value=value, query_basis=basis, constant_key=constant)
-
-
-def _largest_codes(columns: list[Columns]) -> Tensor:
-    """For each column of a layer 2^(bits - 1), or 3 where it holds numbers."""
-    parts = [
-        torch.full((s.count,), 3.0 if s.bits == 16 else 2.0 ** (s.bits - 1)) for c in columns for s in c.segments()
-    ]
-    return torch.cat(parts) if parts else torch.empty(0)
-
-
 def checked_parts(problem: Problem) -> list[tuple[slice, int]]:
     """(query positions, keys that they may see) that are compared with float64: all, or both ends of a prefill."""
     seq_len, kv_len = problem.seq_len, problem.kv_len
@@ -222,24 +190,22 @@ def checked_output(problem: Problem, output: Tensor) -> Tensor:
 
 def truth(problem: Problem) -> Tensor:
     """The float64 value of `checked_output`."""
-    chosen, pre = checked_sequences(problem), problem.layout.domain == "pre"
-    key, value = problem.latents
+    chosen, absorbed = checked_sequences(problem), problem.query.dim() == 3
+
+    def moved(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.cpu()
+
+    parameters = replace(
+        problem.parameters, query_basis=moved(problem.query_basis), key_constant=moved(problem.key_constant)
+    )
+    rotation = None if problem.rotation is None else (problem.rotation[0].cpu(), problem.rotation[1].cpu())
     found = []
     for part, kv_end in checked_parts(problem):
-        query = problem.query[chosen][:, :, part] if pre else problem.query[chosen][:, part]
-        count = query.shape[2] if pre else query.shape[1]
-        output, _ = ragged_attention(
-            query,
-            key[chosen],
-            value[chosen],
-            problem.layout,
-            problem.shape.heads_per_kv,
-            problem.scaling,
-            [Sequence(count, 0, kv_end)] * len(chosen),
-            problem.query_basis,
-            problem.key_rotation,
-        )
-        found.append(output)
+        query = (problem.query[chosen][:, part] if absorbed else problem.query[chosen][:, :, part]).cpu()
+        count = query.shape[1 if absorbed else 2]
+        allowed = torch.ones(count, kv_end, dtype=torch.bool).tril(kv_end - count).expand(len(chosen), -1, -1)
+        rows = (side[chosen, 0, :kv_end].cpu() for side in (problem.key, problem.value))
+        found.append(float64.attention(query, *rows, parameters, allowed, rotation)[0])  # type: ignore[arg-type]
     return torch.cat(found, dim=1)
 
 

@@ -15,10 +15,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from ..format.kernel_config import LayerKernels
 from ..installing import pip_install
-from ..kernels.code_reference import coded_attention
-from ..kernels.dispatch import DTYPES, triton_installed, widths_fit
-from ..kernels.reference import attend, grouped_attention, rotate
+from ..kernels import reference
+from ..kernels.defaults import default_layer
+from ..kernels.dispatch import DTYPES, layer_served, triton_installed
+from ..kernels.rotary import when_read
 from .problem import Problem, paged_rows
 
 Phase = Literal["decode", "prefill"]
@@ -45,7 +47,6 @@ class Row:
     refusals: tuple[type[Exception], ...] = (torch.OutOfMemoryError,)
 
 
-SCHEDULES = ("stream", "lpt", "none")
 BOTH: tuple[Phase, ...] = ("decode", "prefill")
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -58,14 +59,10 @@ BACKENDS = {
 def attention_rows() -> list[Row]:
     """All rows, in the order of the table."""
     decode: tuple[Phase, ...] = ("decode",)
-    prefill: tuple[Phase, ...] = ("prefill",)
     rows = []
     for kind in ("compressed", "uncompressed"):
         named = f"rotor {kind}, "
-        rows += [
-            Row(f"{named}kernel {s}", kind, decode, partial(kernel_decode, schedule=s), no_kernel) for s in SCHEDULES
-        ]
-        rows.append(Row(f"{named}kernel", kind, prefill, kernel_prefill, no_kernel))
+        rows.append(Row(f"{named}kernel", kind, BOTH, kernel, no_kernel))
         rows.append(Row(f"{named}PyTorch path", kind, BOTH, pytorch_path, _always))
     refusals = (RuntimeError, NotImplementedError)  # PyTorch's way to say that a backend does not take such inputs
     for name, backend in BACKENDS.items():
@@ -73,7 +70,7 @@ def attention_rows() -> list[Row]:
         rows.append(Row(f"SDPA {name}", "uncompressed", BOTH, run, why_not, refusals))
     rows.append(Row("flex attention", "uncompressed", BOTH, flex, no_flex, refusals))
     rows.append(Row("FlashInfer", "uncompressed", decode, flashinfer_decode, no_flashinfer, refusals))
-    rows.append(Row("keys rebuilt in memory, SDPA (Palu)", "rebuilt", BOTH, rebuilt_in_memory, _always))
+    rows.append(Row("keys rebuilt in memory, SDPA (Palu)", "rebuilt", BOTH, pytorch_path, _always))
     return rows
 
 
@@ -103,69 +100,76 @@ def kernel_decode(
     problem: Problem, schedule: str = "stream", programs: int | None = None, page: int = 0
 ) -> Callable[[], Tensor]:
     """The decode kernel under one schedule, over contiguous packed rows or permuted pages of so many keys."""
-    from ..kernels.decode.launch import decode_attention
-    from ..kernels.key_ranges import DecodeKeys
-    from ..kernels.layer_table import layer_parts
 
-    pre = problem.layout.domain == "pre"
-    shape, element_bytes = problem.shape, problem.dtype.itemsize
-    parts = layer_parts(problem.layout, shape.heads_per_kv, shape.head_dim, element_bytes=element_bytes)
-    keys = DecodeKeys.all_of(problem.batch_size, problem.kv_len, problem.key.device)
-    query = problem.query[:, :, 0] if pre else problem.query[:, 0]
-    key, value, table = problem.key[:, 0], problem.value[:, 0], None
-    if page:
-        key, value, table = paged_rows(problem, page, torch.Generator(key.device).manual_seed(0))
-    value = problem.parameters.value_rows(key, value)
-
-    def run() -> Tensor:
-        output, _ = decode_attention(
-            query,
-            key,
-            value,
-            parts,
-            keys,
-            shape.heads_per_kv,
-            problem.scaling,
-            query_basis=problem.query_basis,
-            key_rotation=problem.key_rotation,
-            constant_key=problem.constant_key,
-            block_table=table,
-            schedule=schedule,
-            programs=programs,
-        )
-        return output.unsqueeze(1)
-
-    return run
+    if not layer_served(layout, problem.shape, problem.dtype, device):
+        return "the latents or heads are above the kernels' widest, or this GPU is not one that they are for"
+    return None
 
 
 _layers = count()
 """Each call is one more layer of a step: what is known of the mask holds from one to the next."""
 
 
-def kernel_prefill(problem: Problem) -> Callable[[], Tensor]:
-    """The kernels for several new tokens, as a layer of a model calls them: a prompt, or behind cached keys."""
-    from ..kernels.attention import packed_attention
+def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Callable[[], Tensor]:
+    """The kernels as a layer of a model calls them: a step, some new tokens behind cached keys, or a prompt."""
+    from ..kernels.attention import attend
 
-    mask = problem.mask
-    return lambda: packed_attention(
+    mask, launches = problem.mask, kernels or default_layer(problem.layout)
+    return lambda: attend(
         problem.query,
         problem.key,
         problem.value,
         problem.parameters,
-        problem.shape.head_dim,
-        problem.key_rotation,
-        mask,
+        launches,
+        rotation=problem.rotation,
+        attention_mask=mask,
         layer_idx=next(_layers),
     )
 
 
+def kernel_in_pages(problem: Problem, page: int, kernels: LayerKernels | None = None) -> Callable[[], Tensor]:
+    """The same over permuted pages of so many keys, as a serving engine calls them."""
+    from ..kernels.attention import attend_pages
+
+    device, batch_size, seq_len = problem.key.device, problem.batch_size, problem.seq_len
+    launches = kernels or default_layer(problem.layout)
+    key, value, table = paged_rows(problem, page, torch.Generator(device).manual_seed(0))
+    query = (problem.query if problem.query.dim() == 3 else problem.query.transpose(1, 2)).flatten(0, 1)
+    start = torch.arange(0, batch_size * seq_len + 1, seq_len, dtype=torch.int32, device=device)
+    lengths = torch.full((batch_size,), problem.kv_len, dtype=torch.int32, device=device)
+
+    def run() -> Tensor:
+        output = attend_pages(
+            query,
+            key,
+            value,
+            problem.parameters,
+            launches,
+            block_table=table,
+            query_start_loc=start,
+            kv_lens=lengths,
+            max_query_len=seq_len,
+            max_kv_len=problem.kv_len,
+            rotation=problem.rotation,
+            total_kv_len=batch_size * problem.kv_len,
+        )
+        return output.view(batch_size, seq_len, -1)
+
+    return run
+
+
 def pytorch_path(problem: Problem) -> Callable[[], Tensor]:
-    """rotor's own path where no kernel serves: plain PyTorch, groups batched by class."""
-    rotation = problem.key_rotation
-    if rotation is not None:
+    """rotor's own path where no kernel serves: keys materialised a block at a time. Over keys of numbers before RoPE it
+    is what Palu does where it has no kernel.
+    """
+    rotation = None
+    if problem.rotation is not None:
+        rotation = when_read(problem.rotation, problem.layout.form)
         rotation = rotation[0].to(problem.dtype), rotation[1].to(problem.dtype)
-    attention, mask = coded_attention if problem.layout.coded else grouped_attention, problem.mask
-    return lambda: attention(problem.query, problem.key, problem.value, problem.parameters, rotation, mask)
+    mask = problem.mask
+    return lambda: reference.attention(
+        problem.query, problem.key, problem.value, problem.parameters, rotation, mask
+    )
 
 
 def uncompressed_heads(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,31 +293,3 @@ def no_flex(problem: Problem) -> str | None:
     if problem.key.device.type != "cuda":
         return "measured where torch.compile makes a Triton kernel of it, on a CUDA device"
     return None if triton_installed() else "Triton is not installed"
-
-
-def rebuilt_in_memory(problem: Problem) -> Callable[[], Tensor]:
-    """Keys of all KV heads rebuilt from their latents and rotated, in memory, then PyTorch's attention; values stay
-    latents. What Palu does where it has no kernel.
-    """
-    layout, heads_per_kv = problem.layout, problem.shape.heads_per_kv
-    assert problem.query_basis is not None
-    assert problem.key_rotation is not None
-    cos, sin = (table.to(problem.dtype) for table in problem.key_rotation)
-    size = layout.group_size
-
-    def run() -> Tensor:
-        outputs = []
-        for cls in layout.classes():
-            columns = slice(cls.qk_offset, cls.qk_offset + cls.count * cls.qk_rank)
-            latents = problem.key[:, 0, :, columns].unflatten(-1, (cls.count, cls.qk_rank))
-            basis = problem.query_basis[:, columns].unflatten(-1, (cls.count, cls.qk_rank))  # type: ignore[index]
-            basis = basis.unflatten(0, (size, -1))
-            keys = rotate(torch.einsum("blnr,gdnr->bngld", latents, basis), cos, sin).flatten(1, 2)
-            values = problem.value[:, 0, :, cls.v_offset : cls.v_offset + cls.count * cls.v_rank]
-            values = values.unflatten(-1, (cls.count, 1, cls.v_rank)).permute(0, 2, 3, 1, 4)
-            values = values.expand(-1, -1, size, -1, -1).flatten(1, 2)
-            heads = slice(cls.start * size * heads_per_kv, (cls.start + cls.count) * size * heads_per_kv)
-            outputs.append(attend(problem.query[:, heads], keys, values, problem.scaling, None))
-        return torch.cat(outputs, dim=-1)
-
-    return run

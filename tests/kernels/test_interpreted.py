@@ -1,4 +1,4 @@
-"""Runs the checks in tests/interpreted/ under Triton's interpreter, which must be switched on before it is imported."""
+"""Runs the checks in interpreted/ under Triton's interpreter, which must be switched on before it is imported."""
 
 from __future__ import annotations
 
@@ -25,39 +25,33 @@ def missing() -> str:
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-TOGETHER = 8
-"""Files of checks in a process: its imports take seconds."""
+def checks(word: str = "") -> list[str]:
+    """Files of checks that contain a word."""
+    return [path.stem for path in sorted(FOLDER.glob("check_*.py")) if word in path.read_text("utf-8")]
 
 
-def checks(word: str = "") -> list[tuple[str, ...]]:
-    """Files of checks that contain a word, some at a time."""
-    paths = sorted(FOLDER.glob("check_*.py"))
-    names = [path.stem for path in paths if word in path.read_text("utf-8")]
-    return [tuple(names[start : start + TOGETHER]) for start in range(0, len(names), TOGETHER)]
-
-
-def interpret(names: tuple[str, ...], marks: str) -> None:
-    paths = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+def interpret(name: str, marks: str) -> None:
+    paths = [str(FOLDER.parent), str(FOLDER.parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "interpreter",
-         "-m", marks, *(str(FOLDER / f"{name}.py") for name in names)],
+         "-m", marks, str(FOLDER / f"{name}.py")],
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "1",
              "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
-        cwd=FOLDER.parent.parent,
+        cwd=FOLDER.parent.parent.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("names", checks(), ids="+".join)
-def test_in_the_interpreter(names: tuple[str, ...]) -> None:
-    interpret(names, "not slow")
+@pytest.mark.parametrize("name", checks())
+def test_in_the_interpreter(name: str) -> None:
+    interpret(name, "not slow")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("names", checks("mark.slow"), ids="+".join)
-def test_more_in_the_interpreter(names: tuple[str, ...]) -> None:
-    interpret(names, "slow")
+@pytest.mark.parametrize("name", checks("mark.slow"))
+def test_more_in_the_interpreter(name: str) -> None:
+    interpret(name, "slow")

@@ -1,0 +1,148 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Queries turned back to the beginning of each block of keys and absorbed into the latents, before decoding.
+
+With b the beginning of a block, (R^-b q)_slow times the slow rows of the key basis is what a latent is multiplied with,
+and (R^-b q)_slow times the constant key what all keys of the block have in common; (R^-b q)_fast meets rebuilt planes.
+All of these are sums over planes p of cos(b w_p) times something and sin(b w_p) times something else that the query
+makes of the basis: a program makes these matrices of one query head once and multiplies a table of turns with them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+INTEGERS = [
+    "groups", "max_blocks", "query_stride", "head_stride", "basis_stride",
+]  # fmt: skip
+"""Not specialised on their values: one compiled kernel serves them all."""
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def absorb_kernel(
+    query, basis, key_constant, slow_turns, fast_turns, absorbed, constant, fast_query, table,
+    begin, until, query_start,
+    groups, max_blocks, query_stride, head_stride, basis_stride, scale,
+    CODED: tl.constexpr, CONSTANT: tl.constexpr, FAST: tl.constexpr, FAST_PLANES: tl.constexpr, PLANES: tl.constexpr,
+    SLOW: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr,
+    ALIGN: tl.constexpr, BASIS_ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: programs that share the blocks of a sequence, query heads, sequences times TOKENS.
+
+    query: [tokens, num_heads, head_dim], rotated. basis: [HEADS * HEAD_DIM, sum of widths]. key_constant: [num_kv_heads,
+    HEAD_DIM], float32. slow_turns: [blocks, 2, SLOW], fast_turns: [blocks, 2, 2 * FAST], cos and sin of where blocks
+    begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as `decode` takes them. SLOW: cos and sin of slow
+    planes, padded; FAST: fast planes, padded; REST: dimensions that never turn, padded; 0: none. FAST_PLANES, PLANES:
+    fast ones and all. BLOCK 0: one block, at 0.
+    """
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    OFFSET: tl.constexpr = 0.0 if not CODED or DTYPE == tl.float32 else (1032.0 if DTYPE == tl.float16 else 136.0)
+    PIECES: tl.constexpr = 4 if CODED else 1
+    ROWS: tl.constexpr = HEADS * PER_HEAD
+    head = tl.program_id(1)
+    sequence = tl.program_id(2) // TOKENS
+    new = tl.program_id(2) % TOKENS
+    token = sequence
+    if TOKENS > 1:
+        token = tl.load(query_start + sequence) + new
+    group = head // ROWS
+    b = tl.load(begin + sequence)
+    u = tl.load(until + sequence)
+    block_0 = b // BLOCK if BLOCK else 0
+    blocks = ((u + BLOCK - 1) // BLOCK - block_0) if BLOCK else tl.where(u > b, 1, 0)
+    if TOKENS > 1:
+        blocks = tl.where(token < tl.load(query_start + sequence + 1), blocks, 0)
+    first_block = tl.program_id(0) * COUNT
+    if first_block < blocks:
+        width = COLUMNS if EXACT else tl.load(table + group * 8)
+        own = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
+        const = key_constant + head // PER_HEAD * HEAD_DIM
+        columns = tl.arange(0, COLUMNS)
+        some = (columns < width)[None, :]
+        basis_row = (basis_stride * BASIS_ALIGN).to(tl.int64)
+        of_head = basis + tl.load(table + group * 8 + 5) * BASIS_ALIGN
+        of_head += head % ROWS // PER_HEAD * HEAD_DIM * basis_row + columns[None, :]
+        place = tl.arange(0, COUNT)
+        # Rows of the matrices: cos of the slow planes, then sin; q0 b0 + q1 b1 and q1 b0 - q0 b1.
+        k = tl.arange(0, SLOW if SLOW else 16)
+        of_sin = k >= PLANES - FAST_PLANES
+        p = FAST_PLANES + tl.where(of_sin, k - (PLANES - FAST_PLANES), k)
+        turns = k < 2 * (PLANES - FAST_PLANES)
+        d = tl.arange(0, REST if REST else 16)
+        rest = d < HEAD_DIM - 2 * PLANES
+        matrices = ()
+        added = ()
+        if SLOW:
+            x = tl.load(own + tl.where(of_sin, PLANES + p, p), mask=turns, other=0.0).to(tl.float32)
+            y = tl.load(own + tl.where(of_sin, p, PLANES + p), mask=turns, other=0.0).to(tl.float32)
+            y = tl.where(of_sin, -y, y)
+            for j in tl.static_range(PIECES):
+                at = of_head + j * width + p[:, None] * basis_row
+                b0 = tl.load(at, mask=turns[:, None] & some, other=0.0).to(tl.float32)
+                b1 = tl.load(at + PLANES * basis_row, mask=turns[:, None] & some, other=0.0).to(tl.float32)
+                matrices += ((x[:, None] * b0 + y[:, None] * b1).to(DTYPE),)
+            if CONSTANT:
+                c0 = tl.load(const + p, mask=turns, other=0.0)
+                c1 = tl.load(const + PLANES + p, mask=turns, other=0.0)
+                of_constant = x * c0 + y * c1
+                high = of_constant.to(DTYPE)
+                low = (of_constant - high.to(tl.float32)).to(DTYPE)
+                two = tl.arange(0, 16)[None, :]
+                constants = tl.where(two == 0, high[:, None], tl.where(two == 1, low[:, None], 0.0)).to(DTYPE)
+        still = 0.0
+        if REST:
+            q = tl.load(own + 2 * PLANES + d, mask=rest, other=0.0).to(tl.float32)
+            for j in tl.static_range(PIECES):
+                at = of_head + j * width + (2 * PLANES + d)[:, None] * basis_row
+                rows = tl.load(at, mask=rest[:, None] & some, other=0.0).to(tl.float32)
+                added += (tl.sum(q[:, None] * rows, 0),)
+            if CONSTANT:
+                still = tl.sum(q * tl.load(const + 2 * PLANES + d, mask=rest, other=0.0), 0)
+        if FAST:
+            # A matrix with one number in each row and half of a column: which plane's, of which half.
+            f = tl.arange(0, 2 * FAST)
+            column_plane = f % FAST
+            row_sin = (f >= FAST)[:, None]
+            dimension = tl.where(row_sin == (f >= FAST)[None, :], column_plane[None, :], PLANES + column_plane[None, :])
+            diagonal = (column_plane[:, None] == column_plane[None, :]) & (column_plane < FAST_PLANES)[None, :]
+            of_fast = tl.load(own + dimension, mask=diagonal, other=0.0).to(tl.float32)
+            of_fast = tl.where(row_sin & (f >= FAST)[None, :], -of_fast, of_fast).to(DTYPE)
+        ones = tl.full((COLUMNS, 16), 1.0, DTYPE)
+        row = group * (TOKENS * ROWS) + new * ROWS + head % ROWS
+        for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
+            inside = start + place < blocks
+            index = (sequence.to(tl.int64) * max_blocks + start + place) * groups * (TOKENS * ROWS) + row
+            at_block = block_0 + start + place
+            shared = tl.zeros((COUNT, 16), tl.float32)
+            sums = tl.zeros((COUNT, 16), tl.float32)
+            if SLOW:
+                turns_at = slow_turns + at_block[:, None] * (2 * SLOW) + k[None, :]
+                turn = tl.load(turns_at, mask=inside[:, None], other=0.0)
+                if CONSTANT:
+                    shared = tl.dot(turn, constants, shared, input_precision=PRECISION)
+                    rest_of = tl.load(turns_at + SLOW, mask=inside[:, None], other=0.0)
+                    shared = tl.dot(rest_of, constants, shared, input_precision=PRECISION)
+            for j in tl.static_range(PIECES):
+                product = tl.zeros((COUNT, COLUMNS), tl.float32)
+                if REST:
+                    product += added[j][None, :]
+                if SLOW:
+                    product = tl.dot(turn, matrices[j], product, input_precision=PRECISION)
+                rounded = product.to(DTYPE)
+                out = absorbed + index[:, None] * (PIECES * COLUMNS) + j * COLUMNS + columns[None, :]
+                tl.store(out, rounded, mask=inside[:, None])
+                if OFFSET > 0:
+                    sums = tl.dot(rounded, ones, sums, input_precision=PRECISION)
+            if CODED:
+                of_block = tl.sum(shared, 1) + still - (OFFSET / 16) * tl.sum(sums, 1)
+                tl.store(constant + index, of_block * scale, mask=inside)
+            if FAST:
+                fast_at = fast_turns + at_block[:, None] * (4 * FAST) + f[None, :]
+                turned = tl.zeros((COUNT, 2 * FAST), tl.float32)
+                turn_f = tl.load(fast_at, mask=inside[:, None], other=0.0)
+                turned = tl.dot(turn_f, of_fast, turned, input_precision=PRECISION)
+                turn_f = tl.load(fast_at + 2 * FAST, mask=inside[:, None], other=0.0)
+                turned = tl.dot(turn_f, of_fast, turned, input_precision=PRECISION)
+                tl.store(fast_query + index[:, None] * (2 * FAST) + f[None, :], turned.to(DTYPE), mask=inside[:, None])

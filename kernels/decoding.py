@@ -1,0 +1,378 @@
+"""Decoding launched: absorb, decode, join. Nothing waits for the host; nothing but the output is allocated.
+
+What a layer's launches go by is made once (`DecodeLayer`), what RoPE's tables say of blocks once for all layers
+(`BlockTurns`), what a step's queries see once a step (`ranges.KeyRanges`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rotor.errors import UsageError
+from rotor.format.layout import LayerLayout
+
+from .absorb import absorb_kernel
+from .ahead import Variant
+from .decode import decode_kernel
+from .gpu import sm_count
+from .join import join_kernel
+from .launch import device_guard
+from .parameters import AttentionParameters
+from .ranges import KeyRanges
+from .rotary import Rotation
+from .workspace import workspace_on
+
+MOST_ROWS = 64
+"""Query rows of a group that one tile meets."""
+
+PROGRAMS = 8
+"""Of the decode kernel on an SM; with one warp each and 255 registers a thread so many fit."""
+
+ABSORBED_BYTES = 256 << 20
+"""Of absorbed queries at once: longer batches are launched in parts."""
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """keys: of a tile. warps: of a program. stages: of loads ahead. lean: what tiles share is loaded for each."""
+
+    keys: int
+    warps: int = 1
+    stages: int = 2
+    lean: bool = False
+
+
+@dataclass(frozen=True)
+class BlockTurns:
+    """RoPE's tables by block and by place in a block.
+
+    slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes], cos and sin of where blocks begin, in the compute dtype,
+    and what that rounding leaves. places: [2, rope_block, planes], without RoPE's attention factor.
+    """
+
+    slow: Tensor
+    fast: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockTurns | None:
+        """From cos and sin by position, [positions, rotary_dim]; None where nothing is turned."""
+        if layout.rope_block is None:
+            return None
+        block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
+        cos, sin = (table[:, :planes].float() for table in rotation)
+        padded = padded_planes(fast)
+        starts = torch.cat([cos[::block, fast:], sin[::block, fast:]], dim=-1)
+        starts = _pad(starts, padded_columns(2 * (planes - fast)))
+        of_fast = torch.cat([_pad(table[::block, :fast], padded) for table in (cos, sin)], dim=-1)
+        places = torch.stack([_pad(table[:block, :fast] / cos[0, :fast], padded) for table in (cos, sin)])
+        return cls(_split(starts, dtype), _split(of_fast, dtype), places.to(dtype).contiguous())
+
+
+def _pad(x: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = x.to(dtype)
+    return torch.stack([rounded, (x - rounded.float()).to(dtype)], dim=1).contiguous()
+
+
+def padded_columns(count: int) -> int:
+    """To what a matrix product takes: a power of two from 16 on; 0 of none."""
+    return max(16, triton.next_power_of_2(count)) if count else 0
+
+
+padded_planes = padded_columns
+
+
+class DecodeLayer:
+    """What the launches of a layer go by, on one device and in one dtype; made when a model is loaded."""
+
+    def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
+        layout, shape = parameters.layout, parameters.shape
+        self.parameters, self.dtype, self.device, self.layout = parameters, dtype, device, layout
+        self.pieces = 4 if layout.coded else 1
+        self.heads, self.per_head = layout.group_size, shape.heads_per_kv
+        self.group_rows = self.heads * self.per_head
+        self.folded = layout.folds_queries(shape)
+        self.block = layout.rope_block or 0
+        self.planes = shape.rotary_planes if self.block else 0
+        self.fast_planes = layout.fast_planes
+        self.fast = padded_planes(self.fast_planes)
+        rest = 0 if self.folded else shape.head_dim - 2 * self.planes
+        self.slow_columns = padded_columns(2 * (self.planes - self.fast_planes))
+        self.rest_columns = padded_columns(rest)
+        self.slow = self.folded or bool(self.slow_columns or self.rest_columns)
+        widths = [group.key.width // self.pieces for group in layout.groups]
+        value_widths = [group.values.width // self.pieces for group in layout.groups]
+        self.columns, self.value_columns = padded_columns(max(widths)), padded_columns(max(value_widths))
+        self.exact = set(widths) == {self.columns}
+        self.value_exact = set(value_widths) == {self.value_columns}
+        self.row_size = 2 if layout.coded else dtype.itemsize  # bytes of an element of a row: a word, or a number
+        offsets = [[byte // self.row_size for byte in both] for both in layout.byte_offsets(dtype.itemsize)]
+        self.key_align, self.value_align = (math.gcd(16, *(pair[side] for pair in offsets)) for side in (0, 1))
+        places, rows = [0, 0], []
+        starts = []
+        for group in layout.groups:
+            starts.append(tuple(places))
+            places = [places[0] + group.key.width, places[1] + group.values.width]
+        basis = parameters.query_basis
+        self.basis = None if basis is None else basis.to(dtype)
+        self.basis_align = math.gcd(16, *(key for key, _ in starts), 0 if basis is None else basis.stride(0))
+        for i, (key_first, value_first) in enumerate(starts):
+            at = (offsets[i][0], offsets[i][1])
+            rows.append([
+                widths[i], at[0], value_widths[i], at[1], self.group_rows * key_first, key_first // self.basis_align,
+                self.group_rows * value_first, 0,
+            ])  # fmt: skip
+        self.rows, self.output_width = rows, self.group_rows * places[1]
+        self._tables: dict[tuple[int, int], Tensor] = {}
+        self.constant = parameters.key_constant
+        self.fast_basis, self.fast_constant = self._fast_parts() if self.fast else (None, None)
+        self.table(self.key_align, self.value_align)
+
+    def table(self, key_align: int, value_align: int) -> Tensor:
+        """[groups, 8], see `decode`; places in rows in units of what divides them and the strides of the cache."""
+        if (key_align, value_align) not in self._tables:
+            rows = [[r[0], r[1] // key_align, r[2], r[3] // value_align, *r[4:]] for r in self.rows]
+            self._tables[key_align, value_align] = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        return self._tables[key_align, value_align]
+
+    def _fast_parts(self) -> tuple[Tensor, Tensor]:
+        """What rebuilds fast planes: [groups, heads, pieces, 2, fast, columns] and [groups, heads, 2, fast]."""
+        assert self.basis is not None
+        layout, planes, head_dim = self.layout, self.planes, self.parameters.shape.head_dim
+        parts = self.basis.new_zeros(len(layout.groups), self.heads, self.pieces, 2, self.fast, self.columns)
+        constants = torch.zeros(len(layout.groups), self.heads, 2, self.fast, device=self.device)
+        place = 0
+        for g, group in enumerate(layout.groups):
+            own = self.basis[:, place : place + group.key.width].unflatten(0, (self.heads, head_dim))
+            halves = own[:, : 2 * planes].unflatten(1, (2, planes))[:, :, : self.fast_planes]
+            pieces = halves.unflatten(-1, (self.pieces, -1)).permute(0, 3, 1, 2, 4)
+            parts[g, :, :, :, : self.fast_planes, : pieces.shape[-1]] = pieces
+            constants[g, :, :, : self.fast_planes] = -self.offset * halves.float().sum(-1)
+            place += group.key.width
+        if self.constant is not None:
+            own_constants = self.constant[:, : 2 * planes].unflatten(1, (2, planes))[:, :, : self.fast_planes]
+            constants[..., : self.fast_planes] += own_constants.unflatten(0, (-1, self.heads))
+        return parts.contiguous(), constants
+
+    @cached_property
+    def offset(self) -> float:
+        """What an operand is more than the signed nibble."""
+        if not self.layout.coded or self.dtype == torch.float32:
+            return 0.0
+        return 1032.0 if self.dtype == torch.float16 else 136.0
+
+    @property
+    def has_constant(self) -> bool:
+        """Whether all keys of a block share something besides their latents."""
+        return self.layout.coded and not (self.folded and self.offset == 0)
+
+    def tiles(self, tokens: int = 1) -> DecodeTiles:
+        """By instructions counted in SASS for sm_80 and sm_90, without spills (heads of 128, bfloat16):
+
+        without fast planes 64 keys and one warp up to 128 nibbles and 8 rows; fast planes of narrow latents likewise;
+        wider latents and more rows take two warps and more, and tiles of 32 keys.
+        """
+        rows = max(8, triton.next_power_of_2(tokens * self.group_rows))
+        width = self.pieces * max(self.columns, self.value_columns) * (1 if self.layout.joint else 1.5)
+        if not self.layout.coded:
+            size = width * rows
+            return DecodeTiles(64, 2, 2) if size <= 1024 else DecodeTiles(32, 4 if size <= 8192 else 8, 2)
+        if not self.fast:
+            return DecodeTiles(64, max(1, min(8, int(width * rows) // 2048)), 2)
+        if width * rows <= 512 and self.fast <= 16:
+            return DecodeTiles(64, 1, 2)
+        if self.heads == 1 and width * rows <= 1024 and self.fast <= 16:
+            return DecodeTiles(64, 2, 2)
+        return DecodeTiles(32, 2 if width * rows <= 4096 else 4, 2, width * rows > 1024)
+
+    def step(self, tiles: DecodeTiles) -> int:
+        """Keys from one tile to the next."""
+        return min(tiles.keys, self.block) if self.block else tiles.keys
+
+    def constants(self, tokens: int, tiles: DecodeTiles, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
+        """Of the decode kernel, but for what divides the strides of a cache."""
+        return {
+            "CODED": self.layout.coded, "JOINT": self.layout.joint, "FOLDED": self.folded, "SLOW": self.slow,
+            "CONSTANT": self.has_constant, "FAST": self.fast, "BLOCK": self.block, "HEADS": self.heads,
+            "PER_HEAD": self.per_head, "TOKENS": tokens,
+            "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
+            "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
+            "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
+            "STAGES": tiles.stages, "LEAN": tiles.lean, "PRECISION": self.precision, "ASM": assembled(),
+        }  # fmt: skip
+
+    def absorb_constants(self, tokens: int) -> dict[str, Any]:
+        return {
+            "CODED": self.layout.coded, "CONSTANT": self.constant is not None, "FAST": self.fast,
+            "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
+            "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
+            "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
+            "EXACT": self.exact, "COUNT": 32 if self.block else 16, "BASIS_ALIGN": self.basis_align,
+            "PRECISION": self.precision,
+        }  # fmt: skip
+
+    @property
+    def precision(self) -> str:
+        return "ieee" if self.dtype == torch.float32 else "tf32"
+
+
+def assembled() -> bool:
+    """Whether kernels are compiled for a GPU of NVIDIA's, whose assembly they may use."""
+    return not triton.knobs.runtime.interpret and torch.version.hip is None
+
+
+ABSORB_WARPS = 4
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: DecodeLayer,
+    ranges: KeyRanges,
+    turns: BlockTurns | None = None,
+    *,
+    block_table: Tensor | None = None,
+    want_lse: bool = False,
+    tiles: DecodeTiles | None = None,
+    programs: int | None = None,
+    max_kv_len: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one or a few new tokens of each sequence over the rows of a layer.
+
+    Args:
+        query: [tokens, num_heads, head_dim], rotated, KV heads in the order of the layout; in a model without RoPE
+            absorbed already, [tokens, sum over query heads of width]. The innermost stride is 1.
+        key, value: rows, [batch_size, kv_len, bytes or numbers], with a block table [pages, page_size, .]. Values of
+            joint latents are read from `key`.
+        layer, ranges, turns: of the layer, of the step, and of the model where keys are rotated within blocks.
+        block_table: [batch_size, pages of a sequence], int32; entries behind that of the last key are not read.
+        want_lse: whether the log-sum-exp is returned.
+        tiles, programs: in place of what the layer and the device say.
+        max_kv_len: no sequence is longer; by default what cache or block table hold.
+    Returns:
+        [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; and the
+        natural log-sum-exp of the logits [tokens, num_heads], float32, or None. Tokens that attend to nothing give
+        zeros and minus infinity.
+    Raises:
+        UsageError: more query rows than a tile takes; a page that is no multiple of 16 keys.
+    """
+    tokens, rows = ranges.longest, ranges.longest * layer.group_rows
+    page = 0 if block_table is None else key.shape[1]
+    if rows > MOST_ROWS:
+        raise UsageError(f"{rows} query rows of a group: decoding takes up to {MOST_ROWS}.", "Split the new tokens.")
+    if page % 16:
+        raise UsageError(f"pages of {page} keys: expected a multiple of 16.", "Choose another page size.")
+    value = key if layer.layout.joint else value
+    if layer.layout.coded:
+        key, value = key.view(torch.int16), value.view(torch.int16)
+    capacity = key.shape[1] if block_table is None else block_table.shape[1] * page
+    capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
+    batch_size, groups = ranges.batch_size, len(layer.layout.groups)
+    tiles = tiles or layer.tiles(tokens)
+    programs = programs or sm_count(key.device) * PROGRAMS // max(1, tiles.warps)
+    max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
+    output = query.new_empty(query.shape[0], layer.output_width)
+    if ranges.query_start is not None:
+        output.zero_()  # tokens of no sequence
+    lse = torch.empty(query.shape[0], layer.group_rows * groups, dtype=torch.float32, device=query.device)
+    lse = lse if want_lse else lse[:0]
+    per_sequence = max_blocks * groups * rows * layer.pieces * layer.columns * query.element_size()
+    part = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
+    with device_guard(key.device):
+        for start in range(0, batch_size, part):
+            own = slice(start, min(start + part, batch_size))
+            _launch(
+                query, key, value, layer, ranges, own, turns, block_table, output, lse, tiles, programs, max_blocks, page
+            )
+    return output, lse if want_lse else None
+
+
+def _launch(
+    query: Tensor, key: Tensor, value: Tensor, layer: DecodeLayer, ranges: KeyRanges, part: slice,
+    turns: BlockTurns | None, block_table: Tensor | None, output: Tensor, lse: Tensor, tiles: DecodeTiles,
+    programs: int, max_blocks: int, page: int,
+) -> None:  # fmt: skip
+    """Some sequences of a batch."""
+    parameters, groups, tokens = layer.parameters, len(layer.layout.groups), ranges.longest
+    begin, until = ranges.begin[part], ranges.until[part]
+    batch_size, rows = begin.shape[0], tokens * layer.group_rows
+    first, end, mask, holes, starts = ranges.first, ranges.end, ranges.mask, ranges.holes, ranges.query_start
+    if starts is not None:
+        starts = starts[part.start : part.stop + 1]
+    else:  # a token a sequence
+        query, output, lse = query[part], output[part], lse[part]
+        mask, holes = (None, None) if mask is None or holes is None else (mask[part], holes[part])
+    if block_table is None:
+        key, value = key[part], value[part]
+    else:
+        block_table = block_table[part]
+    log2 = math.log2(math.e) * parameters.scaling
+    softcap = parameters.softcap
+    key_align = math.gcd(layer.key_align, key.stride(0), key.stride(1))
+    value_align = math.gcd(layer.value_align, value.stride(0), value.stride(1))
+    table = layer.table(key_align, value_align)
+    ratio = query.element_size()
+    blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
+    slots = (programs + batch_size * groups) * rows
+    shapes = (
+        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,), (-(-blocks * 2 * layer.fast * ratio // 4),),
+        (slots * layer.pieces * layer.value_columns,), (slots,),
+    )  # fmt: skip
+    workspace = workspace_on(key.device)
+    if workspace is not None:
+        memory = workspace.take(*shapes)
+    else:
+        memory = tuple(torch.empty(shape, dtype=torch.float32, device=key.device) for shape in shapes)
+    absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
+    none = begin
+    if not layer.folded:
+        constants = layer.absorb_constants(tokens)
+        align = math.gcd(16, query.stride(0), query.stride(1))
+        chunks = -(-max_blocks // constants["COUNT"])
+        heads = groups * layer.group_rows
+        shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * batch_size * tokens)))
+        assert layer.basis is not None
+        slow, fast = (turns.slow, turns.fast) if turns is not None else (query, query)
+        absorb_kernel[shared, heads, batch_size * tokens](
+            query, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed, constant,
+            fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
+            query.stride(0) // align, query.stride(1) // align, layer.basis.stride(0) // layer.basis_align, log2,
+            ALIGN=align, num_warps=ABSORB_WARPS, num_stages=2, enable_fp_fusion=True, **constants,
+        )  # fmt: skip
+    decode_kernel[(programs,)](
+        query if layer.folded else absorbed, constant, fast_query, key, value,
+        absorbed if layer.fast_basis is None else layer.fast_basis,
+        constant if layer.fast_constant is None else layer.fast_constant, absorbed if turns is None else turns.places,
+        memory[3], memory[4], table, begin, until, first, end, none if starts is None else starts,
+        none if block_table is None else block_table, none if mask is None else mask, none if holes is None else holes,
+        batch_size, groups, max_blocks, query.stride(0), key.stride(0) // key_align, key.stride(1) // key_align,
+        value.stride(0) // value_align, value.stride(1) // value_align,
+        0 if block_table is None else block_table.stride(0), 0 if mask is None else mask.stride(0), log2,
+        1.0 if softcap is None else softcap * math.log2(math.e), KEY_ALIGN=key_align, VALUE_ALIGN=value_align,
+        num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+        **layer.constants(tokens, tiles, page, mask is not None, softcap is not None),
+    )  # fmt: skip
+    join_kernel[groups * layer.group_rows, batch_size * tokens](
+        memory[3], memory[4], output, lse, table, begin, until, none if starts is None else starts, batch_size, groups,
+        programs, output.stride(0), lse.stride(0), **join_constants(layer, tokens, tiles, lse.numel() > 0),
+    )  # fmt: skip
+
+
+def join_constants(layer: DecodeLayer, tokens: int, tiles: DecodeTiles, want_lse: bool) -> dict[str, Any]:
+    return {
+        "CODED": layer.layout.coded, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
+        "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16, "LSE": want_lse,
+        "num_warps": 4,
+    }  # fmt: skip

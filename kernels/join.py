@@ -1,0 +1,77 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Results of the slices of a line of tiles, joined by their log-sum-exp."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .ranges import count_tiles, slices, tiles_of
+
+
+INTEGERS = [
+    "batch_size", "groups", "programs", "output_stride", "lse_stride",
+]  # fmt: skip
+"""Not specialised on their values: one compiled kernel serves them all."""
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def join_kernel(
+    partial, partial_lse, output, lse, table, begin, until, query_start,
+    batch_size, groups, programs, output_stride, lse_stride,
+    CODED: tl.constexpr, GROUP_ROWS: tl.constexpr, TOKENS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, SLICES: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Grid: query heads, sequences times TOKENS. SLICES: results that are read at once.
+
+    output: [tokens, .], heads of a group behind each other. lse: [tokens, num_heads], natural.
+    """
+    DTYPE: tl.constexpr = output.dtype.element_ty
+    PIECES: tl.constexpr = 4 if CODED else 1
+    head = tl.program_id(0)
+    sequence = tl.program_id(1) // TOKENS
+    new = tl.program_id(1) % TOKENS
+    token = sequence
+    some = True
+    if TOKENS > 1:
+        token = tl.load(query_start + sequence) + new
+        some = token < tl.load(query_start + sequence + 1)
+    if some:
+        group = head // GROUP_ROWS
+        row = new * GROUP_ROWS + head % GROUP_ROWS
+        total = count_tiles(begin, until, batch_size, STEP) * groups
+        tiles = tiles_of(tl.load(begin + sequence), tl.load(until + sequence), STEP)
+        start = count_tiles(begin, until, sequence, STEP) * groups + group * tiles
+        shared_by = slices(total, programs)
+        # The programs whose slices hold the first tile and the last: slice p begins at floor(p total / programs).
+        low = ((start + 1).to(tl.int64) * shared_by - 1) // tl.maximum(total, 1)
+        high = ((start + tiles).to(tl.int64) * shared_by - 1) // tl.maximum(total, 1)
+        high = tl.where(tiles > 0, high, low - 1)
+        slot = (sequence * groups + group).to(tl.int64)
+        column = tl.arange(0, PIECES * VALUE_COLUMNS)
+        largest = -1e30
+        weight = 0.0
+        joined = tl.zeros((PIECES * VALUE_COLUMNS,), tl.float32)
+        for first in range(low, high + 1, SLICES):
+            program = first + tl.arange(0, SLICES)
+            there = program <= high
+            index = (program + slot) * (TOKENS * GROUP_ROWS) + row
+            log_sum = tl.load(partial_lse + index, mask=there, other=-1e30)
+            now_largest = tl.maximum(largest, tl.max(log_sum, 0))
+            weights = tl.where(there, tl.exp2(log_sum - now_largest), 0.0)
+            shrink = tl.exp2(largest - now_largest)
+            at = partial + index[:, None] * (PIECES * VALUE_COLUMNS) + column[None, :]
+            values = tl.load(at, mask=there[:, None], other=0.0)
+            joined = joined * shrink + tl.sum(values * weights[:, None], 0)
+            weight = weight * shrink + tl.sum(weights, 0)
+            largest = now_largest
+        nothing = largest < -1e20  # no key, or masked all over
+        joined = tl.where(nothing, 0.0, joined / tl.where(weight > 0, weight, 1.0))
+        width = tl.load(table + group * 8 + 2)
+        place = column // VALUE_COLUMNS * width + column % VALUE_COLUMNS
+        out = output + token.to(tl.int64) * output_stride + tl.load(table + group * 8 + 6)
+        out += head % GROUP_ROWS * width * PIECES + place
+        tl.store(out, joined.to(DTYPE), mask=column % VALUE_COLUMNS < width)
+        if LSE:
+            natural = (largest + tl.log2(tl.where(weight > 0, weight, 1.0))) * 0.6931471805599453
+            tl.store(lse + token * lse_stride + head, tl.where(nothing, float("-inf"), natural))

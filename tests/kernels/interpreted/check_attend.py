@@ -1,0 +1,153 @@
+"""`attend` as transformers and engines call it, in Triton's interpreter, against float64: steps, few queries, prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import FORMS, MIXED, Case, Channels, Numbers, causal, in_pages, layer, random_case, shape_of
+
+from rotor.format.layout import KeyForm
+from rotor.kernels import attention
+from rotor.kernels.attention import attend, attend_pages, partial_attend
+from rotor.kernels.defaults import default_layer
+from rotor.kernels.reference import partial_attention
+from rotor.kernels.rotary import when_read
+
+WIDE = Channels(n8=20, n4=250)
+CASES = {
+    "post": layer(FORMS["post"], 2, MIXED, MIXED),
+    "apart": layer(FORMS["block"], 1, (MIXED, WIDE), (MIXED, WIDE)),
+    "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED),
+    "long": layer(FORMS["long"], 1, MIXED, MIXED),
+    "pre": layer(FORMS["pre"], 2, MIXED),
+    "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
+    "no rope": layer(KeyForm(), 2, (MIXED, WIDE), (MIXED, WIDE), (WIDE, MIXED)),
+}
+
+
+def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, heads_per_kv: int = 3, **rest) -> Case:
+    layout = CASES[name]
+    shape = shape_of(layout.group_size * len(layout.groups), heads_per_kv, 24, 0 if name == "no rope" else 16)
+    return random_case(layout, shape, batch_size, seq_len, kv_len, **rest)
+
+
+def check(got: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), exact, atol=5e-4, rtol=2e-4)
+
+
+def attended(case: Case, mask: torch.Tensor | None = None, materialise: bool = False, **rest) -> torch.Tensor:
+    kernels = replace(default_layer(case.parameters.layout), materialise=materialise)
+    rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
+    return attend(
+        case.query,
+        *rows,
+        case.parameters,
+        kernels,
+        rotation=case.rotation,
+        first=case.first,
+        attention_mask=mask,
+        **rest,
+    )
+
+
+@pytest.mark.parametrize("materialise", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_over_all_keys(name, materialise) -> None:
+    case = case_of(name, 2, 1, 150)
+    check(attended(case, materialise=materialise), case.exact(causal(2, 1, 150))[0])
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", ["fast", "post", "numbers", "no rope"])
+def test_a_step_with_padding_a_window_and_holes(name, softcap) -> None:
+    case = case_of(name, 3, 1, 150, softcap=softcap)
+    allowed = causal(3, 1, 150, window=100).clone()
+    allowed[1, :, :70] = False
+    allowed[2, :, 80:97] = False
+    check(attended(case, allowed[:, None]), case.exact(allowed)[0])
+
+
+@pytest.mark.parametrize("name", ["fast", "apart", "no rope"])
+def test_a_few_queries_behind_a_cache(name) -> None:
+    case = case_of(name, 2, 5, 90)
+    allowed = causal(2, 5, 90).clone()
+    allowed[1, :, :33] = False
+    check(attended(case, allowed[:, None]), case.exact(allowed)[0])
+
+
+@pytest.mark.parametrize("heads_per_kv", [1, 7])
+def test_heads_that_share_keys(heads_per_kv) -> None:
+    case = case_of("fast", 2, 1, 70, heads_per_kv=heads_per_kv)
+    check(attended(case), case.exact(causal(2, 1, 70))[0])
+
+
+def test_a_short_prompt_and_a_long_one() -> None:
+    for seq_len in (3, 40):
+        case = case_of("fast", 2, seq_len, seq_len)
+        check(attended(case), case.exact(causal(2, seq_len, seq_len))[0])
+
+
+def test_rows_that_begin_within_a_block() -> None:
+    """A window let go of the first keys of a block."""
+    case = case_of("fast", 2, 1, 75, first=7)
+    check(attended(case), case.exact(causal(2, 1, 75))[0])
+
+
+def test_some_of_the_keys_to_be_joined() -> None:
+    case = case_of("fast", 2, 1, 96)
+    rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
+    rotation = tuple(table[:96] for table in when_read(case.rotation, case.parameters.layout.form))
+    expected = partial_attention(case.query, *rows, case.parameters, rotation)
+    kernels = default_layer(case.parameters.layout)
+    got = partial_attend(case.query, *rows, case.parameters, kernels, rotation=case.rotation)
+    for side, exact in zip(got, expected, strict=True):
+        torch.testing.assert_close(side, exact, atol=5e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("materialise", [False, True])
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("news", [[1, 1, 1], [3, 1, 2]])
+@pytest.mark.parametrize("name", ["fast", "numbers", "no rope"])
+def test_pages(name, news, window, materialise) -> None:
+    """Permuted and poisoned pages; the block table ends where the longest sequence does."""
+    lengths = [37, 16, 90]
+    case = case_of(name, 3, 90, 90)
+    pages = in_pages(case, lengths, 16)
+    packed, exact = [], []
+    for b, (length, new) in enumerate(zip(lengths, news, strict=True)):
+        at = slice(length - new, length)
+        own = case.query[b : b + 1, at] if case.query.dim() == 3 else case.query[b : b + 1, :, at]
+        packed.append(own[0] if own.dim() == 3 else own[0].transpose(0, 1))
+        part = Case(case.parameters, own, case.key[b : b + 1, :length], case.value[b : b + 1, :length], case.rotation)
+        exact.append(part.exact(causal(1, new, length, window))[0][0])
+    query, exact_all = torch.cat(packed), torch.cat(exact)
+    out = torch.full(exact_all.shape, float("nan"))
+    got = attend_pages(
+        query, pages.key, pages.value, case.parameters,
+        replace(default_layer(case.parameters.layout), materialise=materialise), block_table=pages.block_table,
+        query_start_loc=torch.tensor([0, *news]).cumsum(0).int(), kv_lens=pages.kv_lens, max_query_len=max(news),
+        max_kv_len=90, rotation=case.rotation, window=window, out=out,
+    )  # fmt: skip
+    assert got.data_ptr() == out.data_ptr()
+    check(got, exact_all)
+
+
+def test_what_is_known_of_a_mask_serves_later_layers_only() -> None:
+    case, seen = case_of("post", 1, 1, 40), []
+    allowed = causal(1, 1, 40).clone()
+    original = attention.ranges_of_mask
+    try:
+        attention.ranges_of_mask = lambda mask: seen.append(1) or original(mask)
+        mask = allowed[:, None]
+        for index in (0, 1, 2):
+            attended(case, mask, layer_idx=index)
+        assert len(seen) == 1
+        mask[..., :9] = False  # changed in place: its version tells
+        check(attended(case, mask, layer_idx=3), case.exact(mask[:, 0])[0])
+        assert len(seen) == 2
+        attended(case, mask, layer_idx=4, remember=False)
+        assert len(seen) == 3
+    finally:
+        attention.ranges_of_mask = original

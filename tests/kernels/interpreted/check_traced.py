@@ -1,0 +1,77 @@
+"""The operators under torch.compile: one graph, and what the launches give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FORMS, MIXED, Numbers, causal, layer, random_case, shape_of
+
+from rotor.format.layout import LayerLayout
+from rotor.kernels import operators
+from rotor.kernels.append import append
+from rotor.kernels.attention import attend
+from rotor.kernels.defaults import default_layer
+
+CASES = {
+    "codes": layer(FORMS["fast"], 2, MIXED, MIXED),
+    "numbers": layer(FORMS["long"], 1, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
+}
+
+
+def tensors(layout: LayerLayout, shape, seq_len: int):
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(2, seq_len, shape.num_kv_heads, shape.head_dim, generator=generator)
+    query = torch.randn(2, seq_len, shape.num_heads, shape.head_dim, generator=generator)
+    basis = torch.randn(layout.group_size * shape.head_dim, layout.key_rank, generator=generator)
+    value = torch.randn(2, seq_len, layout.value_rank, generator=generator)
+    shift = torch.randn(layout.key_rank, generator=generator) if layout.coded else None
+    return query, key, value, basis, shift
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_is_one_graph(name) -> None:
+    layout = CASES[name]
+    shape = shape_of(layout.group_size * len(layout.groups), 2, 16, 16, key_norm=True)
+    kernels = default_layer(layout)
+    text = operators.describe(layout, shape, kernels)
+    assert operators.described(text) == (layout, shape, kernels)
+    case = random_case(layout, shape, 2, 1, 50)
+    query, key, value, basis, shift = tensors(layout, shape, 1)
+    mask, index = causal(2, 1, 50)[:, None].clone(), torch.tensor([50])
+    rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(query, key, value, mask):
+        own = {"query": query, "key_basis": basis, "key_shift": shift, "rotation": case.rotation, "index": index}
+        made = operators.append(key, value, text, **own)
+        output = operators.attend(made.query, *rows, case.parameters, text, rotation=case.rotation, attention_mask=mask)
+        return output, made.key, made.value
+
+    with torch.no_grad():
+        got = torch.compile(step, fullgraph=True, backend=backend)(query, key, value, mask)
+        own = {"query": query, "key_basis": basis, "key_shift": shift, "rotation": case.rotation, "index": index}
+        made = append(key, value, layout, shape, **own)
+        output = attend(
+            made.query, *rows, case.parameters, kernels, rotation=case.rotation, attention_mask=mask, remember=False
+        )
+    assert len(graphs) == 1
+    for side, expected in zip(got, (output, made.key, made.value), strict=True):
+        assert torch.equal(side, expected)
+
+
+def test_fakes_say_what_the_operators_give() -> None:
+    layout = CASES["codes"]
+    shape = shape_of(4, 2, 16, 16, key_norm=True)
+    text = operators.describe(layout, shape, default_layer(layout))
+    case = random_case(layout, shape, 2, 1, 50)
+    query, key, value, basis, shift = tensors(layout, shape, 1)
+    p, checks = case.parameters, ("test_schema", "test_faketensor")
+    appended = (key, value, query, basis, shift, *case.rotation, torch.tensor([50]), text)
+    torch.library.opcheck(operators._append, appended, test_utils=checks)
+    rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
+    attended = (case.query, *rows, None, p.query_basis, p.key_constant, *case.rotation, 0, p.scaling, None, text)
+    torch.library.opcheck(operators._attend, attended, test_utils=checks)

@@ -1,0 +1,73 @@
+"""Which calls the kernels serve, and what plain PyTorch does for the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FORMS, Channels, layer, shape_of
+
+from rotor.errors import UsageError
+from rotor.kernels import dispatch
+from rotor.kernels.dispatch import kernels_serve, kernels_wanted
+
+LAYOUT, SHAPE = layer(FORMS["fast"], 1, Channels(n4=64)), shape_of(1, 4, 128, 128)
+
+
+def serve(layout=LAYOUT, shape=SHAPE, mask=None, dropout=0.0, dtype=torch.float32, fits=True, size=(1, 1)) -> bool:
+    with torch.no_grad():
+        return kernels_serve(torch.zeros(*size, 4, dtype=dtype), layout, shape, mask, dropout, fits)
+
+
+def test_a_cpu_and_a_missing_triton_have_plain_pytorch(monkeypatch) -> None:
+    monkeypatch.delenv("ROTOR_ATTENTION", raising=False)
+    monkeypatch.setattr(dispatch, "gpu_serves", lambda device: True)
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
+    assert not kernels_wanted(torch.device("cpu"))
+    assert kernels_wanted(torch.device("cuda"))
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: False)
+    assert not kernels_wanted(torch.device("cuda"))
+
+
+def test_old_gpus_and_those_of_amd_have_plain_pytorch(monkeypatch, caplog) -> None:
+    dispatch.gpu_serves.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for _ in range(2):
+        assert not dispatch.gpu_serves(torch.device("cuda"))
+    assert [record.message.endswith("its compute capability is below 8.0") for record in caplog.records] == [True]
+    dispatch.gpu_serves.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert not dispatch.gpu_serves(torch.device("cuda"))
+    assert "built for AMD's (ROCm 6.2)" in caplog.text
+    dispatch.gpu_serves.cache_clear()
+
+
+def test_the_environment_chooses(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
+    monkeypatch.setenv("ROTOR_ATTENTION", "reference")
+    assert not kernels_wanted(torch.device("cuda"))
+    monkeypatch.setenv("ROTOR_ATTENTION", "triton")
+    assert kernels_wanted(torch.device("cpu"))
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: False)
+    with pytest.raises(UsageError, match="Triton is not installed"):
+        kernels_wanted(torch.device("cpu"))
+    monkeypatch.setenv("ROTOR_ATTENTION", "fast")
+    with pytest.raises(UsageError, match="ROTOR_ATTENTION=fast: expected one of auto, triton, reference"):
+        kernels_wanted(torch.device("cpu"))
+
+
+def test_what_the_kernels_do_not_express_is_left_to_pytorch(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
+    monkeypatch.setenv("ROTOR_ATTENTION", "triton")
+    assert serve()
+    assert serve(mask=torch.ones(1, 1, 3, 9, dtype=torch.bool), size=(2, 3))
+    assert not serve(mask=torch.zeros(2, 1, 3, 3), size=(2, 3))  # added to the logits
+    assert not serve(mask=torch.ones(2, 4, 3, 3, dtype=torch.bool), size=(2, 3))
+    assert not serve(mask=torch.ones(2, 1, 2, 3, dtype=torch.bool), size=(2, 3))
+    assert not serve(dropout=0.1)
+    assert not serve(dtype=torch.float64)
+    assert not serve(fits=False)
+    assert not serve(size=(0, 1))
+    assert serve(layer(FORMS["fast"], 1, Channels(n4=1024)))
+    assert not serve(layer(FORMS["fast"], 1, Channels(n4=1040)))
+    assert not serve(shape=shape_of(1, 4, 512, 128))
+    assert not kernels_serve(torch.zeros(1, 1, 4), LAYOUT, SHAPE, None, 0.0, True)  # gradients are wanted
