@@ -103,4 +103,5 @@ def compile_variant(variant: Variant, capability: int) -> CompiledVariant:
     """Compile for an NVIDIA GPU of compute capability 80, 90, ...; no GPU is needed."""
     compiled = triton.compile(variant.source(), target=GPUTarget("cuda", capability, 32), options=variant.options)
     cubin = compiled.asm["cubin"]
-    return CompiledVariant(*usage(cubin), int(compiled.metadata.shared), cubin, compiled.asm["ptx"])
+    registers, spilled_bytes = usage(cubin)
+    return CompiledVariant(registers, spilled_bytes, int(compiled.metadata.shared), cubin, compiled.asm["ptx"])

@@ -21,7 +21,7 @@ from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_
 from .rotary import Rotation, rotate
 from .rows import read_class
 
-BLOCK_ELEMENTS_CPU = 1 << 19
+BLOCK_ELEMENTS_CPU = 1 << 18
 BLOCK_ELEMENTS_GPU = 1 << 26
 """Numbers of a block that are read or materialised, or logits; on a CPU what a core's cache holds."""
 
@@ -184,7 +184,8 @@ def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotatio
     assert block is not None
     if seq_len * parameters.shape.heads_per_kv >= block or rotation[0].dim() > 2:
         return False
-    return not len(rotation[0]) or all(torch.equal(table[0], table[:block][-1]) for table in rotation)
+    slow = slice(parameters.layout.fast_planes, rotation[0].shape[-1] // 2)
+    return not len(rotation[0]) or all(torch.equal(table[0, slow], table[:block][-1, slow]) for table in rotation)
 
 
 def _attended(mask: Tensor) -> range:
@@ -240,12 +241,12 @@ class _Class(NamedTuple):
     def latents(self, part: slice) -> Tensor:
         """What keys are read from, [batch_size, count, keys, width]."""
         c = self.cls
-        return read_class(self.key_rows[:, part], c.key, c.key_byte, c.key_stride, c.count, self.dtype).transpose(1, 2)
+        return read_class(self.key_rows[:, part], c.key, c.key_byte, c.key_stride, c.count, self.wide).transpose(1, 2)
 
     def values(self, part: slice) -> Tensor:
         """[batch_size, count, keys, width]."""
         c, rows = self.cls, self.value_rows[:, part]
-        return read_class(rows, c.value, c.value_byte, c.value_stride, c.count, self.dtype).transpose(1, 2)
+        return read_class(rows, c.value, c.value_byte, c.value_stride, c.count, self.wide).transpose(1, 2)
 
     def keys(self, part: slice, rotation: Rotation, latents: Tensor | None = None) -> Tensor:
         """Materialised keys, rotated, [batch_size, count, group_size, keys, head_dim]."""
@@ -278,7 +279,7 @@ class _AbsorbedQueries:
     def __call__(self, latents: Tensor, part: slice, seen: slice) -> Tensor:
         """[batch_size, count, heads of a group, queries that are seen, keys], unscaled."""
         own = self.queries[..., seen, :]
-        logits = (own.flatten(2, 3) @ latents.to(own.dtype).mT).unflatten(2, own.shape[2:4])
+        logits = (own.flatten(2, 3) @ latents.mT).unflatten(2, own.shape[2:4])
         return logits if self.extra is None else logits + self.extra[..., seen, :]
 
 
@@ -309,8 +310,7 @@ class _RebuiltKeys:
         self.dtype = product_dtype(side.dtype)
         self.basis = basis[:, :, rebuilt].flatten(1, 2).mT.to(self.dtype)  # [count, width, group_size * rebuilt]
         self.constant = None if constant is None else constant[..., rebuilt].to(self.wide)[:, None]
-        cos, sin = (side.table(table)[..., : self.planes].to(self.wide) for table in rotation)
-        self.turns = torch.complex(cos, sin)
+        self.turns = [side.table(table)[..., : self.planes] for table in rotation]
         self.per_key = cls.count * max(cls.key.width, self.basis.shape[-1])
         self.absorbed = None
         if len(slow):
@@ -338,16 +338,18 @@ class _RebuiltKeys:
         """[batch_size, count, keys, group_size, rebuilt]."""
         keys = (latents.to(self.dtype) @ self.basis).to(self.wide).unflatten(-1, (self.size, -1))
         if self.constant is not None:
-            keys = keys + self.constant
+            keys += self.constant
         turned = torch.view_as_complex(keys[..., : 2 * self.planes].unflatten(-1, (-1, 2)))
-        turned.mul_(self.turns[..., part, :].unsqueeze(-2))
+        turns = torch.complex(*(table[..., part, :].to(self.wide) for table in self.turns))
+        turned.mul_(turns.unsqueeze(-2))
         return keys
 
     def _slow(self, latents: Tensor, part: slice) -> Tensor:
         """[batch_size, count, heads * seq_len, keys]."""
         assert self.absorbed is not None
         count = latents.shape[2]
-        latents = functional.pad(latents.to(self.wide), (0, 0, 0, -count % self.block))
+        if count % self.block:
+            latents = functional.pad(latents, (0, 0, 0, -count % self.block))
         latents = latents.unflatten(2, (-1, self.block))
         own = self.absorbed[:, :, part.start // self.block :][:, :, : latents.shape[2]]
         logits = own[..., : latents.shape[-1]] @ latents.mT
@@ -377,14 +379,14 @@ def _running_softmax(
     for start in range(keys.start, keys.stop, block):
         part = slice(start, min(start + block, keys.stop))
         seen = slice(start if causal else 0, None)  # earlier queries see none of these keys
-        latents = side.latents(part)
+        latents = side.latents(part).to(side.wide)
         logits = scaled_and_capped(logits_of(latents, part, seen), parameters.scaling, parameters.softcap)
         logits = masked(logits, mask(part))
         before = largest[..., seen, :]
         now = torch.maximum(before, logits.amax(-1, keepdim=True))
         reference = now.masked_fill(now == -torch.inf, 0.0)
         weight, shrink = torch.exp(logits - reference), torch.exp(before - reference)
-        numbers = (latents if parameters.layout.joint else side.values(part)).to(side.wide)
+        numbers = latents if parameters.layout.joint else side.values(part).to(side.wide)
         attended = (weight.flatten(2, 3) @ numbers).unflatten(2, weight.shape[2:4])
         largest[..., seen, :] = now
         total[..., seen, :] = total[..., seen, :] * shrink + weight.sum(-1, keepdim=True)

@@ -12,6 +12,8 @@ from rotor.format.channels import SIGNED, Channels, Latent, aligned
 from rotor.format.layout import LayerLayout
 
 PLANES_A_WORD = 4
+SIGN_BITS = 0x8888 - (1 << 16)
+"""The highest bit of each nibble of a word."""
 
 
 def pack(latents: Tensor, channels: Channels) -> Tensor:
@@ -36,14 +38,14 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
 
 
 def unpack_nibbles(rows: Tensor) -> Tensor:
-    """What `pack_nibbles` packed, int16."""
-    words = rows.contiguous().view(torch.int16)
-    return torch.cat([(words >> 4 * plane).bitwise_and_(15) for plane in range(PLANES_A_WORD)], dim=-1)
+    """What `pack_nibbles` packed, less 8, int16."""
+    words = rows.contiguous().view(torch.int16) ^ SIGN_BITS  # a nibble less 8 in two's complement
+    return torch.cat([words << 12 - 4 * plane >> 12 for plane in range(PLANES_A_WORD)], dim=-1)
 
 
 def unpack(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., width / 2], uint8, of one group -> its signed nibbles, [..., width] in `dtype`."""
-    return unpack_nibbles(rows).to(dtype).sub_(SIGNED)
+    return unpack_nibbles(rows).to(dtype)
 
 
 def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool) -> Tensor:
@@ -88,7 +90,7 @@ def cut_layer(rows: Tensor, outer: LayerLayout, inner: LayerLayout, keys: bool) 
         if not latent.coded:
             found.append(own[..., : kept.width].flatten(-2))
             continue
-        nibbles = unpack_nibbles(own[..., : latent.width // 2])[..., : kept.width]
+        nibbles = unpack_nibbles(own[..., : latent.width // 2])[..., : kept.width] + SIGNED
         found.append(_strided(pack_nibbles(nibbles), aligned(kept.width, len(inner.groups))))
     return torch.cat(found, dim=-1)
 

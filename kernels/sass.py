@@ -10,7 +10,7 @@ round.
   Warps are taken to be uniform: one that diverges would go both ways.
 - A called routine (division, for one) is counted, along its longer way, at each call.
 - Loops that lie on ways that exclude each other (a compiler clones loops) are the same declared loop.
-- A declared loop that goes round once is not in the machine code, and needs none there.
+- A loop whose rounds the compiler knows to be one is not in the machine code: it is not to be declared.
 - Compilers unroll. Several rounds in one are seen by what a Loop `holds`; and where a loop has a multiple of what the
   next one (or the one before it) loads, exchanges and multiplies, that is taken for what is left of its rounds.
 """
@@ -261,7 +261,7 @@ class Graph:
 
     def _count(self, region: Region, declared: Loop, times: float, listed: list[tuple[float, float]]) -> Weights:
         """Of a region, once; `listed` gets its own instructions and those of the loops in it."""
-        plan, expected = Plan(self, region), _in_the_code(declared.inner)
+        plan, expected = Plan(self, region), declared.inner
         weights = {node: Counter[str]() if node in plan.loops else self.weights(node) for node in plan.after}
         own = plan.way(weights, declared.shorter)
         rounds = 1.0
@@ -346,11 +346,3 @@ class Plan:
                 before[b] = max(before[b], before[node] + (node in self.loops))
         places = sorted({before[header] for header in self.loops})
         return [([loop for h, loop in sorted(self.loops.items()) if before[h] == place], 1.0) for place in places]
-
-
-def _in_the_code(loops: Sequence[Loop]) -> list[Loop]:
-    """Declared loops that the machine code has: of one that goes round once, what it holds."""
-    found: list[Loop] = []
-    for loop in loops:
-        found += _in_the_code(loop.inner) if loop.trips == 1 else [loop]
-    return found

@@ -12,16 +12,19 @@ from conftest import DEMO_MODEL
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rotor.calibration.candidates import candidates_of
 from rotor.cli.commands import app
 from rotor.errors import UnsupportedModelError
-from rotor.format.layout import AttentionShape, Candidate, kv_bytes_per_token
+from rotor.format.layout import AttentionShape, Candidate, KeyForm
 from rotor.planning.inspection import inspect
-from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
-from rotor.prediction.decode_times import decode_times, uniform_layout
+from rotor.prediction.cost import (
+    DecodeStep,
+    decode_seconds,
+    decode_time,
+    uncompressed_decode_seconds,
+    uncompressed_decode_time,
+)
+from rotor.prediction.decode_times import decode_times, largest_fast_group, uniform_layout
 from rotor.prediction.devices import find_device
-from rotor.recipe import load_recipe
-from rotor.runtime.families import FAMILIES
 
 
 def test_the_bundled_model() -> None:
@@ -31,7 +34,7 @@ def test_the_bundled_model() -> None:
     assert found.kv_cache_bytes[32768] == 32768 * found.kv_bytes_per_token
     with_weights = sum(t.numel() for t in load_file(DEMO_MODEL / "model.safetensors").values())
     assert found.parameters == with_weights
-    assert list(found.keys) == ["pre-2"]
+    assert list(found.keys) == ["64_13-2"]
     assert not found.calibrate.streamed
     assert found.calibrate.host_bytes < found.available_host_bytes
 
@@ -96,61 +99,42 @@ def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:
 LOAD = DecodeStep(32768, 8)
 
 
-@pytest.mark.parametrize("heads, layers, hidden", [(32, 32, 4096), (64, 80, 8192)])
+@pytest.mark.parametrize(("heads", "layers", "hidden"), [(32, 32, 4096), (64, 80, 8192)])
 def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int) -> None:
-    shape, device = AttentionShape(layers, heads, 8, 128, hidden), find_device("h200")
-    found = {(t.candidate, t.scenario): t for t in decode_times(shape, True, False, device, LOAD)}
-    sizes = (1, 2, 4, 8)
-    assert {key for key, _ in found} == {
-        *(f"{domain}-{size}" for domain in ("post", "pre") for size in sizes),
-        *(f"pre-{size}, joint" for size in sizes),
-        *(f"pre-{size}, joint, turned in 16" for size in sizes),
-    }
+    shape, device = AttentionShape(layers, heads, 8, 128, hidden, rotary_dim=128), find_device("h200")
+    found = {(t.candidate, t.scenario): t for t in decode_times(shape, device, LOAD)}
+    forms = "joint", "joint, 16 fast", "joint, pre-RoPE", "apart, post-RoPE"
+    assert {key for key, _ in found} == {f"{form}, {size} a group" for form in forms for size in (1, 2, 4, 8)}
     whole = layers * 2 * 8 * 128 * 2
     for (_, scenario), time in found.items():
-        share = {"1/2 at 16 bits": 1 / 2, "1/4 at 16 bits": 1 / 4, "1/2 at 4 bits": 1 / 8, "1/2 at 2 bits": 1 / 16}
-        assert time.kv_bytes_per_token == whole * share[scenario]
-        assert time.share == pytest.approx(time.seconds / uncompressed_decode_seconds(shape, device, LOAD))
-    assert found["post-1", "1/4 at 16 bits"].share < found["post-1", "1/2 at 16 bits"].share < 1
-    one = uniform_layout(shape, Candidate("pre", 8), True, 1 / 4, 16)
-    assert found["pre-8", "1/4 at 16 bits"].seconds == decode_seconds([one] * layers, shape, device, LOAD)
-    assert kv_bytes_per_token([one] * layers, 2) == whole / 4
-    joint = uniform_layout(shape, Candidate("pre", 8, joint=True), True, 1 / 4, 16)
-    assert joint.groups[0].qk_rank == joint.groups[0].v_rank == 2 * one.groups[0].qk_rank
-    assert found["pre-8, joint", "1/4 at 16 bits"].seconds == decode_seconds([joint] * layers, shape, device, LOAD)
-    assert ("pre-8, joint", "1/2 at 16 bits") not in found  # 1024 columns of values
+        removed = {"0.75": 0.75, "0.875": 0.875, "0.94": 0.9375}
+        assert time.kv_bytes_per_token == whole * (1 - removed[scenario])
+        base = uncompressed_decode_time(shape, device, 8, 32768)
+        assert time.share == pytest.approx(time.seconds / base.attention_s)
+    one = uniform_layout(shape, Candidate(KeyForm(64, 16), 2, joint=True), 1 / 8, True)
+    time = found["joint, 16 fast, 2 a group", "0.875"]
+    predicted = decode_time([one] * layers, shape, device, 8, 32768)
+    assert time.seconds == pytest.approx(predicted.attention_s)
+    assert time.instructions_per_key == pytest.approx(predicted.instructions / layers / 8 / 8 / 32768)
 
 
-def test_joint_latents_are_predicted_where_keys_and_values_are_linear_in_the_hidden_state() -> None:
-    """Not after RoPE, nor behind a norm of the keys."""
-    shape, device = AttentionShape(2, 8, 2, 64, 512), find_device("h200")
-    for rotary, key_norm, expected in ((True, False, ["pre"]), (True, True, []), (False, False, ["none"])):
-        times = decode_times(shape, rotary, key_norm, device, LOAD)
-        joint = [t.candidate for t in times if t.candidate.endswith("joint")]
-        assert list(dict.fromkeys(joint)) == [f"{domain}-{size}, joint" for domain in expected for size in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "expected"),
-    [(8, 128, {"pre-1", "none-4"}), (2, 64, {"pre-2", "none-2"}), (7, 256, {"pre-1", "none-1"})],
-)
-def test_as_many_heads_share_a_latent_as_cost_no_time(heads: int, head_dim: int, expected: set[str]) -> None:
-    shape, recipe = AttentionShape(4, 4 * heads, heads, head_dim, 4 * heads * head_dim), load_recipe("rotor")
-    found = [candidates_of(recipe, FAMILIES[name], shape) for name in ("llama", "gpt2")]
-    assert {key for keys in found for key in keys} == expected
-    times = decode_times(shape, True, False, find_device("h200"), LOAD)
-    share = {t.candidate: t.share for t in times if t.scenario == "1/2 at 4 bits" and t.candidate.endswith("joint")}
-    (chosen,) = (candidate.group_size for candidate in found[0].values())
-    assert chosen == max((size for size in range(1, heads + 1) if share.get(f"pre-{size}, joint", 2) <= 1), default=1)
+@pytest.mark.parametrize(("heads", "head_dim"), [(8, 128), (2, 64), (7, 256)])
+def test_as_many_heads_share_a_latent_as_cost_no_time(heads: int, head_dim: int) -> None:
+    shape = AttentionShape(4, 4 * heads, heads, head_dim, 4 * heads * head_dim, rotary_dim=head_dim)
+    device, kind = find_device("h200"), Candidate(KeyForm(64, 16), 1, joint=True)
+    chosen = largest_fast_group(shape, kind, True, device, LOAD)
+    most = uncompressed_decode_seconds(shape, device, LOAD)
+    for size in (size for size in range(chosen + 1, heads + 1) if heads % size == 0):
+        layout = uniform_layout(shape, kind._replace(group_size=size), 1 / 8, True)
+        assert decode_seconds([layout] * 4, shape, device, LOAD) > most
 
 
 def test_decode_times_are_shown_as_a_prediction(tiny) -> None:
     text = " ".join(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)]).output.split())
-    assert "Predicted attention time of a decode step" in text
-    assert "h200, 8 x 32768 tokens; arithmetic, not measured" in text
+    assert "Predicted attention of a decode step: instructions a key and KV head" in text
+    assert "h200 at 1.5 instructions a cycle and SM, 8 x 32768 tokens; arithmetic, not measured" in text
     data = inspect(DEMO_MODEL, "rotor", ["objective.device=l40s"]).to_dict()
-    assert data["objective"]["device"] == "l40s"
-    pre = {f"pre-{size}{kind}" for size in (1, 2) for kind in ("", ", joint", ", joint, turned in 16")}
-    assert {time["candidate"] for time in data["decode_times"]} == {"post-1", "post-2", *pre}
-    none = {f"none-{size}" for size in (1, 2, 4)}
-    assert {t.candidate for t in inspect(tiny("gpt2")).decode_times} == none | {f"{name}, joint" for name in none}
+    assert (data["objective"]["device"], data["instructions_per_cycle"]) == ("l40s", 1.5)
+    forms = {time["candidate"].rpartition(", ")[0] for time in data["decode_times"]}
+    assert forms == {"joint", "joint, 16 fast", "joint, pre-RoPE", "apart, post-RoPE"}
+    assert {t.candidate.partition(",")[0] for t in inspect(tiny("gpt2")).decode_times} == {"joint", "apart"}

@@ -12,26 +12,22 @@ from typer.testing import CliRunner
 from rotor.cli.commands import app
 from rotor.errors import UsageError
 from rotor.export.export import export
-from rotor.format.layout import AttentionShape, GroupLayout, ordered_by_class
-from rotor.kernels.schedule import (
-    equal_slices,
-    greedy_assignment,
-    last_round,
-    makespan,
-    redistributed_makespan,
-    row_block_costs,
-)
+from rotor.format.channels import Channels, Numbers
+from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout, ordered_by_class
+from rotor.kernels.schedule import equal_slices, greedy_assignment, makespan, row_block_costs
 from rotor.prediction.devices import find_device
+from rotor.prediction.instructions import group_instructions
 from rotor.prediction.simulation import TILE, layer_tasks, parse_lengths, simulate, simulate_prefill
 
-SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
+SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 H200 = find_device("h200", None)
 
 
-def ragged_layout(seed: int = 0, domain: str = "post"):
+def ragged_layout(seed: int = 0) -> LayerLayout:
     draw = random.Random(seed)
-    groups = [GroupLayout((h,), draw.randrange(16, 129, 16), draw.randrange(16, 129, 16)) for h in range(8)]
-    return ordered_by_class(domain, False, groups)[0]
+    ranks = [(draw.randrange(16, 129, 16), draw.randrange(16, 129, 16)) for _ in range(8)]
+    groups = [GroupLayout((h,), Numbers(key), Numbers(value)) for h, (key, value) in enumerate(ranks)]
+    return ordered_by_class(groups, POST_ROPE)[0]
 
 
 def test_the_papers_example() -> None:
@@ -62,15 +58,17 @@ def test_slices_cover_every_tile_once_in_order_and_evenly(workers: int) -> None:
     assert max(abs(load - share) for load in loads) <= max(costs) + 1e-9
 
 
-def test_tiles_cost_what_the_cost_model_says() -> None:
+def test_tiles_cost_the_longer_of_reading_and_issuing() -> None:
     layout = ragged_layout()
     tasks = layer_tasks(layout, SHAPE, [100], H200, 132, 2)
     assert tasks.tiles == (2,) * 8
     group = layout.groups[0]
-    read = TILE * (group.qk_rank + group.v_rank) * 2 / H200.bandwidth_bytes_per_s
-    assert tasks.tile_seconds[0] == pytest.approx(132 * read)  # memory-bound after RoPE
-    rebuilt = layer_tasks(ragged_layout(domain="pre"), SHAPE, [100], H200, 132, 2)
-    assert all(a >= b for a, b in zip(rebuilt.tile_seconds, tasks.tile_seconds, strict=True))
+    read = TILE * (group.key.rank + group.values.rank) * 2 / H200.bandwidth_bytes_per_s
+    issued = TILE * H200.issue_seconds(group_instructions(layout, group, SHAPE))
+    assert tasks.tile_seconds[0] == pytest.approx(132 * max(read, issued))
+    coded = LayerLayout(tuple(GroupLayout((h,), Channels(n4=64), None) for h in range(8)), *KeyForm(64, 16))
+    issued = TILE * H200.issue_seconds(group_instructions(coded, coded.groups[0], SHAPE))
+    assert layer_tasks(coded, SHAPE, [100], H200, 132, 2).tile_seconds[0] == pytest.approx(132 * issued)
 
 
 @pytest.mark.parametrize("lengths", [[32768], [200, 16000, 7, 1], [4096] * 64])
@@ -99,34 +97,22 @@ def test_row_blocks_meet_more_keys_the_later_they_are() -> None:
     assert row_block_costs(100, 10, 64, 2, 2) == [110, 110, 106, 106, 74, 74, 42, 42]
 
 
-def test_the_last_round_in_pieces_by_hand() -> None:
-    """Five tasks of 10 on four workers: two rounds, 20. Four pieces of 10 * 1.6 / 4 instead: 10 + 4."""
+def test_row_blocks_in_their_order() -> None:
     assert makespan([10.0] * 5, 4) == 20.0
-    assert redistributed_makespan([10.0] * 5, 4) == pytest.approx(14.0)
-    # Seven tasks: twelve pieces are three rounds of 4, which is no gain over one of 10.
-    assert redistributed_makespan([10.0] * 7, 4) == pytest.approx(22.0)
+    assert makespan([4.0, 3.0, 2.0, 1.0], 2) == 5.0
 
 
-def test_a_last_round_is_cut_where_that_ends_sooner() -> None:
-    # One row of a block a position, and so many keys before them that all blocks cost nearly the same.
-    assert last_round(5 * 64, 10**6, 64, 1, 1, 4) == (4, True)
-    assert last_round(7 * 64, 10**6, 64, 1, 1, 4) == (7, False)  # no gain
-    assert last_round(8 * 64, 10**6, 64, 1, 1, 4) == (8, False)  # full rounds
-    assert last_round(33 * 64, 10**6, 64, 1, 1, 4) == (33, False)  # too many rounds to care
-    assert last_round(64, 10**6, 64, 1, 1, 4) == (0, True)
-    assert last_round(5 * 64, 0, 64, 1, 1, 4) == (5, False)  # the shortest block fits into the others' shade
-
-
-def test_a_prefill_whose_last_round_is_redistributed() -> None:
-    """8 KV heads of one class, 2 programs an SM: 272 row blocks for 264 programs."""
-    layout = ordered_by_class("none", True, [GroupLayout((h,), 64, 48) for h in range(8)])[0]
-    chunk = 34 * 64 // SHAPE.heads_per_kv
-    balance = simulate_prefill([layout], SHAPE, chunk, 32768, 1, 132)
-    assert (balance.cut_launches, balance.launches) == (1, 1)
-    assert balance.longest_first == pytest.approx(2 * 264 / 272, rel=0.01)
-    assert balance.redistributed == pytest.approx(1.4 * 264 / 272, rel=0.01)
-    even = simulate_prefill([layout], SHAPE, 33 * 64 // SHAPE.heads_per_kv, 32768, 1, 132)
-    assert even.redistributed == even.longest_first < 1.02
+def test_row_blocks_of_as_much_work_finish_together() -> None:
+    """FDC section 5.3: narrow groups take more rows a block, so that no long block is left to the end."""
+    groups = [GroupLayout((h,), Numbers(128), Numbers(128)) for h in range(2)]
+    groups += [GroupLayout((h,), Numbers(16), Numbers(16)) for h in range(2, 8)]
+    layout = ordered_by_class(groups, POST_ROPE)[0]
+    balance = simulate_prefill([layout], SHAPE, 512, 32768, 1, 132)
+    assert balance.equal >= 1.0
+    assert balance.balanced >= 1.0
+    alike = ordered_by_class([GroupLayout((h,), Numbers(64), Numbers(64)) for h in range(8)], POST_ROPE)[0]
+    same = simulate_prefill([alike], SHAPE, 512, 32768, 1, 132)
+    assert same.equal == same.balanced  # B_r is that of all
     with pytest.raises(UsageError, match="positive"):
         simulate_prefill([layout], SHAPE, 0, 0, 1, 132)
 
@@ -151,9 +137,9 @@ def test_command_line(demo_run, tmp_path: Path) -> None:
     assert [entry["schedule"] for entry in data["schedules"]] == ["none", "lpt", "stream"]
     assert data["sms"] == 132
     assert data["lengths"] == [8192] * 4 + [300]
-    assert 1.0 <= data["prefill"]["redistributed"] <= data["prefill"]["longest_first"]
+    assert min(data["prefill"].values()) >= 1.0
     assert plot.read_bytes().startswith(b"\x89PNG")
     text = CliRunner().invoke(app, call).output
     assert "largest over mean" in text
     assert f"{data['schedules'][0]['largest_over_mean']:.3f}" in text
-    assert f"last round redistributed {data['prefill']['redistributed']:.3f}" in text
+    assert f"of B_r rows {data['prefill']['balanced']:.3f}" in text

@@ -92,14 +92,14 @@ def _forms(recipe: Recipe, shape: AttentionShape, frequencies: Frequencies | Non
 
 
 def _group_sizes(recipe: Recipe, shape: AttentionShape, kind: Candidate) -> list[int]:
-    from ..prediction.cost import DecodeStep
-    from ..prediction.decode_times import group_sizes, largest_fast_group
-    from ..prediction.devices import find_device
-
     heads = shape.num_kv_heads
     if recipe.groups.size == "any":
-        return group_sizes(shape)[::-1]
+        return [size for size in range(heads, 0, -1) if heads % size == 0]
     if recipe.groups.size == "auto":
+        from ..prediction.cost import DecodeStep
+        from ..prediction.decode_times import largest_fast_group
+        from ..prediction.devices import find_device
+
         load = recipe.objective
         device, step = find_device(load.device, load.device_file), DecodeStep(load.context_tokens, load.batch_size)
         return [largest_fast_group(shape, kind, recipe.coded, device, step)]

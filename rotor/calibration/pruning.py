@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bases.moments import MOMENTS, LayerStatistics
+from ..bases.moments import JOINT, UNCENTRED, LayerStatistics
 from ..data.rows import CalibrationTokens
 from ..errors import DataError, NumericsError
 from ..recipe import Prune
 
-CLUSTERED = ("query", "key_post", "key_pre", "value")
-"""Moments that are taken of centroids; any other stays exact."""
+EXACT = ("output", JOINT)
+"""Moments that begin so are not taken of centroids."""
 
 INIT_VECTORS_PER_CLUSTER = 3
 """Vectors from which the first centroids are chosen, per centroid (scikit-learn's own default)."""
@@ -152,12 +152,12 @@ class ClusteredStatistics(LayerStatistics):
     clusters: dict[str, list[StreamingKMeans]] = field(default_factory=dict)
 
     def add(self, activations: dict[str, Tensor]) -> None:
-        """Add one batch, as LayerStatistics does; moments that are not in CLUSTERED are summed exactly.
+        """Add one batch, as LayerStatistics does; those of EXACT are summed exactly.
 
         Raises:
             NumericsError: a vector is not finite; names the layer and the moment.
         """
-        others = {name: tensor for name, tensor in activations.items() if name not in CLUSTERED}
+        others = {name: tensor for name, tensor in activations.items() if name.startswith(EXACT)}
         tokens = self.tokens + next(iter(activations.values())).shape[0]
         if others:
             super().add(others)
@@ -197,6 +197,6 @@ class ClusteredStatistics(LayerStatistics):
                 moments.append(torch.from_numpy((centroids * weights[:, None]).T @ centroids))
                 totals.append(torch.from_numpy(weights @ centroids))
             result.sums[name] = torch.stack(moments)
-            if f"{name}_mean" in MOMENTS:
+            if name not in UNCENTRED:
                 result.sums[f"{name}_mean"] = torch.stack(totals)
         return result

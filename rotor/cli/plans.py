@@ -49,9 +49,9 @@ def _print_decode_times(found: Any) -> None:
         rows.append((candidate, *(f"{n}: {t.share:.2f}" for n, t in zip(issued, cells, strict=True))))
     load = found.objective
     title = (
-        f"Predicted attention of a decode step: instructions a key and KV head, and time over the uncompressed model's, "
-        f"by the share of bytes removed ({load.device} at {found.instructions_per_cycle:g} instructions a cycle and SM, "
-        f"{load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
+        "Predicted attention of a decode step: instructions a key and KV head, and time over the uncompressed model's, "
+        f"by the share of bytes removed ({load.device} at {found.instructions_per_cycle:g} instructions a cycle and "
+        f"SM, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
     )
     print_table(title, ("codes of keys and values, heads a group",), scenarios, rows)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..calibration.outline import Estimates, ModelOutline
-from ..format.layout import AttentionShape, Candidate, pre_rope, uncompressed_kv_bytes_per_token
+from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import find_model, tensor_headers
@@ -50,15 +50,9 @@ class Inspection:
     """The facts that `rotor inspect` tells.
 
     kv_cache_bytes: by context length in tokens, for one sequence; layers with a sliding window keep no more than that.
-<<<<<<< HEAD
-    bits: that a column may have.
+    bits: that a channel may have.
     objective: device and load for which decode times are predicted; instructions_per_cycle: that an SM of it is taken
         to issue. decode_times: of every group size, at a few numbers of bytes; a prediction.
-=======
-    bits: that a channel may have.
-    objective: device and load for which decode times are predicted. decode_times: of every form of keys and group size that
-        the model can have, with joint latents too, at a few numbers of bytes; a prediction.
->>>>>>> calib
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
     calibrate, export: what the commands take on this machine, as they would be run.
     """
@@ -137,10 +131,7 @@ def inspect(
         tokens={"source": spec.tokens.source, "count": spec.tokens.count},
         keys={key: _keys(candidate, shape) for key, candidate in candidates.items()},
         objective=load,
-<<<<<<< HEAD
         instructions_per_cycle=rates.instructions_per_cycle,
-=======
->>>>>>> calib
         decode_times=decode_times(shape, rates, step),
         calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
         export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
@@ -166,22 +157,6 @@ def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: i
 
 def _keys(candidate: Candidate, shape: AttentionShape) -> str:
     shared = ", one latent with the values" if candidate.joint else ""
-<<<<<<< HEAD
-    form = candidate.form
-    if not shape.rotary_dim:
-        return f"no RoPE: basis inside W_q and W_k, no overhead{shared}"
-    if form.rope_block is None:
-        return "compressed after RoPE by a product at run time, never rebuilt"
-    if form == pre_rope(shape):
-        how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
-        return f"compressed before RoPE ({how}{shared}), rebuilt for attention"
-    rebuilt = (
-        f"{form.fast_planes} of {shape.rotary_planes} planes before RoPE, rebuilt in attention; the others rotated"
-    )
-    return (
-        f"{rebuilt if form.fast_planes else 'rotated'} by RoPE within blocks of {form.rope_block} positions, "
-        f"compressed by a product at run time{shared}"
-=======
     block, fast = candidate.form
     how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
     if not shape.rotary_dim:
@@ -189,9 +164,9 @@ def _keys(candidate: Candidate, shape: AttentionShape) -> str:
     if block is None:
         return "compressed after RoPE by a product at run time, never rebuilt"
     if fast == shape.rotary_planes:
-        return f"compressed before RoPE ({how}{shared}), rebuilt and rotated inside attention"
+        return f"compressed before RoPE ({how}{shared}), rebuilt for attention"
     return (
-        f"{fast} fast planes of {shape.rotary_planes} before RoPE, the others rotated within blocks of {block} positions, "
-        f"compressed by a product at run time{shared}; attention rebuilds the fast ones and rotates queries once a block"
->>>>>>> calib
+        f"{fast} fast planes of {shape.rotary_planes} before RoPE, the others rotated within blocks of {block} "
+        f"positions, compressed by a product at run time{shared}; attention rebuilds the fast ones and rotates queries "
+        "once a block"
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..calibration.run import Run
 from ..format.channels import Channels, Latent, Numbers
 from ..format.layout import Candidate
-from ..prediction.devices import find_device
-from ..prediction.objective import Objective
 from ..recipe import Recipe
+
+if TYPE_CHECKING:
+    from ..prediction.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class RunCosts:
     @classmethod
     def of(cls, run: Run, recipe: Recipe) -> RunCosts:
         """Raises RecipeError if the objective's device is not known."""
+        from ..prediction.devices import find_device
+        from ..prediction.objective import Objective
+
         settings = recipe.objective
         device = find_device(settings.device, settings.device_file)
         objective = Objective.from_settings(settings, device, run.shape, int(run.info["element_bytes"]))
