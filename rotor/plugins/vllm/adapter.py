@@ -28,6 +28,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -35,6 +36,7 @@ from vllm.v1.attention.backend import (
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
+    max_decode_query_len,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -49,6 +51,9 @@ from .pages import PagedLayer, Step
 from .requests import Request, check_request, separate_stores
 
 __all__: list[str] = []
+
+WIDEST_HEAD = 256
+"""That vLLM's own attention takes."""
 
 
 # What is asked of vLLM
@@ -139,9 +144,38 @@ def _attention(native: nn.Module, plan: LayerPlan, vllm_config: Any) -> RotorSel
     softcap = getattr(attn.impl, "logits_soft_cap", None) or None  # 0 is none, on some backends
     device = torch.device(vllm_config.device_config.device)
     layer = paged_layer(module, plan, float(attn.impl.scale), softcap, rotation, attn.sliding_window, device)
+    layer.varlen = _varlen(layer.widest, plan.request.dtype)
     vllm_config.compilation_config.static_forward_context.pop(attn.layer_name)
     module.attn = RotorCache(attn, layer, plan, shard.parts, vllm_config)
     return module
+
+
+def _varlen(width: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """vLLM's own attention over packed sequences, where it takes heads of a width; see kernels.stock.Varlen."""
+    if not current_platform.is_cuda() or dtype == torch.float32 or width > WIDEST_HEAD:
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=-(-width // 8) * 8)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        query_start, kv_start, longest, longest_kv, scaling, window, softcap = rest
+        return flash_attn_varlen_func(
+            q,
+            k.contiguous(),
+            v.contiguous(),
+            max_seqlen_q=longest,
+            cu_seqlens_q=query_start,
+            max_seqlen_k=longest_kv,
+            cu_seqlens_k=kv_start,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=[-1 if window is None else window - 1, 0],
+            softcap=softcap or 0.0,
+            fa_version=version,
+        )
+
+    return attend
 
 
 @contextmanager
@@ -227,7 +261,15 @@ class RotorCache(nn.Module, AttentionLayerBase):
         self.kv_sharing_target_layer_name = None
         self.kv_cache = torch.tensor([])
         self.impl = RotorImpl(shape.num_heads, plan.row_bytes, layer.parameters.scaling, layer=layer)
-        self._backend = _backend(layer.kernels is not None, plan.mixed)
+        tokens = max_decode_query_len(vllm_config)
+        captured = (
+            AttentionCGSupport.UNIFORM_BATCH
+            if layer.decodes(tokens)
+            else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            if layer.decodes(1)
+            else AttentionCGSupport.NEVER
+        )
+        self._backend = _backend(captured, plan.mixed)
         vllm_config.compilation_config.static_forward_context[self.layer_name] = self
 
     def get_attn_backend(self) -> type[RotorBackend]:
@@ -289,13 +331,14 @@ class RotorImpl(AttentionImpl[AttentionMetadata]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if attn_metadata is None:  # vLLM finds out what memory a step takes
+            self.layer.prepare(output.device)
             return output.fill_(0)
         self.layer.attend(query, kv_cache[:, 0], attn_metadata, output)
         return output
 
 
 class RotorBackend(AttentionBackend):
-    """Layers that the Triton kernels serve."""
+    """What vLLM asks of an attention, the same for all compressed layers but for graphs and layouts."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
@@ -332,20 +375,20 @@ class RotorBackend(AttentionBackend):
         return False  # prompts are launched by the host's lengths of queries
 
 
-@lru_cache(maxsize=4)
-def _backend(by_kernels: bool, mixed: bool) -> type[RotorBackend]:
+@lru_cache(maxsize=8)
+def _backend(captured: AttentionCGSupport, mixed: bool) -> type[RotorBackend]:
     """The backend of a layer.
 
     Args:
+        captured: which batches go into a CUDA graph.
         mixed: the model mixes sliding windows and full attention. Pages of both sizes then lie side by side in blocks,
             which only block-outermost layouts can have.
     """
-    members = {
-        "builder": RotorMetadataBuilder if by_kernels else ReferenceMetadataBuilder,
-        "layouts": (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC) if mixed else None,
-    }
-    name = f"Rotor{'' if by_kernels else 'Reference'}{'Mixed' if mixed else ''}Backend"
-    return type(name, (RotorBackend,), {"__module__": __name__, **members})
+    name = f"{captured.name}{'_MIXED' if mixed else ''}"
+    builder = type(f"Builder_{name}", (RotorMetadataBuilder,), {"_cudagraph_support": captured, "__module__": __name__})
+    layouts = (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC) if mixed else None
+    members = {"builder": builder, "layouts": layouts, "__module__": __name__}
+    return type(f"Backend_{name}", (RotorBackend,), members)
 
 
 class RotorMetadata(Step, AttentionMetadata):
@@ -353,11 +396,7 @@ class RotorMetadata(Step, AttentionMetadata):
 
 
 class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
-    """Batches with the requests of few tokens first: one, or what speculation checks at once. Graphs are captured of
-    those that have no others and as many tokens each.
-    """
-
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    """Batches with the requests of few tokens first: one, or what speculation checks at once."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -384,9 +423,3 @@ class RotorMetadataBuilder(AttentionMetadataBuilder[RotorMetadata]):
                 common.block_table_tensor,
             )
         return known
-
-
-class ReferenceMetadataBuilder(RotorMetadataBuilder):
-    """Where plain PyTorch attends, whose sizes are those of a batch: no graph is captured."""
-
-    _cudagraph_support = AttentionCGSupport.NEVER

@@ -6,6 +6,7 @@ Plain tensors, nothing of vLLM. By the Triton kernels where they serve the layer
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -64,9 +65,10 @@ class LayerPages:
 class Step:
     """The requests of a step, those that decode (few tokens each) first, prompts behind them.
 
+    most_decoded: tokens of a decoding request, at most. most_keys: of a request.
     starts, query_start_loc: tokens of the step before each request, and all, for the host and on the device.
     lengths: tokens of each sequence, as far as the host knows them (no less than there are), for those who are not to
-        ask the device. most_decoded: tokens of a decoding request.
+        ask the device.
     """
 
     num_decodes: int
@@ -77,25 +79,27 @@ class Step:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    _prompts: dict[str, Tensor] = field(default_factory=dict)
+    _prompts: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:
         return len(self.starts) - 1
 
-    @property
-    def prompts(self) -> dict[str, Tensor]:
-        """What the kernels take of the prompts, made once; copies, as these are compiled for tensors that begin where
-        memory does.
+    def prompts(self, first: int, end: int) -> dict[str, Any]:
+        """Some prompts as `attend_pages` takes them, made once a step; copies, as kernels are compiled for tensors that
+        begin where memory does.
         """
-        if not self._prompts:
-            first = self.num_decodes
-            self._prompts = {
-                "block_table": self.block_table[first:].clone(),
-                "query_start_loc": self.query_start_loc[first:] - self.starts[first],
-                "kv_lens": self.seq_lens[first:].clone(),
+        if (first, end) not in self._prompts:
+            starts, lengths = self.starts[first : end + 1], self.lengths[first:end]
+            self._prompts[first, end] = {
+                "block_table": self.block_table[first:end].clone(),
+                "query_start_loc": self.query_start_loc[first : end + 1] - starts[0],
+                "kv_lens": self.seq_lens[first:end].clone(),
+                "max_query_len": max(after - before for before, after in pairwise(starts)),
+                "max_kv_len": max(lengths),
+                "total_kv_len": sum(lengths),
             }
-        return self._prompts
+        return self._prompts[first, end]
 
 
 class KeyProjection(NamedTuple):
@@ -115,7 +119,8 @@ class PagedLayer:
     """A layer's attention over its pages.
 
     rotation: RoPE's cos and sin by position, where keys are stored in blocks. window: a query attends to itself and the
-    window - 1 keys before it. kernels: the launches of the layer; None: plain PyTorch serves it.
+    window - 1 keys before it. kernels: the launches of the layer; None: plain PyTorch serves it. varlen: the engine's own
+    attention, of prompts; None: PyTorch's.
     """
 
     pages: LayerPages
@@ -124,6 +129,33 @@ class PagedLayer:
     rotation: Rotation | None
     window: int | None
     kernels: LayerKernels | None
+    varlen: Any = None
+
+    @property
+    def widest(self) -> int:
+        """Numbers of a head of what prompts are materialised to."""
+        shape, groups = self.parameters.shape, self.pages.layout.groups
+        own = max(max(group.values.width, 0 if shape.rotary_dim else group.key.width) for group in groups)
+        return max(own, shape.head_dim if shape.rotary_dim else 0)
+
+    def decodes(self, tokens: int) -> bool:
+        """Whether a CUDA graph may be captured of requests of so many tokens each: they are decoded by one kernel."""
+        if self.kernels is None or self.kernels.materialise:
+            return False
+        from ...kernels.attention import MOST_ROWS  # imports Triton
+
+        return tokens * self.parameters.heads_per_group <= MOST_ROWS
+
+    def prepare(self, device: torch.device) -> None:
+        """Take, for a moment, the memory that prompts are materialised in, and put tables on the device for good."""
+        if self.kernels is None or device.type != "cuda":
+            return
+        from ...kernels.attention import prepare  # imports Triton
+        from ...kernels.stock import MOST_BYTES
+
+        layout, shape = self.pages.layout, self.parameters.shape
+        prepare(layout, shape, self.kernels, self.pages.dtype, device)
+        torch.empty(MOST_BYTES, dtype=torch.uint8, device=device)
 
     def write(self, key: Tensor, value: Tensor, pages: Tensor, slots: Tensor) -> None:
         """New tokens into their slots; see LayerPages.write.
@@ -167,9 +199,10 @@ class PagedLayer:
         from ...kernels.attention import attend_pages  # imports Triton
 
         assert self.kernels is not None
-        common: dict[str, Any] = {"rotation": self.rotation, "window": self.window, "max_kv_len": step.most_keys}
-        decodes, tokens = step.num_decodes, step.starts[step.num_decodes]
+        decodes, starts = step.num_decodes, step.starts
+        common: dict[str, Any] = {"rotation": self.rotation, "window": self.window}
         if decodes:
+            tokens = starts[decodes]
             attend_pages(
                 query[:tokens],
                 *rows,
@@ -179,15 +212,23 @@ class PagedLayer:
                 query_start_loc=step.query_start_loc[: decodes + 1],
                 kv_lens=step.seq_lens[:decodes],
                 max_query_len=step.most_decoded,
+                max_kv_len=step.most_keys,
+                total_kv_len=sum(step.lengths[:decodes]),
                 out=output[:tokens],
                 **common,
             )
-        if decodes < step.num_requests:
-            longest = max(end - start for start, end in zip(step.starts[decodes:], step.starts[decodes + 1 :]))
-            own = slice(tokens, step.starts[-1])
-            output[own] = attend_pages(
-                query[own], *rows, self.parameters, self.kernels, max_query_len=longest, **step.prompts, **common
-            )
+        for first, end in within(step.lengths, decodes, self.most_keys):
+            own, options = slice(starts[first], starts[end]), step.prompts(first, end) | common
+            out, varlen = output[own], self.varlen
+            attend_pages(query[own], *rows, self.parameters, self.kernels, out=out, varlen=varlen, **options)
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of prompts that are in memory at once, of all heads, beside one that has more by itself."""
+        from ...kernels.stock import MOST_BYTES  # imports Triton
+
+        heads = max(cls.count for cls in self.pages.layout.classes()) * self.pages.layout.group_size
+        return MOST_BYTES // (2 * heads * self.widest * self.pages.dtype.itemsize)
 
     def _in_pytorch(self, query: Tensor, rows: tuple[Tensor, Tensor], step: Step, output: Tensor) -> None:
         """Requests of one token and of similar lengths at once, others one by one."""
@@ -212,6 +253,20 @@ class PagedLayer:
             rotation=self.rotation,
             window=self.window,
         )
+
+
+def within(lengths: list[int], first: int, most: int) -> list[tuple[int, int]]:
+    """Requests from `first` on in runs of neighbours, each of at most so many tokens, or of one request."""
+    runs: list[tuple[int, int]] = []
+    total = 0
+    for index in range(first, len(lengths)):
+        total += lengths[index]
+        if runs and total <= most:
+            runs[-1] = runs[-1][0], index + 1
+        else:
+            runs.append((index, index + 1))
+            total = lengths[index]
+    return runs
 
 
 def alike(requests: list[int], lengths: list[int]) -> list[list[int]]:
