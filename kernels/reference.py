@@ -103,8 +103,8 @@ def attention(
             without RoPE [batch_size, seq_len, sum over query heads of width].
         key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, key_width] and
             [batch_size, 1, kv_len, value_width]. Values of joint latents are read from `key`.
-        key_rotation: in blocks: cos and sin by which stored keys are read (`rotary.when_read`), [kv_len, rotary_dim];
-            or of places that differ, [batch_size, 1 or groups, kv_len, rotary_dim].
+        key_rotation: in blocks: cos and sin by which stored keys are read (`rotary.when_read`), of neighbours [kv_len,
+            rotary_dim]; of places in any order [batch_size, 1 or groups, kv_len, rotary_dim].
         attention_mask: broadcastable to [batch_size, num_heads, seq_len, kv_len], heads in the order of the
             uncompressed model; bool (True: attend) or added to the logits; None is causal.
         dropout: of the weights, in a layer of numbers.

@@ -161,13 +161,13 @@ class _Coded:
             return
         self.encode, self.shift = encode / scale, -mean / scale
         columns = [
-            torch.zeros(len(decode)).double() if place is None else decode[:, place[0]] * scale[place[0]] * 16 ** place[1]
+            torch.zeros(len(decode)).double()
+            if place is None
+            else decode[:, place[0]] * scale[place[0]] * 16 ** place[1]
             for place in latent.nibbles
         ]
         self.decode = torch.stack(columns, dim=1)
-        middle = [
-            SIGNED * sum(16**i for i in range(bits // 4)) + 0.5 - 2 ** (bits - 1) for bits in latent.bits
-        ]
+        middle = [SIGNED * sum(16**i for i in range(bits // 4)) + 0.5 - 2 ** (bits - 1) for bits in latent.bits]
         self.mean = mean + scale * torch.tensor(middle).double()
 
 
@@ -191,5 +191,3 @@ def _random_bases(
         return [(encode[part], decode[part], scale, mean) for part in (slice(columns), slice(columns, None))]
     assert group.value is not None
     return [one(columns, group.key), one(columns, group.value)]
-
-

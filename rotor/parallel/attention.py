@@ -11,17 +11,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..format.layout import LayerLayout
-from ..kernels.code_reference import coded_attention, partial_attention
+from ..format.channels import aligned
+from ..format.layout import AttentionShape, LayerLayout
 from ..kernels.joining import join
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import grouped_attention
+from ..kernels.reference import absorbed_queries, attention, partial_attention
+from ..kernels.rotary import Rotation
 from ..runtime.attention import RotorAttention
 from .plan import LayerPlan, Part
 from .wire import Expected, Parcel, Wire
-
-Rotation = tuple[Tensor, Tensor] | None
 
 
 def visible(
@@ -51,7 +51,7 @@ def attend_by_heads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_rotation: Rotation,
+    key_rotation: Rotation | None,
     plan: LayerPlan,
     wire: Wire,
     owned: list[Tensor],
@@ -60,16 +60,16 @@ def attend_by_heads(
     """Attention of a whole prompt whose tokens are spread: queries and rows go to where their heads are, outputs back.
 
     Args:
-        query, key, value: of this process's tokens; see `grouped_attention`.
-        key_rotation: in domain `pre`, of all tokens. owned: indices of each process's tokens.
+        query, key, value: of this process's tokens; see `reference.attention`.
+        key_rotation: in blocks, of all tokens. owned: indices of each process's tokens.
         mask: over the whole prompt, as `visible` gives it; None is causal.
     Returns:
-        [batch_size, own tokens, sum over query heads of v_rank], groups in the order of the layout.
+        [batch_size, own tokens, sum over query heads of value width], groups in the order of the layout.
     Source: ZDC section 5.3, figure 18.
     """
     layer, layout, batch_size = f"layer {module.layer_idx}", module.layout, key.shape[0]
-    hpk, dtype = module.heads_per_kv, query.dtype
-    queries = _by_group(module, query)
+    hpk, dtype = module.shape.heads_per_kv, query.dtype
+    queries = _by_group(module, query, plan)
     row_slices = _row_slices(layout, dtype.itemsize)
     outgoing = []
     for process in range(wire.count):
@@ -95,16 +95,19 @@ def attend_by_heads(
     rows = whole[len(mine) :]
     rows_of = {group: (rows[2 * i], rows[2 * i + 1]) for i, group in enumerate(plan.groups(wire.rank))}
     outputs: dict[Part, Tensor] = {}
-    for call, heads_per_kv, parts in plan.calls(wire.rank):
-        outputs |= _call(module, call, heads_per_kv, parts, queries_of, rows_of, key_rotation, mask)
+    for call, shape, parts in plan.calls(wire.rank):
+        outputs |= _call(module, call, shape, parts, queries_of, rows_of, key_rotation, mask)
     back = [[Parcel("outputs", outputs[part][:, indices]) for part in mine] for indices in owned]
     own = lengths[wire.rank]
     expected = [
-        [Expected((batch_size, own, part.num_heads, layout.groups[part.group].v_rank), dtype) for part in of_process]
+        [
+            Expected((batch_size, own, part.num_heads, layout.groups[part.group].values.width), dtype)
+            for part in of_process
+        ]
         for of_process in plan.parts
     ]
     returned = wire.exchange(f"outputs of {layer}", back, expected)
-    result = [query.new_empty(batch_size, own, layout.group_size * hpk, group.v_rank) for group in layout.groups]
+    result = [query.new_empty(batch_size, own, layout.group_size * hpk, group.values.width) for group in layout.groups]
     for of_process, pieces in zip(plan.parts, returned, strict=True):
         for part, piece in zip(of_process, pieces, strict=True):
             result[part.group][:, :, part.heads(hpk)] = piece
@@ -116,7 +119,7 @@ def attend_by_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_rotation: Rotation,
+    key_rotation: Rotation | None,
     wire: Wire,
     owned: list[Tensor],
     runs: list[range],
@@ -130,7 +133,7 @@ def attend_by_rows(
     Returns:
         As `attend_by_heads`.
     """
-    layout, order = module.layout, torch.argsort(torch.cat(owned))
+    order = torch.argsort(torch.cat(owned))
     parcels = [Parcel("rows", key), Parcel("rows", value)]
     expected = [
         [Expected((key.shape[0], 1, len(indices), rows.shape[-1]), rows.dtype) for rows in (key, value)]
@@ -138,13 +141,13 @@ def attend_by_rows(
     ]
     found = wire.exchange(f"rows of layer {module.layer_idx}", [parcels] * wire.count, expected)
     keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*found, strict=True))
-    dim = 1 if layout.domain == "none" else 2
+    dim = 1 if query.dim() == 3 else 2
     outputs, begin = [], 0
     for run in runs:
         end = run.stop
         rotation = None if key_rotation is None else (key_rotation[0][:end], key_rotation[1][:end])
         outputs.append(
-            _attention(
+            attention(
                 query.narrow(dim, begin, len(run)),
                 keys[:, :, :end],
                 values[:, :, :end],
@@ -162,32 +165,24 @@ def attend_to_spread_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_rotation: Rotation,
+    key_rotation: Rotation | None,
     wire: Wire,
     mask: Tensor | None,
 ) -> Tensor:
     """Attention of tokens that all processes have, to rows that are spread over them.
 
     Args:
-        query: of the new tokens; see `grouped_attention`. key, value: the rows that this process keeps.
-        key_rotation: in domain `pre`, of these rows. mask: over these rows; None: all are seen.
+        query: of the new tokens; see `reference.attention`. key, value: the rows that this process keeps.
+        key_rotation: in blocks, of these rows. mask: over these rows; None: all are seen.
     Returns:
-        [batch_size, new tokens, sum over query heads of v_rank], the same numbers in every process.
+        [batch_size, new tokens, sum over query heads of value width], the same numbers in every process.
     """
-    layout, hpk = module.layout, module.heads_per_kv
-    seq_len = seq_len_of(query)
-    widths = [group.v_rank for group in layout.groups for _ in range(layout.group_size * hpk)]
+    parameters, seq_len = module.parameters_of_attention(), seq_len_of(query)
+    widths = [group.values.width for group in module.layout.groups for _ in range(parameters.heads_per_group)]
     wide = torch.promote_types(query.dtype, torch.float32)
     batch_size = query.shape[0]
     if key.shape[2]:
-        output, log_sum = partial_attention(
-            query,
-            key,
-            value,
-            module.parameters_of_attention(),
-            key_rotation,
-            mask,
-        )
+        output, log_sum = partial_attention(query, key, value, parameters, key_rotation, mask)
     else:
         output = query.new_zeros(batch_size, seq_len, sum(widths), dtype=wide)
         log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)
@@ -199,78 +194,65 @@ def attend_to_spread_rows(
     return joined.to(query.dtype)
 
 
-def _by_group(module: RotorAttention, query: Tensor) -> list[Tensor]:
+def _by_group(module: RotorAttention, query: Tensor, plan: LayerPlan) -> list[Tensor]:
     """What travels of the queries of each group, [batch_size, seq_len, heads, width]."""
-    parameters = module.parameters_of_attention()
-    of_classes = [parameters.queries(query, cls).transpose(2, 3) for cls in module.layout.classes()]
+    parameters, groups = module.parameters_of_attention(), len(module.layout.groups)
+    if not plan.absorbs:
+        return list(query.unflatten(1, (groups, -1)).transpose(2, 3).unbind(1))
+    of_classes = [absorbed_queries(query, parameters, cls).transpose(2, 3) for cls in module.layout.classes()]
     return [queries for of_class in of_classes for queries in of_class.unbind(1)]
 
 
 def _row_slices(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, slice]]:
-    """Of each group, its columns in the key and in the value row: bytes, or numbers where the layout is not coded."""
-    if layout.coded:
-        starts, sizes = layout.byte_offsets(element_bytes), [g.row_bytes(element_bytes) for g in layout.groups]
-    else:
-        starts, sizes = layout.offsets(), [(g.qk_rank, g.v_rank) for g in layout.groups]
-    return [(slice(k, k + a), slice(v, v + b)) for (k, v), (a, b) in zip(starts, sizes, strict=True)]
+    """Of each group, its part of the key and of the value row: bytes, or numbers where the layout is not coded."""
+    unit, found = 1 if layout.coded else element_bytes, []
+    for group, starts in zip(layout.groups, layout.byte_offsets(element_bytes), strict=True):
+        sizes = group.key.row_bytes(element_bytes), 0 if group.value is None else group.value.row_bytes(element_bytes)
+        key, value = (slice(start // unit, (start + size) // unit) for start, size in zip(starts, sizes, strict=True))
+        found.append((key, value))
+    return found
 
 
 def _call(
     module: RotorAttention,
     layout: LayerLayout,
-    heads_per_kv: int,
+    shape: AttentionShape,
     parts: list[Part],
     queries: dict[Part, Tensor],
     rows: dict[int, tuple[Tensor, Tensor]],
-    key_rotation: Rotation,
+    key_rotation: Rotation | None,
     mask: Tensor | None,
 ) -> dict[Part, Tensor]:
-    """Attention of some parts over all tokens, [batch_size, length, heads, v_rank] of each."""
+    """Attention of some parts over all tokens, [batch_size, length, heads, value width] of each."""
     own = [queries[part] for part in parts]
     basis = constant = None
-    if layout.domain == "pre":
+    if shape.rotary_dim:
         query = torch.cat(own, dim=2).transpose(1, 2)
         basis, constant = _bases(module, parts)
     else:
         query = torch.cat([one.flatten(2) for one in own], dim=-1)
-    key, value = (torch.cat([rows[part.group][side] for part in parts], dim=-1).unsqueeze(1) for side in (0, 1))
-    parameters = AttentionParameters(layout, heads_per_kv, module.scaling, basis, constant, module.softcap)
-    output = _attention(query, key, value, parameters, key_rotation, mask)
-    widths = [part.num_heads * group.v_rank for part, group in zip(parts, layout.groups, strict=True)]
+
+    def row(part: Part, side: int) -> Tensor:
+        """Of a group, as far from the next as the rows of this call have it."""
+        found = rows[part.group][side]
+        rest = aligned(2 * found.shape[-1], len(parts)) - found.shape[-1] if layout.coded else 0
+        return functional.pad(found, (0, rest))
+
+    key, value = (torch.cat([row(part, side) for part in parts], dim=-1).unsqueeze(1) for side in (0, 1))
+    parameters = AttentionParameters(layout, shape, module.scaling, basis, constant, module.softcap)
+    output = attention(query, key, value, parameters, key_rotation, mask)
+    widths = [part.num_heads * group.values.width for part, group in zip(parts, layout.groups, strict=True)]
     pieces = output.split(widths, dim=-1)
     return {part: piece.unflatten(-1, (part.num_heads, -1)) for part, piece in zip(parts, pieces, strict=True)}
 
 
 def _bases(module: RotorAttention, parts: list[Part]) -> tuple[Tensor, Tensor | None]:
-    """In domain `pre`, what rebuilds the keys of some parts: rows of their KV heads, columns of their groups."""
-    layout, head_dim = module.layout, module.head_dim
+    """What absorbs the queries of some parts: rows of their KV heads, columns of their groups; and constant keys."""
+    size, head_dim = module.layout.group_size, module.shape.head_dim
     assert module.query_basis is not None
-    offsets = [qk for qk, _ in layout.offsets()]
-    columns = [
-        module.query_basis[
-            part.kv_heads.start * head_dim : part.kv_heads.stop * head_dim,
-            offsets[part.group] : offsets[part.group] + layout.groups[part.group].qk_rank,
-        ]
-        for part in parts
-    ]
+    of_groups = module.query_basis.split([group.key.width for group in module.layout.groups], dim=1)
+    columns = [of_groups[part.group][part.kv_heads.start * head_dim : part.kv_heads.stop * head_dim] for part in parts]
     if module.key_constant is None:
         return torch.cat(columns, dim=-1), None
-    first = [part.group * layout.group_size for part in parts]
-    constants = [
-        module.key_constant[start + part.kv_heads.start : start + part.kv_heads.stop]
-        for start, part in zip(first, parts, strict=True)
-    ]
+    constants = [module.key_constant[part.group * size :][part.kv_heads.start : part.kv_heads.stop] for part in parts]
     return torch.cat(columns, dim=-1), torch.cat(constants)
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: AttentionParameters,
-    key_rotation: Rotation,
-    mask: Tensor | None,
-) -> Tensor:
-    """Attention over rows of codes or of numbers, as the layout says; the others as in `coded_attention`."""
-    attention = coded_attention if parameters.layout.coded else grouped_attention
-    return attention(query, key, value, parameters, key_rotation, mask)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from ..format.layout import Domain, GroupLayout, LayerLayout
+from ..format.layout import AttentionShape, GroupLayout, LayerLayout
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,14 @@ class Sizes:
 class LayerPlan:
     """The parts of a layer by process.
 
-    element_bytes: of the model's dtype. parts: of each process, in the order of the layout's groups.
+    shape: sizes of the uncompressed model. element_bytes: of its dtype. absorbs: queries travel in the latents of their
+    keys, compressed. parts: of each process, in the order of the layout's groups.
     """
 
     layout: LayerLayout
-    heads_per_kv: int
-    head_dim: int
+    shape: AttentionShape
     element_bytes: int
+    absorbs: bool
     parts: tuple[tuple[Part, ...], ...]
 
     def groups(self, process: int) -> list[int]:
@@ -65,8 +66,8 @@ class LayerPlan:
         return sorted({part.group for part in self.parts[process]})
 
     def query_width(self, group: int) -> int:
-        """Numbers that a query head sends: its latent, or in domain `pre` the query itself, which is not compressed."""
-        return self.head_dim if self.layout.domain == "pre" else self.layout.groups[group].qk_rank
+        """Numbers that a query head sends: absorbed, or the query itself."""
+        return self.layout.groups[group].key.width if self.absorbs else self.shape.head_dim
 
     @property
     def rows_alone(self) -> bool:
@@ -81,42 +82,53 @@ class LayerPlan:
         parts, groups, element_bytes = self.parts[process], self.layout.groups, self.element_bytes
         return Sizes(
             element_bytes * sum(part.num_heads * self.query_width(part.group) for part in parts),
-            sum(sum(groups[i].row_bytes(element_bytes)) for i in self.groups(process)),
-            element_bytes * sum(part.num_heads * groups[part.group].v_rank for part in parts),
+            sum(_row_bytes(groups[i], element_bytes) for i in self.groups(process)),
+            element_bytes * sum(part.num_heads * groups[part.group].values.width for part in parts),
         )
 
-    def calls(self, process: int) -> Iterator[tuple[LayerLayout, int, list[Part]]]:
-        """The attention calls of a process: a layout of its parts, the query heads to a KV head in it, and the parts.
+    def calls(self, process: int) -> Iterator[tuple[LayerLayout, AttentionShape, list[Part]]]:
+        """The attention calls of a process: a layout of its parts, the sizes of their heads alone, and the parts.
 
-        Queries of domain `post` come projected, and so as in a model without RoPE, where all query heads of a part
-        share the keys. Parts of other numbers of heads are calls of their own.
+        Absorbed queries come as in a model without RoPE, where all query heads of a part share the keys. Parts of other
+        numbers of heads are calls of their own.
         """
         by_shape: dict[tuple[int, int], list[Part]] = {}
         for part in self.parts[process]:
             by_shape.setdefault((len(part.kv_heads), len(part.query_heads)), []).append(part)
         for (num_kv, num_q), parts in by_shape.items():
-            size, heads = (num_kv, num_q) if self.layout.domain == "pre" else (1, num_kv * num_q)
+            size, heads = (1, num_kv * num_q) if self.absorbs else (num_kv, num_q)
             groups = []
             for i, part in enumerate(parts):
                 kv_heads = tuple(range(i * size, (i + 1) * size))
-                groups.append(replace(self.layout.groups[part.group], kv_heads=kv_heads, planes=()))
-            domain: Domain = "pre" if self.layout.domain == "pre" else "none"
-            yield LayerLayout(domain, self.layout.folded_keys, tuple(groups), self.layout.rope_block), heads, parts
+                groups.append(replace(self.layout.groups[part.group], kv_heads=kv_heads))
+            count = size * len(parts)
+            rotary_dim = 0 if self.absorbs else self.shape.rotary_dim
+            shape = replace(self.shape, num_heads=count * heads, num_kv_heads=count, rotary_dim=rotary_dim)
+            yield replace(self.layout, groups=tuple(groups)), shape, parts
 
 
 @lru_cache(maxsize=4096)
-def plan_layer(layout: LayerLayout, heads_per_kv: int, head_dim: int, element_bytes: int, processes: int) -> LayerPlan:
+def plan_layer(
+    layout: LayerLayout, shape: AttentionShape, element_bytes: int, processes: int, softcap: bool = False
+) -> LayerPlan:
     """Share a layer's attention out: parts by their bytes, longest first, each to the process with the fewest so far.
 
     Args:
-        heads_per_kv, head_dim: of the uncompressed model. element_bytes: of its dtype.
+        shape: sizes of the uncompressed model. element_bytes: of its dtype.
+        softcap: logits are bounded, and so see what the constants of codes add to all logits of a query.
     Returns:
         A plan in which a process has nothing to compute only if there are fewer query heads than processes.
     Source: ZDC section 5.3, for heads of one rank; here groups of any.
     """
+    absorbs = not layout.in_blocks and not (softcap and layout.coded and shape.rotary_dim)
+    heads_per_kv = shape.heads_per_kv
     groups = layout.groups
-    weights = [_bytes_of(group, layout, heads_per_kv, head_dim, element_bytes) for group in groups]
-    cuts, most = [1] * len(groups), layout.group_size * heads_per_kv
+    heads = layout.group_size * heads_per_kv
+    weights = []
+    for group in groups:
+        width = group.key.width if absorbs else shape.head_dim
+        weights.append(_row_bytes(group, element_bytes) + element_bytes * heads * (width + group.values.width))
+    cuts, most = [1] * len(groups), heads
     while sum(cuts) < processes:
         left = [i for i, count in enumerate(cuts) if count < most]
         if not left:
@@ -133,7 +145,7 @@ def plan_layer(layout: LayerLayout, heads_per_kv: int, head_dim: int, element_by
         loads[process] += weight
         owned[process].append(part)
     ordered = (tuple(sorted(mine, key=lambda p: (p.group, p.kv_heads.start, p.query_heads.start))) for mine in owned)
-    return LayerPlan(layout, heads_per_kv, head_dim, element_bytes, tuple(ordered))
+    return LayerPlan(layout, shape, element_bytes, absorbs, tuple(ordered))
 
 
 def bounds(tokens: int, count: int) -> list[int]:
@@ -152,10 +164,9 @@ def pieces(tokens: int, processes: int) -> list[list[range]]:
     return [[runs[process], runs[-1 - process]] for process in range(processes)]
 
 
-def _bytes_of(group: GroupLayout, layout: LayerLayout, heads_per_kv: int, head_dim: int, element_bytes: int) -> int:
-    query_width = head_dim if layout.domain == "pre" else group.qk_rank
-    heads = layout.group_size * heads_per_kv
-    return sum(group.row_bytes(element_bytes)) + element_bytes * heads * (query_width + group.v_rank)
+def _row_bytes(group: GroupLayout, element_bytes: int) -> int:
+    """Of a group's rows, without what lies between groups."""
+    return sum(latent.row_bytes(element_bytes) for latent in group.latents)
 
 
 def _cut(group: int, count: int, size: int, heads_per_kv: int) -> list[Part]:

@@ -34,7 +34,7 @@ class SequenceParallel:
         self.wire, self.exchange = wire, exchange
         self.layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
         self.windows = windows_of(model.config, len(self.layers))
-        self.before_rope = any(layer.layout.domain == "pre" for layer in self.layers)
+        self.before_rope = any(layer.layout.in_blocks for layer in self.layers)
         self._pass: Pass | None = None
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
 
@@ -106,7 +106,8 @@ class SequenceParallel:
             layer: SpreadLayer = past_key_values.layers[module.layer_idx]
             rows = layer.store(key, value, now.share, now.length - 1)
         if now.runs is not None:
-            plan = plan_layer(module.layout, module.heads_per_kv, module.head_dim, query.element_size(), wire.count)
+            size, capped = query.element_size(), module.softcap is not None
+            plan = plan_layer(module.layout, module.shape, size, wire.count, capped)
             every = torch.arange(now.length, device=key.device)
             if self.exchange == "rows" or (self.exchange == "auto" and plan.rows_alone):
 
@@ -121,8 +122,8 @@ class SequenceParallel:
             if now.attended is not None or window is not None:
                 mask = self._mask(now, every, every, window)
             return attend_by_heads(module, query, key, value, key_rotation, plan, wire, now.owned, mask)
-        if key_rotation is not None:
-            key_rotation = key_rotation[0][rows.indices], key_rotation[1][rows.indices]
+        if key_rotation is not None:  # of places that differ
+            key_rotation = key_rotation[0][None, None, rows.indices], key_rotation[1][None, None, rows.indices]
         mask = self._mask(now, now.indices, rows.indices, window)
         return attend_to_spread_rows(module, query, rows.key, rows.value, key_rotation, wire, mask)
 
@@ -178,7 +179,7 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask
     [batch_size, seq_len] for padding. The pass that fills an empty cache spreads its tokens: outside of attention each
     process computes its share of them, inside of it some groups of KV heads of all of them; what travels are compressed
-    queries (in domain `pre` whole ones), packed rows (codes as codes) and compressed outputs. In layers where that is
+    queries (where keys are stored in blocks of positions, whole ones), packed rows (codes as codes) and compressed outputs. In layers where that is
     less, only rows travel, to all processes. Either way rows are kept by the process of their tokens, so that each
     holds its share of the cache. Passes over a filled cache (decoding) are computed by all processes alike, attention
     by each over the rows that it has, joined by log-sum-exp; the new rows go to the process with the fewest.

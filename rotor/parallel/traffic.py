@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..format.channels import Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
 from .plan import LayerPlan, pieces, plan_layer
 
@@ -54,7 +55,7 @@ def of_prompt(
     lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
     whole = Traffic()
     for layout in layouts:
-        plan = plan_layer(layout, shape.heads_per_kv, shape.head_dim, element_bytes, processes)
+        plan = plan_layer(layout, shape, element_bytes, processes)
         rows = exchange == "rows" or (exchange == "auto" and plan.rows_alone)
         whole += _by_rows(sum(layout.row_bytes(element_bytes)), lengths) if rows else _by_heads(plan, lengths)
     return whole
@@ -98,12 +99,13 @@ def of_ring(row_bytes: int, tokens: int, processes: int) -> Traffic:
 
 def uncompressed(shape: AttentionShape) -> list[LayerLayout]:
     """The layers of a model as they are without compression: every KV head a group of its own, of full rank."""
-    groups = tuple(GroupLayout((i,), shape.head_dim, shape.head_dim) for i in range(shape.num_kv_heads))
-    return [LayerLayout("none", True, groups)] * shape.num_layers
+    whole = Numbers(shape.head_dim)
+    groups = tuple(GroupLayout((i,), whole, whole) for i in range(shape.num_kv_heads))
+    return [LayerLayout(groups)] * shape.num_layers
 
 
 def of_token(layouts: Sequence[LayerLayout], shape: AttentionShape, processes: int, element_bytes: int) -> int:
     """What all processes send to decode one token: outputs and log-sum-exps, float32 or wider, from each to each."""
     heads = [layout.group_size * shape.heads_per_kv for layout in layouts]
-    numbers = sum(n * sum(g.v_rank + 1 for g in layout.groups) for n, layout in zip(heads, layouts, strict=True))
+    numbers = sum(n * sum(g.values.width + 1 for g in layout.groups) for n, layout in zip(heads, layouts, strict=True))
     return processes * (processes - 1) * numbers * max(element_bytes, 4)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from ..format.kernel_config import LayerKernels
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.tensors import FLOAT32, TensorSpec, layer_tensors
 from ..kernels.parameters import AttentionParameters, seq_len_of
@@ -76,14 +77,15 @@ class RotorAttention(nn.Module):
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
         self.shape, self.layout = shape, layout
         self.is_causal = True
-        self.kernels: Any = None
+        self.kernels: LayerKernels | None = None
         self.cache_policy: Policy | None = None
         self.rotary = rotary
         self._rope = rope_of(layout, shape, rotary)
         tensors = layer_tensors(layout, shape, biases)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight, bias = tensors.get(f"{name}.weight"), f"{name}.bias" in tensors
-            self.register_module(name, None if weight is None else nn.Linear(*weight.shape[::-1], bias=bias))
+            linear = None if weight is None else nn.Linear(weight.shape[1], weight.shape[0], bias=bias)
+            self.register_module(name, linear)
         for name in ("key_basis", "query_basis", *FLOAT32):
             spec = tensors.get(name)
             self.register_parameter(name, None if spec is None else _frozen(spec))
@@ -105,8 +107,8 @@ class RotorAttention(nn.Module):
         held = policy_layer(cache, self.layer_idx, self.cache_policy, self.config) if self.spread is None else None
         place = self._place(cache, hidden_states.shape[1])
         kernels = not in_pytorch(held) and kernel_calls.serve(self, hidden_states, attention_mask, dropout)
-        rotations = self._rope(place, position_embeddings, hidden_states.device, hidden_states.dtype)
-        if self.rotary is not None and rotations.table is not None and self.spread is None:
+        rotations = self._rope(place, position_embeddings, hidden_states, kernels)
+        if self.rotary is not None and self.layout.in_blocks and self.spread is None:
             positions = kwargs.get("position_ids")
             self.rotary.check_positions(positions, attention_mask, cache, place.query_offset, place.kv_offset)
 

@@ -26,6 +26,7 @@ from .attention import NO_GRADIENTS, RotorAttention, refuse_others
 from .cache.adoption import attach_stored
 from .cache.bundled import read_stored
 from .families import FAMILIES, Family, attention_shape
+from .kernel_choice import kernels_of
 from .rotary_table import RotaryTable
 
 log = logging.getLogger("rotor")
@@ -66,12 +67,7 @@ class RotorQuantizer(HfQuantizer):
         read_stored(getattr(config, "cache", None))  # refused before any weight is read
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         path = find_kernel_config(model.config, checkpoint_files)
-        try:
-            from .kernel_choice import kernels_of
-        except ImportError:  # until the kernels follow the layouts
-            self.kernel_config: Any = None
-        else:
-            self.kernel_config = kernels_of(config, path, shape)
+        self.kernel_config = kernels_of(config, path, shape)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -80,7 +76,7 @@ class RotorQuantizer(HfQuantizer):
         network = with_head(model)
         model.config.attn_implementation = MARK  # transformers forgets it, and save_pretrained is to write it again
         family = FAMILIES[model.config.model_type]
-        for index, kernels in enumerate(self.kernel_config.layers if self.kernel_config else ()):
+        for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
             module.kernels = kernels
         policy = read_stored(getattr(config, "cache", None))

@@ -30,13 +30,16 @@ class Rotations(NamedTuple):
     """cos and sin, each broadcastable to [batch_size, heads, tokens, rotary_dim]; None where nothing is rotated.
 
     query: of new queries. stored: of new keys as the cache keeps them. read: of all keys when they are read.
-    table: in blocks, by place from the beginning of the first key's block on. first: the first key's place there.
+    Kernels have these made, from `table` [positions, rotary_dim]: in blocks by place from the beginning of the first
+    key's block on, else of the new tokens one after the other. places: in blocks, of new tokens, [seq_len]. first: in
+    blocks, the place of the first key.
     """
 
     query: Rotation | None = None
     stored: Rotation | None = None
     read: Rotation | None = None
     table: Rotation | None = None
+    places: Tensor | None = None
     first: int = 0
 
 
@@ -45,7 +48,7 @@ class NoRope:
 
     fits_kernels = True
 
-    def __call__(self, place: Place, given: Rotation | None, device: torch.device, dtype: torch.dtype) -> Rotations:
+    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         return Rotations()
 
 
@@ -54,8 +57,10 @@ class PostRope:
 
     fits_kernels = True
 
-    def __call__(self, place: Place, given: Rotation | None, device: torch.device, dtype: torch.dtype) -> Rotations:
+    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         assert given is not None
+        if kernels:
+            return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)))
         rotation = given[0].unsqueeze(1), given[1].unsqueeze(1)
         return Rotations(rotation, rotation)
 
@@ -74,19 +79,21 @@ class InBlocks:
     def fits_kernels(self) -> bool:
         return not self.table.depends_on_length
 
-    def __call__(self, place: Place, given: Rotation | None, device: torch.device, dtype: torch.dtype) -> Rotations:
+    def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         """Where a window has let go of the first keys, rows may begin within a block: the table begins with it."""
         first = place.kv_offset % self.block
         start = place.kv_offset - first
         index = place.indices
         if index is None:
-            index = torch.arange(place.seq_len, device=device) + (place.query_offset - start)
+            index = torch.arange(place.seq_len, device=like.device) + (place.query_offset - start)
         end = place.query_offset + place.seq_len
-        table = self.table(start, first + place.kv_len, end, device, dtype)
-        keys = slice(first, first + place.kv_len)
+        dtype = torch.float32 if kernels else like.dtype  # kernels compose rotations, and so want them exact
+        table = self.table(start, first + place.kv_len, end, like.device, dtype)
+        if kernels:
+            return Rotations(table=table, places=index, first=first)
         read = table if self.all_fast else self.table.when_read(self.form)
         stored = None if self.all_fast else within_blocks(table, index, self.form)
-        return Rotations(rows_of(table, index), stored, rows_of(read, keys), table, first)
+        return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + place.kv_len)))
 
 
 def rope_of(layout: LayerLayout, shape: AttentionShape, table: RotaryTable | None) -> NoRope | PostRope | InBlocks:

@@ -33,8 +33,8 @@ class Spread(Protocol):
         """Store the rows, and let all queries attend to all rows that they see, wherever these are.
 
         Args:
-            query, key, value: as in `grouped_attention`, of this process's tokens.
-            key_rotation: in domain `pre`, of all indices of the whole sequence.
+            query, key, value: as in `reference.attention`, of this process's tokens.
+            key_rotation: in blocks, of all indices of the whole sequence.
         Returns:
-            [batch_size, seq_len, sum over query heads of v_rank] of this process's tokens.
+            [batch_size, seq_len, sum over query heads of value width] of this process's tokens.
         """
