@@ -31,14 +31,15 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The operands of products that a tile of rows holds: of words, their four planes of nibbles; else itself."""
     if not CODED:
         return (tile,)
-    if tl.float32 == DTYPE:
+    tile = tile.to(tl.uint16, bitcast=True)
+    if DTYPE == tl.float32:
         return (
             ((tile & 15).to(tl.int32) - 8).to(tl.float32),
             (((tile >> 4) & 15).to(tl.int32) - 8).to(tl.float32),
             (((tile >> 8) & 15).to(tl.int32) - 8).to(tl.float32),
             ((tile >> 12).to(tl.int32) - 8).to(tl.float32),
         )
-    ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300  # from 1024, or 128, on ones are the last place
+    ONES: tl.constexpr = 0x6400 if DTYPE == tl.float16 else 0x4300  # from 1024, or 128, on ones are the last place
     if not ASM:
         return (
             ((tile & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
@@ -46,7 +47,7 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
             (((tile >> 8) & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
             ((tile >> 12) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
         )
-    if tl.float16 == DTYPE:
+    if DTYPE == tl.float16:
         a = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
         b = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
         c = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
@@ -62,11 +63,11 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def turned(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Both halves of rebuilt planes, rounded and turned: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
-    if tl.float32 == DTYPE:
+    if DTYPE == tl.float32:
         return k0 * cos - k1 * sin, k1 * cos + k0 * sin
     k0 = k0.to(DTYPE)
     k1 = k1.to(DTYPE)
-    if ASM and tl.bfloat16 == DTYPE:
+    if ASM and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise("{ .reg .b32 t, u, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $3, $5, z; neg.bf16x2 t, t; fma.rn.bf16x2 $0, $2, $4, t; fma.rn.bf16x2 u, $2, $5, z; fma.rn.bf16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     elif ASM:
         return tl.inline_asm_elementwise("{ .reg .b32 t, u; mul.rn.f16x2 t, $3, $5; neg.f16x2 t, t; fma.rn.f16x2 $0, $2, $4, t; mul.rn.f16x2 u, $2, $5; fma.rn.f16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
@@ -150,7 +151,7 @@ def decode_kernel(
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
     PIECES: tl.constexpr = 4 if CODED else 1
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
-    OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
+    OFFSET: tl.constexpr = 0.0 if not CODED or DTYPE == tl.float32 else (1032.0 if DTYPE == tl.float16 else 136.0)
     program = tl.program_id(0)
     key_row *= KEY_ALIGN
     value_row *= VALUE_ALIGN
@@ -217,7 +218,7 @@ def decode_kernel(
             if TOKENS > 1:
                 open_ = tl.load(holes + new, mask=here, other=0) != 0
             else:
-                open_ = tl.load(holes + new) != 0
+                open_ = tl.load(holes + new + tl.zeros_like(place)) != 0
 
         largest = tl.full((ROWS,), NOTHING, tl.float32)
         total_weight = tl.zeros((16, ROWS), tl.float32)
