@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +14,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import AttentionShape, LayerLayout
 
-from .launch import capturing
+from .decoding import MOST_ROWS, BlockTurns, DecodeLayer, decode_attention
+from .launch import capability_of, capturing, sm_count
 from .masks import ranges_of_mask
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
 from .ranges import KeyRanges
 from .rotary import Rotation
 from .stock import Varlen, packed_attention, prompt_attention
-from .workspace import workspace_on
-
-MOST_ROWS = 64
-"""Query rows of a group (its query heads times new tokens) that decoding serves; more are a prompt."""
 
 _ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Mask -> its ranges: all layers of a step share one mask."""
@@ -85,7 +84,7 @@ def attend(
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout.
     """
     seq_len = seq_len_of(query)
-    if seq_len * parameters.heads_per_group > MOST_ROWS or kernels.materialise:
+    if seq_len * parameters.heads_per_group > MOST_ROWS or kernels.materialise or first:
         return prompt_attention(query, key, value, parameters, rotation, first, attention_mask)
     shape = key.shape[0], seq_len, key.shape[2]
     if not remember:
@@ -94,7 +93,7 @@ def attend(
         keys = _known_without_mask(shape, key.device)
     else:
         keys = _known_of_mask(attention_mask, shape, layer_idx)
-    return _decoded(query, key, value, parameters, kernels, keys, rotation, first)[0]
+    return _decoded(query, key, value, parameters, kernels, keys, rotation, remember=remember)[0]
 
 
 def partial_attend(
@@ -117,7 +116,9 @@ def partial_attend(
         logits, [batch_size, seq_len, num_heads], float32.
     """
     keys = ranges_of(attention_mask, (key.shape[0], seq_len_of(query), key.shape[2]), key.device)
-    return _decoded(query, key, value, parameters, kernels, keys, rotation, first)
+    output, sums = _decoded(query, key, value, parameters, kernels, keys, rotation, want_lse=True)
+    assert sums is not None
+    return output, sums
 
 
 def attend_pages(
@@ -163,12 +164,8 @@ def attend_pages(
             keys = KeyRanges.of_lengths(kv_lens, window=window)
         else:
             keys = KeyRanges.packed(query_start_loc, kv_lens, len(query), max_query_len, window)
-        from .decode import decode_attention
-
-        return decode_attention(
-            query, key, value, parameters, kernels, keys, rotation=rotation, block_table=block_table,
-            max_kv_len=max_kv_len, workspace=workspace_on(query.device), out=out,
-        )[0]  # fmt: skip
+        found = _launched(query, key, value, parameters, kernels, keys, rotation, block_table, max_kv_len)[0]
+        return found if out is None else out.copy_(found)
     start = torch.zeros(len(kv_lens) + 1, dtype=torch.int32, device=kv_lens.device)
     torch.cumsum(kv_lens, 0, dtype=torch.int32, out=start[1:])
     total = int(start[-1]) if total_kv_len is None else total_kv_len
@@ -179,12 +176,6 @@ def attend_pages(
     return found if out is None else out.copy_(found)
 
 
-def prepare(
-    layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Put a layer's tables on the device, before a CUDA graph is captured."""
-
-
 def _decoded(
     query: Tensor,
     key: Tensor,
@@ -193,18 +184,118 @@ def _decoded(
     kernels: LayerKernels,
     keys: KeyRanges,
     rotation: Rotation | None,
-    first: int,
-) -> tuple[Tensor, Tensor]:
-    """Outputs [batch_size, seq_len, .], and the log-sum-exp of logits [batch_size, seq_len, num_heads]."""
+    want_lse: bool = False,
+    remember: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [batch_size, seq_len, .], and if wanted the log-sum-exp of logits [batch_size, seq_len, num_heads]."""
     batch_size, seq_len = key.shape[0], seq_len_of(query)
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    from .decode import decode_attention
+    rows = key[:, 0], value[:, 0]
+    output, sums = _launched(packed, *rows, parameters, kernels, keys, rotation, None, key.shape[2], want_lse, remember)
+    return output.view(batch_size, seq_len, -1), None if sums is None else sums.view(batch_size, seq_len, -1)
 
-    output, sums = decode_attention(
-        packed, key[:, 0], value[:, 0], parameters, kernels, keys, rotation=rotation, max_kv_len=key.shape[2],
-        workspace=workspace_on(key.device),
+
+def _launched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    keys: KeyRanges,
+    rotation: Rotation | None,
+    block_table: Tensor | None,
+    max_kv_len: int,
+    want_lse: bool = False,
+    remember: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """`decode_attention`, with what it goes by found where it was made before."""
+    layer, turns = decode_layer(parameters, query.dtype, key.device), None
+    if rotation is not None and parameters.layout.in_blocks:
+        turns = turns_of(rotation, parameters.layout, query.dtype, remember)
+    tiles = programs = None
+    if keys.longest == 1:  # of more tokens the rows are others, and so is the tile
+        tiles = kernels.tile(capability_of(key.device))
+        programs = sm_count(key.device) * kernels.slices_per_sm
+    return decode_attention(
+        query, key, value, layer, keys, turns, block_table=block_table, want_lse=want_lse, tiles=tiles,
+        programs=programs, max_kv_len=max_kv_len,
     )  # fmt: skip
-    return output.view(batch_size, seq_len, -1), sums.view(batch_size, seq_len, -1)
+
+
+def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> DecodeLayer:
+    """What launches of the layer go by, made once and kept with its query basis (of a model without RoPE, with its
+    layout), for as long as that is not changed.
+    """
+    basis, p = parameters.query_basis, parameters
+    if basis is None:
+        return _layer_without_basis(p.layout, p.shape, p.scaling, p.softcap, dtype, device)
+    constant = 0 if p.key_constant is None else p.key_constant.data_ptr()
+    key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, basis.data_ptr(), constant, _version(basis)
+    known = getattr(basis, "rotor_decoding", None)
+    if known is None or known[0] != key:
+        with torch.inference_mode(False), torch.no_grad():
+            known = key, DecodeLayer(parameters, dtype, device)
+        basis.rotor_decoding = known  # type: ignore[attr-defined]
+    layer: DecodeLayer = known[1]
+    return layer
+
+
+@lru_cache(maxsize=4096)
+def _layer_without_basis(
+    layout: LayerLayout,
+    shape: AttentionShape,
+    scaling: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecodeLayer:
+    return DecodeLayer(AttentionParameters(layout, shape, scaling, softcap=softcap), dtype, device)
+
+
+_turns: OrderedDict[tuple[Any, ...], tuple[Rotation, BlockTurns]] = OrderedDict()
+"""Where a table of RoPE begins, how keys are rotated -> the table, which so stays where it is, and its turns."""
+
+MOST_TURNS = 32
+
+
+def turns_of(rotation: Rotation, layout: LayerLayout, dtype: torch.dtype, remember: bool = True) -> BlockTurns:
+    """RoPE by block and place, made once for all layers and steps whose tables begin at the same place in memory.
+
+    Args:
+        remember: whether these tables stay as they are; memory of compiled code does not.
+    """
+    if not remember:
+        return _made(rotation, layout, dtype)
+    cos, sin = rotation
+    begins = cos.data_ptr(), sin.data_ptr(), cos.stride(), cos.dtype, cos.shape[1], cos.device
+    key = (*begins, _version(cos), layout.form, dtype)
+    found = _turns.get(key)
+    if found is None or len(found[0][0]) < len(cos):
+        if capturing(cos.device):
+            return _made(rotation, layout, dtype)
+        # All that lies behind, so that longer parts of the same table need nothing new.
+        cos, sin = (_to_the_end(table) for table in rotation)
+        found = _turns[key] = (cos, sin), _made((cos, sin), layout, dtype)
+        if len(_turns) > MOST_TURNS:
+            _turns.popitem(last=False)
+    return found[1]
+
+
+def _made(rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockTurns:
+    made = BlockTurns.of(rotation, layout, dtype)
+    assert made is not None
+    return made
+
+
+def _to_the_end(table: Tensor) -> Tensor:
+    """A table with all rows that its memory has behind its first."""
+    left = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
+    rows = (left - table.shape[1]) // table.stride(0) + 1
+    return table.as_strided((rows, table.shape[1]), table.stride())
+
+
+def _version(table: Tensor) -> int | None:
+    return None if table.is_inference() else table._version
 
 
 def _known_of_mask(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:

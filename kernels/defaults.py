@@ -16,23 +16,48 @@ MOST_REBUILT = 64
 """Fast planes of all KV heads of a group that a tile of decoding rebuilds; with more, keys are materialised."""
 
 SLICES_PER_SM = 8
-"""Programs of one warp that decoding gives an SM, so that copies of some hide behind products of others."""
+"""Programs of decoding on an SM; with one warp each and 255 registers a thread so many fit."""
+
+HEADS_PER_KV = 4
+"""Query heads of a KV head, where nobody says how many."""
 
 
-def default_config(layouts: Sequence[LayerLayout]) -> KernelConfig:
+def default_config(layouts: Sequence[LayerLayout], heads_per_kv: int = HEADS_PER_KV) -> KernelConfig:
     """The kernel configuration of a model, by rule."""
-    return KernelConfig(tuple(default_layer(layout) for layout in layouts))
+    return KernelConfig(tuple(default_layer(layout, heads_per_kv) for layout in layouts))
 
 
 @lru_cache(maxsize=4096)
-def default_layer(layout: LayerLayout) -> LayerKernels:
-    """The launches of a layer: the wider its latents, and the more planes are rebuilt, the smaller the tile."""
-    width = max(max(group.key.width, group.values.width) for group in layout.groups)
-    rebuilt = layout.fast_planes * layout.group_size
-    bytes_of_key = width // 2 if layout.coded else 2 * width
-    keys = 64 if bytes_of_key <= 128 else 32
-    warps = 1 if width <= 128 and rebuilt <= 16 else 2 if width <= 256 else 4
-    if layout.rope_block is not None:
-        keys = min(keys, max(16, layout.rope_block))
-    tile = Tile(keys, warps, 2)
-    return LayerKernels(layout_class(layout), tile, tile, SLICES_PER_SM // warps, rebuilt > MOST_REBUILT)
+def default_layer(layout: LayerLayout, heads_per_kv: int = HEADS_PER_KV) -> LayerKernels:
+    """The launches of a layer."""
+    tile = decode_tile(layout, layout.group_size * heads_per_kv)
+    materialise = layout.fast_planes * layout.group_size > MOST_REBUILT
+    return LayerKernels(layout_class(layout), tile, tile, max(1, SLICES_PER_SM // tile.warps), materialise)
+
+
+def decode_tile(layout: LayerLayout, query_rows: int) -> Tile:
+    """By instructions counted in SASS for sm_80 and sm_90, without spills (heads of 128, bfloat16).
+
+    Without fast planes 64 keys and one warp up to 128 nibbles and 8 rows; fast planes of narrow latents likewise; wider
+    latents and more rows take two warps and more, and tiles of 32 keys.
+    """
+    rows = max(8, _power(query_rows))
+    pieces = 4 if layout.coded else 1
+    widest = max(max(group.key.width, group.values.width) for group in layout.groups)
+    width = pieces * max(16, _power(widest // pieces)) * (1 if layout.joint else 1.5)
+    fast = max(16, _power(layout.fast_planes)) if layout.fast_planes else 0
+    if not layout.coded:
+        size = width * rows
+        return Tile(64, 2, 2) if size <= 1024 else Tile(32, 4 if size <= 8192 else 8, 2)
+    if not fast:
+        return Tile(64, _power(max(1, min(8, int(width * rows) // 2048))), 2)
+    if width * rows <= 512 and fast <= 16:
+        return Tile(64, 1, 2)
+    if layout.group_size == 1 and width * rows <= 1024 and fast <= 16:
+        return Tile(64, 2, 2)
+    return Tile(32, 2 if width * rows <= 4096 else 4, 2, width * rows > 1024)
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, number - 1).bit_length()

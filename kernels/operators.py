@@ -133,7 +133,6 @@ def _attend(
 @_attend.register_fake
 def _(query, key, value, mask, query_basis, key_constant, cos, sin, first, scaling, softcap, layer):  # type: ignore[no-untyped-def]
     of = described(layer)
-    _on_device(key.device, lambda device: attention.prepare(of.layout, of.shape, of.kernels, query.dtype, device))
     heads = of.layout.group_size * of.shape.heads_per_kv
     return query.new_empty(query.shape[0], seq_len_of(query), heads * of.layout.value_width)
 

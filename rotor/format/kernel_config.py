@@ -32,11 +32,15 @@ EDITED = "Undo the edit, or remove the file: without it the kernels go by their 
 
 @dataclass(frozen=True)
 class Tile:
-    """Of decoding: keys of a tile (at most a block of positions), warps of a program, stages of its copies."""
+    """Of decoding: keys of a tile (at most a block of positions), warps of a program, stages of its copies.
+
+    lean: what all tiles share is loaded anew for each, which frees registers.
+    """
 
     keys: int
     warps: int
     stages: int
+    lean: bool = False
 
 
 @dataclass(frozen=True)
