@@ -38,6 +38,7 @@ settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherw
 
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes minutes in one process, so that no worker is left with it alone at the end."""
     items.sort(key=lambda item: item.path.name != "test_kernels.py")

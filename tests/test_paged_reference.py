@@ -42,9 +42,7 @@ def in_pages(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def parameters_of(layout: LayerLayout, shape: AttentionShape, softcap: float | None = None) -> AttentionParameters:
     tensors = random_tensors(layout, shape)
-    return AttentionParameters(
-        layout, shape, 0.25, tensors.get("query_basis"), tensors.get("key_constant"), softcap
-    )
+    return AttentionParameters(layout, shape, 0.25, tensors.get("query_basis"), tensors.get("key_constant"), softcap)
 
 
 def queries(layout: LayerLayout, shape: AttentionShape, seq_len: int) -> Tensor:

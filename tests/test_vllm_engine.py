@@ -1,7 +1,7 @@
 """Compressed checkpoints in vLLM's engine: greedy tokens in float32 are transformers', whatever the engine does.
 
-`make test-vllm` runs this in an environment with vLLM; elsewhere it is skipped. An engine is made once a checkpoint, and
-asked everything: building it takes most of the time.
+`make test-vllm` runs this in an environment with vLLM; elsewhere it is skipped. An engine is made once a checkpoint,
+and asked everything: building it takes most of the time.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ CHUNKS = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_transformers(name: str, folder_of, expected) -> None:
-    """Prompts of 1 to 200 tokens at once, in chunks beside requests that decode; and again, with what the first time left
-    in the prefix cache. The cache holds as many tokens as the bytes of its rows say, without remainder but for the last
-    page; where sliding windows and full attention share memory, those of the wider kind.
+    """Prompts of 1 to 200 tokens at once, in chunks beside requests that decode; and again, with what the first time
+    left in the prefix cache. The cache holds as many tokens as the bytes of its rows say, without remainder but for the
+    last page; where sliding windows and full attention share memory, those of the wider kind.
     """
     folder = folder_of(name)
     limit = 120 if name.startswith("phi3") else 240  # below and above it RoPE has other frequencies: vLLM decides once
@@ -310,7 +310,13 @@ def test_kernels_in_the_interpreter_give_the_tokens_of_transformers(folder_of, e
     """Tokens after the second to fifth prompt, in steps of at most 32 tokens in which some decode and parts of several
     prompts follow them. TRITON_INTERPRET must be set from the start: a process of its own.
     """
-    names = ("llama, joint, T 64, F 3", "llama, numbers, post", "gpt2, joint", "gemma2, joint, T 16", "qwen3, joint, T 64")
+    names = (
+        "llama, joint, T 64, F 3",
+        "llama, numbers, post",
+        "gpt2, joint",
+        "gemma2, joint, T 16",
+        "qwen3, joint, T 64",
+    )
     folders = [folder_of(name) for name in names]
     interpreter = {"TRITON_INTERPRET": "1", "ROTOR_ATTENTION": "triton"}
     found = served_elsewhere(folders[0], INTERPRETED, *map(str, folders[1:]), **interpreter)

@@ -12,20 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from random_layers import LAYERS, NO_ROPE, SHAPE, layout_of, random_tensors, rotation_table
+from random_layers import LAYERS, SHAPE, layout_of, random_tensors, rotation_table
 from torch import Tensor, nn
 
 from rotor.errors import CheckpointError, UsageError
 from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.format.tensors import layer_tensors
+from rotor.kernels.paged_reference import alike
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
-from rotor.kernels.rotary import rotate, when_read, within_blocks
+from rotor.kernels.rotary import Rotation, rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
 from rotor.plugins.vllm.architectures import ARCHITECTURES, served_name
 from rotor.plugins.vllm.attention import RotorSelfAttention
-from rotor.plugins.vllm.pages import KeyProjection, LayerPages, PagedLayer, Step, alike
+from rotor.plugins.vllm.pages import PagedLayer, Step, within
 from rotor.plugins.vllm.shards import Shard, check_size, dividing_sizes, padded_rows, row_bytes, shard_of
 from rotor.plugins.vllm.stores import OPTION, SEED, hash_seed, keep_apart, prefix_mark
 from rotor.plugins.vllm.versions import TESTED, refusal
@@ -33,21 +34,29 @@ from rotor.runtime.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 
-@pytest.mark.parametrize("name", ["apart, post", "numbers, post", "joint, T 8, F 3"])
+
+def paged_layer(shard: Shard, own: dict[str, Tensor | None], dtype: torch.dtype, table: Rotation | None) -> PagedLayer:
+    layout, shape = shard.layout, shard.shape
+    parameters = AttentionParameters(layout, shape, 0.25, own.get("query_basis"), own.get("key_constant"))
+    rotation = table if layout.in_blocks else None
+    return PagedLayer(shard, dtype, parameters, own.get("key_basis"), own.get("key_shift"), rotation, None, None)
+
+
+@pytest.mark.parametrize("name", ["joint, pre", "numbers, no RoPE", "joint, no RoPE"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_are_found_where_they_were_written(name: str, dtype: torch.dtype) -> None:
     """Behind the rows of a page others may lie: nothing is written there. What has no slot goes into page 0."""
-    layout, _ = LAYERS[name]
-    pages = LayerPages(layout, dtype)
+    layout, shape = LAYERS[name]
+    layer = paged_layer(shard_of(layout, shape, "", 0, 1), {}, dtype, None)
     size = sum(layout.row_bytes(dtype.itemsize))
-    assert sum(pages.sizes) == size == row_bytes(layout, 1, dtype.itemsize)
+    assert size == row_bytes(layout, 1, dtype.itemsize)
     cache = torch.full((4, 2, 16, size + 8), 255, dtype=torch.uint8)[:, 1]  # between other layers' pages
     key, value = (torch.randn(4, rank).to(dtype) for rank in (layout.key_rank, layout.value_rank))
     slots = torch.tensor([16, 63, 20, -1])
-    pages.write(key, value, cache, slots)
+    layer.write(key, value, cache, slots)
     kept = slots[:3]
     expected = [pack_layer(key, layout, True), pack_layer(value, layout, False)]
-    for rows, latents in zip(pages.rows(cache), [expected[0]] * 2 if layout.joint else expected, strict=True):
+    for rows, latents in zip(layer.rows(cache), [expected[0]] * 2 if layout.joint else expected, strict=True):
         assert torch.equal(rows[kept // 16, kept % 16], latents[:3])
     untouched = torch.ones(4, 16, dtype=torch.bool)
     untouched[kept // 16, kept % 16] = untouched[0] = False
@@ -84,11 +93,8 @@ def module_of(shard: Shard, tensors: dict[str, Tensor], lengths: list[int]) -> R
     module = RotorSelfAttention(3, shard, norms, table, lambda output: output, False).double()
     module.load(tensors)
     own = {name: module.tensor(name) for name in ("query_basis", "key_constant", "key_basis", "key_shift")}
-    parameters = AttentionParameters(layout, shape, 0.25, own["query_basis"], own["key_constant"])
-    projection = KeyProjection(shard.key_layout, shard.key_shape, own["key_basis"], own["key_shift"])
-    pages = LayerPages(layout, torch.float64)
-    layer = PagedLayer(pages, parameters, projection, table if layout.in_blocks else None, None, None)
-    module.attn = Pages(layer, lengths, sum(pages.sizes))
+    layer = paged_layer(shard, own, torch.float64, table)
+    module.attn = Pages(layer, lengths, sum(layout.row_bytes(8)))
     return module
 
 
@@ -185,10 +191,14 @@ def test_tensors_of_a_checkpoint_that_are_others_are_named() -> None:
     tensors = random_tensors(layout, shape)
 
     def load(changed: dict[str, Tensor]) -> None:
-        module = RotorSelfAttention(3, shard_of(layout, shape, "", 0, 1), {}, rotation_table(9, 16), nn.Identity(), False)
+        module = RotorSelfAttention(
+            3, shard_of(layout, shape, "", 0, 1), {}, rotation_table(9, 16), nn.Identity(), False
+        )
         module.load(changed)
 
-    with pytest.raises(CheckpointError, match=r"layer 3, q_proj.weight: \[2, 64\] in the checkpoint, expected \[128, 64\]"):
+    with pytest.raises(
+        CheckpointError, match=r"layer 3, q_proj.weight: \[2, 64\] in the checkpoint, expected \[128, 64\]"
+    ):
         load(tensors | {"q_proj.weight": torch.zeros(2, 64)})
     with pytest.raises(CheckpointError, match=r"layer 3, sinks: not a tensor of this layer"):
         load(tensors | {"sinks": torch.zeros(2)})
@@ -200,7 +210,9 @@ def test_only_what_is_added_before_rounding_keeps_float32() -> None:
     layout, shape = LAYERS["joint, T 8, F 3"]
     torch.set_default_dtype(torch.bfloat16)
     try:
-        module = RotorSelfAttention(0, shard_of(layout, shape, "", 0, 1), {}, rotation_table(9, 16), nn.Identity(), False)
+        module = RotorSelfAttention(
+            0, shard_of(layout, shape, "", 0, 1), {}, rotation_table(9, 16), nn.Identity(), False
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     kept = {name for name, parameter in module.named_parameters() if parameter.dtype == torch.float32}
@@ -210,6 +222,11 @@ def test_only_what_is_added_before_rounding_keeps_float32() -> None:
 def test_requests_of_similar_lengths_decode_together() -> None:
     assert alike([0, 1, 2, 3], [10, 500, 60, 900]) == [[0, 2], [1, 3]]
     assert alike([1, 3], [10, 500, 60, 100]) == [[3], [1]]
+
+
+def test_prompts_are_attended_to_in_runs_that_fit_into_memory() -> None:
+    assert within([9, 9, 3, 4, 5, 20, 1, 7], 2, 10) == [(2, 4), (4, 5), (5, 6), (6, 8)]
+    assert within([9, 9], 2, 10) == []
 
 
 def test_rows_are_padded_to_the_widest_of_their_kind_only_where_there_are_two() -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.attention import Attention
@@ -46,7 +45,7 @@ from ...format.section import CompressedSection, is_compressed
 from ...kernels.rotary import Rotation
 from .architectures import PREFIX
 from .attention import RotorSelfAttention
-from .layers import LayerPlan, Loading, Plans, paged_layer
+from .layers import Loading, Plan
 from .pages import PagedLayer, Step
 from .requests import Request, check_request, separate_stores
 
@@ -101,19 +100,18 @@ class Compressed:
     """Before a native model class: builds it with compressed attention, and loads that."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        plans = Plans.of(_request(vllm_config), CompressedSection(**vllm_config.quant_config.config))
-        loading = Loading(plans.family, plans.shape)
+        plan = Plan.of(_request(vllm_config), CompressedSection(**vllm_config.quant_config.config))
+        loading = Loading(plan.family, plan.shape)
         self.__dict__["_rotor"] = loading  # before nn.Module's own __init__
 
         def build(native: nn.Module) -> RotorSelfAttention:
-            attn: Any = native.attn
-            plan = plans.layer(extract_layer_index(attn.layer_name))
-            module = loading.modules[plan.index] = _attention(native, plan, vllm_config)
+            module = _attention(native, plan, vllm_config)
+            loading.modules[module.index] = module
             return module
 
         plain = copy.copy(vllm_config)
         plain.quant_config = None
-        with _replaced_attention(plans.family.attention, build):
+        with _replaced_attention(plan.family.attention, build):
             super().__init__(vllm_config=plain, prefix=prefix)  # type: ignore[call-arg]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
@@ -123,30 +121,26 @@ class Compressed:
         return None if loaded is None else loaded | names
 
 
-def _attention(native: nn.Module, plan: LayerPlan, vllm_config: Any) -> RotorSelfAttention:
+def _attention(native: Any, plan: Plan, vllm_config: Any) -> RotorSelfAttention:
     """The module of a compressed layer, with scale, window, soft cap, norms and rotary embedding of the native one."""
-    attn: Any = native.attn
-    shard = plan.shard(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+    attn, index = native.attn, extract_layer_index(native.attn.layer_name)
     # Falcon sums the outputs of attention and MLP over the ranks together.
     reduces = all(m.reduce_results for m in native.modules() if isinstance(m, RowParallelLinear))
-    reduces = reduces and get_tensor_model_parallel_world_size() > 1
-    rotation = None
-    if plan.shape.rotary_dim:
-        rotation = rotation_table(native.rotary_emb, plan.request.max_model_len)
+    alone = plan.request.tensor_parallel_size == 1
     module = RotorSelfAttention(
-        plan.index,
-        shard,
+        index,
+        plan.shard(index, get_tensor_model_parallel_rank()),
         {norm: native.get_submodule(norm) for norm in plan.family.norms},
-        rotation,
-        tensor_model_parallel_all_reduce if reduces else lambda output: output,
+        rotation_table(native.rotary_emb, plan.request.max_model_len) if plan.shape.rotary_dim else None,
+        tensor_model_parallel_all_reduce if reduces and not alone else lambda output: output,
         plan.family.layer_returns_tuple,
     )
     softcap = getattr(attn.impl, "logits_soft_cap", None) or None  # 0 is none, on some backends
     device = torch.device(vllm_config.device_config.device)
-    layer = paged_layer(module, plan, float(attn.impl.scale), softcap, rotation, attn.sliding_window, device)
+    layer = plan.paged_layer(module, float(attn.impl.scale), softcap, attn.sliding_window, device)
     layer.varlen = _varlen(layer.widest, plan.request.dtype)
     vllm_config.compilation_config.static_forward_context.pop(attn.layer_name)
-    module.attn = RotorCache(attn, layer, plan, shard.parts, vllm_config)
+    module.attn = RotorCache(attn, layer, module.shard.parts, plan.row_bytes[index], plan.mixed, vllm_config)
     return module
 
 
@@ -244,32 +238,29 @@ class RotorCache(nn.Module, AttentionLayerBase):
 
     Args:
         native: the layer whose place and name this takes. layer: writes and attends. parts: ranks that keep different
-            rows.
+            rows. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and full attention.
     """
 
     supports_dcp = False
 
-    def __init__(self, native: Any, layer: PagedLayer, plan: LayerPlan, parts: int, vllm_config: Any) -> None:
+    def __init__(
+        self, native: Any, layer: PagedLayer, parts: int, row_bytes: int, mixed: bool, vllm_config: Any
+    ) -> None:
         super().__init__()
         self.layer_name, self.attn_type = native.layer_name, native.attn_type
-        shape, layout = layer.parameters.shape, layer.parameters.layout
-        self.num_heads, self.num_kv_heads = shape.num_heads, 1
-        self.head_size, self.head_size_v = plan.row_bytes, 0
-        self.max_tp_shards, self.output_width = parts, layer.parameters.heads_per_group * layout.value_width
+        parameters = layer.parameters
+        self.num_heads, self.num_kv_heads = parameters.shape.num_heads, 1
+        self.head_size, self.head_size_v = row_bytes, 0
+        self.max_tp_shards, self.output_width = parts, parameters.heads_per_group * parameters.layout.value_width
         self.sliding_window = layer.window
         self.kv_cache_dtype, self.kv_cache_torch_dtype = "auto", torch.uint8
         self.kv_sharing_target_layer_name = None
         self.kv_cache = torch.tensor([])
-        self.impl = RotorImpl(shape.num_heads, plan.row_bytes, layer.parameters.scaling, layer=layer)
-        tokens = max_decode_query_len(vllm_config)
-        captured = (
-            AttentionCGSupport.UNIFORM_BATCH
-            if layer.decodes(tokens)
-            else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-            if layer.decodes(1)
-            else AttentionCGSupport.NEVER
-        )
-        self._backend = _backend(captured, plan.mixed)
+        self.impl = RotorImpl(self.num_heads, row_bytes, parameters.scaling, layer=layer)
+        captured = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if layer.decodes(1) else AttentionCGSupport.NEVER
+        if layer.decodes(max_decode_query_len(vllm_config)):
+            captured = AttentionCGSupport.UNIFORM_BATCH
+        self._backend = _backend(captured, mixed)
         vllm_config.compilation_config.static_forward_context[self.layer_name] = self
 
     def get_attn_backend(self) -> type[RotorBackend]:

@@ -19,100 +19,69 @@ from ...format.section import CompressedSection
 from ...kernels.defaults import default_layer
 from ...kernels.dispatch import layer_served
 from ...kernels.parameters import AttentionParameters
-from ...kernels.rotary import Rotation
 from ...runtime.families import FAMILIES, Family, attention_shape
 from ...runtime.kernel_choice import kernels_of
 from .attention import RotorSelfAttention
-from .pages import KeyProjection, LayerPages, PagedLayer
+from .pages import PagedLayer
 from .requests import Request
 from .shards import Shard, padded_rows, row_bytes, shard_of
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """What a layer is to become.
+class Plan:
+    """What the layers of a checkpoint are to become.
 
-    layout, kernels: of the whole layer. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and
-    full attention.
+    layouts, kernels: of whole layers. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and full
+    attention.
     """
 
-    index: int
-    family: Family
-    shape: AttentionShape
-    layout: LayerLayout
-    biases: frozenset[str]
-    row_bytes: int
-    mixed: bool
-    kernels: LayerKernels
-    request: Request
-
-    def shard(self, rank: int, size: int) -> Shard:
-        return shard_of(self.layout, self.shape, self.biases, rank, size)
-
-
-@dataclass(frozen=True)
-class Plans:
-    """Of all layers of a checkpoint."""
-
     request: Request
     family: Family
     shape: AttentionShape
-    biases: frozenset[str]
+    biases: list[str]
     layouts: list[LayerLayout]
+    kernels: tuple[LayerKernels, ...]
     row_bytes: list[int]
     mixed: bool
-    kernels: tuple[LayerKernels, ...]
 
     @classmethod
-    def of(cls, request: Request, section: CompressedSection) -> Plans:
-        config = request.hf_config
+    def of(cls, request: Request, section: CompressedSection) -> Plan:
+        config, size = request.hf_config, request.tensor_parallel_size
         shape = attention_shape(config)
         layouts = section.layouts(shape)
         kinds = getattr(config, "layer_types", None)
-        own = [row_bytes(layout, request.tensor_parallel_size, request.dtype.itemsize) for layout in layouts]
-        kernels = kernels_of(section, request.file(KERNEL_CONFIG), shape)
-        mixed = len(set(kinds or ())) > 1
-        family, biases = FAMILIES[config.model_type], frozenset(section.biases)
-        return cls(request, family, shape, biases, layouts, padded_rows(own, kinds), mixed, kernels.layers)
+        rows = padded_rows([row_bytes(layout, size, request.dtype.itemsize) for layout in layouts], kinds)
+        kernels = kernels_of(section, request.file(KERNEL_CONFIG), shape).layers
+        family, mixed = FAMILIES[config.model_type], len(set(kinds or ())) > 1
+        return cls(request, family, shape, section.biases, layouts, kernels, rows, mixed)
 
-    def layer(self, index: int) -> LayerPlan:
-        return LayerPlan(
-            index,
-            self.family,
-            self.shape,
-            self.layouts[index],
-            self.biases,
-            self.row_bytes[index],
-            self.mixed,
-            self.kernels[index],
-            self.request,
+    def shard(self, index: int, rank: int) -> Shard:
+        return shard_of(self.layouts[index], self.shape, self.biases, rank, self.request.tensor_parallel_size)
+
+    def paged_layer(
+        self,
+        module: RotorSelfAttention,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+        device: torch.device,
+    ) -> PagedLayer:
+        """What attends for a module: over its parameters, by the kernels where they serve the layer."""
+        shard, dtype = module.shard, self.request.dtype
+        layout, shape = shard.layout, shard.shape
+        # What the file says is of the whole layer.
+        kernels = self.kernels[module.index] if self.request.tensor_parallel_size == 1 else default_layer(layout)
+        own = {name: module.tensor(name) for name in ("query_basis", "key_constant", "key_basis", "key_shift")}
+        return PagedLayer(
+            shard,
+            dtype,
+            AttentionParameters(layout, shape, scaling, own["query_basis"], own["key_constant"], softcap),
+            own["key_basis"],
+            own["key_shift"],
+            (module.cos, module.sin) if layout.in_blocks else None,
+            window,
+            kernels if layer_served(layout, shape, dtype, device) else None,
         )
-
-
-def paged_layer(
-    module: RotorSelfAttention,
-    plan: LayerPlan,
-    scaling: float,
-    softcap: float | None,
-    rotation: Rotation | None,
-    window: int | None,
-    device: torch.device,
-) -> PagedLayer:
-    """What attends for a module: over its parameters, by the kernels where they serve the layer."""
-    shard, dtype = module.shard, plan.request.dtype
-    # What the file says is of the whole layer.
-    kernels = plan.kernels if plan.request.tensor_parallel_size == 1 else default_layer(shard.layout)
-    parameters = AttentionParameters(
-        shard.layout, shard.shape, scaling, module.tensor("query_basis"), module.tensor("key_constant"), softcap
-    )
-    return PagedLayer(
-        LayerPages(shard.layout, dtype),
-        parameters,
-        KeyProjection(shard.key_layout, shard.key_shape, module.tensor("key_basis"), module.tensor("key_shift")),
-        rotation if shard.layout.in_blocks else None,
-        window,
-        kernels if layer_served(shard.layout, shard.shape, dtype, device) else None,
-    )
 
 
 class Loading:
