@@ -1,51 +1,78 @@
-"""Compressed models folded by hand, with random bases of full rank: what the runtime is tested with, whatever wrote it.
+"""Compressed models folded by hand, with random bases: what the runtime is tested with, whatever wrote it.
 
-At full rank and 16 bits such a model equals its source.
+At full rank and 16 bits such a model equals its source. A model of codes equals one of numbers that are rounded as the
+codes do it: in float64 both are one function.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from rotor.format.channels import SIGNED, Channels, Latent, Numbers
-from rotor.format.layout import GroupLayout, KeyForm, LayerLayout
+from rotor.format.channels import SIGNED, WIDTHS, Channels, Latent, Numbers
+from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
+from rotor.format.section import FORMAT_VERSION, MARK
+from rotor.runtime import attention
 from rotor.runtime.families import AttentionWeights, attention_shape, find_family
 from rotor.runtime.integration import replace_attention
 
+Bits = Sequence[tuple[int, ...]]
+"""Of each group in turn, of its channels in turn, over and over."""
 
-def folded(
-    model: Any,
-    form: KeyForm = KeyForm(),
-    group_size: int = 1,
-    joint: bool = False,
-    bits: tuple[int, ...] | None = None,
-    rank: int | None = None,
-    seed: int = 0,
-) -> Any:
+MIXED: Bits = ((16, 12, 8, 4, 4, 4, 4), (8, 4, 4, 4))
+
+
+@dataclass
+class Folding:
+    """How attention layers are compressed.
+
+    bits: None for numbers. rank: of each latent; None: full. reach: numbers that codes reach to, either side of a mean.
+    coded_layers: how many of the first layers keep codes; the others numbers.
+    """
+
+    form: KeyForm = POST_ROPE
+    group_size: int = 1
+    joint: bool = False
+    bits: Bits | None = None
+    rank: int | None = None
+    reach: float = 4.0
+    coded_layers: int = 99
+
+
+def folded(model: Any, folding: Folding, rounded: bool = False) -> Any:
     """A copy of `model` with every attention layer compressed.
 
     Args:
-        bits: of a latent's channels, over and over; None: numbers.
-        rank: of each latent; by default full.
+        rounded: latents are numbers, which `rounding` rounds to what the codes of `folding` are.
     """
     shape, family = attention_shape(model.config), find_family(model.config)
     copied = copy.deepcopy(model).eval()
-    layouts = {i: layout_of(shape, form, group_size, joint, bits, rank) for i in range(shape.num_layers)}
-    weights = {}
-    for index in layouts:
-        module = family.attention_module(copied, index)
-        parameters = dict(module.named_parameters())
-        weights[index] = family.read(parameters.__getitem__, frozenset(parameters), shape)
+    layouts, weights = {}, []
+    for index in range(shape.num_layers):
+        coded = folding.bits is not None and not rounded and index < folding.coded_layers
+        layouts[index] = layout_of(shape, folding, coded)
+        parameters = dict(family.attention_module(copied, index).named_parameters())
+        weights.append(family.read(parameters.__getitem__, frozenset(parameters), shape))
     biases = frozenset(p for p in "qkvo" if getattr(weights[0], f"{p}_bias") is not None)
-    modules = replace_attention(copied, family, shape, layouts, biases)
-    generator = torch.Generator().manual_seed(seed)
+    copied.source_biases = biases
+    modules: list[Any] = replace_attention(copied, family, shape, layouts, biases)
+    generator = torch.Generator().manual_seed(7)
     for index, module in enumerate(modules):
         module.to(model.dtype)
-        tensors = _layer(weights[index], module.layout, shape, generator)
+        bits = folding.bits if index < folding.coded_layers else None
+        tensors, module.codes = _layer(weights[index], module.layout, shape, folding, bits, generator)
         found = {name: p for name, p in module.named_parameters() if "norm" not in name}
         assert set(found) == set(tensors), set(found) ^ set(tensors)
         with torch.no_grad():
@@ -55,32 +82,124 @@ def folded(
     return copied.eval()
 
 
-def layout_of(
-    shape: Any, form: KeyForm, group_size: int, joint: bool, bits: tuple[int, ...] | None, rank: int | None = None
-) -> LayerLayout:
+@contextmanager
+def rounding() -> Iterator[None]:
+    """Models of `folded(..., rounded=True)` round the latents that go into the cache."""
+    plain_rows = attention.plain_rows
+
+    def rounded_rows(module: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = plain_rows(module, *args)
+        if module.layout.coded or module.codes is None:
+            return query, key, value
+        return query, module.codes[0](key), value if module.layout.joint else module.codes[1](value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "plain_rows", rounded_rows)
+        yield
+
+
+@dataclass
+class Rounded:
+    """z -> mean + scale (code + 1/2) of all latents of a side, [sum of ranks] each."""
+
+    bits: Tensor
+    scale: Tensor
+    mean: Tensor
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        most = 2.0 ** (self.bits - 1)
+        codes = torch.minimum(torch.maximum(((latents - self.mean) / self.scale).floor(), -most), most - 1)
+        return (self.mean + self.scale * (codes + 0.5)).to(latents.dtype)
+
+
+@dataclass
+class Pair:
+    """Folder of a compressed checkpoint, and the same model with numbers in place of codes."""
+
+    coded: Path
+    source: Path
+    folding: Folding
+
+    def load(self, dtype: torch.dtype = torch.float32) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.coded, dtype=dtype).eval()
+
+    @property
+    def layouts(self) -> list[LayerLayout]:
+        section = json.loads((self.coded / "config.json").read_text())["quantization_config"]
+        return [LayerLayout.from_dict(layer, "test") for layer in section["layers"].values()]
+
+    @contextmanager
+    def reference(self, dtype: torch.dtype = torch.float64) -> Iterator[Any]:
+        """The model of numbers, rounded on their way into the cache."""
+        source = AutoModelForCausalLM.from_pretrained(self.source, dtype=dtype).eval()
+        with rounding():
+            yield folded(source, self.folding, rounded=True)
+
+
+def write_pair(source: Path, out: Path, folding: Folding) -> Pair:
+    """Compress the checkpoint `source` into the folder `out`."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
+    write(folded(model, folding), source, out)
+    return Pair(out, source, folding)
+
+
+def write(model: Any, source: Path, out: Path) -> None:
+    """A folded model as a checkpoint, which goes by the other files of `source`."""
+    shutil.copytree(source, out)
+    for file in out.glob("*.safetensors*"):
+        file.unlink()
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    family, shape = find_family(model.config), attention_shape(model.config)
+    modules: list[Any] = [family.attention_module(model, index) for index in range(shape.num_layers)]
+    config["attn_implementation"] = MARK
+    config["quantization_config"] = {
+        "quant_method": MARK,
+        "format_version": FORMAT_VERSION,
+        "biases": sorted(model.source_biases),
+        "layers": {str(index): module.layout.to_dict() for index, module in enumerate(modules)},
+    }
+    (out / "config.json").write_text(json.dumps(config))
+
+
+def layout_of(shape: Any, folding: Folding, coded: bool) -> LayerLayout:
     """Groups of neighbouring heads, the last first, so that their order is not the model's."""
+    size, joint = folding.group_size, folding.joint
 
-    def latent(width: int) -> Latent:
-        own = rank or width
-        if bits is None:
+    def latent(index: int, width: int) -> Latent:
+        own = folding.rank or width
+        if not coded:
             return Numbers(own)
-        of_each = [bits[i % len(bits)] for i in range(own)]
-        return Channels(*(of_each.count(b) for b in (16, 12, 8, 4)))
+        of_each = _bits_of(folding.bits, index, own)
+        return Channels(*(of_each.count(bits) for bits in WIDTHS))
 
-    width = group_size * shape.head_dim
-    groups = [
-        GroupLayout(
-            tuple(range(first, first + group_size)),
-            latent(2 * width if joint else width),
-            None if joint else latent(width),
-        )
-        for first in range(0, shape.num_kv_heads, group_size)
-    ]
-    return LayerLayout(tuple(groups[::-1]), *(form if shape.rotary_dim else KeyForm()))
+    width = size * shape.head_dim
+    groups = []
+    for index, first in enumerate(range(shape.num_kv_heads - size, -1, -size)):
+        heads = tuple(range(first, first + size))
+        value = None if joint else latent(index + 1, width)
+        groups.append(GroupLayout(heads, latent(index, 2 * width if joint else width), value))
+    return LayerLayout(tuple(groups), *(folding.form if shape.rotary_dim else POST_ROPE))
 
 
-def _layer(w: AttentionWeights, layout: LayerLayout, shape: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    """The tensors of `format.tensors.layer_tensors`, in float64."""
+def _bits_of(bits: Bits | None, index: int, rank: int) -> list[int]:
+    """Most first."""
+    assert bits is not None
+    own = bits[index % len(bits)]
+    return sorted((own[channel % len(own)] for channel in range(rank)), reverse=True)
+
+
+def _layer(
+    w: AttentionWeights,
+    layout: LayerLayout,
+    shape: Any,
+    folding: Folding,
+    bits: Bits | None,
+    generator: torch.Generator,
+) -> tuple[dict[str, Tensor], tuple[Rounded, Rounded] | None]:
+    """The tensors of `format.tensors.layer_tensors`, in float64, and how their latents are rounded."""
     dim, size, each = shape.head_dim, layout.group_size, shape.heads_per_kv
     weight = {p: getattr(w, f"{p}_weight").double() for p in "qkvo"}
     bias = {p: (b.double() if (b := getattr(w, f"{p}_bias")) is not None else None) for p in "qkvo"}
@@ -92,12 +211,20 @@ def _layer(w: AttentionWeights, layout: LayerLayout, shape: Any, generator: torc
         if tensor is not None:
             parts.setdefault(name, []).append(tensor)
 
-    for group in layout.groups:
+    codes: tuple[list[Rounded], list[Rounded]] = [], []
+    for number, group in enumerate(layout.groups):
         kv = torch.cat([torch.arange(h * dim, (h + 1) * dim) for h in group.kv_heads])
         heads = [h * each + i for h in group.kv_heads for i in range(each)]
         q_rows = torch.cat([torch.arange(h * dim, (h + 1) * dim) for h in heads])
-        bases = _random_bases(group, size * dim, generator)
+        of_each = [
+            None if bits is None else _bits_of(bits, number + side, latent.rank)
+            for side, latent in ((0, group.key), (0 if group.joint else 1, group.values))
+        ]
+        bases = _random_bases(group, size * dim, folding.reach, of_each, generator)
         key, value = _Coded(group.key, *bases[0]), _Coded(group.values, *bases[1])
+        for found, own, (_, _, scale, mean) in zip(codes, of_each, bases, strict=True):
+            if own is not None:
+                found.append(Rounded(torch.tensor(own), scale, mean))
         k_bias = None if bias["k"] is None else bias["k"][kv]
         v_bias = torch.zeros(len(kv)).double() if bias["v"] is None else bias["v"][kv]
         k_weight, v_weight = weight["k"][kv], weight["v"][kv]
@@ -144,7 +271,13 @@ def _layer(w: AttentionWeights, layout: LayerLayout, shape: Any, generator: torc
     tensors = {name: torch.cat(found, dim=along.get(name, 0)) for name, found in parts.items()}
     if layout.coded or bias["o"] is not None:
         tensors["o_proj.bias"] = o_bias
-    return tensors
+    if bits is None:
+        return tensors, None
+    both = [
+        Rounded(*(torch.cat([getattr(one, name) for one in side]) for name in ("bits", "scale", "mean")))
+        for side in codes
+    ]
+    return tensors, (both[0], both[1])
 
 
 class _Coded:
@@ -172,22 +305,20 @@ class _Coded:
 
 
 def _random_bases(
-    group: GroupLayout, columns: int, generator: torch.Generator
+    group: GroupLayout, columns: int, reach: float, bits: list[list[int] | None], generator: torch.Generator
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(encode, decode, scale, mean) of keys and of values; those of a joint latent are halves of one."""
 
-    def one(width: int, latent: Latent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def one(width: int, latent: Latent, bits: list[int] | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         square = torch.linalg.qr(torch.randn(width, width, generator=generator).double())[0]
         stretch = 1 + torch.rand(latent.rank, generator=generator).double()
+        mean = 0.1 * torch.randn(latent.rank, generator=generator).double()
         encode, decode = square[:, : latent.rank] * stretch, square[:, : latent.rank] / stretch
-        if not isinstance(latent, Channels):
-            return encode, decode, stretch, stretch
-        reach = 32.0  # of the latents of small random models
-        scale = torch.tensor([2 * reach / 2**bits for bits in latent.bits]).double()
-        return encode, decode, scale, 0.1 * torch.randn(latent.rank, generator=generator).double()
+        scale = torch.tensor([2 * reach / 2**width for width in bits or [1] * latent.rank]).double()
+        return encode, decode, scale, mean
 
     if group.joint:
-        encode, decode, scale, mean = one(2 * columns, group.key)
+        encode, decode, scale, mean = one(2 * columns, group.key, bits[0])
         return [(encode[part], decode[part], scale, mean) for part in (slice(columns), slice(columns, None))]
     assert group.value is not None
-    return [one(columns, group.key), one(columns, group.value)]
+    return [one(columns, group.key, bits[0]), one(columns, group.value, bits[1])]

@@ -179,10 +179,11 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
     Every process holds the whole model and calls it with the same arguments: token ids [batch_size, seq_len], a mask
     [batch_size, seq_len] for padding. The pass that fills an empty cache spreads its tokens: outside of attention each
     process computes its share of them, inside of it some groups of KV heads of all of them; what travels are compressed
-    queries (where keys are stored in blocks of positions, whole ones), packed rows (codes as codes) and compressed outputs. In layers where that is
-    less, only rows travel, to all processes. Either way rows are kept by the process of their tokens, so that each
-    holds its share of the cache. Passes over a filled cache (decoding) are computed by all processes alike, attention
-    by each over the rows that it has, joined by log-sum-exp; the new rows go to the process with the fewest.
+    queries (where keys are stored in blocks of positions, whole ones), packed rows (codes as codes) and compressed
+    outputs. In layers where that is less, only rows travel, to all processes. Either way rows are kept by the process
+    of their tokens, so that each holds its share of the cache. Passes over a filled cache (decoding) are computed by
+    all processes alike, attention by each over the rows that it has, joined by log-sum-exp; the new rows go to the
+    process with the fewest.
 
         with sequence_parallel(model, group):
             model.generate(**inputs, max_new_tokens=64)     # the same tokens in every process
