@@ -98,6 +98,7 @@ class Region:
 
     header: int
     blocks: frozenset[int]
+    loop: bool = True
     inner: list[Region] = field(default_factory=list)
 
 
@@ -180,6 +181,10 @@ class Graph:
         taken = (self._block(last.target),) if base in ("BRA", "JMP") else ()
         return tuple(dict.fromkeys(taken + (following if last.conditional else ())))
 
+    def leaves(self, block: int) -> bool:
+        """Whether the kernel, or a routine, ends here or may do so."""
+        return self.code[self.spans[block][1] - 1].opcode.partition(".")[0] in ("EXIT", "RET", "KILL")
+
     def _block(self, label: str | None) -> int:
         assert label is not None
         return self.block_at[self.labels[label]]
@@ -227,7 +232,7 @@ class Graph:
 
     def _loops(self, entry: int) -> Region:
         """What is reached from a block, as a tree of natural loops; those of one header are one."""
-        root = Region(entry, self._reached(entry))
+        root = Region(entry, self._reached(entry), loop=False)
         dominators = self._dominators(entry, root.blocks)
         bodies: dict[int, set[int]] = {}
         for block in root.blocks:
@@ -314,7 +319,7 @@ class Plan:
         for block in region.blocks:
             node, following = inside.get(block, block), set(graph.next[block]) & region.blocks
             self.after.setdefault(node, set()).update({inside.get(b, b) for b in following} - {node, self.header})
-            if self.header in following or not graph.next[block]:
+            if self.header in following if region.loop else graph.leaves(block):
                 self.ending.add(node)
         self.order: list[int] = []
         seen, stack = set(), [(self.header, False)]

@@ -23,6 +23,7 @@ from rotor.prediction.cost import (
 from rotor.prediction.decode_times import decode_times, group_sizes, largest_fast_group, uniform_layout
 from rotor.prediction.devices import Device, bundled_devices, find_device, parse_devices
 from rotor.prediction.instructions import (
+    BLOCK,
     Counts,
     Specialisation,
     bundled_table,
@@ -54,7 +55,8 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[Specialisation, Counts]:
     def counts(of: Specialisation) -> Counts:
         of_row = of.rows / 8
         apart = 1 if of.kind.startswith("joint") else 2
-        return Counts(of.width * of_row * apart + of.fast_planes * of.kv_heads * of_row, 2.0, 1.0)
+        short = BLOCK / of.rope_block
+        return Counts((of.width * apart + of.fast_planes * of.kv_heads) * of_row * short, 3.0)
 
     found = {of: counts(of) for of in grid()}
     monkeypatch.setattr(instructions, "bundled_table", lambda: found)
@@ -81,7 +83,7 @@ def test_the_longer_of_reading_and_issuing(table) -> None:
     layout = joint(64)
     time = layer_time(layout, LLAMA, H200, STEP)
     assert time.cache_bytes == STEP.keys * 8 * 32
-    assert time.instructions == STEP.keys * 8 * (64 + 2 + 1)
+    assert time.instructions == STEP.keys * 8 * (64 + 3)
     assert time.attention_s == H200.issue_seconds(time.instructions) > H200.read_seconds(time.cache_bytes)
     unknown = replace(H200, sms=None)
     assert layer_time(layout, LLAMA, unknown, STEP).attention_s == H200.read_seconds(time.cache_bytes)
@@ -115,8 +117,8 @@ def test_instructions_by_what_kernels_are_compiled_for(table) -> None:
     assert of(joint(1024)) == 2 * (512 + 3)  # as two of the widest
     assert of(joint(64, 8)) == 4 * 64 + 3  # 32 rows
     assert of(joint(64), replace(LLAMA, num_heads=8 * 71)) == 2 * (8 * 64 + 3)  # two launches of 64 rows
-    assert of(joint(64, form=KeyForm(16, 0))) == 64 + 4 * 3  # four blocks for one
-    assert of(joint(64), replace(LLAMA, head_dim=64, rotary_dim=64)) == 64 + 2 + 0.5
+    assert of(joint(64, form=KeyForm(16, 0))) == 4 * 64 + 4 * 3  # four blocks for one
+    assert of(joint(64), replace(LLAMA, head_dim=64, rotary_dim=64)) == 64 + 1.5
     assert of(joint(64, form=KeyForm(64, 16))) == 64 + 16 + 3
     assert of(joint(64, form=KeyForm(64, 18))) == 64 + 32 + 3  # padded
     apart = LayerLayout((GroupLayout((0,), Channels(n4=64), Channels(n4=128)),))
@@ -125,10 +127,11 @@ def test_instructions_by_what_kernels_are_compiled_for(table) -> None:
 
 
 def test_what_the_table_does_not_have_follows_from_what_it_has(table) -> None:
-    assert look_up(table, Specialisation("joint", 64, 16, 16, 3)).tile == 2 * (64 + 48)
-    assert look_up(table, Specialisation("joint", 64, 64, 32, 1)).tile == 8 * (64 + 32)
-    assert look_up(table, Specialisation("apart", 64, 8, 16, 1)).tile == 128 + 16
-    assert look_up(table, Specialisation("joint", 64, 8, 0, 4)) == table["joint", 64, 8, 0, 1]
+    assert look_up(table, Specialisation("joint", 64, 16, 16, 3)).decode == 2 * (64 + 48)
+    assert look_up(table, Specialisation("joint", 64, 64, 32, 1)).decode == 8 * (64 + 32)
+    assert look_up(table, Specialisation("apart", 64, 8, 16, 1)).decode == 128 + 16
+    assert look_up(table, Specialisation("joint", 64, 8, 0, 4)) == table["joint", 64, 8, 0, 1, 64]
+    assert look_up(table, Specialisation("joint", 512, 64, rope_block=8)).decode == 8 * 512 * 8
 
 
 def test_the_bundled_table_is_whole() -> None:
@@ -136,9 +139,9 @@ def test_the_bundled_table_is_whole() -> None:
     assert set(found) == set(grid())
     assert read_table(json.loads(json.dumps(table_data(found, arch="sm_90")))) == found
     for of, counts in found.items():
-        assert counts.tile > 0, of
+        assert counts.decode > 0, of
         wider = of._replace(width=2 * of.width)
-        assert wider not in found or found[wider].tile > counts.tile, of
+        assert wider not in found or found[wider].decode > counts.decode, of
 
 
 def test_the_issues_goals_as_shares_of_the_uncompressed_time() -> None:

@@ -72,6 +72,12 @@ def test_ways_through_a_loop(shorter, each):
     assert by_hand(*BRANCHES).count([Loop(5, shorter=shorter)]).loops == ((each, 5),)
 
 
+def test_a_kernel_that_ends_inside_of_its_loop():
+    graph = by_hand("MOV R0, R1", ".L_x_1:", "FADD R1, R1, R1", "@P0 EXIT", "FADD R1, R1, R1", "BRA `(.L_x_1)")
+    assert graph.count([Loop(5)]).loops == ((4, 5),)
+    assert graph.count([Loop(5)]).instructions == 1 + 5 * 4
+
+
 def test_clones_of_a_loop_are_one():
     graph = by_hand(
         "@P0 BRA `(.L_x_2)",

@@ -25,7 +25,7 @@ from ..kernels.dispatch import DTYPES, triton_installed
 from ..models.compressed import CompressedCheckpoint
 from ..prediction.cost import DecodeStep, LayerTime, layer_bytes, uncompressed_layer_time
 from ..prediction.devices import Device
-from ..prediction.instructions import BLOCK, HEAD_DIM, Counts, Specialisation, grid, table_data
+from ..prediction.instructions import HEAD_DIM, Counts, Specialisation, grid, table_data
 from ..progress import Progress
 from .report import write_report
 
@@ -260,35 +260,34 @@ def _dump(folder: Path, name: str, cubin: bytes, sass: str, ptx: str) -> None:
 
 
 def count_specialisation(wanted: Specialisation, arch: int) -> Counts:
-    """What the table of instructions has of a specialisation: of one group, in pages, at T = BLOCK where it is joint.
+    """What the table of instructions has of a specialisation: of a layer of 8 KV heads, in pages.
 
     Raises:
         UsageError: a kernel cannot be compiled or counted.
     """
     from ..kernels.specialise import layer_variants
 
-    kind, width, rows, fast_planes, kv_heads = wanted
+    kind, width, rows, fast_planes, kv_heads, rope_block = wanted
     latent = Numbers(width) if "numbers" in kind else Channels(n4=width)
     joint = kind.startswith("joint")
-    group = GroupLayout(tuple(range(kv_heads)), latent, None if joint else latent)
-    layout = LayerLayout((group,), BLOCK if joint else None, fast_planes)
-    shape = AttentionShape(1, rows, kv_heads, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
-    tile = block = absorb = 0.0
+    groups = (
+        GroupLayout(tuple(range(i, i + kv_heads)), latent, None if joint else latent) for i in range(0, 8, kv_heads)
+    )
+    layout = LayerLayout(tuple(groups), rope_block if joint else None, fast_planes)
+    shape = AttentionShape(1, 8 * rows // kv_heads, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
+    found = {"decode": 0.0, "absorb": 0.0}
     spilled = 0
     for variant in layer_variants(layout, shape, default_layer(layout), torch.bfloat16, arch, page=PAGE):
         if not variant.keys:
             continue
-        kernel = compile_kernel(variant, arch, kv_heads=1)
+        kernel = compile_kernel(variant, arch, kv_heads=8 // kv_heads)
         if kernel.error is not None or kernel.instructions_per_key is None or kernel.spilled_bytes is None:
-            raise UsageError(f"{variant.name}: {kernel.error}", "rotor compile --dump keeps its machine code.")
+            raise UsageError(
+                f"{wanted}, {variant.name}: {kernel.error}", "rotor compile --dump keeps its machine code."
+            )
         spilled = max(spilled, kernel.spilled_bytes)
-        if variant.name.startswith("absorb"):
-            absorb += kernel.instructions_per_key
-            continue
-        own, rounds = max(kernel.loops, key=lambda loop: loop[1])
-        of_tile = variant.warps * own * rounds / variant.keys
-        tile, block = tile + of_tile, block + kernel.instructions_per_key - of_tile
-    return Counts(round(tile, 2), round(block, 2), round(absorb, 2), spilled)
+        found["absorb" if variant.name.startswith("absorb") else "decode"] += kernel.instructions_per_key
+    return Counts(round(found["decode"], 2), round(found["absorb"], 2), spilled)
 
 
 def write_counts(path: Path, arch: int, progress: Progress | None = None) -> None:

@@ -1,20 +1,18 @@
 """Warp instructions that attention issues for a key, by layout: counted once in machine code, looked up afterwards.
 
-`instructions.json` holds what `rotor compile --table` counted, for the sizes that the kernels are specialised for. Per
-key and group an entry has three numbers: `tile`, of the loop over keys; `block`, of what decoding does besides in a
-block of positions; `absorb`, of absorbing queries for the block. The last two are of blocks of BLOCK positions; queries
-that are absorbed once for all keys cost none a key.
+`instructions.json` holds what `rotor compile --table` counted, for the sizes that the kernels are specialised for, per
+key and group: of decoding, and of absorbing queries for each block of positions.
 
-What the table does not have follows from what it has: widths and query rows are padded to the next entry, as kernels
-pad them, and so are fast planes; of planes and KV heads whose keys are rebuilt, what that adds is taken in proportion
-to their product; keys and values of different widths cost the mean of both.
+What the table does not have follows from what it has. Widths, query rows and fast planes are padded to the next entry,
+as kernels pad them. What rebuilding planes adds is taken in proportion to planes times KV heads; what shorter blocks
+of positions multiply by, as in the nearest width and rows. Keys and values of different widths cost the mean of both.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
@@ -39,30 +37,34 @@ query rows than FEW_ROWS, which no group of one KV head has."""
 FEW_ROWS = 16
 
 
+SHORT_BLOCKS = (16, 32)
+"""Positions of a block for which the table has joint latents of the first two widths and rows, nothing rebuilt."""
+
+
 class Specialisation(NamedTuple):
-    """What a kernel is compiled for. kind: `joint`, `apart` (of codes), `joint-numbers` or `numbers`."""
+    """What a kernel is compiled for. kind: `joint`, `apart` (of codes), `joint-numbers` or `numbers`.
+
+    rope_block: of joint latents; the table has the others for all positions.
+    """
 
     kind: str
     width: int
     rows: int
     fast_planes: int = 0
     kv_heads: int = 1
+    rope_block: int = BLOCK
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Warp instructions a key and group; see the module. spilled_bytes: of a thread's registers."""
+    """Warp instructions a key and group: of decoding, and of absorbing queries for blocks of BLOCK positions.
 
-    tile: float
-    block: float
-    absorb: float
+    spilled_bytes: of a thread's registers.
+    """
+
+    decode: float
+    absorb: float = 0.0
     spilled_bytes: int = 0
-
-    def a_key(self, rope_block: int | None, head_dim: int) -> float:
-        """In blocks of so many positions, with heads of that size."""
-        if rope_block is None:
-            return self.tile
-        return self.tile + (self.block + self.absorb * head_dim / HEAD_DIM) * BLOCK / rope_block
 
 
 Table = Mapping[Specialisation, Counts]
@@ -76,7 +78,8 @@ def grid() -> list[Specialisation]:
             found += [Specialisation(kind, width, rows) for kind in ("joint", "apart", "numbers", "joint-numbers")]
             rebuilt = REBUILT if rows <= FEW_ROWS else REBUILT[-1:]
             found += [Specialisation("joint", width, rows, *each) for each in rebuilt]
-    return found
+    short = [(width, rows, block) for width in WIDTHS[:2] for rows in ROWS[:2] for block in SHORT_BLOCKS]
+    return found + [Specialisation("joint", width, rows, rope_block=block) for width, rows, block in short]
 
 
 @lru_cache(maxsize=1)
@@ -136,10 +139,13 @@ def _group_instructions(
     most = ROWS[-1]
     launches = -(-rows // most)
     padded = next((r for r in ROWS if r >= rows), most)
+    block = BLOCK if rope_block is None else rope_block
     total = 0.0
     for width in (key, value):
-        counts = look_up(bundled_table(), Specialisation(kind, min(width, WIDTHS[-1]), padded, fast, kv_heads))
-        total += counts.a_key(rope_block, head_dim) * max(1.0, width / WIDTHS[-1]) / 2
+        wanted = Specialisation(kind, min(width, WIDTHS[-1]), padded, fast, kv_heads, block)
+        counts = look_up(bundled_table(), wanted)
+        absorb = 0.0 if rope_block is None else counts.absorb * BLOCK / block * head_dim / HEAD_DIM
+        total += (counts.decode + absorb) * max(1.0, width / WIDTHS[-1]) / 2
     return launches * total
 
 
@@ -149,6 +155,9 @@ def look_up(table: Table, wanted: Specialisation) -> Counts:
     Args:
         wanted: its width and rows are among WIDTHS and ROWS.
     """
+    if wanted.rope_block != BLOCK:
+        counts = look_up(table, wanted._replace(rope_block=BLOCK))
+        return replace(counts, decode=counts.decode * _shorter(table, wanted))
     plain = table[wanted._replace(fast_planes=0, kv_heads=1)]
     if not wanted.fast_planes:
         return plain
@@ -162,10 +171,15 @@ def look_up(table: Table, wanted: Specialisation) -> Counts:
 
     similar = [key for key in table if key.fast_planes and key[:3] == rebuilding[:3]]
     nearest = rebuilding if rebuilding in table else min(similar, key=distance)
-    without, share = table[nearest._replace(fast_planes=0, kv_heads=1)], size / (nearest.fast_planes * nearest.kv_heads)
-    return Counts(
-        plain.tile + share * (table[nearest].tile - without.tile),
-        plain.block + share * (table[nearest].block - without.block),
-        plain.absorb,
-        table[nearest].spilled_bytes if share == 1 else plain.spilled_bytes,
-    )
+    added = table[nearest].decode - table[nearest._replace(fast_planes=0, kv_heads=1)].decode
+    share = size / (nearest.fast_planes * nearest.kv_heads)
+    spilled = table[nearest].spilled_bytes if nearest == wanted else plain.spilled_bytes
+    return Counts(plain.decode + share * added, table[nearest].absorb, spilled)
+
+
+def _shorter(table: Table, wanted: Specialisation) -> float:
+    """What tiles of a shorter block cost a key, over those of BLOCK positions."""
+    block = next((b for b in SHORT_BLOCKS if b >= wanted.rope_block), BLOCK)
+    like = Specialisation("joint", min(wanted.width, WIDTHS[1]), min(wanted.rows, ROWS[1]))
+    ratio = table[like._replace(rope_block=block)].decode / table[like].decode
+    return ratio * max(1.0, block / wanted.rope_block)

@@ -1,0 +1,186 @@
+"""Forms of keys through rewriting and plain attention, in float64: what is equal to what, and full rank to the source."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import relative_error
+from torch import Tensor
+
+from rotor.bases.layer import LayerBases
+from rotor.bases.pair import BasisPair
+from rotor.codes.layer import CodedBases
+from rotor.codes.quantiser import measure_channels
+from rotor.format.channels import WIDTHS, Channels, Numbers
+from rotor.format.layout import POST_ROPE, AttentionShape, KeyForm
+from rotor.format.tensors import layer_tensors
+from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.reference import attention, project_keys
+from rotor.kernels.rotary import rotate, when_read, within_blocks
+from rotor.kernels.rows import pack_layer
+from rotor.rewriting.rewrite import bias_names, layer_layout, rewrite_layer
+from rotor.runtime.families import AttentionWeights
+
+SHAPE = AttentionShape(1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=40, rotary_dim=12)
+"""Partial rotary: 6 planes, and 4 dimensions that RoPE does not rotate."""
+
+SEQ_LEN = 40
+ALL = KeyForm(64, SHAPE.rotary_planes)
+BLOCKS = KeyForm(8, 2)
+
+
+def normal(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rotation(shape: AttentionShape, length: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
+    frequencies = 100.0 ** -(torch.arange(shape.rotary_planes, dtype=torch.float64) / max(1, shape.rotary_planes))
+    angles = (torch.arange(length)[:, None] * frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def weights_of(shape: AttentionShape) -> AttentionWeights:
+    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = {"q": (heads, shape.hidden_size), "k": (kv, shape.hidden_size), "v": (kv, shape.hidden_size)}
+    found = {f"{p}_weight": 0.3 * normal(*size, seed=i) for i, (p, size) in enumerate(sizes.items())}
+    found |= {f"{p}_bias": 0.3 * normal(size[0], seed=9 + i) for i, (p, size) in enumerate(sizes.items())}
+    return AttentionWeights(**found, o_weight=0.3 * normal(shape.hidden_size, heads, seed=5))
+
+
+def pair_of(width: int, seed: int) -> tuple[Tensor, Tensor]:
+    """encode, decode, [1, width, width], with encode decode^T = I."""
+    vectors, scales = torch.linalg.qr(normal(width, width, seed=seed))[0], (0.3 * normal(width, seed=seed + 1)).exp()
+    return (vectors / scales)[None], (vectors * scales)[None]
+
+
+def bases_of(form: KeyForm, shape: AttentionShape, joint: bool, coded: bool) -> LayerBases:
+    """All columns of one group of all heads, coded at 16 bits or as numbers."""
+    width = shape.num_kv_heads * shape.head_dim
+    if joint:
+        encode, decode = pair_of(2 * width, seed=30)
+        parts = (slice(None, width), slice(width, None))
+        sides = [BasisPair(encode[:, part], decode[:, part], torch.ones(1, 2 * width)) for part in parts]
+    else:
+        sides = [BasisPair(*pair_of(width, seed=30 + 2 * i), torch.ones(1, width)) for i in range(2)]
+    bases = LayerBases(form, shape.num_kv_heads, *sides, joint=joint)
+    if not coded:
+        return bases
+    columns = sides[0].encode.shape[-1]
+    spread = measure_channels(8 * normal(600, columns, seed=40), None, (0, *reversed(WIDTHS)))
+    code = spread.code(torch.full((columns,), 16))
+    channels = Channels(n16=columns)
+    return CodedBases(
+        form,
+        shape.num_kv_heads,
+        *sides,
+        joint=joint,
+        channels=((channels, None if joint else channels),),
+        key_codes=(code,),
+        value_codes=(code,),
+    )
+
+
+def source(hidden: Tensor, weights: AttentionWeights, shape: AttentionShape) -> Tensor:
+    """The uncompressed layer, causal."""
+
+    def heads(name: str) -> Tensor:
+        projected = hidden @ getattr(weights, f"{name}_weight").T + getattr(weights, f"{name}_bias")
+        return projected.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+
+    query, key, value = (heads(name) for name in "qkv")
+    if shape.rotary_dim:
+        query, key = rotate(query, *rotation(shape)), rotate(key, *rotation(shape))
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return found.transpose(1, 2).flatten(2) @ weights.o_weight.T
+
+
+def compressed(hidden: Tensor, weights: AttentionWeights, bases: LayerBases, shape: AttentionShape) -> Tensor:
+    """The rewritten layer by its own tensors and plain attention."""
+    size = bases.qk.encode.shape[-1]
+    layout, order = layer_layout(bases, [(size, size)])
+    t = rewrite_layer(weights, bases, layout, order, shape)
+    assert list(t) == list(layer_tensors(layout, shape, bias_names(weights)))
+
+    def project(name: str) -> Tensor:
+        return hidden @ t[f"{name}_proj.weight"].T + t.get(f"{name}_proj.bias", 0)
+
+    folded, blocks, form = layout.folds_keys(shape), layout.in_blocks, layout.form
+    value = project("v").unsqueeze(1) if "v_proj.weight" in t else None
+    query, key = project("q"), project("k").unsqueeze(1)
+    read = None
+    if shape.rotary_dim:
+        cos, sin = rotation(shape)
+        query = rotate(query.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2), cos, sin)
+        read = when_read((cos, sin), form) if blocks else None
+    if not folded:
+        key = key[:, 0].unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+        stored = within_blocks((cos, sin), torch.arange(SEQ_LEN), form) if blocks else (cos, sin)
+        shift = t.get("key_shift")
+        key = project_keys(rotate(key, *stored), t["key_basis"], layout, shift, value if layout.joint else None)
+    key_rows = pack_layer(key, layout, keys=True)
+    value_rows = key_rows[..., :0] if layout.joint else pack_layer(value, layout, keys=False)
+    parameters = AttentionParameters(
+        layout, shape, shape.head_dim**-0.5, t.get("query_basis"), t.get("key_constant")
+    )
+    return attention(query, key_rows, value_rows, parameters, read) @ t["o_proj.weight"].T + t.get("o_proj.bias", 0)
+
+
+HIDDEN = normal(2, SEQ_LEN, SHAPE.hidden_size, seed=77)
+NO_ROPE = dataclasses.replace(SHAPE, rotary_dim=0)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("form", [POST_ROPE, KeyForm(8, 0), BLOCKS, ALL])
+def test_full_rank_is_the_source(form: KeyForm, coded: bool, joint: bool) -> None:
+    """Numbers exactly; codes of 16 bits to their steps, floored in float32."""
+    weights = weights_of(SHAPE)
+    got = compressed(HIDDEN, weights, bases_of(form, SHAPE, joint, coded), SHAPE)
+    assert relative_error(got, source(HIDDEN, weights, SHAPE)) < (2e-3 if coded else 1e-10)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("coded", [False, True])
+def test_full_rank_is_the_source_without_rope(coded: bool, joint: bool) -> None:
+    weights = weights_of(NO_ROPE)
+    got = compressed(HIDDEN, weights, bases_of(POST_ROPE, NO_ROPE, joint, coded), NO_ROPE)
+    assert relative_error(got, source(HIDDEN, weights, NO_ROPE)) < (2e-3 if coded else 1e-10)
+
+
+def truncated(bases: LayerBases, rank: int) -> LayerBases:
+    """Its first columns."""
+    sides = {
+        name: BasisPair(pair.encode[..., :rank], pair.decode[..., :rank], pair.singular_values[:, :rank])
+        for name, pair in (("qk", bases.qk), ("vo", bases.vo))
+    }
+    return dataclasses.replace(bases, **sides)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_one_block_of_no_fast_planes_is_after_rope(joint: bool) -> None:
+    """At any rank, where a block holds all positions."""
+    weights = weights_of(SHAPE)
+    bases = [truncated(bases_of(form, SHAPE, joint, False), 20) for form in (KeyForm(64, 0), POST_ROPE)]
+    first, second = (compressed(HIDDEN, weights, of_form, SHAPE) for of_form in bases)
+    assert relative_error(first, second) < 1e-10
+    assert relative_error(first, source(HIDDEN, weights, SHAPE)) > 1e-2
+
+
+@pytest.mark.parametrize("block", [2, 8, 64])
+def test_with_all_planes_fast_blocks_do_not_matter(block: int) -> None:
+    weights, shape = weights_of(SHAPE), dataclasses.replace(SHAPE, key_norm=True)  # a norm keeps the basis apart
+    folded = truncated(bases_of(ALL, SHAPE, True, False), 20)
+    apart = dataclasses.replace(folded, form=KeyForm(block, SHAPE.rotary_planes))
+    first, second = compressed(HIDDEN, weights, folded, SHAPE), compressed(HIDDEN, weights, apart, shape)
+    assert relative_error(first, second) < 1e-10
+    assert "key_basis" in rewritten(weights, apart, shape)
+    assert "key_basis" not in rewritten(weights, folded, SHAPE)
+
+
+def rewritten(weights: AttentionWeights, bases: LayerBases, shape: AttentionShape) -> dict[str, Tensor]:
+    size = bases.qk.encode.shape[-1]
+    layout, order = layer_layout(bases, [(size, size)])
+    assert isinstance(layout.groups[0].key, Numbers)
+    return rewrite_layer(weights, bases, layout, order, shape)
