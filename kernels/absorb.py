@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 INTEGERS = [
     "groups", "max_blocks", "query_stride", "head_stride", "basis_stride",
 ]  # fmt: skip

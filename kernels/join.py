@@ -8,7 +8,6 @@ import triton.language as tl
 
 from .ranges import count_tiles, slices, tiles_of
 
-
 INTEGERS = [
     "batch_size", "groups", "programs", "output_stride", "lse_stride",
 ]  # fmt: skip

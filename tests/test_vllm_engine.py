@@ -298,11 +298,16 @@ for module, name in ((append, "append"), (attention, "attend_pages")):
         return inner(*a, **k)
     setattr(module, name, spy)
 
-for folder in sys.argv[1:]:
+
+def serve(folder):
     limits = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True}
     with v.engine(folder, max_model_len=120, **limits) as llm:
         print("TOKENS" + json.dumps([v.served_tokens(llm, v.PROMPTS[1:5], 3), sorted(called)]))
     called.clear()
+
+
+for folder in sys.argv[1:]:
+    serve(folder)
 """
 
 

@@ -24,7 +24,9 @@ def gpu(
     parts: Annotated[str | None, typer.Option(help="Some of tests,sanitizer,measure. [all]")] = None,
     tune: Annotated[
         Path | None,
-        typer.Option(help="A checkpoint whose tiles are measured and written into its kernel_config.json, and no more."),
+        typer.Option(
+            help="A checkpoint whose tiles are measured and written into its kernel_config.json, and no more."
+        ),
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry", help="Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.")

@@ -38,8 +38,8 @@ class Tile:
     """
 
     keys: int
-    warps: int
-    stages: int
+    warps: int = 1
+    stages: int = 2
     lean: bool = False
 
 

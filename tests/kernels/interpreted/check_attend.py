@@ -89,6 +89,12 @@ def test_a_short_prompt_and_a_long_one() -> None:
         check(attended(case), case.exact(causal(2, seq_len, seq_len))[0])
 
 
+def test_a_table_shorter_than_a_block() -> None:
+    case = case_of("long", 2, 1, 20)
+    case.rotation = tuple(table[:20] for table in case.rotation)
+    check(attended(case), case.exact(causal(2, 1, 20))[0])
+
+
 def test_rows_that_begin_within_a_block() -> None:
     """A window let go of the first keys of a block."""
     case = case_of("fast", 2, 1, 75, first=7)
