@@ -21,8 +21,8 @@ def write_rows(
     Args:
         latents: of keys, [tokens, key_rank]. values: [tokens, value_rank]; not read of joint latents.
         pages: of keys and values, as in `attend_pages`.
-        slots: [tokens]: page times page_size plus the row in it. Nothing is kept of a token where it is negative: without
-            asking the host it goes into page 0, which engines give to nobody.
+        slots: [tokens]: page times page_size plus the row in it. Nothing is kept of a token where it is negative:
+            without asking the host it goes into page 0, which engines give to nobody.
     """
     page_size = pages[0].shape[1]
     slots = slots.clamp(min=0).long()

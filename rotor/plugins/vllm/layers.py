@@ -31,8 +31,8 @@ from .shards import Shard, padded_rows, row_bytes, shard_of
 class Plan:
     """What the layers of a checkpoint are to become.
 
-    layouts, kernels: of whole layers. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and full
-    attention.
+    layouts, kernels: of whole layers. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and
+    full attention.
     """
 
     request: Request

@@ -38,19 +38,28 @@ class Step:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    _decodes: dict[int | None, dict[str, Any]] = field(default_factory=dict)
     _prompts: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
 
-    def decodes(self) -> dict[str, Any]:
-        """Requests that decode, as the kernels take them: views, which a CUDA graph goes on reading."""
-        count = self.num_decodes
-        return {
-            "block_table": self.block_table[:count],
-            "query_start_loc": self.query_start_loc[: count + 1],
-            "kv_lens": self.seq_lens[:count],
-            "max_query_len": self.most_decoded,
-            "max_kv_len": self.most_keys,
-            "total_kv_len": sum(self.lengths[:count]),
-        }
+    def decodes(self, window: int | None) -> dict[str, Any]:
+        """Requests that decode, as the kernels take them in layers of a window, made once a step: views, which a CUDA
+        graph goes on reading.
+        """
+        if window not in self._decodes:
+            from ...kernels.attention import ranges_of_pages  # imports Triton
+
+            count, most = self.num_decodes, self.most_decoded
+            starts, lengths = self.query_start_loc[: count + 1], self.seq_lens[:count]
+            self._decodes[window] = {
+                "block_table": self.block_table[:count],
+                "query_start_loc": starts,
+                "kv_lens": lengths,
+                "max_query_len": most,
+                "max_kv_len": self.most_keys,
+                "total_kv_len": sum(self.lengths[:count]),
+                "keys": ranges_of_pages(starts, lengths, self.starts[count], most, window),
+            }
+        return self._decodes[window]
 
     def prompts(self, first: int, end: int) -> dict[str, Any]:
         """Some prompts, likewise, made once a step; copies, as kernels are compiled for tensors that begin where memory
@@ -73,11 +82,12 @@ class Step:
 class PagedLayer:
     """A layer's rows in pages [num_pages, page_size, bytes], uint8, and attention over them.
 
-    shard: what this rank has of the layer. dtype: the model's. Behind keys and values a row may have bytes of no meaning.
+    shard: what this rank has of the layer. dtype: the model's. A row may end with bytes of no meaning.
     key_basis, key_shift: what lies between stored keys and their latents, where the basis is not folded.
     rotation: RoPE's cos and sin by position, where keys are stored in blocks. window: a query attends to itself and the
-    window - 1 keys before it. kernels: the launches of the layer; None: plain PyTorch serves it. varlen: the engine's own
-    attention, of prompts; None: PyTorch's.
+        window - 1 keys before it.
+    kernels: the launches of the layer; None: plain PyTorch serves it. varlen: the engine's own attention, of prompts;
+        None: PyTorch's.
     """
 
     shard: Shard
@@ -143,7 +153,7 @@ class PagedLayer:
         runs = [(0, step.num_decodes)] if step.num_decodes else []
         for first, end in runs + within(step.lengths, step.num_decodes, self.most_keys):
             own = slice(step.starts[first], step.starts[end])
-            requests = step.decodes() if end == step.num_decodes else step.prompts(first, end)
+            requests = step.decodes(self.window) if end == step.num_decodes else step.prompts(first, end)
             options = requests | common | {"varlen": self.varlen, "out": output[own]}
             attend_pages(query[own], *rows, parameters, self.kernels, **options)
 
@@ -159,10 +169,10 @@ class PagedLayer:
         """Take, for a moment, the memory that prompts are materialised in, and put tables on the device for good."""
         if self.kernels is None or device.type != "cuda":
             return
-        from ...kernels.attention import prepare  # imports Triton
+        from ...kernels.append import prepare  # imports Triton
         from ...kernels.stock import MOST_BYTES
 
-        prepare(self.shard.layout, self.shard.shape, self.kernels, self.dtype, device)
+        prepare(self.shard.key_layout, self.shard.key_shape, self.dtype, device)
         torch.empty(MOST_BYTES, dtype=torch.uint8, device=device)
 
     @property
