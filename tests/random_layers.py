@@ -105,6 +105,18 @@ def read(columns: Tensor, latent: Latent) -> Tensor:
 
 
 LayoutOf = Callable[[AttentionShape], LayerLayout]
+Form = KeyForm | Callable[[AttentionShape], KeyForm]
+
+
+def groups_of(size: int, form: Form, *latents: tuple[Latent, Latent | None]) -> LayoutOf:
+    """Groups of `size` KV heads (0: all of them), with these latents in turn."""
+
+    def made(shape: AttentionShape) -> LayerLayout:
+        count = shape.num_kv_heads // (size or shape.num_kv_heads)
+        own = sorted((latents * count)[:count], key=lambda pair: -pair[0].width)
+        return layout_of(size or shape.num_kv_heads, own, form(shape) if callable(form) else form)
+
+    return made
 
 
 def write_random(source: Path, out: Path, layout_of: LayoutOf | Sequence[LayoutOf], biases: str = "") -> Path:

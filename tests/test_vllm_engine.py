@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEMO_MODEL, SHORT_TEXT
-from random_layers import NARROW, WIDE, LayoutOf, layout_of, write_random
+from random_layers import NARROW, WIDE, Form, LayoutOf, groups_of, write_random
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, LLAMA3_ROPE, MOE, SIZES, build_tiny
 from transformers import LlamaConfig, Qwen3MoeConfig
@@ -33,26 +33,13 @@ from vllm_engine import (
 from rotor.bench.serving import ServingSettings, bench_serving
 from rotor.calibration.calibrate import calibrate
 from rotor.export.export import export
-from rotor.format.channels import Latent, Numbers
-from rotor.format.layout import POST_ROPE, AttentionShape, KeyForm, LayerLayout, pre_rope
+from rotor.format.channels import Numbers
+from rotor.format.layout import POST_ROPE, KeyForm, pre_rope
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.plugins.vllm.shards import padded_rows
 from rotor.runtime.cache import find_policy
 
 pytestmark = pytest.mark.vllm
-
-Form = KeyForm | Callable[[AttentionShape], KeyForm]
-
-
-def groups_of(size: int, form: Form, *latents: tuple[Latent, Latent | None]) -> LayoutOf:
-    """Groups of `size` KV heads (0: all of them), with these latents in turn."""
-
-    def made(shape: AttentionShape) -> LayerLayout:
-        count = shape.num_kv_heads // (size or shape.num_kv_heads)
-        own = sorted((latents * count)[:count], key=lambda pair: -pair[0].width)
-        return layout_of(size or shape.num_kv_heads, own, form(shape) if callable(form) else form)
-
-    return made
 
 
 def joint(size: int, form: Form) -> LayoutOf:

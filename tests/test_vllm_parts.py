@@ -273,7 +273,10 @@ def test_stores_by_blocks_are_kept_apart_by_the_seed_of_their_hashes(monkeypatch
         seeds.append(os.environ[SEED])
     assert seeds == [hash_seed("one", ""), hash_seed("two", ""), hash_seed("one", "")]
     assert len(set(seeds)) == 2
-    assert all(0 <= int(seed) < 2**32 for seed in seeds)  # or no Python starts with it
+    program = [sys.executable, "-c", "import os; print(os.environ['PYTHONHASHSEED'], end='')"]
+    assert subprocess.run(program, capture_output=True, text=True, check=True).stdout == seeds[-1]  # Python starts
+    marks = [hash_seed(str(i), "") for i in range(4000)]
+    assert len({seed.strip() for seed in marks}) == len({seed[:32] for seed in marks}) == 4000  # 32 bits and 32
     monkeypatch.setenv(SEED, "7")
     keep_apart(transfer("OffloadingConnector"), "one")
     assert os.environ[SEED] == hash_seed("one", "7") != seeds[0]

@@ -6,14 +6,15 @@ Nothing of vLLM's but its KVTransferConfig, which is changed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import UsageError
+from ...errors import CheckpointError, UsageError
 from ...format.hashes import file_sha256
-from ...format.manifest import MANIFEST
+from ...format.manifest import MANIFEST, Manifest
 from ...format.section import CompressedSection
 from ...runtime.families import attention_shape
 from .shards import check_size
@@ -86,13 +87,26 @@ def separate_stores(request: Request, transfer: Any) -> None:
         transfer: vLLM's KVTransferConfig, or None.
     Raises:
         UsageError: the checkpoint has no manifest, or see there.
+        CheckpointError: a file is not what its manifest says.
     """
     if transfer is None or transfer.kv_connector is None:
         return
-    manifest = request.file(MANIFEST)
-    if manifest is None:
+    path = request.file(MANIFEST)
+    if path is None:
         raise UsageError(
             f"--kv-transfer-config: {request.model} has no {MANIFEST}, by whose digest stored prefixes are kept apart.",
             "Serve the folder as `rotor export` wrote it.",
         )
-    keep_apart(transfer, prefix_mark(file_sha256(manifest), str(request.dtype).removeprefix("torch.")))
+    # The hub's own snapshots are links, and known by their hashes.
+    digest = checked_digest(path.parent) if Path(request.model).is_dir() else file_sha256(path)
+    keep_apart(transfer, prefix_mark(digest, str(request.dtype).removeprefix("torch.")))
+
+
+@lru_cache(maxsize=4)
+def checked_digest(folder: Path) -> str:
+    """The digest of a folder's manifest; raises CheckpointError where a file is not what it says. Once a process."""
+    manifest = Manifest.read(folder)
+    wrong = [f"{name} {problem}" for name in sorted(manifest.files) if (problem := manifest.problem(name))]
+    if wrong:
+        raise CheckpointError(f"{folder}: {'; '.join(wrong)}.", "Run `rotor validate`; export it again.")
+    return manifest.digest

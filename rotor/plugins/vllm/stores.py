@@ -63,8 +63,13 @@ def keep_apart(transfer: Any, mark: str) -> None:
 
 
 def hash_seed(mark: str, given: str) -> str:
-    """A seed that Python takes too (32 bits), of a mark and of the seed that the user gave, if any."""
-    return str(int(hashlib.sha256(f"{mark} {given}".encode()).hexdigest()[:8], 16))
+    """A seed of 64 bits of a mark and of the seed that the user gave, if any.
+
+    vLLM hashes the text; Python, which starts with the same variable, takes a number of 32 bits behind any blanks.
+    """
+    digest = hashlib.sha256(f"{mark} {given}".encode()).digest()
+    blanks = "".join(" \t"[byte >> bit & 1] for byte in digest[4:8] for bit in range(8))
+    return f"{blanks}{int.from_bytes(digest[:4], 'big')}"
 
 
 def _mark(name: str, extra: dict[str, Any], mark: str, module: str | None) -> None:
