@@ -92,7 +92,7 @@ def module_of(shard: Shard, tensors: dict[str, Tensor], lengths: list[int]) -> R
     norms = {"q_norm": nn.LayerNorm(shape.head_dim), "k_norm": nn.LayerNorm(shape.head_dim)} if shape.key_norm else {}
     module = RotorSelfAttention(3, shard, norms, table, lambda output: output, False).double()
     module.load(tensors)
-    own = {name: module.tensor(name) for name in ("query_basis", "key_constant", "key_basis", "key_shift")}
+    own = {name: getattr(module, name) for name in ("query_basis", "key_constant", "key_basis", "key_shift")}
     layer = paged_layer(shard, own, torch.float64, table)
     module.attn = Pages(layer, lengths, sum(layout.row_bytes(8)))
     return module

@@ -7,25 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...errors import CheckpointError
+from ...format.tensors import FLOAT32
 from ...kernels.rotary import Rotation, rotate, within_blocks
 from .shards import Shard
-
-
-class Projection(nn.Module):
-    """A linear map of this rank's columns; the parameters come with the tensors of the layer."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_parameter("bias", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
 
 
 class RotorSelfAttention(nn.Module):
@@ -41,9 +27,14 @@ class RotorSelfAttention(nn.Module):
     """
 
     attn: nn.Module
-    q_proj: Projection
-    k_proj: Projection
-    o_proj: Projection
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear | None
+    o_proj: nn.Linear
+    key_basis: nn.Parameter | None
+    query_basis: nn.Parameter | None
+    key_shift: nn.Parameter | None
+    key_constant: nn.Parameter | None
     cos: Tensor
     sin: Tensor
     key_cos: Tensor
@@ -63,13 +54,15 @@ class RotorSelfAttention(nn.Module):
         layout, shape = shard.layout, shard.shape
         for name, norm in norms.items():
             self.add_module(name, norm)
-        for name, sizes in shard.shapes().items():
-            module, _, leaf = name.rpartition(".")
-            if module and module not in self._modules:
-                self.add_module(module, Projection())
-            dtype = torch.float32 if shard.tensors[name].float32 else None
-            parameter = nn.Parameter(torch.empty(sizes, dtype=dtype), requires_grad=False)
-            self.get_submodule(module).register_parameter(leaf, parameter)
+        shapes = shard.shapes()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight = shapes.get(f"{name}.weight")
+            linear = weight and nn.Linear(weight[1], weight[0], bias=f"{name}.bias" in shapes)
+            self.register_module(name, linear.requires_grad_(False) if linear else None)
+        for name in ("key_basis", "query_basis", *FLOAT32):
+            dtype = torch.float32 if name in FLOAT32 else None
+            tensor = torch.empty(shapes[name], dtype=dtype) if name in shapes else None
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
         self.folded = layout.folds_keys(shape)
         self.block = layout.rope_block
         if rotation is not None:
@@ -81,10 +74,6 @@ class RotorSelfAttention(nn.Module):
                 self.register_buffer(name, table, persistent=False)
         self.rotates_queries = rotation is not None
         self.rotates_keys = rotation is not None and layout.fast_planes < shape.rotary_planes
-
-    def tensor(self, name: str) -> nn.Parameter | None:
-        """A parameter of this module itself; None where the layer has none of that name."""
-        return self._parameters.get(name)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take this rank's part of a layer's tensors, by their names in the checkpoint.
@@ -114,7 +103,7 @@ class RotorSelfAttention(nn.Module):
         Keys are rotated as they are stored; what lies between them and a row is done where the row is written.
         """
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        value = self.v_proj(hidden_states) if "v_proj" in self._modules else key[..., :0]
+        value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
         if self.rotates_queries:
             assert positions is not None
             query = self._rotated(self._heads(query, "q_norm"), (self.cos, self.sin), positions)

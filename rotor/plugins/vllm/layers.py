@@ -71,13 +71,12 @@ class Plan:
         layout, shape = shard.layout, shard.shape
         # What the file says is of the whole layer.
         kernels = self.kernels[module.index] if self.request.tensor_parallel_size == 1 else default_layer(layout)
-        own = {name: module.tensor(name) for name in ("query_basis", "key_constant", "key_basis", "key_shift")}
         return PagedLayer(
             shard,
             dtype,
-            AttentionParameters(layout, shape, scaling, own["query_basis"], own["key_constant"], softcap),
-            own["key_basis"],
-            own["key_shift"],
+            AttentionParameters(layout, shape, scaling, module.query_basis, module.key_constant, softcap),
+            module.key_basis,
+            module.key_shift,
             (module.cos, module.sin) if layout.in_blocks else None,
             window,
             kernels if layer_served(layout, shape, dtype, device) else None,
