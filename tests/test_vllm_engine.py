@@ -231,7 +231,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     refused(lacking, "layer 1: v_proj.weight is not in the checkpoint")
 
     from rotor.plugins.vllm.quantization import RotorQuantization
-    from rotor.plugins.vllm.versions import refusal
+    from rotor.plugins.vllm.served import refusal
 
     monkeypatch.setattr(RotorQuantization, "refusal", refusal("0.1.0"))
     refused(folder, "vLLM 0.1.0 does not serve compressed checkpoints")

@@ -24,12 +24,11 @@ from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import Rotation, rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
-from rotor.plugins.vllm.architectures import ARCHITECTURES, served_name
 from rotor.plugins.vllm.attention import RotorSelfAttention
 from rotor.plugins.vllm.pages import PagedLayer, Step, within
+from rotor.plugins.vllm.served import ARCHITECTURES, TESTED, refusal, served_name
 from rotor.plugins.vllm.shards import Shard, check_size, dividing_sizes, padded_rows, row_bytes, shard_of
 from rotor.plugins.vllm.stores import OPTION, SEED, hash_seed, keep_apart, prefix_mark
-from rotor.plugins.vllm.versions import TESTED, refusal
 from rotor.runtime.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent

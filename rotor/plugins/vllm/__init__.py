@@ -6,8 +6,7 @@ transformers' integration, and nothing of the offline half.
 
 from __future__ import annotations
 
-from .architectures import ARCHITECTURES, served_name
-from .versions import refusal
+from .served import ARCHITECTURES, refusal, served_name
 
 
 def register() -> None:

@@ -17,10 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    tensor_model_parallel_all_reduce,
-)
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import RowParallelLinear
@@ -43,19 +40,16 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...format.section import CompressedSection, is_compressed
 from ...kernels.rotary import Rotation
-from .architectures import PREFIX
 from .attention import RotorSelfAttention
 from .layers import Loading, Plan
 from .pages import PagedLayer, Step
 from .requests import Request, check_request, separate_stores
+from .served import PREFIX
 
 __all__: list[str] = []
 
 WIDEST_HEAD = 256
 """That vLLM's own attention takes."""
-
-
-# What is asked of vLLM
 
 
 def watch(architecture: str) -> None:
@@ -91,9 +85,6 @@ def _request(vllm_config: Any) -> Request:
         vllm_config.cache_config.cache_dtype,
         vllm_config.lora_config is not None,
     )
-
-
-# The model
 
 
 class Compressed:
@@ -227,9 +218,6 @@ def _both(rotary: Any) -> Tensor:
     return rotary._compute_cos_sin_cache(*arguments)
 
 
-# The cache
-
-
 class RotorCache(nn.Module, AttentionLayerBase):
     """The layer that owns a cache. For vLLM it has one KV head whose content is a token's row in bytes, keys and values
     side by side.
@@ -253,7 +241,7 @@ class RotorCache(nn.Module, AttentionLayerBase):
         self.head_size, self.head_size_v = row_bytes, 0
         self.max_tp_shards, self.output_width = parts, parameters.heads_per_group * parameters.layout.value_width
         self.sliding_window = layer.window
-        self.kv_cache_dtype, self.kv_cache_torch_dtype = "auto", torch.uint8
+        self.kv_cache_dtype = "auto"
         self.kv_sharing_target_layer_name = None
         self.kv_cache = torch.tensor([])
         self.impl = RotorImpl(self.num_heads, row_bytes, parameters.scaling, layer=layer)
@@ -273,7 +261,7 @@ class RotorCache(nn.Module, AttentionLayerBase):
             # Bytes, however they are divided: layers of equal rows share a spec (and a metadata builder).
             "head_size": self.head_size,
             "head_size_v": 0,
-            "dtype": self.kv_cache_torch_dtype,
+            "dtype": torch.uint8,
             "dcp_sharded": False,
             "max_tp_shards": self.max_tp_shards,
         }
@@ -288,12 +276,6 @@ class RotorCache(nn.Module, AttentionLayerBase):
         written = torch.ops.vllm.unified_kv_cache_update(key, value, name)
         torch.ops.vllm.unified_attention_with_output(query, key, value, output, name, kv_cache_dummy_dep=written)
         return output
-
-    def extra_repr(self) -> str:
-        layer: PagedLayer = self.impl.layer
-        groups = ", ".join(group.ranks_in_words for group in layer.parameters.layout.groups)
-        form = layer.parameters.layout.form.in_words(layer.parameters.shape)
-        return f"{form}, ranks=[{groups}], row_bytes={self.head_size}, kernels={layer.kernels is not None}"
 
 
 class RotorImpl(AttentionImpl[AttentionMetadata]):
@@ -329,11 +311,9 @@ class RotorImpl(AttentionImpl[AttentionMetadata]):
 
 
 class RotorBackend(AttentionBackend):
-    """What vLLM asks of an attention, the same for all compressed layers but for graphs and layouts."""
+    """What vLLM asks of an attention that is chosen already: the same for all layers but for graphs and layouts."""
 
     forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto"]
     builder: ClassVar[type[RotorMetadataBuilder]]
     layouts: ClassVar[tuple[KVCacheLayout, ...] | None] = None
 
@@ -356,10 +336,6 @@ class RotorBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [16, 32, 64, 128, 256]  # powers of two, for the kernels
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
