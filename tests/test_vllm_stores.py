@@ -73,9 +73,8 @@ def test_a_stored_prefix_is_found_after_a_restart_and_by_its_own_checkpoint_alon
     assert (tokens, found) == (expected, [0, 0, 0])
     files = sorted(path.name for path in (tmp_path / "store").rglob("*.safetensors"))
     assert files == sorted([f"model.layers.{i}.self_attn.attn.safetensors" for i in range(2)] * len(PROMPTS))
-    assert served(first, options) == [expected, FOUND, seed]
-    moved = shutil.copytree(first, tmp_path / "moved")
-    assert served(moved, options, PYTHONHASHSEED="7")[:2] == [expected, FOUND]
+    moved = Path(shutil.copytree(first, tmp_path / "moved"))
+    assert served(moved, options) == [expected, FOUND, seed]
     tokens, found, its_seed = served(second, options)
     assert (tokens, found) == (other, [0, 0, 0])
     assert its_seed != seed
