@@ -30,14 +30,15 @@ def absorb_kernel(
 ):  # fmt: skip
     """Grid: programs that share the blocks of a sequence, query heads, sequences times TOKENS.
 
-    query: [tokens, num_heads, head_dim], rotated. basis: [HEADS * HEAD_DIM, sum of widths]. key_constant: [num_kv_heads,
-    HEAD_DIM], float32. slow_turns: [blocks, 2, SLOW], fast_turns: [blocks, 2, 2 * FAST], cos and sin of where blocks
-    begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as `decode` takes them. SLOW: cos and sin of slow
-    planes, padded; FAST: fast planes, padded; REST: dimensions that never turn, padded; 0: none. FAST_PLANES, PLANES:
-    fast ones and all. BLOCK 0: one block, at 0.
+    query: [tokens, num_heads, head_dim], rotated. basis: [HEADS * HEAD_DIM, sum of widths]. key_constant:
+    [num_kv_heads, HEAD_DIM], float32. slow_turns: [blocks, 2, SLOW], fast_turns: [blocks, 2, 2 * FAST], cos and sin of
+    where blocks begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as `decode`
+    takes them. SLOW: cos and sin of slow planes, padded; FAST: fast planes, padded; REST: dimensions that never turn,
+    padded; 0: none. FAST_PLANES, PLANES: fast ones and all. BLOCK 0: one block, at 0. ALIGN, BASIS_ALIGN: units of the
+    strides of queries and bases.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
-    OFFSET: tl.constexpr = 0.0 if not CODED or DTYPE == tl.float32 else (1032.0 if DTYPE == tl.float16 else 136.0)
+    OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
     PIECES: tl.constexpr = 4 if CODED else 1
     ROWS: tl.constexpr = HEADS * PER_HEAD
     head = tl.program_id(1)
@@ -88,7 +89,7 @@ def absorb_kernel(
                 of_constant = x * c0 + y * c1
                 high = of_constant.to(DTYPE)
                 low = (of_constant - high.to(tl.float32)).to(DTYPE)
-                two = tl.arange(0, 16)[None, :]
+                two = tl.arange(0, 8)[None, :]
                 constants = tl.where(two == 0, high[:, None], tl.where(two == 1, low[:, None], 0.0)).to(DTYPE)
         still = 0.0
         if REST:
@@ -108,14 +109,14 @@ def absorb_kernel(
             diagonal = (column_plane[:, None] == column_plane[None, :]) & (column_plane < FAST_PLANES)[None, :]
             of_fast = tl.load(own + dimension, mask=diagonal, other=0.0).to(tl.float32)
             of_fast = tl.where(row_sin & (f >= FAST)[None, :], -of_fast, of_fast).to(DTYPE)
-        ones = tl.full((COLUMNS, 16), 1.0, DTYPE)
+        ones = tl.full((COLUMNS, 8), 1.0, DTYPE)
         row = group * (TOKENS * ROWS) + new * ROWS + head % ROWS
         for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
             inside = start + place < blocks
             index = (sequence.to(tl.int64) * max_blocks + start + place) * groups * (TOKENS * ROWS) + row
             at_block = block_0 + start + place
-            shared = tl.zeros((COUNT, 16), tl.float32)
-            sums = tl.zeros((COUNT, 16), tl.float32)
+            shared = tl.zeros((COUNT, 8), tl.float32)
+            sums = tl.zeros((COUNT, 8), tl.float32)
             if SLOW:
                 turns_at = slow_turns + at_block[:, None] * (2 * SLOW) + k[None, :]
                 turn = tl.load(turns_at, mask=inside[:, None], other=0.0)
@@ -135,7 +136,7 @@ def absorb_kernel(
                 if OFFSET > 0:
                     sums = tl.dot(rounded, ones, sums, input_precision=PRECISION)
             if CODED:
-                of_block = tl.sum(shared, 1) + still - (OFFSET / 16) * tl.sum(sums, 1)
+                of_block = tl.sum(shared, 1) + still - (OFFSET / 8) * tl.sum(sums, 1)
                 tl.store(constant + index, of_block * scale, mask=inside)
             if FAST:
                 fast_at = fast_turns + at_block[:, None] * (4 * FAST) + f[None, :]

@@ -155,8 +155,8 @@ def attend_pages(
             step what it was captured for.
         rotation: of layers in blocks: cos and sin by position, [positions, rotary_dim], float32.
         window: a query attends to itself and the window - 1 keys before it.
-        keys: of decoding: what `ranges_of_pages` makes of these lengths, once a step for layers of one window; by default
-            made here.
+        keys: of decoding: what `ranges_of_pages` makes of these lengths, once a step for layers of one window; by
+            default made here.
         total_kv_len: of prompts: no less than all keys together; None asks the device, and waits for it.
         varlen: of prompts: an engine's own attention over packed sequences, see `stock.Varlen`.
         out: [tokens, sum over query heads of value width] to write into.
@@ -237,13 +237,23 @@ def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: to
         return _layer_without_basis(p.layout, p.shape, p.scaling, p.softcap, dtype, device)
     constant = 0 if p.key_constant is None else p.key_constant.data_ptr()
     key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, basis.data_ptr(), constant, _version(basis)
-    known = getattr(basis, "rotor_decoding", None)
-    if known is None or known[0] != key:
+    kept = getattr(basis, "rotor_decoding", None)
+    if kept is None or kept.key != key:
         with torch.inference_mode(False), torch.no_grad():
-            known = key, DecodeLayer(parameters, dtype, device)
-        basis.rotor_decoding = known  # type: ignore[attr-defined]
-    layer: DecodeLayer = known[1]
+            kept = _Kept(key, DecodeLayer(parameters, dtype, device))
+        basis.rotor_decoding = kept  # type: ignore[attr-defined]
+    layer: DecodeLayer = kept.layer
     return layer
+
+
+class _Kept:
+    """What is kept with a tensor, and left behind when that is pickled."""
+
+    def __init__(self, key: Any = None, layer: Any = None) -> None:
+        self.key, self.layer = key, layer
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _Kept, ()
 
 
 @lru_cache(maxsize=4096)

@@ -32,14 +32,14 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     if not CODED:
         return (tile,)
     tile = tile.to(tl.uint16, bitcast=True)
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         return (
             ((tile & 15).to(tl.int32) - 8).to(tl.float32),
             (((tile >> 4) & 15).to(tl.int32) - 8).to(tl.float32),
             (((tile >> 8) & 15).to(tl.int32) - 8).to(tl.float32),
             ((tile >> 12).to(tl.int32) - 8).to(tl.float32),
         )
-    ONES: tl.constexpr = 0x6400 if DTYPE == tl.float16 else 0x4300  # from 1024, or 128, on ones are the last place
+    ONES: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300  # from 1024, or 128, on ones are the last place
     if not ASM:
         return (
             ((tile & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
@@ -47,7 +47,7 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
             (((tile >> 8) & 15) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
             ((tile >> 12) | ONES).to(tl.uint16).to(DTYPE, bitcast=True),
         )
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         a = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
         b = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
         c = tl.inline_asm_elementwise("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,r", [tile], dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
@@ -63,11 +63,11 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def turned(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Both halves of rebuilt planes, rounded and turned: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         return k0 * cos - k1 * sin, k1 * cos + k0 * sin
     k0 = k0.to(DTYPE)
     k1 = k1.to(DTYPE)
-    if ASM and DTYPE == tl.bfloat16:
+    if ASM and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise("{ .reg .b32 t, u, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $3, $5, z; neg.bf16x2 t, t; fma.rn.bf16x2 $0, $2, $4, t; fma.rn.bf16x2 u, $2, $5, z; fma.rn.bf16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     elif ASM:
         return tl.inline_asm_elementwise("{ .reg .b32 t, u; mul.rn.f16x2 t, $3, $5; neg.f16x2 t, t; fma.rn.f16x2 $0, $2, $4, t; mul.rn.f16x2 u, $2, $5; fma.rn.f16x2 $1, $3, $4, u; }", "=r,=&r,r,r,r,r", [k0, k1, cos, sin], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
@@ -76,7 +76,9 @@ def turned(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
         b = k1.to(tl.float32)
         c = cos.to(tl.float32)
         d = sin.to(tl.float32)
-        return (a * c - (b * d).to(DTYPE).to(tl.float32)).to(DTYPE), (b * c + (a * d).to(DTYPE).to(tl.float32)).to(DTYPE)
+        return (a * c - (b * d).to(DTYPE).to(tl.float32)).to(DTYPE), (b * c + (a * d).to(DTYPE).to(tl.float32)).to(
+            DTYPE
+        )
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def page_of(
     block_table, sequence, tile, begin, until, table_stride,
     STEP: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The page of a tile, or of each of its keys where tiles cross pages; entries behind the last key's are not read."""
+    """The page of a tile, or of each key where tiles cross pages; entries behind the last key's are not read."""
     row = block_table + sequence.to(tl.int64) * table_stride
     if PAGE == 0:
         return sequence
@@ -119,7 +121,8 @@ def load_rows(
 
 
 INTEGERS = [
-    "batch_size", "groups", "max_blocks", "query_stride", "key_block", "key_row", "value_block", "value_row", "table_stride", "mask_stride",
+    "batch_size", "groups", "max_blocks", "query_stride", "key_block", "key_row", "value_block", "value_row",
+    "table_stride", "mask_stride",
 ]  # fmt: skip
 """Not specialised on their values: one compiled kernel serves them all."""
 
@@ -139,19 +142,20 @@ def decode_kernel(
 ):  # fmt: skip
     """One slice of the line of tiles.
 
-    query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .]. constant:
-    [batch_size, max_blocks, groups, rows], logits of what all keys of a block share. fast_query: [.., rows, 2, FAST].
+    query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .].
+    constant: [batch_size, max_blocks, groups, rows], logits of what all keys of a block share. fast_query: [.., rows,
+    2, FAST].
     fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS]. fast_constant: [groups, HEADS, 2, FAST]. turns: [2, BLOCK,
     FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]: columns of a piece and the first element
     in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the first place of queries (FOLDED), of the
     basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block, 0: all. FAST: planes, 0:
-    none. LEAN: what all tiles share is loaded anew for each, which frees registers.
+    none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1), turns (2).
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
     PIECES: tl.constexpr = 4 if CODED else 1
     LIVE: tl.constexpr = TOKENS * HEADS * PER_HEAD
-    OFFSET: tl.constexpr = 0.0 if not CODED or DTYPE == tl.float32 else (1032.0 if DTYPE == tl.float16 else 136.0)
+    OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
     program = tl.program_id(0)
     key_row *= KEY_ALIGN
     value_row *= VALUE_ALIGN
@@ -232,28 +236,26 @@ def decode_kernel(
         page = page_of(block_table, sequence, tl.minimum(tile_0 + 1, tile_1 - 1), b, u, table_stride, STEP, KEYS, PAGE)
         for tile in tl.range(tile_0, tile_1, num_stages=STAGES):
             now = ahead
-            after = tl.minimum(tile + 1, tile_1 - 1)
-            ahead = (load_rows(keys, page, after, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
-            if not JOINT:
-                ahead += (load_rows(values, page, after, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
-            after = tl.minimum(tile + 2, tile_1 - 1)
-            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
             z = pieces(now[0], CODED, DTYPE, ASM)
-            zero = tile >> 30 if LEAN else 0
+            zero = tile >> 30 if LEAN % 2 else 0  # which no compiler knows
             if BLOCK > 0:
                 block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
-                c = tl.load(constant + block + row, mask=live, other=0.0)
+                c = (
+                    tl.load(constant + block + row)
+                    if ROWS == LIVE
+                    else tl.load(constant + block + row, mask=live, other=0.0)
+                )
             logits = tl.zeros((KEYS, ROWS), tl.float32)
             if SLOW:
                 for j in tl.static_range(PIECES):
                     if BLOCK > 0:
                         pointers = query + block * (PIECES * COLUMNS) + j * COLUMNS + q_row
-                        q = tl.load(pointers, mask=live[None, :], other=0.0)
+                        q = tl.load(pointers) if ROWS == LIVE else tl.load(pointers, mask=live[None, :], other=0.0)
                     else:
                         q = queries[j]
                     logits = tl.dot(z[j], q, logits, input_precision=PRECISION)
             if FAST > 0:
-                at = place + zero if KEYS == BLOCK else tile * STEP % BLOCK + place
+                at = place + (tile >> 30 if LEAN // 2 else 0) if KEYS == BLOCK else tile * STEP % BLOCK + place
                 if KEYS > STEP:
                     at = tl.minimum(at, BLOCK - 1)
                 turn = turns + at[:, None] * FAST + plane[None, :]
@@ -270,10 +272,16 @@ def decode_kernel(
                         k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
                         k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
                     k0, k1 = turned(k0, k1, cos, sin, DTYPE, ASM)
-                    own = (live & (head // PER_HEAD == h))[None, :]
+                    own = ((head // PER_HEAD == h) if ROWS == LIVE else (live & (head // PER_HEAD == h)))[None, :]
                     f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
                     logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
                     logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
+            after = tl.minimum(tile + 1, tile_1 - 1)
+            ahead = (load_rows(keys, page, after, b, u, width, key_block, key_row, STEP, KEYS, PAGE, COLUMNS, EXACT),)
+            if not JOINT:
+                ahead += (load_rows(values, page, after, b, u, value_width, value_block, value_row, STEP, KEYS, PAGE, VALUE_COLUMNS, VALUE_EXACT),)  # fmt: skip  # noqa: E501
+            after = tl.minimum(tile + 2, tile_1 - 1)
+            page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)
             start = tile * STEP
             if TOKENS > 1:
                 index = (start + place)[:, None]

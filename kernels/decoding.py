@@ -23,7 +23,7 @@ from .absorb import absorb_kernel
 from .decode import decode_kernel
 from .defaults import SLICES_PER_SM, decode_tile
 from .join import join_kernel
-from .launch import device_guard, device_table, padded, sm_count
+from .launch import capability_of, device_guard, device_table, padded, sm_count
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
@@ -161,9 +161,9 @@ class DecodeLayer:
         """Whether all keys of a block share something besides their latents."""
         return self.layout.coded and not (self.folded and self.offset == 0)
 
-    def tiles(self, tokens: int = 1) -> Tile:
+    def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
         """By rule, for so many new tokens."""
-        return decode_tile(self.layout, tokens * self.group_rows)
+        return decode_tile(self.layout, tokens * self.group_rows, capability)
 
     def step(self, tiles: Tile) -> int:
         """Keys from one tile to the next."""
@@ -201,7 +201,7 @@ def assembled() -> bool:
     return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
-ABSORB_WARPS = 4
+ABSORB_WARPS = 2
 
 
 def decode_attention(
@@ -251,7 +251,7 @@ def decode_attention(
     capacity = key.shape[1] if block_table is None else block_table.shape[1] * page
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
-    tiles = tiles or layer.tiles(tokens)
+    tiles = tiles or layer.tiles(tokens, capability_of(key.device))
     programs = programs or sm_count(key.device) * SLICES_PER_SM // max(1, tiles.warps)
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
@@ -311,8 +311,8 @@ def _launch(
     blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
     slots = (programs + batch_size * groups) * rows
     shapes = (
-        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,), (-(-blocks * 2 * layer.fast * ratio // 4),),
-        (slots * layer.pieces * layer.value_columns,), (slots,),
+        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,),
+        (-(-blocks * 2 * layer.fast * ratio // 4),), (slots * layer.pieces * layer.value_columns,), (slots,),
     )  # fmt: skip
     workspace = workspace_on(key.device)
     if workspace is not None:

@@ -42,7 +42,7 @@ class KeyRanges:
 
     @classmethod
     def of_lengths(cls, kv_lens: Tensor, kv_start: Tensor | None = None, window: int | None = None) -> KeyRanges:
-        """One token a sequence, the last of its kv_lens keys; keys before kv_start (left padding) are never attended."""
+        """One token a sequence, the last of its kv_lens keys; those before kv_start (left padding) are not seen."""
         end = kv_lens.int()
         first = torch.zeros_like(end) if kv_start is None else kv_start.int()
         if window is not None:

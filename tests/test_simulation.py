@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rotor.cli.commands import app
+from rotor.cli.speed import parse_lengths
 from rotor.errors import UsageError
 from rotor.export.export import export
 from rotor.format.channels import Channels, Numbers
@@ -17,7 +18,7 @@ from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm,
 from rotor.kernels.schedule import equal_slices, greedy_assignment, makespan, row_block_costs
 from rotor.prediction.devices import find_device
 from rotor.prediction.instructions import group_instructions
-from rotor.prediction.simulation import TILE, layer_tasks, parse_lengths, simulate, simulate_prefill
+from rotor.prediction.simulation import TILE, layer_tasks, simulate, simulate_prefill
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 H200 = find_device("h200", None)

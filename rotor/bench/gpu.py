@@ -137,7 +137,8 @@ def _of_job(job: Job, left_s: float) -> list[dict[str, Any]]:
     if job.part == "tests" and done.returncode == 5:
         return [{**about, "status": "skipped", "why": "no test of it is for this device"}]
     if done.returncode:
-        text = (done.stdout + done.stderr).strip().splitlines()
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        text = [line for line in lines if not line.startswith('{"')]
         found.append({**about, "status": "failed", "why": " / ".join(text[-4:])[-1000:]})
     return found or [{**about, "status": "ok"}]
 

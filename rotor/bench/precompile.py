@@ -68,7 +68,7 @@ class CountedLayer:
     """A layer's step on one architecture.
 
     layers: that are alike. instructions_per_key: of all kernels of its step, a key and KV head.
-    spilled_bytes: the most of a kernel. memory_s, issue_s: the two limits of attention. share: of the uncompressed
+    spilled_bytes: the most of a kernel of it. memory_s, issue_s: the limits of attention. share: of the uncompressed
     layer's attention, the larger of the two.
     """
 
@@ -236,15 +236,24 @@ def _layer(
     known = not any(kernel.error for kernel in kernels)
     a_key = sum(by_pipe.values())
     size, heads = layer_bytes(subject.layout, subject.shape, subject.dtype.itemsize), subject.shape.num_kv_heads
-    limits: tuple[float | None, ...] = (None, None, None)
+    memory = issue = share = None
     if device is not None and known:
         time = LayerTime.of(step.keys * size, step.keys * heads * a_key, 0.0, device)
-        base = uncompressed_layer_time(subject.shape, device, step).attention_s
-        limits = device.read_seconds(time.cache_bytes), device.issue_seconds(time.instructions), time.attention_s / base
-    spilled = max((kernel.spilled_bytes or 0 for kernel in kernels), default=0)
-    about = subject.name, f"sm_{arch}", subject.layers, a_key if known else None, spilled
-    pipes = {pipe: round(n, 3) for pipe, n in by_pipe.most_common()}
-    return CountedLayer(*about, pipes, size / heads, *limits, kernels)
+        memory, issue = device.read_seconds(time.cache_bytes), device.issue_seconds(time.instructions)
+        share = time.attention_s / uncompressed_layer_time(subject.shape, device, step).attention_s
+    return CountedLayer(
+        layout=subject.name,
+        arch=f"sm_{arch}",
+        layers=subject.layers,
+        instructions_per_key=a_key if known else None,
+        spilled_bytes=max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.by_pipe), default=0),
+        by_pipe={pipe: round(float(n), 3) for pipe, n in by_pipe.most_common()},
+        bytes_per_key=size / heads,
+        memory_s=memory,
+        issue_s=issue,
+        share=share,
+        kernels=kernels,
+    )
 
 
 def _dump(folder: Path, name: str, cubin: bytes, sass: str, ptx: str) -> None:
@@ -269,7 +278,7 @@ def count_specialisation(wanted: Specialisation, arch: int) -> Counts:
 
     kind, width, rows, fast_planes, kv_heads, rope_block = wanted
     latent = Numbers(width) if "numbers" in kind else Channels(n4=width)
-    joint = kind.startswith("joint")
+    joint = kind == "joint"
     groups = (
         GroupLayout(tuple(range(i, i + kv_heads)), latent, None if joint else latent) for i in range(0, 8, kv_heads)
     )

@@ -13,7 +13,6 @@ from ..format.layout import AttentionShape, GroupLayout, LayerLayout, pre_rope
 from ..kernels import truth as float64
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.rotary import rotate
-from ..prediction.cost import Work, least_work
 
 ROPE_THETA = 10000.0
 CHECKED_QUERIES = 32
@@ -79,6 +78,38 @@ class Problem:
         return least_work(self.layout, self.shape, self.seq_len, self.batch_size, self.dtype.itemsize, past)
 
 
+@dataclass(frozen=True)
+class Work:
+    """The least that attention reads and multiplies, whatever computes it: what measured times are compared with."""
+
+    cache_bytes: float
+    flops: float
+
+    def seconds(self, bandwidth_bytes_per_s: float, matmul_flops_per_s: float) -> float:
+        return max(self.cache_bytes / bandwidth_bytes_per_s, self.flops / matmul_flops_per_s)
+
+
+def least_work(
+    layout: LayerLayout, shape: AttentionShape, seq_len: int, batch_size: int, element_bytes: int = 2, past: int = 0
+) -> Work:
+    """Attention of a layer over new tokens: the cache once, and products of each query with the keys up to its own.
+
+    Keys whose planes are all fast are counted as rebuilt once; projections are not counted.
+
+    Args:
+        seq_len: new tokens of a sequence. past: cached ones before them.
+    """
+    pairs = batch_size * (seq_len * (seq_len + 1) / 2 + seq_len * past)
+    tokens = batch_size * (seq_len + past)
+    rebuilt = bool(shape.rotary_dim) and layout.fast_planes == shape.rotary_planes
+    flops = 0.0
+    for group in layout.groups:
+        heads, width = len(group.kv_heads), shape.head_dim if rebuilt else group.key.width
+        flops += 2 * heads * shape.heads_per_kv * (width + group.values.width) * pairs
+        flops += 2 * heads * group.key.width * shape.head_dim * tokens if rebuilt else 0
+    return Work(tokens * float(sum(layout.row_bytes(element_bytes))), flops)
+
+
 def uncompressed_layout(shape: AttentionShape) -> LayerLayout:
     """Every KV head a group of full width: the cache of the uncompressed model as rows of numbers.
 
@@ -133,7 +164,8 @@ def random_problem(
         else:
             rows.append(normal(batch_size, 1, kv_len, width if size else 0).to(dtype))
     rotation = rotation if layout.in_blocks else None
-    return Problem(layout, shape, shape.head_dim**-0.5, query.to(dtype), *rows, basis, constant, rotation)
+    scaling, (key, value) = shape.head_dim**-0.5, rows
+    return Problem(layout, shape, scaling, query.to(dtype), key, value, basis, constant, rotation)
 
 
 def paged_rows(problem: Problem, page: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

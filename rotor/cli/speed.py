@@ -167,7 +167,7 @@ def schedule(
     from ..bench.provenance import provenance
     from ..models.compressed import CompressedCheckpoint
     from ..prediction.devices import find_device
-    from ..prediction.simulation import parse_lengths, simulate, simulate_prefill
+    from ..prediction.simulation import simulate, simulate_prefill
 
     tokens = parse_lengths(lengths)
     checkpoint = CompressedCheckpoint(folder)
@@ -194,6 +194,21 @@ def schedule(
             f"Prefill of {chunk} tokens each as FDC has it, time over that of even loads: row blocks alike "
             f"{prefill.equal:.3f}, of B_r rows {prefill.balanced:.3f}"
         )
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Parse `32768`, `200,16000`, `8x32768,64x100`: keys of each sequence.
+
+    Raises:
+        UsageError: not of that form.
+    """
+    lengths: list[int] = []
+    for item in text.split(","):
+        count, times, length = item.strip().rpartition("x")
+        if not length.isdigit() or (times and not count.isdigit()):
+            raise UsageError(f"--lengths {text}: {item.strip()!r} is not a number of tokens.", "Example: 8x32768,200")
+        lengths += [int(length)] * int(count or 1)
+    return lengths
 
 
 @app.command(epilog="Example: rotor traffic out/demo --processes 2,4,8 --measure 2 --plot traffic.png")

@@ -27,10 +27,7 @@ from .instructions import group_instructions
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The load of one decode step: sequences in the batch, tokens that each attends to, bytes of a stored number.
-
-    In a layer with a sliding window, context_tokens is at most the window. Weights and cache have the same dtype.
-    """
+    """The load of one decode step: tokens that each sequence attends to, sequences, bytes of a stored number."""
 
     context_tokens: int
     batch_size: int
@@ -132,42 +129,10 @@ def uncompressed_decode_time(shape: AttentionShape, device: Device, batch_size: 
 
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
-    """Of attention in all layers, projections among it."""
+    """Of attention in all layers with their projections."""
     return sum(layer_time(layout, shape, device, step).seconds for layout in layouts)
 
 
 def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:
-    """Predict `decode_seconds` of the uncompressed model."""
+    """The same before compression."""
     return shape.num_layers * uncompressed_layer_time(shape, device, step).seconds
-
-
-@dataclass(frozen=True)
-class Work:
-    """The least that attention reads and multiplies, whatever computes it: what measured times are compared with."""
-
-    cache_bytes: float
-    flops: float
-
-    def seconds(self, bandwidth_bytes_per_s: float, matmul_flops_per_s: float) -> float:
-        return max(self.cache_bytes / bandwidth_bytes_per_s, self.flops / matmul_flops_per_s)
-
-
-def least_work(
-    layout: LayerLayout, shape: AttentionShape, seq_len: int, batch_size: int, element_bytes: int = 2, past: int = 0
-) -> Work:
-    """Attention of a layer over new tokens: the cache once, and products of each query with the keys up to its own.
-
-    Keys whose planes are all fast are counted as rebuilt once; projections are not counted.
-
-    Args:
-        seq_len: new tokens of a sequence. past: cached ones before them.
-    """
-    pairs = batch_size * (seq_len * (seq_len + 1) / 2 + seq_len * past)
-    tokens = batch_size * (seq_len + past)
-    rebuilt = bool(shape.rotary_dim) and layout.fast_planes == shape.rotary_planes
-    flops = 0.0
-    for group in layout.groups:
-        heads, width = len(group.kv_heads), shape.head_dim if rebuilt else group.key.width
-        flops += 2 * heads * shape.heads_per_kv * (width + group.values.width) * pairs
-        flops += 2 * heads * group.key.width * shape.head_dim * tokens if rebuilt else 0
-    return Work(tokens * float(sum(layout.row_bytes(element_bytes))), flops)

@@ -5,7 +5,8 @@ key and group: of decoding, and of absorbing queries for each block of positions
 
 What the table does not have follows from what it has. Widths, query rows and fast planes are padded to the next entry,
 as kernels pad them. What rebuilding planes adds is taken in proportion to planes times KV heads; what shorter blocks
-of positions multiply by, as in the nearest width and rows. Keys and values of different widths cost the mean of both.
+of positions multiply by, as in the nearest width and rows. Keys and values of different widths cost the mean of both;
+joint latents of numbers as much as two of them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SHORT_BLOCKS = (16, 32)
 
 
 class Specialisation(NamedTuple):
-    """What a kernel is compiled for. kind: `joint`, `apart` (of codes), `joint-numbers` or `numbers`.
+    """What a kernel is compiled for. kind: `joint`, `apart` (of codes) or `numbers`.
 
     rope_block: of joint latents; the table has the others for all positions.
     """
@@ -57,7 +58,7 @@ class Specialisation(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Warp instructions a key and group: of decoding, and of absorbing queries for blocks of BLOCK positions.
+    """Warp instructions a key and group: of decoding, and of absorbing queries, for blocks of BLOCK positions or once.
 
     spilled_bytes: of a thread's registers.
     """
@@ -75,7 +76,7 @@ def grid() -> list[Specialisation]:
     found = []
     for rows in ROWS:
         for width in WIDTHS:
-            found += [Specialisation(kind, width, rows) for kind in ("joint", "apart", "numbers", "joint-numbers")]
+            found += [Specialisation(kind, width, rows) for kind in ("joint", "apart", "numbers")]
             rebuilt = REBUILT if rows <= FEW_ROWS else REBUILT[-1:]
             found += [Specialisation("joint", width, rows, *each) for each in rebuilt]
     short = [(width, rows, block) for width in WIDTHS[:2] for rows in ROWS[:2] for block in SHORT_BLOCKS]
@@ -109,44 +110,31 @@ def kind_of(layout: LayerLayout) -> str:
     """Of a layer's kernels; see Specialisation."""
     if layout.coded:
         return "joint" if layout.joint else "apart"
-    return "joint-numbers" if layout.joint else "numbers"
+    return "numbers"
 
 
+@lru_cache(maxsize=1 << 14)
 def group_instructions(layout: LayerLayout, group: GroupLayout, shape: AttentionShape) -> float:
-    """Warp instructions of a step for one cached key of one group: all of its KV heads and their query heads."""
-    return _group_instructions(
-        kind_of(layout),
-        padded_width(group.key),
-        padded_width(group.values),
-        len(group.kv_heads) * shape.heads_per_kv,
-        layout.fast_planes,
-        len(group.kv_heads),
-        layout.rope_block,
-        shape.head_dim,
-    )
+    """Warp instructions of a step for one cached key of one group: all of its KV heads and their query heads.
+
+    Of more rows than the table has, that many launches' worth; of wider latents, in proportion.
+    """
+    kv_heads = len(group.kv_heads)
+    rows, most = kv_heads * shape.heads_per_kv, ROWS[-1]
+    launches, padded = -(-rows // most), next((r for r in ROWS if r >= rows), most)
+    block = layout.rope_block or BLOCK
+    absorbed = rows / (launches * padded) * shape.head_dim / HEAD_DIM * BLOCK / block if shape.rotary_dim else 0.0
+    total = 0.0
+    for width in (padded_width(group.key), padded_width(group.values)):
+        sizes = min(width, WIDTHS[-1]), padded, layout.fast_planes, kv_heads, block
+        counts = look_up(bundled_table(), Specialisation(kind_of(layout), *sizes))
+        total += (counts.decode + absorbed * counts.absorb) * max(1.0, width / WIDTHS[-1]) / 2
+    return launches * total
 
 
 def padded_width(latent: Latent) -> int:
     """Places that a kernel gives a latent: the next of WIDTHS, or a multiple of the last."""
     return next((width for width in WIDTHS if width >= latent.width), -(-latent.width // WIDTHS[-1]) * WIDTHS[-1])
-
-
-@lru_cache(maxsize=1 << 16)
-def _group_instructions(
-    kind: str, key: int, value: int, rows: int, fast: int, kv_heads: int, rope_block: int | None, head_dim: int
-) -> float:
-    """Of more rows than the table has, that many launches' worth; of wider latents, in proportion."""
-    most = ROWS[-1]
-    launches = -(-rows // most)
-    padded = next((r for r in ROWS if r >= rows), most)
-    block = BLOCK if rope_block is None else rope_block
-    total = 0.0
-    for width in (key, value):
-        wanted = Specialisation(kind, min(width, WIDTHS[-1]), padded, fast, kv_heads, block)
-        counts = look_up(bundled_table(), wanted)
-        absorb = 0.0 if rope_block is None else counts.absorb * BLOCK / block * head_dim / HEAD_DIM
-        total += (counts.decode + absorb) * max(1.0, width / WIDTHS[-1]) / 2
-    return launches * total
 
 
 def look_up(table: Table, wanted: Specialisation) -> Counts:

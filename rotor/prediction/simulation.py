@@ -190,18 +190,3 @@ def simulate_prefill(
         equal += makespan(alike, sms)
         balanced += makespan(costs([rows for rows, _ in balanced_row_blocks(widths)]), sms)
     return PrefillBalance(equal / mean, balanced / mean)
-
-
-def parse_lengths(text: str) -> list[int]:
-    """Parse `32768`, `200,16000`, `8x32768,64x100`: keys of each sequence.
-
-    Raises:
-        UsageError: not of that form.
-    """
-    lengths: list[int] = []
-    for item in text.split(","):
-        count, times, length = item.strip().rpartition("x")
-        if not length.isdigit() or (times and not count.isdigit()):
-            raise UsageError(f"--lengths {text}: {item.strip()!r} is not a number of tokens.", "Example: 8x32768,200")
-        lengths += [int(length)] * int(count or 1)
-    return lengths

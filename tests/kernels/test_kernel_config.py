@@ -61,7 +61,7 @@ def test_nonsense_is_refused_by_name(field, value, message) -> None:
 
 
 def test_the_file_of_another_model_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="expected 2, as in config.json"):
+    with pytest.raises(CheckpointError, match="expected 2, as in config"):
         default_config(LAYOUTS).check(LAYOUTS[:2])
     with pytest.raises(CheckpointError, match=r"layers\[0\].layout: .* expected the layer of config.json, 'apart"):
         default_config(LAYOUTS).check(LAYOUTS[::-1])
