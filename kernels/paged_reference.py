@@ -1,22 +1,81 @@
-"""Attention over rows in pages in plain PyTorch: a serving engine's path on a CPU and wherever a kernel does not fit.
-
-Pages are gathered a block of keys at a time, so that no sequence is ever contiguous as a whole. Both kinds of rows are
-bytes here: numbers of the model's dtype, or codes.
-"""
+"""Rows in pages in plain PyTorch, written and attended to: a serving engine's path wherever kernels do not serve."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rotor.format.columns import Columns
-from rotor.format.layout import GroupClass
+from rotor.format.layout import LayerLayout
 
 from .parameters import AttentionParameters
-from .rows import unpack
-from .running_softmax import attend_in_blocks
+from .reference import partial_attention
+from .rotary import Rotation, when_read
+from .rows import pack_layer
+
+
+def write_rows(
+    latents: Tensor, values: Tensor, layout: LayerLayout, pages: tuple[Tensor, Tensor], slots: Tensor
+) -> None:
+    """Put new rows into their slots.
+
+    Args:
+        latents: of keys, [tokens, key_rank]. values: [tokens, value_rank]; not read of joint latents.
+        pages: of keys and values, as in `attend_pages`.
+        slots: [tokens]: page times page_size plus the row in it. Nothing is kept of a token where it is negative:
+            without asking the host it goes into page 0, which engines give to nobody.
+    """
+    page_size = pages[0].shape[1]
+    slots = slots.clamp(min=0).long()
+    page, row = slots // page_size, slots % page_size
+    pages[0][page, row] = pack_layer(latents, layout, keys=True)
+    if not layout.joint:
+        pages[1][page, row] = pack_layer(values, layout, keys=False)
+
+
+def attend_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    *,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    rotation: Rotation | None = None,
+    window: int | None = None,
+    out: Tensor,
+) -> None:
+    """As `attention.attend_pages`: requests of one token and of similar lengths at once, others one by one.
+
+    Args:
+        starts: tokens before each sequence, and all. lengths: at least the keys of each; both known to the host.
+    """
+
+    def attend(queries: Tensor, own: list[int]) -> Tensor:
+        heads = queries.transpose(1, 2) if queries.dim() == 4 else queries
+        most, tables = max(lengths[i] for i in own), (block_table[own], kv_lens[own])
+        return paged_attention(heads, key, value, parameters, *tables, most, rotation=rotation, window=window)
+
+    for own in alike([i for i in range(len(lengths)) if starts[i + 1] - starts[i] == 1], lengths):
+        singles = torch.tensor([starts[i] for i in own], device=query.device)
+        out[singles] = attend(query[singles].unsqueeze(1), own)[:, 0]
+    for i in range(len(lengths)):
+        if starts[i + 1] - starts[i] > 1:
+            tokens = slice(starts[i], starts[i + 1])
+            out[tokens] = attend(query[None, tokens], [i])[0]
+
+
+def alike(requests: list[int], lengths: list[int]) -> list[list[int]]:
+    """Requests in groups, so that the longest of each is at most twice the shortest (or one block)."""
+    groups: list[list[int]] = []
+    shortest = 0
+    for index in sorted(requests, key=lambda i: lengths[i]):
+        if not groups or lengths[index] > max(2 * shortest, 64):
+            groups.append([])
+            shortest = lengths[index]
+        groups[-1].append(index)
+    return groups
 
 
 def paged_attention(
@@ -28,105 +87,47 @@ def paged_attention(
     kv_lens: Tensor,
     longest: int,
     *,
-    key_rotation: tuple[Tensor, Tensor] | None = None,
+    rotation: Rotation | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of each sequence over its pages, which hold these tokens' own rows already.
 
     Args:
-        query: domain `pre`: [batch_size, seq_len, num_heads, head_dim], rotated; else projected, [batch_size, seq_len,
-            sum over query heads of qk_rank]. All sequences have seq_len new tokens.
-        key, value: pages of rows, [num_pages, page_size, bytes] each, uint8; views of any strides.
+        query: [batch_size, num_heads, seq_len, head_dim], rotated, or absorbed [batch_size, seq_len, sum over query
+            heads of width], as in `reference.attention`. All sequences have seq_len new tokens.
+        key, value: pages of rows, [num_pages, page_size, bytes] uint8 or of numbers [.., width]; views of any strides.
         block_table: [batch_size, pages of a sequence], integers.
         kv_lens: [batch_size]: tokens of each sequence, the new ones among them.
         longest: at least the largest of these, known to the host.
-        key_rotation: in domain `pre`: cos and sin by position, [positions, rotary_dim].
+        rotation: of layers in blocks: RoPE's cos and sin by position, [positions, rotary_dim].
         window: a query attends to itself and the window - 1 keys before it.
     Returns:
-        [batch_size, seq_len, sum over query heads of v_rank] in query's dtype.
+        [batch_size, seq_len, sum over query heads of value width] in query's dtype.
     """
-    page_size, seq_len = key.shape[1], query.shape[1]
-    new = torch.arange(seq_len, device=query.device)
-    position = kv_lens[:, None].long() - seq_len + new  # of the queries
-    span, first_page = longest, None
+    page_size, seq_len = key.shape[1], query.shape[1 if query.dim() == 3 else 2]
+    kv_lens = kv_lens.long()
+    position = kv_lens[:, None] - seq_len + torch.arange(seq_len, device=query.device)  # of the queries
+    span, first_page = longest, torch.zeros_like(kv_lens)
     if window is not None:
         first_page = (position[:, 0] - window + 1).clamp(min=0) // page_size
-        span = min(longest, (window + seq_len) // page_size * page_size + 2 * page_size)
-    pages = _Pages(block_table, kv_lens.long(), first_page, page_size)
+        span = min(longest, window + seq_len + page_size)
+    places = first_page[:, None] * page_size + torch.arange(span, device=query.device)  # of the keys
+    index = (places // page_size).clamp(max=block_table.shape[1] - 1)
+    pages = block_table.gather(1, index).long()
+    stored = places < kv_lens[:, None]
 
-    def rows(cls: GroupClass) -> tuple[_PagedRows, _PagedRows]:
-        qk_byte, v_byte = parameters.layout.byte_offsets(query.element_size())[cls.start]
-        return (
-            _PagedRows(key, pages, qk_byte, cls.count, cls.qk_rank, cls.qk_columns, query.dtype),
-            _PagedRows(value, pages, v_byte, cls.count, cls.v_rank, cls.v_columns, query.dtype),
-        )
+    def gathered(rows: Tensor) -> Tensor:
+        """[num_pages, page_size, bytes] -> [batch_size, 1, span, bytes]; zeros where pages hold anything, NaN too."""
+        found = rows[pages, places % page_size]
+        return found.masked_fill_(~stored[..., None], 0).unsqueeze(1)
 
-    def mask(of_heads: slice, start: int, end: int) -> Tensor:
-        keys = pages.positions(start, end)[:, None]
-        seen = keys <= position[..., None]
-        if window is not None:
-            seen &= keys > position[..., None] - window
-        return seen[:, None]
-
-    rotation = None
-    if key_rotation is not None:
-        cos, sin = key_rotation
-
-        def rotation(cls: GroupClass, start: int, end: int) -> tuple[Tensor, Tensor]:
-            keys = pages.positions(start, end).clamp(max=len(cos) - 1)[:, None, None]
-            return cos[keys], sin[keys]
-
-    heads_first = query.transpose(1, 2) if query.dim() == 4 else query
-    output, _ = attend_in_blocks(heads_first, rows, parameters, span, mask, rotation, step=page_size)
-    return output.to(query.dtype)
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """Where the keys of each sequence are, from the page `first` of each on (None: from its beginning)."""
-
-    table: Tensor
-    kv_lens: Tensor
-    first: Tensor | None
-    size: int
-
-    def positions(self, start: int, end: int) -> Tensor:
-        """In their sequences, [batch_size, end - start]."""
-        index = torch.arange(start, end, device=self.table.device).expand(len(self.table), -1)
-        return index if self.first is None else index + self.first[:, None] * self.size
-
-    def gather(self, rows: Tensor, start: int, end: int) -> Tensor:
-        """[num_pages, page_size, bytes] -> [batch_size, end - start, bytes]; zeros behind a sequence's end.
-
-        `start` is a multiple of the page size.
-        """
-        index = torch.arange(start // self.size, -(-end // self.size), device=self.table.device)
-        index = index.expand(len(self.table), -1)
-        if self.first is not None:
-            index = index + self.first[:, None]
-        own = self.table.gather(1, index.clamp(max=self.table.shape[1] - 1).long())
-        found = rows[own.long()].flatten(1, 2)[:, : end - start]
-        # Pages hold anything there, NaN too.
-        return found.masked_fill_((self.positions(start, end) >= self.kv_lens[:, None])[..., None], 0)
-
-
-@dataclass(frozen=True)
-class _PagedRows:
-    """The groups of a class in the pages of a layer: `first` bytes are before them in each row."""
-
-    rows: Tensor
-    pages: _Pages
-    first: int
-    count: int
-    rank: int
-    columns: Columns | None
-    dtype: torch.dtype
-
-    def block(self, start: int, end: int) -> Tensor:
-        each = self.rank * self.dtype.itemsize
-        if self.columns is not None:
-            each = self.columns.row_bytes(self.dtype.itemsize)
-        own = self.rows[..., self.first : self.first + self.count * each]
-        groups = self.pages.gather(own, start, end).unflatten(-1, (self.count, each))
-        numbers = groups.view(self.dtype) if self.columns is None else unpack(groups, self.columns, self.dtype)
-        return numbers.transpose(1, 2)
+    seen = places[:, None] <= position[..., None]
+    if window is not None:
+        seen &= places[:, None] > position[..., None] - window
+    key_rotation = None
+    if rotation is not None:
+        own = places.clamp(max=len(rotation[0]) - 1)
+        key_rotation = when_read(rotation, parameters.layout.form, own[0] if window is None else own.unsqueeze(1))
+    keys = gathered(key)
+    values = keys if parameters.layout.joint else gathered(value)
+    return partial_attention(query, keys, values, parameters, key_rotation, seen.unsqueeze(1))[0].to(query.dtype)

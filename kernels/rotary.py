@@ -26,9 +26,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     own = x[..., :rotary_dim]
     first, second = own.chunk(2, dim=-1)
     own = own * cos + torch.cat([-second, first], dim=-1) * sin
-    return (
-        own if rotary_dim == x.shape[-1] else torch.cat([own, x[..., rotary_dim:].expand(*own.shape[:-1], -1)], dim=-1)
-    )
+    if rotary_dim == x.shape[-1]:
+        return own
+    return torch.cat([own, x[..., rotary_dim:].expand(*own.shape[:-1], -1)], dim=-1)
 
 
 def within_blocks(rotation: Rotation, positions: Tensor, form: KeyForm) -> Rotation:
@@ -47,19 +47,22 @@ def within_blocks(rotation: Rotation, positions: Tensor, form: KeyForm) -> Rotat
     return torch.where(fast, 1.0, cos), torch.where(fast, 0.0, sin)
 
 
-def when_read(rotation: Rotation, form: KeyForm) -> Rotation:
+def when_read(rotation: Rotation, form: KeyForm, positions: Tensor | None = None) -> Rotation:
     """cos and sin of stored keys when they are read: slow planes to the beginning of their block, fast ones fully.
 
     Args:
         rotation: by position, [kv_len, rotary_dim]; the first position is a multiple of the block.
         form: with a rope_block.
+        positions: of the keys, rows of `rotation`; None is all of these.
+    Returns:
+        [*positions, rotary_dim] each.
     """
     assert form.rope_block is not None
     cos, sin = rotation
-    index = torch.arange(len(cos), device=cos.device)
+    index = torch.arange(len(cos), device=cos.device) if positions is None else positions
     start = index - index % form.rope_block
     fast = _fast(form, cos)
-    return torch.where(fast, cos, cos[start]), torch.where(fast, sin, sin[start])
+    return torch.where(fast, cos[index], cos[start]), torch.where(fast, sin[index], sin[start])
 
 
 def _fast(form: KeyForm, cos: Tensor) -> Tensor:

@@ -21,23 +21,7 @@ from shortcuts import (
     one_trial_of_the_bundled_tokenizer,
     plots_as_they_fall,
 )
-from transformers import (
-    AutoModelForCausalLM,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    OPTConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from tiny_models import CONFIGS, LLAMA3_ROPE, MOE, NO_ROPE, SIZES, build_tiny  # noqa: F401
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
@@ -53,117 +37,6 @@ settings.register_profile("fuzz", max_examples=2000, print_blob=True)
 settings.load_profile("bounded")  # unless --hypothesis-profile=fuzz says otherwise
 
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
-
-COMMON = {
-    "vocab_size": 4096,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 256,
-}
-SIZES = COMMON | {
-    "intermediate_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "tie_word_embeddings": True,
-}
-IMPLIED_HEAD_DIM = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"hidden_size": 128}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(36)],
-    "long_factor": [2.0 + 0.3 * i for i in range(36)],
-    "partial_rotary_factor": 0.75,
-    "original_max_position_embeddings": 128,
-}
-FALCON = COMMON | {"hidden_size": 64, "num_attention_heads": 4}
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**SIZES, attention_bias=True, rope_parameters=LLAMA3_ROPE),
-    "mistral": lambda: MistralConfig(**SIZES, sliding_window=12),
-    "mixtral": lambda: MixtralConfig(
-        **SIZES | {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-    "qwen2": lambda: Qwen2Config(**IMPLIED_HEAD_DIM),
-    "qwen2_moe": lambda: Qwen2MoeConfig(
-        **IMPLIED_HEAD_DIM | {"tie_word_embeddings": False},
-        **MOE,
-        shared_expert_intermediate_size=32,
-        mlp_only_layers=[1],
-    ),
-    "qwen3": lambda: Qwen3Config(**SIZES),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **MOE),
-    "phi3": lambda: Phi3Config(
-        **COMMON | {"hidden_size": 192},
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        original_max_position_embeddings=128,
-        rope_parameters=LONGROPE,
-    ),
-    "gemma2": lambda: Gemma2Config(
-        **SIZES, sliding_window=12, attn_logit_softcapping=2.0, final_logit_softcapping=10.0, query_pre_attn_scalar=24
-    ),
-    "gemma3_text": lambda: Gemma3TextConfig(
-        **SIZES,
-        sliding_window=12,
-        layer_types=["sliding_attention", "full_attention"],
-        query_pre_attn_scalar=24,
-    ),
-    "gpt_neox": lambda: GPTNeoXConfig(
-        **COMMON | {"hidden_size": 160}, num_attention_heads=2, intermediate_size=64, rotary_pct=0.25
-    ),
-    "opt": lambda: OPTConfig(
-        **COMMON | {"hidden_size": 160, "pad_token_id": 1}, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=64
-    ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=4096, bos_token_id=0, eos_token_id=0, n_embd=64, n_layer=2, n_head=4, n_positions=256
-    ),
-    "falcon": lambda: FalconConfig(**FALCON),
-    "falcon-40b": lambda: FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
-    "falcon-rw": lambda: FalconConfig(**FALCON, multi_query=False, parallel_attn=False, bias=True),
-}
-"""One tiny config a family, and one a layout of Falcon's fused projection.
-
-Between them: biases, tied embeddings, scaled RoPE (llama, phi3), partial rotary (phi3, gpt_neox), sliding windows
-shorter than the sequences, per-head norms, two RoPEs (gemma3_text), a soft cap, no RoPE, Conv1D, one KV head (falcon),
-a dense layer among sparse ones (qwen2_moe), head_dim 48, 80 and 96, and other than hidden_size / num_attention_heads.
-"""
-
-NO_ROPE = frozenset({"gpt2", "opt"})
-
-
-def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **save: object) -> Path:
-    """A tiny model with random weights large enough that attention is not uniform; biases and norms random too."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]())
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or "ln_" in name:
-                parameter.add_(0.2 * noise)
-            elif parameter.dim() == 1:
-                parameter.copy_(0.3 * noise)
-            else:
-                parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
-    model.to(dtype).save_pretrained(folder, **save)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

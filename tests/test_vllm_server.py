@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coded_models import write_pair
+from random_layers import NARROW, WIDE, groups_of, write_random
 from vllm_engine import NEW_TOKENS, PROMPTS, ROOT, expected_tokens, make_prompts
 
-from rotor.format.layout import kv_bytes_per_token
+from rotor.format.layout import KeyForm, kv_bytes_per_token
 from rotor.models.compressed import CompressedCheckpoint
 
 pytestmark = pytest.mark.vllm
@@ -113,7 +113,8 @@ def tokens_of(address: str, prompt: list[int], **options: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pair(tiny("llama"), tmp_path_factory.mktemp("served"), "pre", 2).coded
+    rotor = groups_of(2, KeyForm(64, 3), (WIDE, None), (NARROW, None))
+    return write_random(tiny("llama"), tmp_path_factory.mktemp("served") / "out", rotor)
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.models import registry
 
 from rotor.errors import RotorError
+
+# What vLLM looks up of a model's class it looks up in a process that imports all of vLLM, so that CUDA is not asked.
+registry._run_in_subprocess = lambda look_up: look_up()
 
 ROOT = Path(__file__).parent.parent
 CACHE_BYTES = 2 << 20

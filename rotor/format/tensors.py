@@ -13,13 +13,15 @@ class TensorSpec(NamedTuple):
 
     shape: its sizes. axis: the one along which each group of the layer has a part of its own; None: it has none.
     parts: sizes of these, in the order of the layout. float32: it keeps that dtype whatever the model's is, since it is
-    added before anything is rounded.
+    added before anything is rounded. head_axis: the one along which each KV head of a group has an equal share of the
+    group's part; None: all of them have the whole.
     """
 
     shape: tuple[int, ...]
     axis: int | None = None
     parts: tuple[int, ...] = ()
     float32: bool = False
+    head_axis: int | None = None
 
 
 def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]) -> dict[str, TensorSpec]:
@@ -43,20 +45,20 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
     hidden = shape.hidden_size
     tensors: dict[str, TensorSpec] = {}
 
-    def projection(name: str, parts: tuple[int, ...], shifted: bool = False) -> None:
-        tensors[f"{name}_proj.weight"] = TensorSpec((sum(parts), hidden), 0, parts)
+    def projection(name: str, parts: tuple[int, ...], shifted: bool = False, head_axis: int | None = None) -> None:
+        tensors[f"{name}_proj.weight"] = TensorSpec((sum(parts), hidden), 0, parts, head_axis=head_axis)
         if shifted or name in biases:
-            tensors[f"{name}_proj.bias"] = TensorSpec((sum(parts),), 0, parts)
+            tensors[f"{name}_proj.bias"] = TensorSpec((sum(parts),), 0, parts, head_axis=head_axis)
 
     def times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(count * part for part in parts)
 
-    projection("q", times(heads, (dim,) * len(groups) if rotary else widths))
+    projection("q", times(heads, (dim,) * len(groups) if rotary else widths), head_axis=0)
     projection("k", ranks if folded else (size * dim,) * len(groups), shifted=layout.coded and folded)
     if not (layout.joint and folded):
         projection("v", value_ranks, shifted=layout.coded and not layout.joint)
     outputs = times(heads, value_widths)
-    tensors["o_proj.weight"] = TensorSpec((hidden, sum(outputs)), 1, outputs)
+    tensors["o_proj.weight"] = TensorSpec((hidden, sum(outputs)), 1, outputs, head_axis=1)
     if layout.coded or "o" in biases:
         tensors["o_proj.bias"] = TensorSpec((hidden,))
     if not folded:
@@ -64,10 +66,10 @@ def layer_tensors(layout: LayerLayout, shape: AttentionShape, biases: Collection
         if layout.coded:
             tensors["key_shift"] = TensorSpec((sum(ranks),), 0, ranks, float32=True)
     if rotary:
-        tensors["query_basis"] = TensorSpec((size * dim, sum(widths)), 1, widths)
+        tensors["query_basis"] = TensorSpec((size * dim, sum(widths)), 1, widths, head_axis=0)
         if layout.coded:
             constants = (size,) * len(groups)
-            tensors["key_constant"] = TensorSpec((shape.num_kv_heads, dim), 0, constants, float32=True)
+            tensors["key_constant"] = TensorSpec((shape.num_kv_heads, dim), 0, constants, float32=True, head_axis=0)
     return tensors
 
 

@@ -6,8 +6,7 @@ transformers' integration, and nothing of the offline half.
 
 from __future__ import annotations
 
-from .architectures import ARCHITECTURES, served_name
-from .versions import refusal
+from .served import ARCHITECTURES, refusal, served_name
 
 
 def register() -> None:
@@ -24,11 +23,11 @@ def register() -> None:
     RotorQuantization.refusal = refusal(vllm.__version__)
     if RotorQuantization.refusal is not None:
         return
-    from .requests import watch
+    from .adapter import watch
 
     known = ModelRegistry.get_supported_archs()
     for name in ARCHITECTURES:
         if served_name(name) not in known:
             # By name: a model's module is imported only where such a checkpoint is loaded.
-            ModelRegistry.register_model(served_name(name), f"{__name__}.models:{served_name(name)}")
+            ModelRegistry.register_model(served_name(name), f"{__name__}.adapter:{served_name(name)}")
             watch(name)

@@ -1,149 +1,79 @@
-"""The attention module of a compressed layer in a vLLM model."""
+"""The attention module of a compressed layer in a vLLM model. Plain tensors: what is vLLM's comes in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
-from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 
 from ...errors import CheckpointError
-from ...format.kernel_config import LayerKernels, Schedule
-from ...format.layout import AttentionShape, LayerLayout
-from ...kernels.reference import project_keys, project_queries, rotate
-from ...runtime.families import Family
-from ...runtime.rope_blocks import within_blocks
-from .backend import RotorImpl, use_kernels
-from .cache import RotorCache
-from .pages import LayerPages
-from .rotary import rotation_table
-from .shards import check_tensor, shard_of
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What a layer is to become.
-
-    layout: of the whole layer, as loaded. biases: of q, k, v, o. row_bytes: of a token in the cache. mixed: the model
-    mixes sliding windows and full attention. kernels: None is by rule.
-    """
-
-    index: int
-    family: Family
-    shape: AttentionShape
-    layout: LayerLayout
-    biases: frozenset[str]
-    row_bytes: int
-    mixed: bool
-    schedule: Schedule
-    kernels: LayerKernels | None
+from ...format.tensors import FLOAT32
+from ...kernels.rotary import Rotation, rotate, within_blocks
+from .shards import Shard
 
 
 class RotorSelfAttention(nn.Module):
     """Takes the place of a native attention module; its parameters have the names of the checkpoint.
 
     Args:
-        native: the module that vLLM has built: scale, window, soft cap, norms and rotary embedding are taken over.
+        index: of the layer. shard: this rank's part of it.
+        norms: of queries and keys, by name: the native module's own.
+        rotation: RoPE's cos and sin by position; None in a model without RoPE.
+        reduce: sums outputs over the ranks. returns_tuple: the family's attention returns (output, None).
+
+    attn: the layer of vLLM's that keeps the rows and attends; set by whoever builds it around these parameters.
     """
 
+    attn: nn.Module
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear | None
+    o_proj: nn.Linear
+    key_basis: nn.Parameter | None
+    query_basis: nn.Parameter | None
+    key_shift: nn.Parameter | None
+    key_constant: nn.Parameter | None
     cos: Tensor
     sin: Tensor
-    query_planes: Tensor
-    key_planes: Tensor
+    key_cos: Tensor
+    key_sin: Tensor
 
-    def __init__(self, native: nn.Module, plan: LayerPlan, vllm_config: Any) -> None:
+    def __init__(
+        self,
+        index: int,
+        shard: Shard,
+        norms: dict[str, nn.Module],
+        rotation: Rotation | None,
+        reduce: Callable[[Tensor], Tensor],
+        returns_tuple: bool,
+    ) -> None:
         super().__init__()
-        attn: Any = native.attn
-        shape, family, full = plan.shape, plan.family, plan.layout
-        dtype = vllm_config.model_config.dtype
-        self.tp_size = get_tensor_model_parallel_world_size()
-        shard = self.shard = shard_of(full, shape, get_tensor_model_parallel_rank(), self.tp_size)
-        layout = self.layout = shard.layout
-        self.index, self.head_dim, self.heads_per_kv = plan.index, shape.head_dim, shape.heads_per_kv
-        self.returns_tuple = family.layer_returns_tuple
-        # Falcon sums the outputs of attention and MLP over the ranks together.
-        self.reduces = all(m.reduce_results for m in native.modules() if isinstance(m, RowParallelLinear))
-        self.norms = family.norms
-        for norm in family.norms:
-            self.add_module(norm, native.get_submodule(norm))
-
-        name = attn.layer_name
-        prefix = name.rsplit(".", 1)[0]
-        # The means of codes are biases where the model has none.
-        shifted = {"o"} | ({"k"} if full.folded_keys else set()) | (set() if full.joint else {"v"})
-        biases = plan.biases | shifted if full.coded else plan.biases
-
-        def linear(columns: int, rows: int, which: str) -> ReplicatedLinear:
-            return ReplicatedLinear(
-                columns, rows, bias=which in biases, prefix=f"{prefix}.{which}_proj", return_bias=False
-            )
-
-        hidden = shape.hidden_size
-        self.q_proj = linear(hidden, shard.width("q_proj"), "q")
-        self.k_proj = linear(hidden, shard.width("k_proj"), "k")
-        if not (full.joint and full.folded_keys):
-            self.v_proj = linear(hidden, shard.width("v_proj"), "v")
-        self.o_proj = linear(shard.width("o_proj"), hidden, "o")
-
-        def parameter(wanted: bool, *sizes: int, of: torch.dtype | None = None) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(sizes, dtype=of), requires_grad=False) if wanted else None
-
-        columns = shard.width("key_columns")
-        self.key_basis = parameter(not full.folded_keys, full.group_size * shape.head_dim, columns)
-        self.query_basis = parameter(full.domain != "none", shard.width("basis_rows"), columns)
-        # Added before anything is rounded, and so in float32 whatever the model's dtype.
-        float32 = torch.float32
-        self.key_shift = parameter(full.coded and not full.folded_keys, columns, of=float32)
-        rebuilt = full.coded and full.domain == "pre"
-        self.key_constant = parameter(rebuilt, shard.width("kv_heads"), shape.head_dim, of=float32)
-
-        table = key_rotation = None
-        rotary = getattr(native, "rotary_emb", None)
-        if full.domain != "none" or any(full.planes):
-            assert rotary is not None
-            positions = vllm_config.model_config.max_model_len
-            table = rotation_table(rotary, positions)
-            if full.domain == "pre":
-                key_rotation = rotation_table(rotary, positions, full.rope_block)
-            self.register_buffer("cos", table[0], persistent=False)
-            self.register_buffer("sin", table[1], persistent=False)
-        if any(full.planes):
-            heads = layout.group_size * self.heads_per_kv
-            planes = [torch.tensor(g.planes).repeat_interleave(2) for g in layout.groups]
-            self.register_buffer("query_planes", torch.cat([c.repeat(heads) for c in planes]), persistent=False)
-            self.register_buffer("key_planes", torch.cat(planes), persistent=False)
-
-        pages = LayerPages(layout, dtype)
-        device = vllm_config.device_config.device
-        kernels = plan.kernels if self.tp_size == 1 else None  # what the file says is of the whole layer
-        cos = None if table is None else table[0]
-        vllm_config.compilation_config.static_forward_context.pop(name)
-        impl = RotorImpl(
-            len(layout.groups) * layout.group_size * self.heads_per_kv,
-            sum(pages.sizes),
-            float(attn.impl.scale),
-            sliding_window=attn.sliding_window,
-            logits_soft_cap=getattr(attn.impl, "logits_soft_cap", None) or None,  # 0 is none, on some backends
-            attn_type=attn.attn_type,
-            pages=pages,
-            heads_per_kv=self.heads_per_kv,
-            head_dim=shape.head_dim,
-            key_rotation=key_rotation,
-            query_basis=self.query_basis if full.domain == "pre" else None,
-            key_constant=self.key_constant,
-            schedule=plan.schedule,
-            kernels=kernels,
-            use_kernels=use_kernels(pages, self.heads_per_kv, shape.head_dim, cos, torch.device(device), kernels),
-        )
-        width = shard.width("o_proj")
-        self.attn = RotorCache(name, attn, impl, plan.row_bytes, shard.parts, width, plan.mixed, vllm_config)
+        self.index, self.shard, self.reduce, self.returns_tuple = index, shard, reduce, returns_tuple
+        layout, shape = shard.layout, shard.shape
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+        shapes = shard.shapes()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight = shapes.get(f"{name}.weight")
+            linear = weight and nn.Linear(weight[1], weight[0], bias=f"{name}.bias" in shapes)
+            self.register_module(name, linear.requires_grad_(False) if linear else None)
+        for name in ("key_basis", "query_basis", *FLOAT32):
+            dtype = torch.float32 if name in FLOAT32 else None
+            tensor = torch.empty(shapes[name], dtype=dtype) if name in shapes else None
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+        self.folded = layout.folds_keys(shape)
+        self.block = layout.rope_block
+        if rotation is not None:
+            cos, sin = rotation
+            if layout.rope_block is not None:
+                first = torch.arange(min(layout.rope_block, len(cos)), device=cos.device)
+                rotation = within_blocks((cos, sin), first, layout.form)
+            for name, table in zip(("cos", "sin", "key_cos", "key_sin"), (cos, sin, *rotation), strict=True):
+                self.register_buffer(name, table, persistent=False)
+        self.rotates_queries = rotation is not None
+        self.rotates_keys = rotation is not None and layout.fast_planes < shape.rotary_planes
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take this rank's part of a layer's tensors, by their names in the checkpoint.
@@ -151,63 +81,47 @@ class RotorSelfAttention(nn.Module):
         Raises:
             CheckpointError: one is missing, of another shape, or not known.
         """
+        where, hint = f"layer {self.index}", "Run `rotor validate`; export it again."
         parameters = dict(self.named_parameters())
         for name, tensor in tensors.items():
             target = parameters.pop(name, None)
             if target is None:
-                raise CheckpointError(f"layer {self.index}, {name}: not a tensor of this layer.", "Export it again.")
-            part = self.shard.part(name, tensor)
-            check_tensor(name, self.index, part, target)
-            target.data.copy_(part)
+                raise CheckpointError(f"{where}, {name}: not a tensor of this layer.", hint)
+            spec = self.shard.tensors.get(name)
+            expected = target.shape if spec is None else torch.Size(spec.shape)
+            if tensor.shape != expected:
+                raise CheckpointError(
+                    f"{where}, {name}: {list(tensor.shape)} in the checkpoint, expected {list(expected)}.", hint
+                )
+            target.data.copy_(self.shard.part(name, tensor))
         if parameters:
-            names = ", ".join(sorted(parameters))
-            raise CheckpointError(f"layer {self.index}: {names} is not in the checkpoint.", "Run `rotor validate`.")
+            raise CheckpointError(f"{where}: {', '.join(sorted(parameters))} is not in the checkpoint.", hint)
 
     def forward(self, hidden_states: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
-        """hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE."""
-        layout = self.layout
+        """hidden_states: [tokens, hidden_size]. positions: [tokens], where the model has RoPE.
+
+        Keys are rotated as they are stored; what lies between them and a row is done where the row is written.
+        """
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        value = key[..., :0] if layout.joint else self.v_proj(hidden_states)
-        if any(layout.planes):
+        value = key[..., :0] if self.v_proj is None else self.v_proj(hidden_states)
+        if self.rotates_queries:
             assert positions is not None
-            query = self._turn_planes(query, self.query_planes, positions)
-            key = self._turn_planes(key, self.key_planes, positions)
-        if layout.domain != "none":
-            assert positions is not None
-            query = self._rotate(self._heads(query, "q_norm"), positions)
-            query = query.flatten(1) if layout.domain == "pre" else self._projected(query)
-        if not layout.folded_keys:
+            query = self._rotated(self._heads(query, "q_norm"), (self.cos, self.sin), positions)
+        if not self.folded:
             heads = self._heads(key, "k_norm")
-            if layout.domain == "post":
+            if self.rotates_keys:
                 assert positions is not None
-                heads = self._rotate(heads, positions)
-            if layout.turned_in_blocks:
-                assert positions is not None
-                turns = within_blocks((self.cos, self.sin), positions, layout.rope_block)
-                heads = rotate(heads, *(table.unsqueeze(1) for table in turns)).to(heads.dtype)
-            of_values = self.v_proj(hidden_states)[None, None] if layout.joint else None
-            key = project_keys(
-                heads.transpose(0, 1)[None], self.key_basis, self.shard.key_layout, self.key_shift, of_values
-            )[0, 0]
-        output = self.o_proj(self.attn(query, key, value))
-        if self.tp_size > 1 and self.reduces:
-            output = tensor_model_parallel_all_reduce(output)
+                places = positions if self.block is None else positions % self.block
+                heads = self._rotated(heads, (self.key_cos, self.key_sin), places)
+            key = heads.flatten(1)
+        output = self.reduce(self.o_proj(self.attn(query.flatten(1), key, value)))
         return (output, None) if self.returns_tuple else output
 
     def _heads(self, x: Tensor, norm: str) -> Tensor:
         """[tokens, n * head_dim] -> [tokens, n, head_dim], normed where the family does."""
-        heads = x.unflatten(-1, (-1, self.head_dim))
-        return self.get_submodule(norm)(heads) if norm in self.norms else heads
+        heads = x.unflatten(-1, (-1, self.shard.shape.head_dim))
+        return self.get_submodule(norm)(heads) if norm in self._modules else heads
 
-    def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        return rotate(heads, self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)).to(heads.dtype)
-
-    def _projected(self, query: Tensor) -> Tensor:
-        assert self.query_basis is not None
-        return project_queries(query, self.query_basis, self.layout, self.heads_per_kv)
-
-    def _turn_planes(self, latents: Tensor, columns: Tensor, positions: Tensor) -> Tensor:
-        """RoPE on latents that are whole rotary planes, [tokens, width]: `columns` has the frequency of each."""
-        cos, sin = self.cos[positions][:, columns], self.sin[positions][:, columns]
-        first, second = latents.unflatten(-1, (-1, 2)).unbind(-1)
-        return (latents * cos + torch.stack([-second, first], -1).flatten(-2) * sin).to(latents.dtype)
+    @staticmethod
+    def _rotated(heads: Tensor, rotation: Rotation, places: Tensor) -> Tensor:
+        return rotate(heads, *(table[places].unsqueeze(1) for table in rotation)).to(heads.dtype)

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from ...errors import UnsupportedModelError, UsageError
 from ...format.section import METHOD, is_compressed
-from .architectures import ARCHITECTURES, PREFIX, served_name
+from .served import ARCHITECTURES, PREFIX, served_name
 
 
 @register_quantization_config(METHOD)

@@ -1,63 +1,64 @@
 """What each rank of tensor parallelism has of a compressed layer. Plain tensors, nothing of vLLM.
 
 Ranks share out the groups of a layer, and where there are more ranks than groups the KV heads of a group too; those
-that share a group all keep its latents (as with MLA).
+that share a group all keep its latents (as with MLA). Which tensors there are, and how they divide, is what
+`format.tensors.layer_tensors` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, UsageError
+from ...errors import UsageError
 from ...format.layout import AttentionShape, LayerLayout
+from ...format.tensors import TensorSpec, layer_tensors
 
 
 @dataclass(frozen=True)
 class Shard:
     """A rank's part of a layer.
 
-    rank: of `size`, which is `parts` parts of the groups times ranks that share one.
-    layout: its groups, each with its own KV heads. key_layout: the same with all KV heads of the groups, since a key
-        latent is a sum over them.
+    rank: of all ranks, which are `parts` parts of the groups times `sharing` ranks that share one.
+    groups: indices of its groups in the whole layer.
+    layout: these, each with the rank's own KV heads. shape: sizes of the model as this rank has it.
+    key_layout, key_shape: the same with all KV heads of the groups, since a key latent is a sum over them.
+    tensors: of the whole layer.
     """
 
     rank: int
-    size: int
     parts: int
+    sharing: int
+    groups: tuple[int, ...]
     layout: LayerLayout
+    shape: AttentionShape
     key_layout: LayerLayout
-    _index: dict[str, Tensor]
+    key_shape: AttentionShape
+    tensors: dict[str, TensorSpec]
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor of the checkpoint, by its name under the attention module; others as they are.
+        """This rank's part of a tensor of the checkpoint, by its name under the attention module; norms as they are.
 
-        The bias of o_proj is the first rank's alone: outputs of all ranks are summed.
+        What no group has a part of is added to the sum of all ranks' outputs, so the first rank has it alone.
         """
-        index = self._index
-        module = name.split(".")[0]
-        if module in ("q_proj", "k_proj", "v_proj"):
-            return tensor[index[module]]
-        if name == "o_proj.weight":
-            return tensor[:, index["o_proj"]]
-        if name == "o_proj.bias":
+        spec = self.tensors.get(name)
+        if spec is None:
+            return tensor
+        if spec.axis is None:
             return tensor if self.rank == 0 else torch.zeros_like(tensor)
-        if name == "key_basis":
-            return tensor[:, index["key_columns"]]
-        if name == "query_basis":
-            return tensor[index["basis_rows"]][:, index["key_columns"]]
-        if name == "key_shift":
-            return tensor[index["key_columns"]]
-        if name == "key_constant":
-            return tensor[index["kv_heads"]]
-        return tensor
+        of_groups = tensor.split(spec.parts, spec.axis)
+        own = [of_groups[index] for index in self.groups]
+        if spec.head_axis is not None:
+            own = [part.chunk(self.sharing, spec.head_axis)[self.rank % self.sharing] for part in own]
+        return torch.cat(own, spec.axis)
 
-    def width(self, module: str) -> int:
-        """Rows of q_proj, k_proj and v_proj, columns of o_proj, and columns of the bases (`key_columns`)."""
-        return len(self._index[module])
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of this rank's part of each tensor."""
+        whole = ((name, torch.empty(spec.shape, device="meta")) for name, spec in self.tensors.items())
+        return {name: tuple(self.part(name, tensor).shape) for name, tensor in whole}
 
 
 def dividing_sizes(layouts: Sequence[LayerLayout], most: int) -> list[int]:
@@ -83,14 +84,14 @@ def row_bytes(layout: LayerLayout, size: int, element_bytes: int) -> int:
     """
     parts = _parts(layout, size)
     assert parts is not None  # check_size
-    return max(sum(sum(layout.groups[i].row_bytes(element_bytes)) for i in part) for part in _dealt(layout, parts))
+    return max(sum(_of_groups(layout, own).row_bytes(element_bytes)) for own in _dealt(layout, parts))
 
 
-def shard_of(layout: LayerLayout, shape: AttentionShape, rank: int, size: int) -> Shard:
+def shard_of(layout: LayerLayout, shape: AttentionShape, biases: Collection[str], rank: int, size: int) -> Shard:
     """The part of one rank.
 
     Args:
-        layout: of the whole layer, as loaded.
+        layout, shape, biases: of the whole layer.
     Raises:
         UsageError: so many ranks cannot share the layer.
     """
@@ -98,51 +99,17 @@ def shard_of(layout: LayerLayout, shape: AttentionShape, rank: int, size: int) -
     parts = _parts(layout, size)
     assert parts is not None
     sharing = size // parts
-    dealt = _dealt(layout, parts)
-    mine = dealt[rank // sharing]
+    mine = _dealt(layout, parts)[rank // sharing]
+    whole = _of_groups(layout, mine)
     heads = layout.group_size // sharing
-    own = range(rank % sharing * heads, (rank % sharing + 1) * heads)
-    groups, offsets, per_kv, d = layout.groups, layout.offsets(), shape.heads_per_kv, shape.head_dim
-    local = [replace(groups[i], kv_heads=tuple(groups[i].kv_heads[h] for h in own)) for i in mine]
-
-    kv_heads = [i * layout.group_size + h for i in mine for h in own]
-    key_heads = [i * layout.group_size + h for i in mine for h in range(layout.group_size)]
-    query_heads = [head * per_kv + p for head in kv_heads for p in range(per_kv)]
-    columns = [
-        [offsets[i][s] + c for i in mine for c in range((groups[i].qk_rank, groups[i].v_rank)[s])] for s in (0, 1)
-    ]
-    of_rows: list[list[int]] = [[], []]  # of the packed queries and outputs, by side
-    for i in mine:
-        for side, rank_of in enumerate((groups[i].qk_rank, groups[i].v_rank)):
-            before = layout.group_size * per_kv * offsets[i][side]
-            rows = [h * per_kv + p for h in own for p in range(per_kv)]
-            of_rows[side] += [before + row * rank_of + c for row in rows for c in range(rank_of)]
-    index = {
-        "q_proj": torch.tensor(of_rows[0]) if layout.domain == "none" else _expanded(query_heads, d),
-        "k_proj": torch.tensor(columns[0]) if layout.folded_keys else _expanded(key_heads, d),
-        "v_proj": torch.tensor(columns[1]),
-        "o_proj": torch.tensor(of_rows[1]),
-        "key_columns": torch.tensor(columns[0]),
-        "basis_rows": _expanded(list(own), d),
-        "kv_heads": torch.tensor(kv_heads),
-    }
-    return Shard(
-        rank,
-        size,
-        parts,
-        replace(layout, groups=tuple(local)),
-        replace(layout, groups=tuple(groups[i] for i in mine)),
-        index,
+    own = slice(rank % sharing * heads, (rank % sharing + 1) * heads)
+    local = replace(whole, groups=tuple(replace(group, kv_heads=group.kv_heads[own]) for group in whole.groups))
+    own_shape, key_shape = (
+        replace(shape, num_kv_heads=n * len(mine), num_heads=n * len(mine) * shape.heads_per_kv)
+        for n in (heads, layout.group_size)
     )
-
-
-def check_tensor(name: str, layer: int, got: Tensor, expected: Tensor) -> None:
-    """Raises CheckpointError where a part of a checkpoint's tensor has another shape than the module's."""
-    if got.shape != expected.shape:
-        raise CheckpointError(
-            f"layer {layer}, {name}: {list(got.shape)} in the checkpoint, expected {list(expected.shape)}.",
-            "Run `rotor validate`; export it again.",
-        )
+    tensors = layer_tensors(layout, shape, biases)
+    return Shard(rank, parts, sharing, tuple(mine), local, own_shape, whole, key_shape, tensors)
 
 
 def padded_rows(row_bytes: Sequence[int], kinds: Sequence[str] | None) -> list[int]:
@@ -162,6 +129,10 @@ def padded_rows(row_bytes: Sequence[int], kinds: Sequence[str] | None) -> list[i
     return [widest[kind] for kind in kinds]
 
 
+def _of_groups(layout: LayerLayout, indices: Sequence[int]) -> LayerLayout:
+    return replace(layout, groups=tuple(layout.groups[index] for index in indices))
+
+
 def _parts(layout: LayerLayout, size: int) -> int | None:
     """Parts of the groups, as many as possible, so that the ranks that share one divide a group's heads."""
     fits = (p for p in range(size, 0, -1) if size % p == 0 and len(layout.groups) % p == 0)
@@ -170,7 +141,7 @@ def _parts(layout: LayerLayout, size: int) -> int | None:
 
 def _dealt(layout: LayerLayout, parts: int) -> list[list[int]]:
     """Groups for each part, as many each: the widest first, to and fro, so that the sums are close."""
-    widths = [sum(group.row_bytes(2)) for group in layout.groups]
+    widths = [sum(latent.row_bytes() for latent in group.latents) for group in layout.groups]
     order = sorted(range(len(widths)), key=lambda i: (-widths[i], i))
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for turn, start in enumerate(range(0, len(order), parts)):
@@ -178,8 +149,3 @@ def _dealt(layout: LayerLayout, parts: int) -> list[list[int]]:
         for part, group in zip(dealt, some if turn % 2 == 0 else reversed(some), strict=True):
             part.append(group)
     return [sorted(part) for part in dealt]
-
-
-def _expanded(heads: list[int], width: int) -> Tensor:
-    """Rows of heads that are `width` wide."""
-    return (torch.tensor(heads)[:, None] * width + torch.arange(width)).flatten()

@@ -1,15 +1,13 @@
-"""Prefixes in stores outside of an engine, kept apart by checkpoint, profile and dtype. Nothing of vLLM.
+"""Prefixes in stores outside of an engine, kept apart by checkpoint and dtype. Nothing of vLLM.
 
 vLLM's connectors find what they have stored by the tokens of a prefix, and some by the model's name too: rows of
-another checkpoint in the same folder, of another profile or of another dtype would be taken for this engine's.
+another checkpoint in the same folder, or of another dtype, would be taken for this engine's.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from ...errors import UsageError
@@ -43,15 +41,9 @@ _seeds: dict[str, str] = {}
 """Seed that this process was given, by the one that took its place."""
 
 
-def prefix_mark(digest: str, ranks: Sequence[Any] | None, dtype: str) -> str:
-    """What rows of equal tokens are equal by.
-
-    Args:
-        digest: of the checkpoint's manifest. ranks: of the profile that is loaded, None where there are none.
-    Returns:
-        16 hexadecimal digits.
-    """
-    return hashlib.sha256(json.dumps([digest, ranks, dtype]).encode()).hexdigest()[:16]
+def prefix_mark(digest: str, dtype: str) -> str:
+    """What rows of equal tokens are equal by, of the digest of the checkpoint's manifest: 16 hexadecimal digits."""
+    return hashlib.sha256(f"{digest} {dtype}".encode()).hexdigest()[:16]
 
 
 def keep_apart(transfer: Any, mark: str) -> None:
@@ -71,8 +63,13 @@ def keep_apart(transfer: Any, mark: str) -> None:
 
 
 def hash_seed(mark: str, given: str) -> str:
-    """A seed that Python takes too (32 bits), of a mark and of the seed that the user gave, if any."""
-    return str(int(hashlib.sha256(f"{mark} {given}".encode()).hexdigest()[:8], 16))
+    """A seed of 64 bits of a mark and of the seed that the user gave, if any.
+
+    vLLM hashes the text; Python, which starts with the same variable, takes a number of 32 bits behind any blanks.
+    """
+    digest = hashlib.sha256(f"{mark} {given}".encode()).digest()
+    blanks = "".join(" \t"[byte >> bit & 1] for byte in digest[4:8] for bit in range(8))
+    return f"{blanks}{int.from_bytes(digest[:4], 'big')}"
 
 
 def _mark(name: str, extra: dict[str, Any], mark: str, module: str | None) -> None:
@@ -89,6 +86,6 @@ def _mark(name: str, extra: dict[str, Any], mark: str, module: str | None) -> No
     elif module is None and name not in BY_BLOCK_HASH | NO_STORE:
         raise UsageError(
             f"--kv-transfer-config, {name}: stores prefixes by hashes of its own, by which those of another checkpoint "
-            "in the same folder, or of another profile, would be taken for this one's.",
+            "in the same folder, would be taken for this one's.",
             f"Use one of {', '.join(sorted(BY_BLOCK_HASH))}, or a connector of your own that heeds {OPTION}.",
         )

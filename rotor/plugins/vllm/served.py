@@ -1,4 +1,4 @@
-"""Which versions of vLLM the plugin has been tested with."""
+"""Which versions of vLLM, and which of its architectures, serve compressed checkpoints. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -27,3 +27,28 @@ def refusal(version: str) -> str | None:
 
 def _text(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Phi3ForCausalLM": "phi3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "FalconForCausalLM": "falcon",
+    "OPTForCausalLM": "opt",
+    "GPT2LMHeadModel": "gpt2",
+}
+"""Name in config.json -> family. GPT-NeoX is not among them: vLLM dropped it."""
+
+PREFIX = "Rotor"
+
+
+def served_name(architecture: str) -> str:
+    """The name under which the compressed class of an architecture is registered."""
+    return PREFIX + architecture
