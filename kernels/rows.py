@@ -25,7 +25,8 @@ def pack(latents: Tensor, channels: Channels) -> Tensor:
         [..., width / 2], uint8.
     """
     half, channel, shift = _places(channels, latents.device)
-    codes = (latents.to(torch.promote_types(latents.dtype, torch.float32)).floor().clamp(-half, half - 1) + half).to(torch.int32)
+    wide = latents.to(torch.promote_types(latents.dtype, torch.float32))
+    codes = (wide.floor().clamp(-half, half - 1) + half).to(torch.int32)
     codes = torch.cat([codes, codes.new_full((*codes.shape[:-1], 1), SIGNED)], dim=-1)  # what an empty place holds
     return pack_nibbles((codes[..., channel] >> shift).bitwise_and_(15))
 
