@@ -20,9 +20,8 @@ from rotor.format.layout import LayerLayout
 
 from .absorb import absorb_kernel
 from .decode import decode_kernel
-from .gpu import sm_count
 from .join import join_kernel
-from .launch import device_guard
+from .launch import device_guard, sm_count
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
