@@ -3,8 +3,8 @@
 # make test-slow the tests marked slow: more kills, more mutations
 # make fuzz      whole commands with drawn paths, damage, environments and faults: 2,000 examples of each
 # make test-min  the tests on the oldest versions that pyproject.toml allows
-# make gpu       on a GPU: tests, kernels, an 8B, vLLM, in at most 40 minutes, resumable; make gpu DRY=1 shows without one
-#                that it would run
+# make gpu       on a GPU: tests, sanitizer, attention, in at most 40 minutes; make gpu DRY=1 shows without one that it
+#                would run
 # make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
 PYTHON ?= python3

@@ -29,8 +29,8 @@ KEYS, VALUES, QUERIES = 0, 1, 2
 """What a program does: make keys, or values, of a group; rotate a query head."""
 
 FIELDS = 7
-"""Of a job: what it does, first head, first place (or column), words of a group, first word (or number) in the row, words
-(or numbers) that hold something, those that are written."""
+"""Of a job: what it does, first head, first place (or column), words of a group, first word (or number) in the row,
+words (or numbers) that hold something, those that are written."""
 
 COLUMNS = 64
 """Places, or numbers of a row, that a program makes."""
@@ -172,7 +172,7 @@ def append_kernel(
     if INDEX:
         row = tl.load(index + sequence * index_batch + position, mask=valid, other=0)
     done = False
-    if QUERY:
+    if QUERY:  # noqa: SIM102
         if kind == 2:
             rotate_head(
                 query, query_out, cos, sin, row, valid,
@@ -384,9 +384,9 @@ def _plan(
     half, rest = shape.rotary_planes, shape.head_dim - shape.rotary_dim
     mode = WHOLE if layout.rope_block is None else NONE if layout.fast_planes == half else BLOCK
     constants = {
-        "SIZE": layout.group_size, "MODE": mode if half and rotated else NONE, "HALF": half, "HALF_PADDED": padded(half or 1),
-        "REST": rest, "REST_PADDED": padded(rest or 1), "CODED": layout.coded, "FOLDED": folded, "COLUMNS": COLUMNS,
-        "FIELDS": FIELDS, "PRECISION": precision(dtype),
+        "SIZE": layout.group_size, "MODE": mode if half and rotated else NONE, "HALF": half,
+        "HALF_PADDED": padded(half or 1), "REST": rest, "REST_PADDED": padded(rest or 1), "CODED": layout.coded,
+        "FOLDED": folded, "COLUMNS": COLUMNS, "FIELDS": FIELDS, "PRECISION": precision(dtype),
     }  # fmt: skip
     return _Plan(device_table(places or [EMPTY], device), device_table(jobs, device), constants)
 

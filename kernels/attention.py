@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor.format.kernel_config import LayerKernels
@@ -135,6 +136,7 @@ def attend_pages(
     max_kv_len: int,
     rotation: Rotation | None = None,
     window: int | None = None,
+    keys: KeyRanges | None = None,
     total_kv_len: int | None = None,
     varlen: Varlen | None = None,
     out: Tensor | None = None,
@@ -153,6 +155,8 @@ def attend_pages(
             step what it was captured for.
         rotation: of layers in blocks: cos and sin by position, [positions, rotary_dim], float32.
         window: a query attends to itself and the window - 1 keys before it.
+        keys: of decoding: what `ranges_of_pages` makes of these lengths, once a step for layers of one window; by
+            default made here.
         total_kv_len: of prompts: no less than all keys together; None asks the device, and waits for it.
         varlen: of prompts: an engine's own attention over packed sequences, see `stock.Varlen`.
         out: [tokens, sum over query heads of value width] to write into.
@@ -160,15 +164,16 @@ def attend_pages(
         [tokens, sum over query heads of value width], dtype of query; tokens of no sequence hold anything.
     """
     if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
-        if max_query_len == 1 and len(query) == len(kv_lens):
-            keys = KeyRanges.of_lengths(kv_lens, window=window)
-        else:
-            keys = KeyRanges.packed(query_start_loc, kv_lens, len(query), max_query_len, window)
-        found = _launched(query, key, value, parameters, kernels, keys, rotation, block_table, max_kv_len)[0]
-        return found if out is None else out.copy_(found)
+        if keys is None:
+            keys = ranges_of_pages(query_start_loc, kv_lens, len(query), max_query_len, window)
+        return _launched(
+            query, key, value, parameters, kernels, keys, rotation, block_table, max_kv_len, out=out
+        )[0]  # fmt: skip
     start = torch.zeros(len(kv_lens) + 1, dtype=torch.int32, device=kv_lens.device)
     torch.cumsum(kv_lens, 0, dtype=torch.int32, out=start[1:])
-    total = int(start[-1]) if total_kv_len is None else total_kv_len
+    total = total_kv_len
+    if total is None:
+        total = len(kv_lens) * max_kv_len if capturing(key.device) else int(start[-1])
     pages = PagesOf(block_table, kv_lens, start, total, max_kv_len)
     found = packed_attention(
         query, key, value, parameters, rotation, pages, query_start_loc, max_query_len, window, varlen
@@ -207,6 +212,7 @@ def _launched(
     max_kv_len: int,
     want_lse: bool = False,
     remember: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`decode_attention`, with what it goes by found where it was made before."""
     layer, turns = decode_layer(parameters, query.dtype, key.device), None
@@ -218,7 +224,7 @@ def _launched(
         programs = sm_count(key.device) * kernels.slices_per_sm
     return decode_attention(
         query, key, value, layer, keys, turns, block_table=block_table, want_lse=want_lse, tiles=tiles,
-        programs=programs, max_kv_len=max_kv_len,
+        programs=programs, max_kv_len=max_kv_len, out=out,
     )  # fmt: skip
 
 
@@ -231,13 +237,23 @@ def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: to
         return _layer_without_basis(p.layout, p.shape, p.scaling, p.softcap, dtype, device)
     constant = 0 if p.key_constant is None else p.key_constant.data_ptr()
     key = p.layout, p.shape, p.scaling, p.softcap, dtype, device, basis.data_ptr(), constant, _version(basis)
-    known = getattr(basis, "rotor_decoding", None)
-    if known is None or known[0] != key:
+    kept = getattr(basis, "rotor_decoding", None)
+    if kept is None or kept.key != key:
         with torch.inference_mode(False), torch.no_grad():
-            known = key, DecodeLayer(parameters, dtype, device)
-        basis.rotor_decoding = known  # type: ignore[attr-defined]
-    layer: DecodeLayer = known[1]
+            kept = _Kept(key, DecodeLayer(parameters, dtype, device))
+        basis.rotor_decoding = kept  # type: ignore[attr-defined]
+    layer: DecodeLayer = kept.layer
     return layer
+
+
+class _Kept:
+    """What is kept with a tensor, and left behind when that is pickled."""
+
+    def __init__(self, key: Any = None, layer: Any = None) -> None:
+        self.key, self.layer = key, layer
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _Kept, ()
 
 
 @lru_cache(maxsize=4096)
@@ -282,6 +298,9 @@ def turns_of(rotation: Rotation, layout: LayerLayout, dtype: torch.dtype, rememb
 
 
 def _made(rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockTurns:
+    short = (layout.rope_block or 0) - len(rotation[0])
+    if short > 0:  # a table of fewer positions than a block has
+        rotation = functional.pad(rotation[0], (0, 0, 0, short)), functional.pad(rotation[1], (0, 0, 0, short))
     made = BlockTurns.of(rotation, layout, dtype)
     assert made is not None
     return made
@@ -296,6 +315,15 @@ def _to_the_end(table: Tensor) -> Tensor:
 
 def _version(table: Tensor) -> int | None:
     return None if table.is_inference() else table._version
+
+
+def ranges_of_pages(
+    query_start_loc: Tensor, kv_lens: Tensor, tokens: int, max_query_len: int, window: int | None = None
+) -> KeyRanges:
+    """What packed queries attend to, causally; arguments as of `attend_pages`."""
+    if max_query_len == 1 and tokens == len(kv_lens):
+        return KeyRanges.of_lengths(kv_lens, window=window)
+    return KeyRanges.packed(query_start_loc, kv_lens, tokens, max_query_len, window)
 
 
 def _known_of_mask(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:

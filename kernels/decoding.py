@@ -16,12 +16,14 @@ import triton
 from torch import Tensor
 
 from rotor.errors import UsageError
+from rotor.format.kernel_config import Tile
 from rotor.format.layout import LayerLayout
 
 from .absorb import absorb_kernel
 from .decode import decode_kernel
+from .defaults import SLICES_PER_SM, decode_tile
 from .join import join_kernel
-from .launch import device_guard, sm_count
+from .launch import capability_of, device_guard, device_table, padded, sm_count
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
@@ -30,22 +32,8 @@ from .workspace import workspace_on
 MOST_ROWS = 64
 """Query rows of a group that one tile meets."""
 
-PROGRAMS = 8
-"""Of the decode kernel on an SM; with one warp each and 255 registers a thread so many fit."""
-
 ABSORBED_BYTES = 256 << 20
 """Of absorbed queries at once: longer batches are launched in parts."""
-
-
-@dataclass(frozen=True)
-class DecodeTiles:
-    """keys: of a tile. warps: of a program. stages: of loads ahead. lean: what tiles share and each loads
-    anew, which frees registers: constants (1), turns (2)."""
-
-    keys: int
-    warps: int = 1
-    stages: int = 2
-    lean: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,7 @@ class BlockTurns:
             return None
         block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
         cos, sin = (table[:, :planes].float() for table in rotation)
-        padded = padded_planes(fast)
+        padded = padded_columns(fast)
         starts = torch.cat([cos[::block, fast:], sin[::block, fast:]], dim=-1)
         starts = _pad(starts, padded_columns(2 * (planes - fast)))
         of_fast = torch.cat([_pad(table[::block, :fast], padded) for table in (cos, sin)], dim=-1)
@@ -85,11 +73,8 @@ def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padded_columns(count: int) -> int:
-    """To what a matrix product takes: a power of two from 16 on; 0 of none."""
-    return max(16, triton.next_power_of_2(count)) if count else 0
-
-
-padded_planes = padded_columns
+    """To what a matrix product takes; 0 of none."""
+    return padded(count) if count else 0
 
 
 class DecodeLayer:
@@ -105,7 +90,7 @@ class DecodeLayer:
         self.block = layout.rope_block or 0
         self.planes = shape.rotary_planes if self.block else 0
         self.fast_planes = layout.fast_planes
-        self.fast = padded_planes(self.fast_planes)
+        self.fast = padded_columns(self.fast_planes)
         rest = 0 if self.folded else shape.head_dim - 2 * self.planes
         self.slow_columns = padded_columns(2 * (self.planes - self.fast_planes))
         self.rest_columns = padded_columns(rest)
@@ -142,7 +127,7 @@ class DecodeLayer:
         """[groups, 8], see `decode`; places in rows in units of what divides them and the strides of the cache."""
         if (key_align, value_align) not in self._tables:
             rows = [[r[0], r[1] // key_align, r[2], r[3] // value_align, *r[4:]] for r in self.rows]
-            self._tables[key_align, value_align] = torch.tensor(rows, dtype=torch.int32, device=self.device)
+            self._tables[key_align, value_align] = device_table(rows, self.device)
         return self._tables[key_align, value_align]
 
     def _fast_parts(self) -> tuple[Tensor, Tensor]:
@@ -176,32 +161,15 @@ class DecodeLayer:
         """Whether all keys of a block share something besides their latents."""
         return self.layout.coded and not (self.folded and self.offset == 0)
 
-    def tiles(self, tokens: int = 1, capability: int = 90) -> DecodeTiles:
-        """By instructions counted in SASS for sm_80 and sm_90, without spills (heads of 128, bfloat16):
+    def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
+        """By rule, for so many new tokens."""
+        return decode_tile(self.layout, tokens * self.group_rows, capability)
 
-        without fast planes 64 keys and one warp up to 128 nibbles and 8 rows; fast planes of narrow latents likewise;
-        wider latents and more rows take two warps and more, and tiles of 32 keys.
-        """
-        rows = max(8, triton.next_power_of_2(tokens * self.group_rows))
-        width = self.pieces * max(self.columns, self.value_columns) * (1 if self.layout.joint else 1.5)
-        if not self.layout.coded:
-            size = width * rows
-            return DecodeTiles(64, 2, 2) if size <= 1024 else DecodeTiles(32, 4 if size <= 8192 else 8, 2)
-        if not self.fast:
-            return DecodeTiles(64, max(1, min(8, int(width * rows) // 2048)))
-        if width * rows <= 512 and self.fast <= 16:
-            return DecodeTiles(64)
-        if width * rows <= 1024 and self.fast <= 16:
-            if self.heads == 1:
-                return DecodeTiles(64, 2)
-            return DecodeTiles(64, 2, 2 if capability >= 90 else 1, lean=3)
-        return DecodeTiles(32, 2 if width * rows <= 4096 else 4, 1, lean=1)
-
-    def step(self, tiles: DecodeTiles) -> int:
+    def step(self, tiles: Tile) -> int:
         """Keys from one tile to the next."""
         return min(tiles.keys, self.block) if self.block else tiles.keys
 
-    def constants(self, tokens: int, tiles: DecodeTiles, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
+    def constants(self, tokens: int, tiles: Tile, page: int, mask: bool, softcap: bool) -> dict[str, Any]:
         """Of the decode kernel, but for what divides the strides of a cache."""
         return {
             "CODED": self.layout.coded, "JOINT": self.layout.joint, "FOLDED": self.folded, "SLOW": self.slow,
@@ -246,9 +214,10 @@ def decode_attention(
     *,
     block_table: Tensor | None = None,
     want_lse: bool = False,
-    tiles: DecodeTiles | None = None,
+    tiles: Tile | None = None,
     programs: int | None = None,
     max_kv_len: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
 
@@ -262,6 +231,7 @@ def decode_attention(
         want_lse: whether the log-sum-exp is returned.
         tiles, programs: in place of what the layer and the device say.
         max_kv_len: no sequence is longer; by default what cache or block table hold.
+        out: [tokens, sum over query heads of value width] to write into.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; and the
         natural log-sum-exp of the logits [tokens, num_heads], float32, or None. Tokens that attend to nothing give
@@ -281,11 +251,10 @@ def decode_attention(
     capacity = key.shape[1] if block_table is None else block_table.shape[1] * page
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
-    if tiles is None:
-        tiles = layer.tiles(tokens, 10 * torch.cuda.get_device_capability(key.device)[0] if key.is_cuda else 90)
-    programs = programs or sm_count(key.device) * PROGRAMS // max(1, tiles.warps)
+    tiles = tiles or layer.tiles(tokens, capability_of(key.device))
+    programs = programs or sm_count(key.device) * SLICES_PER_SM // max(1, tiles.warps)
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
-    output = query.new_empty(query.shape[0], layer.output_width)
+    output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
     lse = torch.empty(query.shape[0], layer.group_rows * groups, dtype=torch.float32, device=query.device)
@@ -316,7 +285,7 @@ def decode_attention(
 
 def _launch(
     query: Tensor, key: Tensor, value: Tensor, layer: DecodeLayer, ranges: KeyRanges, part: slice,
-    turns: BlockTurns | None, block_table: Tensor | None, output: Tensor, lse: Tensor, tiles: DecodeTiles,
+    turns: BlockTurns | None, block_table: Tensor | None, output: Tensor, lse: Tensor, tiles: Tile,
     programs: int, max_blocks: int, page: int,
 ) -> None:  # fmt: skip
     """Some sequences of a batch."""
@@ -385,7 +354,7 @@ def _launch(
     )  # fmt: skip
 
 
-def join_constants(layer: DecodeLayer, tokens: int, tiles: DecodeTiles, want_lse: bool) -> dict[str, Any]:
+def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile, want_lse: bool) -> dict[str, Any]:
     return {
         "CODED": layer.layout.coded, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
         "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16, "LSE": want_lse,

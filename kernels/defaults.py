@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from rotor.format.kernel_config import KernelConfig, LayerKernels, Tile, layout_class
+from rotor.format.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
 from rotor.format.layout import LayerLayout
 
 MOST_REBUILT = 64
@@ -30,12 +30,12 @@ def default_config(layouts: Sequence[LayerLayout], heads_per_kv: int = HEADS_PER
 @lru_cache(maxsize=4096)
 def default_layer(layout: LayerLayout, heads_per_kv: int = HEADS_PER_KV) -> LayerKernels:
     """The launches of a layer."""
-    tile = decode_tile(layout, layout.group_size * heads_per_kv)
+    sm_80, sm_90 = (decode_tile(layout, layout.group_size * heads_per_kv, of) for of in ARCHITECTURES)
     materialise = layout.fast_planes * layout.group_size > MOST_REBUILT
-    return LayerKernels(layout_class(layout), tile, tile, max(1, SLICES_PER_SM // tile.warps), materialise)
+    return LayerKernels(layout_class(layout), sm_80, sm_90, max(1, SLICES_PER_SM // sm_90.warps), materialise)
 
 
-def decode_tile(layout: LayerLayout, query_rows: int) -> Tile:
+def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> Tile:
     """By instructions counted in SASS for sm_80 and sm_90, without spills (heads of 128, bfloat16).
 
     Without fast planes 64 keys and one warp up to 128 nibbles and 8 rows; fast planes of narrow latents likewise; wider
@@ -53,9 +53,9 @@ def decode_tile(layout: LayerLayout, query_rows: int) -> Tile:
         return Tile(64, _power(max(1, min(8, int(width * rows) // 2048))), 2)
     if width * rows <= 512 and fast <= 16:
         return Tile(64, 1, 2)
-    if layout.group_size == 1 and width * rows <= 1024 and fast <= 16:
-        return Tile(64, 2, 2)
-    return Tile(32, 2 if width * rows <= 4096 else 4, 2, width * rows > 1024)
+    if width * rows <= 1024 and fast <= 16:
+        return Tile(64, 2, 2) if layout.group_size == 1 else Tile(64, 2, 2 if capability >= 90 else 1, lean=3)
+    return Tile(32, 2 if width * rows <= 4096 else 4, 1, lean=1)
 
 
 def _power(number: int) -> int:

@@ -26,7 +26,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     own = x[..., :rotary_dim]
     first, second = own.chunk(2, dim=-1)
     own = own * cos + torch.cat([-second, first], dim=-1) * sin
-    return own if rotary_dim == x.shape[-1] else torch.cat([own, x[..., rotary_dim:]], dim=-1)
+    return (
+        own if rotary_dim == x.shape[-1] else torch.cat([own, x[..., rotary_dim:].expand(*own.shape[:-1], -1)], dim=-1)
+    )
 
 
 def within_blocks(rotation: Rotation, positions: Tensor, form: KeyForm) -> Rotation:

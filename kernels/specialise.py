@@ -13,7 +13,7 @@ from .absorb import absorb_kernel
 from .ahead import Variant
 from .append import append_variant
 from .decode import decode_kernel
-from .decoding import ABSORB_WARPS, PROGRAMS, DecodeLayer, join_constants
+from .decoding import ABSORB_WARPS, DecodeLayer, join_constants
 from .join import join_kernel
 from .materialise import materialise_variants
 from .parameters import AttentionParameters
@@ -42,12 +42,19 @@ def layer_variants(
     found = [append_variant(layout, shape, dtype, tokens, page > 0) for tokens in (1, 4096)]
     found += materialise_variants(layout, shape, dtype, page > 0)
     if not kernels.materialise:
-        found += decode_variants(layout, shape, dtype, page=page, softcap=softcap)
+        found += decode_variants(layout, shape, kernels, dtype, arch, page=page, softcap=softcap)
     return list({variant.identity: variant for variant in found}.values())
 
 
 def decode_variants(
-    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, *, page: int = 0, softcap: bool = False
+    layout: LayerLayout,
+    shape: AttentionShape,
+    kernels: LayerKernels,
+    dtype: torch.dtype,
+    arch: int,
+    *,
+    page: int = 0,
+    softcap: bool = False,
 ) -> list[Variant]:
     """Absorb, decode and join of a step of one token a sequence, with the rounds of their loops at the stated step."""
     basis = constant = None
@@ -56,7 +63,7 @@ def decode_variants(
         if layout.coded:
             constant = torch.zeros(shape.num_kv_heads, shape.head_dim)
     layer = DecodeLayer(AttentionParameters(layout, shape, 1.0, basis, constant), dtype, torch.device("cpu"))
-    tiles, groups = layer.tiles(), len(layout.groups)
+    tiles, groups = kernels.tile(arch), len(layout.groups)
     step, row = layer.step(tiles), torch.int16 if layout.coded else dtype
     widths = f"{layer.pieces * layer.columns}+{layer.pieces * layer.value_columns}"
     name = f"{widths}x{layer.heads}, T {layer.block}, F {layer.fast}"
@@ -84,7 +91,7 @@ def decode_variants(
         found.append(variant(absorb_kernel, "absorb", constants, ABSORB_WARPS, 2, **of_absorb))
     constants = layer.constants(1, tiles, page, mask=False, softcap=softcap)
     constants |= {"KEY_ALIGN": layer.key_align, "VALUE_ALIGN": layer.value_align}
-    slice_tiles = SEQUENCES * groups * LENGTH / step / (SMS * PROGRAMS // tiles.warps)
+    slice_tiles = SEQUENCES * groups * LENGTH / step / (SMS * kernels.slices_per_sm)
     pieces = 1 + slice_tiles * step / LENGTH
     loops = Loop(1), Loop(pieces, (Loop(1), Loop(slice_tiles / pieces)))
     of_decode = {"loops": loops, "keys": slice_tiles * step, "groups": groups}

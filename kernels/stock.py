@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ WIDEST = 256
 """Of a head, that PyTorch's attention over packed sequences takes."""
 
 Varlen = Callable[..., Tensor]
-"""(query [tokens, heads, width], key, value [tokens, heads, width], query_start_loc, kv_start, max_query_len, max_kv_len,
-scaling, window or None, softcap or None) -> [tokens, heads, width], causal: an engine's own attention."""
+"""(query [tokens, heads, width], key, value [tokens, heads, width], query_start_loc, kv_start, max_query_len,
+max_kv_len, scaling, window or None, softcap or None) -> [tokens, heads, width], causal: an engine's own attention."""
 
 
 def prompt_attention(
@@ -217,7 +218,7 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
     query_start, kv_start, _, _, scaling, window, softcap = rest
     output = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
     starts, kv_starts = query_start.tolist(), kv_start.tolist()
-    for sequence, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for sequence, (start, end) in enumerate(pairwise(starts)):
         own = slice(kv_starts[sequence], kv_starts[sequence + 1])
         kv_len = own.stop - own.start
         if end == start or not kv_len:

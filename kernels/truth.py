@@ -38,7 +38,7 @@ def attention(
     """
     layout, shape = parameters.layout, parameters.shape
     heads, of_kv = parameters.heads_per_group, shape.heads_per_kv
-    batch_size, kv_len = key.shape[:2]
+    kv_len = key.shape[1]
     value = parameters.value_rows(key, value)
     outputs, sums = [], []
     for cls in layout.classes(8 if key.dtype == torch.float64 else key.element_size()):

@@ -1,7 +1,7 @@
 """What a GPU is asked first: the tests marked `gpu`, NVIDIA's sanitizer, and attention measured, joint latents first.
 
-Each part is a process of its own with a time limit, so that what fails, hangs or ends the CUDA context is one red row; a
-row is a line of JSON, on disk before the next begins.
+Each part is a process of its own with a time limit, so that what fails, hangs or ends the CUDA context is one red row;
+a row is a line of JSON, on disk before the next begins.
 
     python -m rotor.bench.gpu measure joint-128x2-fast        # prints the rows of one layout
     python -m rotor.bench.gpu tiny joint-64                   # a small case of each kind of call, for the sanitizer
@@ -32,7 +32,6 @@ from .attention import relative_error, truth_and_limit
 from .graphs import capture, replayed
 from .precompile import NAMED_SHAPE, named_layouts
 from .problem import Problem, checked_output, random_problem, uncompressed_layout, without_rope
-from .provenance import provenance
 from .rows import BACKENDS as SDPA
 from .rows import kernel, kernel_in_pages, no_sdpa, sdpa
 
@@ -138,7 +137,8 @@ def _of_job(job: Job, left_s: float) -> list[dict[str, Any]]:
     if job.part == "tests" and done.returncode == 5:
         return [{**about, "status": "skipped", "why": "no test of it is for this device"}]
     if done.returncode:
-        text = (done.stdout + done.stderr).strip().splitlines()
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        text = [line for line in lines if not line.startswith('{"')]
         found.append({**about, "status": "failed", "why": " / ".join(text[-4:])[-1000:]})
     return found or [{**about, "status": "ok"}]
 
@@ -289,6 +289,8 @@ def _seconds(problem: Problem, kernels: LayerKernels, sizes: Sizes) -> float:
 
 def verdict(rows: list[dict[str, Any]], command: str) -> dict[str, Any]:
     """Counts, what failed, and of each layout's steps the time over the fastest uncompressed one."""
+    from .provenance import provenance
+
     steps = [row for row in rows if row["part"] == "measure" and "decode" in row["name"] and "seconds" in row]
     full: dict[str, float] = {}
     for row in steps:

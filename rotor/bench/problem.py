@@ -164,7 +164,8 @@ def random_problem(
         else:
             rows.append(normal(batch_size, 1, kv_len, width if size else 0).to(dtype))
     rotation = rotation if layout.in_blocks else None
-    return Problem(layout, shape, shape.head_dim**-0.5, query.to(dtype), *rows, basis, constant, rotation)
+    scaling, (key, value) = shape.head_dim**-0.5, rows
+    return Problem(layout, shape, scaling, query.to(dtype), key, value, basis, constant, rotation)
 
 
 def paged_rows(problem: Problem, page: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,20 +87,6 @@ def no_kernel(problem: Problem) -> str | None:
         return f"Triton is not installed ({pip_install('kernels')})"
     if problem.dtype not in DTYPES:
         return f"the kernels have no {problem.dtype}"
-    pre = layout.domain == "pre"
-    shape = problem.shape
-    if not widths_fit(layout, shape.heads_per_kv, shape.head_dim, problem.dtype, device):
-        return "the ranks are above the kernels' widest, or their tiles exceed this GPU's shared memory"
-    if pre and shape.turned != shape.head_dim:
-        return "the kernels do not rebuild keys with partial rotary embeddings"
-    return None
-
-
-def kernel_decode(
-    problem: Problem, schedule: str = "stream", programs: int | None = None, page: int = 0
-) -> Callable[[], Tensor]:
-    """The decode kernel under one schedule, over contiguous packed rows or permuted pages of so many keys."""
-
     if not layer_served(layout, problem.shape, problem.dtype, device):
         return "the latents or heads are above the kernels' widest, or this GPU is not one that they are for"
     return None
@@ -167,9 +153,7 @@ def pytorch_path(problem: Problem) -> Callable[[], Tensor]:
         rotation = when_read(problem.rotation, problem.layout.form)
         rotation = rotation[0].to(problem.dtype), rotation[1].to(problem.dtype)
     mask = problem.mask
-    return lambda: reference.attention(
-        problem.query, problem.key, problem.value, problem.parameters, rotation, mask
-    )
+    return lambda: reference.attention(problem.query, problem.key, problem.value, problem.parameters, rotation, mask)
 
 
 def uncompressed_heads(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,8 @@ from .console import print_table, say, show_progress
 
 
 @app.command(
-    epilog="Example: rotor gpu -o gpu.jsonl. Tiles of an export, measured and written into it: rotor gpu --tune out/demo. "
-    "Where there is no GPU, to see that it would run: rotor gpu --dry -o dry.jsonl"
+    epilog="Example: rotor gpu -o gpu.jsonl. Tiles of an export, measured and written into it: "
+    "rotor gpu --tune out/demo. Where there is no GPU, to see that it would run: rotor gpu --dry -o dry.jsonl"
 )
 def gpu(
     out: Annotated[
@@ -24,7 +24,9 @@ def gpu(
     parts: Annotated[str | None, typer.Option(help="Some of tests,sanitizer,measure. [all]")] = None,
     tune: Annotated[
         Path | None,
-        typer.Option(help="A checkpoint whose tiles are measured and written into its kernel_config.json, and no more."),
+        typer.Option(
+            help="A checkpoint whose tiles are measured and written into its kernel_config.json, and no more."
+        ),
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry", help="Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.")
@@ -56,8 +58,8 @@ def gpu(
     if as_json:
         print_json(found)
     else:
-        rows = [(name, f"{ratio:.2f}") for name, ratio in found["time_over_uncompressed"].items()]
-        print_table("a step's attention over the uncompressed one's", ("layout",), ("time",), rows)
+        ratios = [(name, f"{ratio:.2f}") for name, ratio in found["time_over_uncompressed"].items()]
+        print_table("a step's attention over the uncompressed one's", ("layout",), ("time",), ratios)
         for row in found["failed"]:
             say(f"red: {row['part']}, {row['name']}: {row.get('why', '')[:200]}")
         say(f"{', '.join(f'{count} {status}' for status, count in found['rows'].items())}; {out}")

@@ -34,13 +34,13 @@ EDITED = "Undo the edit, or remove the file: without it the kernels go by their 
 class Tile:
     """Of decoding: keys of a tile (at most a block of positions), warps of a program, stages of its copies.
 
-    lean: what all tiles share is loaded anew for each, which frees registers.
+    lean: what all tiles share and each loads anew, which frees registers: constants (1), turns (2), both (3).
     """
 
     keys: int
-    warps: int
-    stages: int
-    lean: bool = False
+    warps: int = 1
+    stages: int = 2
+    lean: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ class LayerKernels:
                 raise reader.fail(f"{of}.warps", tile.warps, f"one of {', '.join(map(str, WARPS))}")
             if not 1 <= tile.stages <= MOST_STAGES:
                 raise reader.fail(f"{of}.stages", tile.stages, f"a number from 1 to {MOST_STAGES}")
+            if not 0 <= tile.lean <= 3:
+                raise reader.fail(f"{of}.lean", tile.lean, "a number from 0 to 3")
         if not 1 <= self.slices_per_sm <= MOST_SLICES:
             raise reader.fail(f"{prefix}slices_per_sm", self.slices_per_sm, f"a number from 1 to {MOST_SLICES}")
 

@@ -26,12 +26,14 @@ FORMS = {
 """For heads with 16 dimensions that RoPE rotates."""
 
 
-def shape_of(kv_heads: int, heads_per_kv: int, head_dim: int, rotary_dim: int, key_norm: bool = False) -> AttentionShape:
+def shape_of(
+    kv_heads: int, heads_per_kv: int, head_dim: int, rotary_dim: int, key_norm: bool = False
+) -> AttentionShape:
     return AttentionShape(1, kv_heads * heads_per_kv, kv_heads, head_dim, 64, rotary_dim, key_norm)
 
 
 def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent]) -> LayerLayout:
-    """One group of `size` KV heads for each: one latent is joint, two are keys' and values'. Equal ones side by side."""
+    """One group of `size` KV heads for each: one latent is joint, two are keys' and values'."""
     groups = []
     for number, of in enumerate(latents):
         key, value = of if isinstance(of, tuple) else (of, None)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from rotor.format.channels import Channels, Numbers
+from rotor.format.kernel_config import Tile
 from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout
-from rotor.kernels.decoding import BlockTurns, DecodeLayer, DecodeTiles, decode_attention
+from rotor.kernels.decoding import BlockTurns, DecodeLayer, decode_attention
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.ranges import KeyRanges
 from rotor.kernels.rotary import rotate, when_read
@@ -99,7 +100,7 @@ def make(
     return Case(layer, query, rows, rotation, ranges, allowed, sequence)
 
 
-def run(case: Case, tiles: DecodeTiles | None = None, page: int = 0, programs: int = 5) -> tuple[Tensor, Tensor]:
+def run(case: Case, tiles: Tile | None = None, page: int = 0, programs: int = 5) -> tuple[Tensor, Tensor]:
     """By the kernels. page: keys of a page; pages then lie anywhere, what no key is in is poisoned, and the block table
     ends with the last page of the last sequence.
     """

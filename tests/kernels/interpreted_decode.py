@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_cases import check, layer_of, make
 
-from rotor.kernels.decoding import DecodeTiles
+from rotor.format.kernel_config import Tile
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -22,7 +22,7 @@ def test_joint_in_blocks(fast: int, dtype: torch.dtype) -> None:
 def test_pages(page: int, keys: int) -> None:
     """Of any multiple of 16; what no key lies in is poisoned, and the block table ends where memory ends."""
     layout = layer_of([48], 2, block=64, fast=4)
-    check(make(layout, [97, 0, 64, 1], per_head=1), tiles=DecodeTiles(keys), page=page)
+    check(make(layout, [97, 0, 64, 1], per_head=1), tiles=Tile(keys), page=page)
 
 
 @pytest.mark.parametrize("block", [4, 16, 32, None])

@@ -23,7 +23,7 @@ CASES = {
 }
 
 
-def stored(key: torch.Tensor, layout: LayerLayout, rotation: tuple[torch.Tensor, ...], index: torch.Tensor) -> torch.Tensor:
+def stored(key: torch.Tensor, layout: LayerLayout, rotation: tuple, index: torch.Tensor) -> torch.Tensor:
     """[batch_size, num_kv_heads, seq_len, head_dim], rotated as the cache keeps them."""
     cos, sin = rotation
     if layout.rope_block is None:
@@ -88,7 +88,8 @@ def test_latents_into_pages(name, dtype) -> None:
     pages = [torch.full((4, page_size, 8 + size // made[1]), 9, dtype=made[0])[..., 8:] for size in sizes]
     before = [side.clone() for side in pages]
     rows = append(key, None if layout.joint else value, layout, shape, out=(pages[0], pages[1]), slots=slots)
-    assert rows.query is None and rows.key is pages[0]
+    assert rows.query is None
+    assert rows.key is pages[0]
     for side, latents, keys, old in zip(pages, (key, value), (True, False), before, strict=True):
         expected = pack_layer(latents[:, 0], layout, keys=keys)
         for token, slot in enumerate(slots.tolist()):
@@ -99,7 +100,7 @@ def test_latents_into_pages(name, dtype) -> None:
 
 
 def test_rows_of_a_table_by_token() -> None:
-    """Without an index, token t of a sequence has row t of a table of seq_len rows, or its own of one for all tokens."""
+    """Without an index, token t of a sequence has row t of a table of seq_len rows, or its own."""
     layout, generator = layer(FORMS["post"], 1, MIXED), torch.Generator().manual_seed(2)
     shape = shape_of(1, 2, 16, 16)
     cos, sin = rotation_table(10, 16)

@@ -1,7 +1,8 @@
-"""`attend` as transformers and engines call it, in Triton's interpreter, against float64: steps, few queries, prompts."""
+"""`attend` in Triton's interpreter against float64: steps, few queries, prompts, pages."""
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,23 @@ def test_a_short_prompt_and_a_long_one() -> None:
     for seq_len in (3, 40):
         case = case_of("fast", 2, seq_len, seq_len)
         check(attended(case), case.exact(causal(2, seq_len, seq_len))[0])
+
+
+def test_a_basis_that_is_changed_and_one_that_is_pickled() -> None:
+    """What launches go by is kept with the basis, noticed to be old, and no part of what is saved."""
+    case = case_of("fast", 1, 1, 40)
+    before = attended(case)
+    case.parameters.query_basis.mul_(0.5)
+    check(attended(case), case.exact(causal(1, 1, 40))[0])
+    again = pickle.loads(pickle.dumps(case.parameters.query_basis))
+    assert torch.equal(again, case.parameters.query_basis)
+    assert not torch.equal(before, attended(case))
+
+
+def test_a_table_shorter_than_a_block() -> None:
+    case = case_of("long", 2, 1, 20)
+    case.rotation = tuple(table[:20] for table in case.rotation)
+    check(attended(case), case.exact(causal(2, 1, 20))[0])
 
 
 def test_rows_that_begin_within_a_block() -> None:
