@@ -26,7 +26,9 @@ FORMS = {
 """For heads with 16 dimensions that RoPE rotates."""
 
 
-def shape_of(kv_heads: int, heads_per_kv: int, head_dim: int, rotary_dim: int, key_norm: bool = False) -> AttentionShape:
+def shape_of(
+    kv_heads: int, heads_per_kv: int, head_dim: int, rotary_dim: int, key_norm: bool = False
+) -> AttentionShape:
     return AttentionShape(1, kv_heads * heads_per_kv, kv_heads, head_dim, 64, rotary_dim, key_norm)
 
 

@@ -69,7 +69,9 @@ def make(
     parameters = AttentionParameters(layout, shape, head_dim**-0.5, basis, constant, softcap)
     layer = DecodeLayer(parameters, dtype, torch.device("cpu"))
     batch, longest = len(lengths), max(*lengths, 1) + 3
-    latents = [normal(batch, longest, rank) * (4.0 if layout.coded else 1.0) for rank in (layout.key_rank, layout.value_rank)]
+    latents = [
+        normal(batch, longest, rank) * (4.0 if layout.coded else 1.0) for rank in (layout.key_rank, layout.value_rank)
+    ]
     rows = tuple(pack_layer(x if layout.coded else x.to(dtype), layout, side == 0) for side, x in enumerate(latents))
     counts = tokens or [1] * batch
     total = sum(counts)
@@ -97,9 +99,7 @@ def make(
     return Case(layer, query, rows, rotation, ranges, allowed, sequence)
 
 
-def run(
-    case: Case, tiles: DecodeTiles | None = None, page: int = 0, programs: int = 5
-) -> tuple[Tensor, Tensor]:
+def run(case: Case, tiles: DecodeTiles | None = None, page: int = 0, programs: int = 5) -> tuple[Tensor, Tensor]:
     """By the kernels. page: keys of a page; pages then lie anywhere, what no key is in is poisoned, and the block table
     ends with the last page of the last sequence.
     """

@@ -23,7 +23,9 @@ CASES = {
 }
 
 
-def stored(key: torch.Tensor, layout: LayerLayout, rotation: tuple[torch.Tensor, ...], index: torch.Tensor) -> torch.Tensor:
+def stored(
+    key: torch.Tensor, layout: LayerLayout, rotation: tuple[torch.Tensor, ...], index: torch.Tensor
+) -> torch.Tensor:
     """[batch_size, num_kv_heads, seq_len, head_dim], rotated as the cache keeps them."""
     cos, sin = rotation
     if layout.rope_block is None:

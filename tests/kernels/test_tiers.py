@@ -1,0 +1,214 @@
+"""Tiers: which tokens are important, what is cut of the others, and attention to both against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
+from torch import Tensor
+
+from rotor.errors import UsageError
+from rotor.format.layout import GroupLayout, KeyForm
+from rotor.kernels import truth
+from rotor.kernels.rotary import when_read
+from rotor.kernels.rows import read_class
+from rotor.runtime.cache import Tiers
+from rotor.runtime.cache.tier_index import HIGH, LOW, right_aligned
+from rotor.runtime.cache.tier_rows import cut_latent, cut_layout
+from rotor.runtime.cache.tiered_layer import TieredLayer
+from rotor.runtime.tiered_attention import attend_to_tiers
+
+HPK, HEAD_DIM, TOKENS, PADS = 2, 24, 26, (5, 0)
+STEPS = [12, *[1] * 6, 3, *[1] * 5]
+WIDE = Channels(n8=20, n4=60)
+LAYOUTS = {
+    "post": layer(FORMS["post"], 1, (Numbers(16), Numbers(8)), (Numbers(8), Numbers(8)), (Numbers(8), Numbers(6))),
+    "pre": layer(FORMS["pre"], 2, (Numbers(24), Numbers(12)), (Numbers(10), Numbers(12))),
+    "none": layer(KeyForm(), 2, (Numbers(12), Numbers(8)), (Numbers(12), Numbers(8))),
+    "codes": layer(FORMS["fast"], 2, (MIXED, WIDE), (WIDE, MIXED)),
+    "codes after RoPE": layer(FORMS["post"], 2, (MIXED, WIDE), (WIDE, MIXED)),
+    "codes joint": layer(FORMS["pre"], 2, WIDE, MIXED),
+    "codes without RoPE": layer(KeyForm(), 1, (MIXED, WIDE), (WIDE, WIDE)),
+}
+POLICIES = [
+    Tiers(important=0.4, qk_unimportant=0.5, v_unimportant=0.25),
+    Tiers(important=0.3, qk_important=0.2, qk_unimportant=0.7, v_important=0.1, v_unimportant=0.6, importance="mean"),
+    Tiers(important=0.0, qk_unimportant=0.4, v_unimportant=0.4),
+    Tiers(important=1.0),
+]
+CASES = [(kind, policy) for kind in LAYOUTS for policy in POLICIES]
+
+
+class Case:
+    """A layer's rows and queries over a whole sequence."""
+
+    def __init__(self, kind: str) -> None:
+        self.layout = layout = LAYOUTS[kind]
+        heads = layout.group_size * len(layout.groups)
+        case = random_case(layout, shape_of(heads, HPK, HEAD_DIM, 0 if "out" in kind or kind == "none" else 16), 2,
+                           TOKENS, TOKENS)  # fmt: skip
+        self.rotation, self.key, self.value, self.query = case.rotation, case.key, case.value, case.query
+        # After RoPE constant keys change no weight, and are left out of log-sum-exps.
+        constant = case.parameters.key_constant if layout.in_blocks else None
+        self.parameters = replace(case.parameters, key_constant=constant)
+        real = torch.arange(TOKENS) >= torch.tensor(PADS)[:, None]
+        self.mask = (torch.ones(TOKENS, TOKENS).tril().bool() & real[:, None])[:, None]
+
+    def queries(self, tokens: slice) -> Tensor:
+        return self.query[:, tokens] if self.query.dim() == 3 else self.query[:, :, tokens]
+
+    def tables(self, end: int) -> Any:
+        if self.rotation is None:
+            return None
+        return tuple(table[:end] for table in when_read(self.rotation, self.layout.form))
+
+    def expected(self, policy: Tiers, tokens: slice, tiers: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Attention to whole rows of numbers, zero where a token's tier has none; tiers [rows, tokens so far]."""
+        sides = []
+        for keys in (True, False):
+            rows = self.key if keys or self.layout.joint else self.value
+            numbers = self._numbers(rows[:, : tokens.stop], keys)
+            kept = torch.zeros(2, tokens.stop, numbers.shape[-1], dtype=torch.bool)
+            for tier, cut in zip((HIGH, LOW), policy.layouts(self.layout), strict=True):
+                pairs = zip(self.layout.groups, cut.groups, strict=True)
+                latents = [(g.key, c.key) if keys else (g.values, c.values) for g, c in pairs]
+                marks = torch.cat([torch.arange(whole.width) < part.width for whole, part in latents])
+                kept |= marks & torch.tensor(tiers == tier)[..., None]
+            sides.append(numbers * kept)
+        groups = tuple(
+            GroupLayout(g.kv_heads, Numbers(g.key.width), Numbers(g.values.width)) for g in self.layout.groups
+        )
+        parameters = replace(self.parameters, layout=replace(self.layout, groups=groups))
+        mask = self.mask[:, 0, tokens, : tokens.stop]
+        return truth.attention(self.queries(tokens), *sides, parameters, mask, self.rotation)
+
+    def _numbers(self, rows: Tensor, keys: bool) -> Tensor:
+        found = []
+        for c in self.layout.classes(4):
+            at = (c.key, c.key_byte, c.key_stride) if keys else (c.value, c.value_byte, c.value_stride)
+            found.append(read_class(rows, *at, c.count, torch.float64).double().flatten(2))
+        return torch.cat(found, dim=-1)
+
+
+def settle(policy: Tiers, tiers: np.ndarray, scores: np.ndarray) -> None:
+    """Of n tokens of a row the round(g n) best stay important, of those that are; in place."""
+    for row, marks in enumerate(tiers):
+        budget = round(policy.important * int((marks > 0).sum()))
+        pool = sorted(np.flatnonzero(marks == HIGH), key=lambda place: (-scores[row, place], place))
+        marks[pool[budget:]] = LOW
+
+
+def same(got: Tensor, expected: Tensor, real: Tensor) -> None:
+    """Equal where a query is no padding."""
+    torch.testing.assert_close(got[real].double(), expected[real].double(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kind, policy", CASES, ids=lambda x: x if isinstance(x, str) else f"{x.important:g}-{x.importance}"
+)
+def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, kind: str) -> None:
+    case, start = Case(kind), 0
+    size = 4
+    chooser, _ = layers = Tiers(**{**vars(policy), "leaders": (0, 0)}).layers(2)
+    tiers, scores = np.zeros((2, 0), int), np.zeros((2, 0))
+    for length in STEPS:
+        tokens = slice(start, start + length)
+        mask, real = (
+            case.mask[:, :, tokens, : tokens.stop],
+            torch.arange(start, tokens.stop) >= torch.tensor(PADS)[:, None],
+        )
+        tiers = np.concatenate([tiers, np.where(real, HIGH, 0)], axis=1)
+        for layer_ in layers:
+            assert isinstance(layer_, TieredLayer)
+            layer_.follow(case.layout, HPK, torch.float32)
+            layer_.begin(mask, 2, length, torch.device("cpu"))
+            layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
+            got, log_sum = attend_to_tiers(
+                case.parameters, layer_, case.queries(tokens), mask, case.tables(tokens.stop)
+            )  # type: ignore[arg-type]
+            expected, expected_sum = case.expected(policy, tokens, tiers)
+            same(got, expected, real)
+            same(log_sum, expected_sum, real)
+            layer_.finish_step(log_sum)
+            if layer_ is chooser:
+                found = torch.logsumexp(expected_sum.float(), -1)
+                if policy.importance == "mean":
+                    keys = torch.arange(start, tokens.stop) + 1 - torch.tensor(PADS)[:, None]
+                    found = found - keys.clamp(min=1).log()
+                scores = np.concatenate([scores, found.numpy()], axis=1)
+                settle(policy, tiers, scores)
+        start += length
+        for row, marks in enumerate(tiers):
+            assert chooser.index.tiers is not None
+            assert chooser.index.tiers[row].tolist() == marks.tolist()
+    counts = {tier: max(int((marks == tier).sum()) for marks in tiers) for tier in (HIGH, LOW)}
+    high, low = policy.layouts(case.layout)
+    unit = 1 if case.layout.coded else size
+    for layer_ in layers:
+        held = [layer_.keys, layer_.values, layer_.low_keys, layer_.low_values]
+        sizes = [width // unit for layout in (high, low) for width in layout.row_bytes(size)]
+        assert [(t.shape[2], t.shape[3]) for t in held] == [
+            (counts[tier], width) for tier, width in zip((HIGH, HIGH, LOW, LOW), sizes, strict=True)
+        ]
+        own = sum(t.nbytes for t in held)
+        assert layer_.stored_bytes() == own + (2 * TOKENS + 4 * 2 * counts[HIGH] if layer_ is chooser else 0)
+
+
+def test_shares_are_of_planes_and_at_least_one_stays() -> None:
+    wide = Channels(n16=4, n8=8, n4=32)  # 16 + 16 + 32 nibbles
+    assert cut_latent(wide, 0.25) == Channels(n16=4, n8=8, n4=16)
+    assert cut_latent(wide, 0.99) == Channels(n16=4)
+    assert cut_latent(Channels(n12=7, n4=3), 0.3) == Channels(n12=5)  # a nibble of the sixth stays, uncounted
+    assert cut_latent(Numbers(10), 0.55) == Numbers(5)
+    for layout in LAYOUTS.values():
+        assert cut_layout(layout, 0.0, 0.0) == layout
+        for before, after in zip(layout.groups, cut_layout(layout, 0.5, 0.3).groups, strict=True):
+            assert after.key.width < before.key.width
+
+
+def test_right_aligned() -> None:
+    chosen = torch.tensor([[True, False, True, True], [False, False, False, True]])
+    assert right_aligned(chosen, 3).tolist() == [[0, 2, 3], [-1, -1, 3]]
+    assert right_aligned(chosen & False, 0).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"important": 1.5}, "important: got 1.5, expected a share from 0 to 1"),
+        ({"qk_important": 0.6}, r"qk_unimportant: got 0.5, expected a share from qk_important \(0.6\)"),
+        ({"v_unimportant": 1.0}, "v_unimportant: got 1.0"),
+        ({"layer_important": (0.5, -1.0)}, "layer_important"),
+        ({"leaders": (0, 2, 2)}, "leaders: got .* expected for each layer itself, or an earlier one"),
+        ({"leaders": (0, 0, 1)}, "leaders"),
+        ({"importance": "luck"}, "importance"),
+    ],
+)
+def test_what_does_not_fit_is_said(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Tiers(**fields)
+
+
+def test_the_choice_by_chance_is_a_tokens_own() -> None:
+    def tiers(scale: float) -> list[list[int]]:
+        (kept,) = Tiers(important=0.5, importance="random", seed=3).layers(1)
+        assert isinstance(kept, TieredLayer)
+        kept.index.append(None, 1, 20, torch.device("cpu"))
+        kept.index.choose(scale * torch.arange(20.0)[None, :, None])
+        assert kept.index.tiers is not None
+        return kept.index.tiers.tolist()
+
+    assert tiers(1.0) == tiers(-1.0)
+    assert tiers(1.0)[0].count(HIGH) == 10
+
+
+def test_layers_run_in_order() -> None:
+    _, follower = Tiers(leaders=(0, 0)).layers(2)
+    follower.follow(LAYOUTS["post"], HPK, torch.float32)
+    follower.begin(None, 1, 2, torch.device("cpu"))
+    with pytest.raises(UsageError, match="does not know that its cache has tiers"):
+        follower.update(torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2, 22))
