@@ -71,7 +71,7 @@ def test_exact_ranks_are_kept_beside_the_rounded_ones(tmp_path: Path) -> None:
     assert report["ranks"]["stored"][0] == [[8, 8], [8, 16], [16, 16], [16, 8]]
     # Groups are ordered by class, widest first; the KV heads say which is which.
     groups = report["layouts"][0]["groups"]
-    assert [(g["kv_heads"], g["qk_rank"], g["v_rank"]) for g in groups] == [
+    assert [(g["kv_heads"], g["key"], g["value"]) for g in groups] == [
         ([2], 16, 16),
         ([3], 16, 8),
         ([1], 8, 16),

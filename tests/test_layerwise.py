@@ -17,6 +17,7 @@ from rotor.calibration.collect import layer_statistics
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import batch_logits, score
 from rotor.export.export import export
+from rotor.format.layout import Candidate, KeyForm
 from rotor.models import layerwise, memory
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.estimate import Estimate, weight_sizes
@@ -252,7 +253,7 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
     moments = layer_statistics(network, 0, states, states, 2, wanted)
     weights = read_attention(network.family, 0, checkpoint.names, checkpoint.tensor, network.shape)
     weights.v_weight = weights.v_weight.float()  # what is rewritten has its dtype
-    bases = layer_bases(moments, weights, network.shape, "pre", 2, "kq", "kq-output")
+    bases = layer_bases(moments, weights, network.shape, Candidate(KeyForm(64, 8), 2), "kq", "kq-output")
     exact = moments.moment("output", 2)
     packed = pack_symmetric(exact)
     assert packed.dtype == torch.float32

@@ -20,7 +20,7 @@ from rotor.data.tokens import synthetic_tokens
 from rotor.errors import NumericsError, RotorError
 from rotor.evaluation.scoring import batch_logits
 from rotor.export.export import export
-from rotor.format.layout import AttentionShape
+from rotor.format.layout import POST_ROPE, AttentionShape, Candidate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
@@ -144,7 +144,7 @@ def test_in_a_factorisation() -> None:
     statistics = LayerStatistics(shape, 1, {"query": huge, "key_post": huge, "value": huge}, 8)
     weights = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
     with pytest.raises(NumericsError, match="layer 3, post-1: "):
-        layer_bases(statistics, weights, shape, "post", 1, "kq", "kq", where="layer 3, post-1")
+        layer_bases(statistics, weights, shape, Candidate(POST_ROPE, 1), "kq", "kq", where="layer 3, post-1")
     assert torch.isfinite(kq.closed_form(torch.eye(4).double()[None], torch.eye(4).double()[None]).encode).all()
 
 

@@ -5,6 +5,8 @@ All products are float64; each tensor is cast exactly once, to the dtype of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from ..bases.layer import LayerBases
 from ..codes.fold import FoldedCode, fold_code
 from ..codes.layer import CodedBases
 from ..errors import NumericsError
-from ..format.channels import Channels, Numbers
+from ..format.channels import Channels, Latent, Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
 from ..format.tensors import layer_tensors
 from ..numerics import one_thread
@@ -31,13 +33,13 @@ def layer_layout(bases: LayerBases, ranks: LayerRanks) -> tuple[LayerLayout, tup
         The layout (groups ordered by class), and for each position the index of its group in `bases`.
     """
     size = bases.group_size
-    latents = bases.channels if isinstance(bases, CodedBases) else [_numbers(*pair, bases.joint) for pair in ranks]
+    latents: Sequence[tuple[Latent, Latent | None]] = [
+        (Numbers(key), None if bases.joint else Numbers(value)) for key, value in ranks
+    ]
+    if isinstance(bases, CodedBases):
+        latents = bases.channels
     groups = [GroupLayout(tuple(range(i * size, (i + 1) * size)), *pair) for i, pair in enumerate(latents)]
     return ordered_by_class(groups, bases.form)
-
-
-def _numbers(key_rank: int, value_rank: int, joint: bool) -> tuple[Numbers, Numbers | None]:
-    return Numbers(key_rank), None if joint else Numbers(value_rank)
 
 
 def bias_names(weights: AttentionWeights) -> frozenset[str]:
