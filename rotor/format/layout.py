@@ -177,7 +177,8 @@ class GroupLayout:
         return cls(tuple(data["kv_heads"]), latent_from(data["key"], f"{where}: key"), value)
 
 
-class GroupClass(NamedTuple):
+@dataclass(frozen=True)
+class GroupClass:
     """Consecutive groups of a layer with equal latents: what one batched operation serves.
 
     key_rank, value_rank: channels of the groups before, in what projections put out. key_place, value_place: places of
