@@ -184,7 +184,7 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
 
     (subject,) = subjects(name)
     layout, shape, dtype = subject.layout, subject.shape, torch.bfloat16
-    variants = decode_variants(layout, shape, dtype, page=64)
+    variants = decode_variants(layout, shape, subject.kernels, dtype, 90, page=64)
     launched = []
 
     def record(source: Any, target: Any, options: dict[str, Any], **_: Any) -> Any:
