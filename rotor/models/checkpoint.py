@@ -148,10 +148,10 @@ class Checkpoint:
         Args:
             recorded: SHA-256 of every shard and of the other files, by name.
         """
-        found = []
-        for file in sorted({*recorded, *self.files, *self.other_files()}):
+        found, present = [], {*self.files, *self.other_files()}
+        for file in sorted({*recorded, *present}):
             path = self.folder.resolve() / file
-            if not path.is_file():
+            if file not in present or not path.is_file():  # also a recorded name that leads out of the folder
                 found.append(f"{path} is gone")
             elif file not in recorded:
                 found.append(f"{path} was added since calibration")
