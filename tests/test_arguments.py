@@ -37,6 +37,7 @@ REFUSED = {
     ("calibrate", ".", "-o", "RUN", "--revision", "v1"): (2, "--revision v1: . is a local folder"),
     ("inspect", "./nowhere"): (2, "./nowhere: no such folder"),
     ("inspect", ".", "--device", "abacus"): (2, "--device abacus: no such device type"),
+    ("inspect", ".", "--device", "mps"): (2, "--device mps: no such device type"),
     ("validate", "OUT"): (2, "OUT: no such folder"),
     ("bench", "OUT", "--batch", "0"): (2, "--batch 0: expected whole numbers"),
     ("compile", "OUT"): (2, "OUT: no such folder"),

@@ -20,6 +20,7 @@ from .compressed import CompressedCheckpoint, open_model
 from .hardware import pick_device, pick_dtype
 from .hub import find_model
 from .loading import load_model
+from .tokenizer import check_ids
 
 
 def continue_prompt(
@@ -55,11 +56,14 @@ def continue_prompt(
         `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` of the cache at the end; of a spread one also what each
         process had of it, and the bytes that this process sent to the others, by kind.
     Raises:
-        UsageError: no profile of that name; processes are asked for, and torchrun did not start this one.
+        UsageError: the prompt is not UTF-8; no profile of that name; processes are asked for, and torchrun did not
+            start this one.
         CheckpointError: the folder has no tokenizer, or a chat template that fails. DataError: the prompt has no
-            tokens.
+            tokens, or one that the model does not have.
     """
     progress = progress or Progress()
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of a command line, which is no UTF-8
+        raise UsageError(f"the prompt is not UTF-8: {prompt!a:.80}.", "Write it in UTF-8, or give --prompt-file.")
     folder = find_model(folder).folder
     checkpoint = open_model(folder)
     tokenizer = checkpoint.tokenizer
@@ -75,6 +79,7 @@ def continue_prompt(
     inputs = (_as_chat(tokenizer, prompt, folder) if chat else tokenizer(prompt, return_tensors="pt")).to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
+    check_ids(inputs["input_ids"], checkpoint.config.get_text_config().vocab_size)
     with progress.task("load model", None, ""):
         model = load_model(folder, target, compute_dtype, {} if profile is None else {"rank_profile": profile})
     if cache is not None:

@@ -12,10 +12,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, DataError
 from . import tokenizer_trial
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILES = (
     "tokenizer.json",
@@ -145,3 +148,12 @@ def encode(tokenizer: Any, text: str) -> list[int]:
             "Check that the tokenizer belongs to this model, or give another text.",
         ) from error
     return ids
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raises DataError if a text has an id that the model has no embedding for, as some added tokens are."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise DataError(
+            f"the tokenizer gives the id {int(ids.max())}, config.json says vocab_size {vocab_size}.",
+            "Check that the tokenizer belongs to this model, and that the text names no special tokens.",
+        )
