@@ -46,6 +46,8 @@ class Checkpoint:
         if not self.folder.is_dir():
             said = "is a file" if self.folder.exists() else "no such folder"
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
+        if any("\udc80" <= character <= "\udcff" for character in str(folder)):
+            raise CheckpointError(f"{folder}: is not UTF-8.", "safetensors opens no other names; rename the folder.")
         _refuse_pointers(self.folder)
         _refuse_other_formats(self.folder)
         for file in self.folder.iterdir():
