@@ -141,6 +141,10 @@ CachePolicy = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and what --json prints.")]
 QuietText = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors and the text itself.")]
+NoMeasure = Annotated[
+    bool,
+    typer.Option("--no-measure", help="Leave accuracy unmeasured; of an export, with --compression or --removal-rate."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
 

@@ -22,6 +22,7 @@ from .app import (
     DryRun,
     Dtype,
     Model,
+    NoMeasure,
     Offload,
     Overwrite,
     Quiet,
@@ -174,14 +175,7 @@ def export(
     dtype: Dtype = "auto",
     offload: Offload = "auto",
     device_map: DeviceMap = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            " /--no-measure",
-            help="Write --compression or --removal-rate without measuring accuracy.",
-            show_default=False,
-        ),
-    ] = True,
+    no_measure: NoMeasure = False,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -215,7 +209,7 @@ def export(
         elastic=elastic,
         compute=Compute(device, dtype, offload, device_map),
         overwrite=overwrite,
-        measure=measure,
+        measure=not no_measure,
         cache=cache,
     )
     settings.check()
@@ -287,6 +281,7 @@ def validate(
         str | None, typer.Option(metavar="HEX", help="What `rotor export` printed: the digest of every file.")
     ] = None,
     cache: CachePolicy = None,
+    no_measure: NoMeasure = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "auto",
@@ -320,6 +315,7 @@ def validate(
             text=text,
             digest=digest,
             cache=cache,
+            measure=not no_measure,
             device=device,
             dtype=dtype,
             offload=offload,
