@@ -31,6 +31,7 @@ REFUSED = {
     ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--dtype", "int3"): (2, "--dtype int3"),
     ("export", "RUN", "-o", "OUT", "--accuracy", ".9"): (2, "RUN: no such folder"),
     ("calibrate", "MODEL", "-o", "RUN", "--recipe", "fcd"): (2, "did you mean 'fdc'"),
+    ("calibrate", "MODEL", "-o", "RUN", "--recipe", "pca"): (2, "recipe 'pca' is neither bundled nor a file."),
     ("calibrate", "MODEL", "-o", "RUN", "--set", "tokens.cuont=3"): (2, "did you mean 'count'"),
     ("calibrate", "MODEL", "-o", "RUN", "--offload", "maybe"): (2, "--offload maybe"),
     ("calibrate", "a/b/c", "-o", "RUN"): (2, "a/b/c: no such folder"),

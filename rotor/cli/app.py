@@ -94,6 +94,16 @@ RecipeOverrides = Annotated[
         autocompletion=completion.settings,
     ),
 ]
+OwnText = Annotated[
+    Path | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="Text of your own (a UTF-8 file or a folder of them) to calibrate on and to judge accuracy on; its "
+        "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's "
+        "tokens calibrate, and source of Python's standard library judges (evaluation.source=stdlib).",
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.", autocompletion=completion.devices),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +24,7 @@ from .app import (
     NoMeasure,
     Offload,
     Overwrite,
+    OwnText,
     Quiet,
     RecipeOverrides,
     Revision,
@@ -56,15 +56,7 @@ def calibrate(
             autocompletion=completion.recipe_names,
         ),
     ] = "rotor",
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text of your own (a UTF-8 file or a folder of them) to calibrate on and to judge accuracy on; its "
-            "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's "
-            "tokens calibrate, and source of Python's standard library judges (evaluation.source=stdlib).",
-        ),
-    ] = None,
+    text: OwnText = None,
     revision: Revision = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
@@ -197,6 +189,7 @@ def export(
     once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes, evaluation,
     search, objective and cache.
     """
+    from ..recipe import device_overrides
     from ..recipe.settings import Compute, ExportSettings, Goal
 
     settings = ExportSettings(
@@ -204,7 +197,7 @@ def export(
         out,
         Goal(accuracy, compression, removal_rate, confidence),
         shares("--targets", targets),
-        (*(overrides or ()), *_device_overrides(target_device, device_file)),
+        (*(overrides or ()), *device_overrides(target_device, device_file)),
         objective=objective,
         elastic=elastic,
         compute=Compute(device, dtype, offload, device_map),
@@ -253,11 +246,6 @@ def export(
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {shlex.quote(str(out))}")
-
-
-def _device_overrides(name: str | None, file: Path | None) -> list[str]:
-    given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
-    return [f"objective.{key}={value}" for key, value in given.items() if value is not None]
 
 
 @app.command(epilog="Example: rotor validate out/demo")

@@ -17,6 +17,7 @@ from .app import (
     Dtype,
     Model,
     Offload,
+    OwnText,
     Quiet,
     RecipeOverrides,
     Verbose,
@@ -80,6 +81,7 @@ def study(
             "--bytes", help="Bytes of cache per token at which peers measures recipes; by default ten, 3.75 % to 50 %."
         ),
     ] = None,
+    text: OwnText = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -100,7 +102,7 @@ def study(
     length, evaluation and search are those of the first.
     """
     from ..models.hub import check_name
-    from ..recipe import load_recipe
+    from ..recipe import load_recipe, text_overrides
     from ..recipe.settings import Compute
 
     for recipe in split(recipes):
@@ -116,7 +118,7 @@ def study(
         show_progress(quiet, verbose, dry_run=True)
         request = StudyPlan.of(
             split(recipes),
-            list(overrides or []),
+            [*text_overrides(text), *(overrides or ())],
             None if parts is None else split(parts),
             focus=None if focus is None else split(focus),
             ablations=parse_ablations(ablation or [], ablations),
@@ -132,6 +134,7 @@ def study(
             out,
             split(recipes),
             overrides or [],
+            text=text,
             parts=None if parts is None else split(parts),
             focus=None if focus is None else split(focus),
             ablations=parse_ablations(ablation or [], ablations),

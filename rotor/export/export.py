@@ -29,7 +29,7 @@ from ..models.checkpoint import INDEX_FILE, Checkpoint
 from ..models.projections import read_attention
 from ..prediction.slow_planes import planned_config
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe
+from ..recipe import Recipe, device_overrides
 from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
 from ..rewriting.compressible import bias_names
@@ -70,6 +70,8 @@ def export(
     targets: Iterable[float] = (),
     overrides: Iterable[str] = (),
     objective: str | float | None = None,
+    target_device: str | None = None,
+    device_file: str | Path | None = None,
     elastic: bool = False,
     device: str = "auto",
     dtype: str = "auto",
@@ -103,6 +105,7 @@ def export(
         cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
             (`gear-2`), or the path of a YAML file; needs all weights in memory to be measured.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
+        target_device, device_file: the device whose decode time is predicted, and a YAML file with further ones.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
@@ -111,7 +114,7 @@ def export(
         out,
         Goal(accuracy, compression, removal_rate, confidence),
         tuple(targets),
-        tuple(overrides),
+        (*overrides, *device_overrides(target_device, device_file)),
         objective,
         elastic,
         Compute(device, dtype, offload, device_map),

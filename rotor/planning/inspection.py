@@ -16,8 +16,9 @@ from ..calibration.outline import Estimates, ModelOutline
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import pick_device, pick_dtype
-from ..models.hub import find_model, tensor_headers
+from ..models.hub import tensor_headers
 from ..models.memory import available_device_bytes, available_host_bytes, fits
+from ..models.source import find_source
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
@@ -100,7 +101,7 @@ def inspect(
     Raises:
         UnsupportedModelError: rotor cannot compress it. RotorError: see rotor.errors.
     """
-    spec, source = load_recipe(recipe, overrides), find_model(model, revision, weights=False)
+    spec, source = load_recipe(recipe, overrides), find_source(model, revision, weights=False)
     if source.hub_id is None or any(source.folder.glob("*.safetensors")):
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
