@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import logging
 import os
+import pydoc
 import re
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 from conftest import ROOT, calibrated
 from test_cli import rotor
 
+import rotor as rotor_package
 from rotor import cli
 from rotor.cli import console
 from rotor.errors import CheckpointError, MissingError, UsageError
@@ -96,6 +99,27 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
         assert text in error, arguments
         assert error.count("\n") == (2 if code else 0), arguments
         assert "ROTOR_DEBUG" not in error, arguments
+
+
+SHOWN = {"as_json", "quiet", "verbose", "dry_run"}
+"""Options of what is printed."""
+
+OTHERWISE = {"no_measure": "measure", "folders": "folder", "ablation": "ablations"}
+
+
+@pytest.mark.parametrize("name", ["inspect", "calibrate", "export", "validate", "study"])
+def test_a_function_takes_what_the_command_does(name: str) -> None:
+    from rotor.cli.commands import app
+
+    (command,) = (found.callback for found in app.registered_commands if found.callback.__name__ == name)
+    options = {OTHERWISE.get(option, option) for option in inspect.signature(command).parameters} - SHOWN
+    assert options - inspect.signature(getattr(rotor_package, name)).parameters.keys() == set()
+
+
+def test_help_begins_with_what_a_user_calls() -> None:
+    shown = pydoc.plain(pydoc.render_doc(rotor_package)).partition("The import itself")[0]
+    called = [name for name in rotor_package.__all__ if name[0].islower() and name[0] != "_"]
+    assert [name for name in called if f"rotor.{name}(" not in shown] == []
 
 
 def test_a_traceback_is_offered_only_where_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
