@@ -219,7 +219,7 @@ def _write(
     write_json(staging / ROTOR_JSON, report)
     write_text(staging / CARD, model_card(report, recipe))
     with progress.task("report", None, ""):
-        write_with_checkpoint(staging, run, job.out.path.name)
+        write_with_checkpoint(staging, run, Path(job.settings.out))
     return report, write_manifest(staging, "checkpoint")
 
 
