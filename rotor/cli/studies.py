@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..progress import in_time
 from . import completion
 from .app import (
     AsJson,
@@ -167,13 +168,13 @@ def _print_outlook(plan: Any, as_json: bool) -> None:
     if as_json:
         print_json(plan.to_dict())
         return
-    rows = [(part.part, part.calibrations, part.points, f"{part.seconds:.0f}") for part in plan.parts]
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), f"{plan.seconds:.0f}"))
+    rows = [(part.part, part.calibrations, part.points, in_time(part.seconds)) for part in plan.parts]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), in_time(plan.seconds)))
     title = (
         f"{plan.model} -> {plan.folder}: {', '.join(plan.recipes)} on {plan.device} in {plan.dtype}; nothing is "
         "written in a dry run"
     )
-    print_table(title, ("part",), ("calibrations", "at most points", "seconds of matrix products"), rows)
+    print_table(title, ("part",), ("calibrations", "at most points", "time of matrix products"), rows)
     say(
         f"{plan.known_records} record(s) are there already; everything beside the products, at the rate measured here, "
         f"comes on top. Parts that were not asked for: {', '.join(plan.not_run) or 'none'}."
