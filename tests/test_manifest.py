@@ -120,6 +120,12 @@ def test_nothing_outside_of_the_folder_is_hashed(out: Path, tmp_path: Path, monk
     assert source.changes(recorded | {"../x": "0"}) == [f"{out.resolve()}/../x is gone"]
 
 
+def test_a_card_without_end_is_not_read(out: Path) -> None:
+    manifest = Manifest.read(out)
+    os.truncate(out / "README.md", 1 << 40)  # a hole
+    assert manifest.problems() == {"README.md": "differs from its SHA-256"}
+
+
 def test_what_says_that_a_folder_is_unfinished_and_a_manifest_elsewhere_are_named(out: Path, tmp_path: Path) -> None:
     (out / "unfinished.json").write_text("#!/bin/sh")
     assert found(out) == {"files": "unfinished.json is unexpected"}

@@ -20,7 +20,7 @@ from .compressed import CompressedCheckpoint, open_model
 from .hardware import pick_device, pick_dtype
 from .hub import find_model
 from .loading import load_model
-from .tokenizer import check_ids
+from .tokenizer import as_chat, check_ids
 
 
 def continue_prompt(
@@ -76,7 +76,8 @@ def continue_prompt(
     if profile is not None and not elastic:
         raise UsageError(f"--profile {profile}: {folder} is not elastic.", "Export it with --elastic.")
     chat = bool(tokenizer.chat_template) and not raw
-    inputs = (_as_chat(tokenizer, prompt, folder) if chat else tokenizer(prompt, return_tensors="pt")).to(target)
+    text = as_chat(folder, prompt) if chat else prompt
+    inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt").to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
     check_ids(inputs["input_ids"], checkpoint.config.get_text_config().vocab_size)
@@ -145,16 +146,3 @@ class _Streamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._on_text(text)
-
-
-def _as_chat(tokenizer: Any, prompt: str, folder: Path) -> Any:
-    """The tokens of what a user says, with the template's beginning of an answer."""
-    try:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-    except Exception as error:  # a template is a program of the folder's, in a sandbox: it can fail in any way
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise CheckpointError(
-            f"{folder}: its chat template cannot be applied: {reason}", "Give --raw to continue the prompt as it is."
-        ) from error
