@@ -25,7 +25,7 @@ class _WithTransformers:
                 _import_rotor()
                 execute(module)
 
-            spec.loader.exec_module = import_rotor_and_execute
+            spec.loader.exec_module = import_rotor_and_execute  # type: ignore
         return spec
 
 
@@ -37,7 +37,7 @@ def _import_rotor():  # type: ignore[no-untyped-def]
 
     try:
         found = importlib.util.find_spec("rotor")
-        places = list(found.submodule_search_locations or [found.origin]) if found else ["no module"]
+        places = [*(found.submodule_search_locations or ()), str(found.origin)] if found else ["nowhere"]
         if not any(os.path.isfile(os.path.join(place, "bootstrap", "rotor_autoload.py")) for place in places):
             raise ImportError(f"the module rotor is {places[0]} here, which hides the package rotor-kv")
         import rotor  # noqa: F401
