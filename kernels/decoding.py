@@ -41,12 +41,15 @@ ABSORBED_BYTES = 256 << 20
 @dataclass(frozen=True)
 class DecodeTiles:
     """keys: of a tile. warps: of a program. stages: of loads ahead. lean: what tiles share and each loads
-    anew, which frees registers: constants (1), turns (2)."""
+    anew, which frees registers: constants (1), turns (2). together: KV heads whose fast planes are rebuilt by one
+    product; the group's are a multiple of it. again: pieces of joint latents that are unpacked anew for values."""
 
     keys: int
     warps: int = 1
     stages: int = 2
     lean: int = 0
+    together: int = 1
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ class DecodeLayer:
         """By instructions counted in SASS for sm_80 and sm_90, without spills (heads of 128, bfloat16):
 
         without fast planes 64 keys and one warp up to 128 nibbles and 8 rows; fast planes of narrow latents likewise;
-        wider latents and more rows take two warps and more, and tiles of 32 keys.
+        wider latents and more rows take two warps and more, and tiles of 32 keys; four KV heads together four warps,
+        so that from sm_90 on the products are those of a warp group.
         """
         rows = max(8, triton.next_power_of_2(tokens * self.group_rows))
         width = self.pieces * max(self.columns, self.value_columns) * (1 if self.layout.joint else 1.5)
@@ -196,6 +200,11 @@ class DecodeLayer:
             if self.heads == 1:
                 return DecodeTiles(64, 2)
             return DecodeTiles(64, 2, 2 if capability >= 90 else 1, lean=3)
+        four = self.heads == 4 and self.fast == 16 and self.block >= 64 and self.dtype.itemsize == 2
+        if four and width * rows <= 4096:
+            if capability >= 90:
+                return DecodeTiles(64, 4, 1, lean=1, together=4, again=2)
+            return DecodeTiles(64, 4, 1, lean=1, again=1)
         return DecodeTiles(32, 2 if width * rows <= 4096 else 4, 1, lean=1)
 
     def step(self, tiles: DecodeTiles) -> int:
@@ -211,7 +220,8 @@ class DecodeLayer:
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
             "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
-            "STAGES": tiles.stages, "LEAN": tiles.lean, "PRECISION": self.precision, "ASM": assembled(),
+            "STAGES": tiles.stages, "LEAN": tiles.lean, "TOGETHER": tiles.together, "AGAIN": tiles.again,
+            "PRECISION": self.precision, "ASM": assembled(),
         }  # fmt: skip
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
@@ -220,9 +230,17 @@ class DecodeLayer:
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
             "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
-            "EXACT": self.exact, "COUNT": 32 if self.block else 16, "BASIS_ALIGN": self.basis_align,
-            "PRECISION": self.precision,
+            "EXACT": self.exact, "COUNT": 64 if self.wide else 32 if self.block else 16,
+            "BASIS_ALIGN": self.basis_align, "PRECISION": self.precision,
         }  # fmt: skip
+
+    @property
+    def wide(self) -> bool:
+        """Whether a program of `absorb` is four warps that meet 64 blocks at a time."""
+        return self.block > 0 and self.columns == 64 and self.dtype.itemsize == 2
+
+    def absorb_options(self) -> dict[str, int]:
+        return {"num_warps": 4, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
 
     @property
     def precision(self) -> str:
@@ -232,9 +250,6 @@ class DecodeLayer:
 def assembled() -> bool:
     """Whether kernels are compiled for a GPU of NVIDIA's, whose assembly they may use."""
     return not triton.knobs.runtime.interpret and torch.version.hip is None
-
-
-ABSORB_WARPS = 2
 
 
 def decode_attention(
@@ -365,7 +380,7 @@ def _launch(
             query, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed, constant,
             fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
             query.stride(0) // align, query.stride(1) // align, layer.basis.stride(0) // layer.basis_align, log2,
-            ALIGN=align, num_warps=ABSORB_WARPS, num_stages=2, enable_fp_fusion=True, **constants,
+            ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(), **constants,
         )  # fmt: skip
     decode_kernel[(programs,)](
         query if layer.folded else absorbed, constant, fast_query, key, value,
