@@ -13,7 +13,7 @@ from .absorb import absorb_kernel
 from .ahead import Variant
 from .append import append_variant
 from .decode import decode_kernel
-from .decoding import ABSORB_WARPS, DecodeLayer, join_constants
+from .decoding import DecodeLayer, join_constants
 from .join import join_kernel
 from .materialise import materialise_variants
 from .parameters import AttentionParameters
@@ -88,7 +88,7 @@ def decode_variants(
         programs = min(chunks, max(1, 4 * SMS // (shape.num_heads * SEQUENCES)))
         keys = LENGTH / programs / layer.group_rows
         of_absorb = {"loops": (Loop(chunks / programs),), "keys": keys, "groups": groups}
-        found.append(variant(absorb_kernel, "absorb", constants, ABSORB_WARPS, 2, **of_absorb))
+        found.append(variant(absorb_kernel, "absorb", constants, *layer.absorb_options().values(), **of_absorb))
     constants = layer.constants(1, tiles, page, mask=False, softcap=softcap)
     constants |= {"KEY_ALIGN": layer.key_align, "VALUE_ALIGN": layer.value_align}
     slice_tiles = SEQUENCES * groups * LENGTH / step / (SMS * kernels.slices_per_sm)
