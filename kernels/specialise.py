@@ -71,7 +71,7 @@ def decode_variants(
         ("table", "begin", "until", "first", "end", "query_start", "block_table", "holes"), torch.int32
     )
     shared |= dict.fromkeys(("constant", "partial", "partial_lse", "lse"), torch.float32)
-    shared |= {"key_constant": dtype if constant is None else torch.float32, "mask": torch.int32}
+    shared |= {"key_constant": torch.float32, "mask": torch.int32}
     shared |= {"fast_constant": torch.float32, "key": row, "value": row}
     names = "query", "basis", "slow_turns", "fast_turns", "absorbed", "fast_query", "fast_basis", "turns", "output"
     shared |= dict.fromkeys(names, dtype)

@@ -237,7 +237,7 @@ def test_one_of_a_checkpoint_named_layouts_and_the_table(tmp_path: Path) -> None
     for call in (["compile"], ["compile", str(tmp_path), "--named"]):
         done = CliRunner().invoke(app, call)
         assert done.exit_code == 1
-        assert "expected one of OUT, --named and --table" in " ".join(done.output.split())
+        assert "expected one of OUT, --named and --table" in str(done.exception)
 
 
 def test_folders_and_dtypes_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
