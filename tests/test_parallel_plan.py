@@ -102,7 +102,7 @@ def test_parts_of_the_keys_join_to_the_whole(name: str, seq_len: int) -> None:
     queries, every = torch.arange(length - seq_len, length), torch.arange(length)
 
     def attend(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        of_keys = None if rotation is None else (rotation[0][indices], rotation[1][indices])
+        of_keys = None if rotation is None else (rotation[0][None, None, indices], rotation[1][None, None, indices])
         mask = visible(queries, indices, attended, 120)
         return partial_attention(query, key[:, :, indices], value[:, :, indices], parameters, of_keys, mask)
 
@@ -131,7 +131,7 @@ def test_windows_and_padding() -> None:
 
 
 def test_the_command_counts(tiny, tmp_path: Path, capsys) -> None:
-    folder = write_pair(tiny("llama"), tmp_path / "out", Folding(bits=MIXED)).coded
+    folder = write_pair(tiny("llama"), tmp_path / "out", Folding(bits=((4,),), rank=12)).coded
     out, plot = tmp_path / "traffic.json", tmp_path / "traffic.png"
     more = ["--plot", plot] if _has_matplotlib() else []
     code, said, _ = rotor(
