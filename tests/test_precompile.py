@@ -43,7 +43,7 @@ def subjects(*names: str) -> list[module.Subject]:
 @pytest.fixture
 def decoding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer's kernels those of a decode step; others take long."""
-    specialise = importlib.import_module("rotor.kernels.specialise")
+    specialise = importlib.import_module("rotor.bench.specialise")
     every = specialise.layer_variants
 
     def counted(*args: Any, **flags: Any) -> list[Any]:
@@ -113,7 +113,7 @@ def test_what_is_looked_up_is_near_what_is_counted(decoding_alone) -> None:
 
 @needs_triton
 def test_one_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch, decoding_alone) -> None:
-    ahead = importlib.import_module("rotor.kernels.ahead")
+    ahead = importlib.import_module("rotor.bench.ahead")
     compile_variant = ahead.compile_variant
 
     def compile_or_fail(variant, capability):
@@ -177,10 +177,10 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     from triton import runtime
     from triton.compiler import make_backend
 
+    from rotor.bench.specialise import decode_variants
     from rotor.kernels import absorb, decode, decoding, join
     from rotor.kernels.parameters import AttentionParameters
     from rotor.kernels.ranges import KeyRanges
-    from rotor.kernels.specialise import decode_variants
 
     (subject,) = subjects(name)
     layout, shape, dtype = subject.layout, subject.shape, torch.bfloat16
