@@ -23,10 +23,16 @@ AUTOLOAD = "rotor_autoload"
 PTH = f"import os; os.environ.get('ROTOR_AUTOLOAD') == '0' or __import__('{AUTOLOAD}')\n"
 
 
-def root_files() -> dict[str, bytes]:
-    """Content by name."""
+def root_files(editable: bool = False) -> dict[str, bytes]:
+    """Content by name.
+
+    Args:
+        editable: the source tree is put on sys.path, too. setuptools' own finder comes after the search of sys.path,
+            where beside a clone the folder `rotor` would be taken for a package without __init__.py.
+    """
     module = (ROOT / "rotor" / "bootstrap" / f"{AUTOLOAD}.py").read_bytes()
-    return {f"{AUTOLOAD}.py": module, f"{AUTOLOAD}.pth": PTH.encode()}
+    path = os.fsencode(f"{ROOT}\n") if editable else b""
+    return {f"{AUTOLOAD}.py": module, f"{AUTOLOAD}.pth": path + PTH.encode()}
 
 
 def build_wheel(wheel_directory: str, *arguments: Any) -> str:
@@ -37,7 +43,7 @@ def build_wheel(wheel_directory: str, *arguments: Any) -> str:
 
 def build_editable(wheel_directory: str, *arguments: Any) -> str:
     name = setuptools.build_meta.build_editable(wheel_directory, *arguments)
-    add_to_wheel(Path(wheel_directory) / name, root_files())
+    add_to_wheel(Path(wheel_directory) / name, root_files(editable=True))
     return name
 
 

@@ -23,10 +23,10 @@ def printable(text: str) -> str:
 
 
 class Lines(logging.Formatter):
-    """Lines of a log, with nothing in them that a terminal would act on."""
+    """Lines of a log, one a record, with nothing in them that a terminal would act on."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(super().format(record)).replace("\n", r"\n")
 
 
 class LogFile(logging.FileHandler):

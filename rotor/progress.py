@@ -33,10 +33,10 @@ class Progress:
 
 def in_time(seconds: float) -> str:
     """In the unit that people would use."""
-    for unit, size in (("h", 3600), ("min", 60)):
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 class StageTimes:

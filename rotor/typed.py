@@ -151,7 +151,7 @@ def nearest_name(word: object, known: Iterable[str]) -> str:
     """The end of an error's sentence: the known word that `word` resembles, if any, and the full stop."""
     text = word[:60].casefold() if isinstance(word, str) else ""
     names = {name.casefold(): name for name in known}
-    match = difflib.get_close_matches(text, list(names), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(text, list(names), n=1)
     return f"; did you mean {names[match[0]]!r}?" if match else "."
 
 
@@ -160,7 +160,7 @@ def shorten(value: object) -> str:
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
         return "a number of more than 63 bits"  # the decimal text of a huge integer is refused by Python
     try:
-        text = _shortener.repr(value)
+        text = _shortener.repr(list(value) if isinstance(value, tuple) else value)  # as YAML and JSON have it
     except ValueError:
         return f"a {type(value).__name__} with a number of more than 63 bits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import logging
 import os
+import pydoc
 import re
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 from conftest import ROOT, calibrated
 from test_cli import rotor
 
+import rotor as rotor_package
 from rotor import cli
 from rotor.cli import console
 from rotor.errors import CheckpointError, MissingError, UsageError
@@ -31,12 +34,14 @@ REFUSED = {
     ("export", "RUN", "-o", "OUT", "--accuracy", ".9", "--dtype", "int3"): (2, "--dtype int3"),
     ("export", "RUN", "-o", "OUT", "--accuracy", ".9"): (2, "RUN: no such folder"),
     ("calibrate", "MODEL", "-o", "RUN", "--recipe", "fcd"): (2, "did you mean 'fdc'"),
+    ("calibrate", "MODEL", "-o", "RUN", "--recipe", "pca"): (2, "recipe 'pca' is neither bundled nor a file."),
     ("calibrate", "MODEL", "-o", "RUN", "--set", "tokens.cuont=3"): (2, "did you mean 'count'"),
     ("calibrate", "MODEL", "-o", "RUN", "--offload", "maybe"): (2, "--offload maybe"),
     ("calibrate", "a/b/c", "-o", "RUN"): (2, "a/b/c: no such folder"),
     ("calibrate", ".", "-o", "RUN", "--revision", "v1"): (2, "--revision v1: . is a local folder"),
     ("inspect", "./nowhere"): (2, "./nowhere: no such folder"),
     ("inspect", ".", "--device", "abacus"): (2, "--device abacus: no such device type"),
+    ("inspect", ".", "--device", "mps"): (2, "--device mps: no such device type"),
     ("validate", "OUT"): (2, "OUT: no such folder"),
     ("bench", "OUT", "--batch", "0"): (2, "--batch 0: expected whole numbers"),
     ("compile", "OUT"): (2, "OUT: no such folder"),
@@ -94,6 +99,27 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
         assert text in error, arguments
         assert error.count("\n") == (2 if code else 0), arguments
         assert "ROTOR_DEBUG" not in error, arguments
+
+
+SHOWN = {"as_json", "quiet", "verbose", "dry_run"}
+"""Options of what is printed."""
+
+OTHERWISE = {"no_measure": "measure", "folders": "folder", "ablation": "ablations"}
+
+
+@pytest.mark.parametrize("name", ["inspect", "calibrate", "export", "validate", "study"])
+def test_a_function_takes_what_the_command_does(name: str) -> None:
+    from rotor.cli.commands import app
+
+    (command,) = (found.callback for found in app.registered_commands if found.callback.__name__ == name)
+    options = {OTHERWISE.get(option, option) for option in inspect.signature(command).parameters} - SHOWN
+    assert options - inspect.signature(getattr(rotor_package, name)).parameters.keys() == set()
+
+
+def test_help_begins_with_what_a_user_calls() -> None:
+    shown = pydoc.plain(pydoc.render_doc(rotor_package)).partition("The import itself")[0]
+    called = [name for name in rotor_package.__all__ if name[0].islower() and name[0] != "_"]
+    assert [name for name in called if f"rotor.{name}(" not in shown] == []
 
 
 def test_a_traceback_is_offered_only_where_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,3 +203,11 @@ def test_text_is_streamed_and_chat_templates_are_applied(tiny, tmp_path: Path, c
     code, _, error = rotor(capsys, *generate, "def main(")
     assert code == 1
     assert re.search(r"its chat template cannot be applied: .*only in verse\n  Give --raw", error)
+    monkeypatch.setattr("rotor.models.tokenizer.CHAT_CPU_S", 6)
+    for template, why in (
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "ended by SIG"),
+        ("{% for a in range(1200) %}{{ 'x' * 1000 }}{% endfor %}", "makes 1200000 characters of 9"),
+    ):
+        (model / "chat_template.jinja").write_text(template)
+        code, _, error = rotor(capsys, *generate, "def main(")
+        assert (code, why in error) == (1, True), error

@@ -24,13 +24,13 @@ def bare_environment(folder: Path) -> tuple[Path, Path]:
     return folder / "bin" / "python", packages
 
 
-def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "ROTOR_AUTOLOAD")}
     return subprocess.run(
         [*map(str, arguments)],
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=cwd,
         env={**inherited, "PYTHONPATH": str(ROOT)} | environment,
     )
 
@@ -77,6 +77,10 @@ def test_an_installed_rotor_is_found_by_transformers_alone(kind: str, program: P
     without_path = {"PYTHONPATH": ""}
     assert run(python, program, **without_path).stdout.splitlines() == ["[]", "RotorConfig"]
     if kind == "build_editable":
+        beside = tmp_path / "beside"
+        (beside / "rotor" / "rotor").mkdir(parents=True)  # as in the folder that a clone lies in
+        shown = run(python, "-c", "import rotor; print(rotor.__file__)", cwd=beside, **without_path)
+        assert shown.stdout.strip() == str(ROOT / "rotor" / "__init__.py")
         return
     refused = run(python, program, ROTOR_AUTOLOAD="0", **without_path)
     assert refused.stdout.splitlines() == ["[]"]
@@ -93,6 +97,34 @@ def test_run_registers_in_a_program_and_in_those_that_it_starts(program: Path, t
     done = run(*rotor, sys.executable, "-c", child, ROTOR_AUTOLOAD="0")
     assert done.stdout.splitlines() == ["[]", "RotorConfig"], done.stderr
     assert done.returncode == 7
+
+
+def autoloading(folder: Path, rotor: str) -> Path:
+    """A folder with a program that has the autoload, and beside it a module `rotor` of its own."""
+    (folder / "rotor.py").write_text(rotor)
+    program = folder / "program.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'rotor' / 'bootstrap')!r}); import rotor_autoload\n"
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('transformers')\n"
+        "print('found', flush=True)\n"
+        "import transformers\n"
+        "print('imported')\n"
+    )
+    return program
+
+
+def test_another_module_of_the_name_is_neither_run_nor_taken_for_rotor(tmp_path: Path) -> None:
+    done = run(sys.executable, autoloading(tmp_path, "print('executed')"), ROTOR_AUTOLOAD="0", PYTHONPATH="")
+    assert done.stdout.splitlines() == ["found", "imported"], done.stderr
+    assert f"the module rotor is {tmp_path / 'rotor.py'} here, which hides the package rotor-kv" in done.stderr
+
+
+def test_a_rotor_that_is_not_found_breaks_no_import_where_warnings_are_errors(tmp_path: Path) -> None:
+    program = autoloading(tmp_path, "")
+    done = run(sys.executable, "-W", "error::RuntimeWarning", program, ROTOR_AUTOLOAD="0", PYTHONPATH="")
+    assert done.stdout.splitlines() == ["found", "imported"], done.stderr
+    assert "rotor could not be imported" in done.stderr
 
 
 def test_run_passes_on_arguments_exit_code_and_signals(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,15 @@ def compressed_already(folder: Path) -> None:
     edit_config(folder, quantization_config={"quant_method": "rotor", "layers": {}})
 
 
+def quantised(method: str) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, quantization_config={"quant_method": method, "bits": 4})
+
+
+def unsupported_and_pickled(folder: Path) -> None:
+    unsupported(folder)
+    pickled(folder)
+
+
 def other_sizes(folder: Path) -> None:
     edit_config(folder, num_key_value_heads=3)
 
@@ -139,7 +149,12 @@ def missing_tensor(folder: Path) -> None:
         (index_without_shard, 1, "model-00001-of-00002.safetensors: missing shard"),
         (index_outside, 1, "is in '../model.safetensors', expected a file name in this folder"),
         (unsupported, 1, "model_type 'mamba' is not supported"),
-        (compressed_already, 1, "already quantised or compressed"),
+        (compressed_already, 1, "`rotor export` wrote it: it is compressed already."),
+        (quantised("awq"), 1, "already quantised: its weights are integers of AWQ.\n  Give the checkpoint that it was"),
+        (quantised("gptq"), 1, "already quantised: its weights are integers of GPTQ.\n  Give the checkpoint that it"),
+        (quantised("fp8"), 1, "FineGrainedFP8Config(dequantize=True)), save_pretrained, and give that folder."),
+        (quantised("mine"), 1, "already quantised: its weights are quantised (mine)."),
+        (unsupported_and_pickled, 1, "model_type 'mamba' is not supported"),
         (other_sizes, 1, "k_weight is [128, 192], config.json implies [192, 192]"),
         (nan_weight, 1, "model.layers.2.self_attn.k_proj.weight has 1 elements that are NaN or Inf"),
         (inf_weight, 1, "model.layers.4.mlp.up_proj.weight has 1 elements that are NaN or Inf"),
@@ -165,7 +180,8 @@ def test_a_broken_model_is_refused(breakage, code: int, text: str, model: Path, 
         (["--device", "cuda:7"], 2, "cuda:7"),
         (["--device", "abacus"], 2, "abacus"),
         (["--dtype", "int3"], 2, "int3"),
-        (["--set", "tokens.source=text", "--set", "tokens.path=nowhere.txt"], 1, "nowhere.txt: no such file"),
+        (["--set", "tokens.source=text", "--set", "tokens.path=nowhere.txt"], 2, "nowhere.txt: no such file"),
+        (["--set", "codes.bits=[3]"], 2, "codes.bits: got [3], expected"),
     ],
 )
 def test_a_wrong_request_to_calibrate(arguments: list[str], code: int, text: str, tmp_path: Path, capsys) -> None:
@@ -196,7 +212,9 @@ def test_wrong_requests_to_export(demo_run, tmp_path: Path, capsys) -> None:
         expect_error(capsys, 2, str(place), "export", run, "-o", place, "--compression", "0.5", "--overwrite")
     out.mkdir()
     (out / "mine.txt").write_text("keep")
-    expect_error(capsys, 2, "exists and is not empty", "export", run, "-o", out, "--compression", "0.5")
+    nothing_says = "is not empty, and nothing in it says that it is a checkpoint folder"
+    for flags in ([], ["--overwrite"]):  # what would be refused is not advised
+        expect_error(capsys, 2, nothing_says, "export", run, "-o", out, "--compression", "0.5", *flags)
     assert (out / "mine.txt").read_text() == "keep"
     expect_error(
         capsys, 2, "no such folder", "export", tmp_path / "nowhere", "-o", tmp_path / "x", "--compression", ".5"

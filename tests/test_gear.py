@@ -7,6 +7,7 @@ import pytest
 import torch
 from cache_truth import affine_truth, states
 
+from rotor.errors import UsageError
 from rotor.runtime.cache import (
     GEAR,
     KCVT,
@@ -88,6 +89,11 @@ def test_low_rank_comes_close_to_the_best_there_is() -> None:
     assert torch.allclose(left.mT @ left, torch.eye(2).expand(3, 2, 2), atol=1e-5)
     assert low_rank(matrix, 4, 1)[0].shape == (3, 20, 4)
     assert low_rank(matrix[:, :2], 4, 2)[0].shape == (3, 2, 2)  # no more than there are rows
+
+
+def test_loops_are_bounded() -> None:
+    with pytest.raises(UsageError, match="loops: got 1000000000, expected at most 100"):
+        GEAR(loops=10**9)
 
 
 def test_bytes_of_gear_are_its_codes_factors_and_outliers() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rotor.cli.commands import app
-from rotor.errors import UnsupportedModelError
+from rotor.errors import CheckpointError, UnsupportedModelError
 from rotor.format.layout import AttentionShape, Candidate, KeyForm
 from rotor.planning.inspection import inspect
 from rotor.prediction.cost import (
@@ -25,6 +25,7 @@ from rotor.prediction.cost import (
 )
 from rotor.prediction.decode_times import decode_times, largest_fast_group, uniform_layout
 from rotor.prediction.devices import find_device
+from rotor.progress import in_time
 
 
 def test_the_bundled_model() -> None:
@@ -46,6 +47,35 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
     tensors = load_file(path)
     save_file({name: torch.full_like(t, float("nan")) for name, t in tensors.items()}, path)
     assert inspect(folder).parameters == sum(t.numel() for t in tensors.values())
+
+
+def test_a_config_alone_is_enough(tiny, tmp_path: Path) -> None:
+    """Names, shapes and bytes of the tensors follow from it."""
+    for model in (DEMO_MODEL, tiny("gpt2"), tiny("qwen3")):
+        folder = tmp_path / Path(model).name
+        folder.mkdir()
+        shutil.copy(Path(model) / "config.json", folder)
+        alone, whole = inspect(folder / "config.json"), inspect(model)
+        assert (alone.shape, alone.keys, alone.parameters) == (whole.shape, whole.keys, whole.parameters)
+        assert alone.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.02)
+        assert alone.calibrate.host_bytes == pytest.approx(whole.calibrate.host_bytes, rel=0.02)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(DEMO_MODEL / "config.json", pickled)
+    (pickled / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="a pickle checkpoint"):
+        inspect(pickled)
+
+
+def test_times_are_in_units_that_people_use() -> None:
+    assert [in_time(s) for s in (0.04, 9.96, 59, 400, 9000, 663724.4)] == [
+        "0.04 s",
+        "10 s",
+        "59 s",
+        "6.7 min",
+        "2.5 h",
+        "7.7 days",
+    ]
 
 
 def test_the_recipe_and_the_model_decide_what_happens_to_keys(tiny) -> None:
@@ -133,6 +163,9 @@ def test_decode_times_are_shown_as_a_prediction(tiny) -> None:
     text = " ".join(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)]).output.split())
     assert "Predicted attention of a decode step: instructions a key and KV head" in text
     assert "h200 at 1.5 instructions a cycle and SM, 8 x 32768 tokens; arithmetic, not measured" in text
+    assert "Time below 1: faster than the uncompressed model." in text
+    assert "0.01 GB" not in text
+    assert "where the model has 6.50 MB: bases come beside its projections" in text
     data = inspect(DEMO_MODEL, "rotor", ["objective.device=l40s"]).to_dict()
     assert (data["objective"]["device"], data["instructions_per_cycle"]) == ("l40s", 1.5)
     forms = {time["candidate"].rpartition(", ")[0] for time in data["decode_times"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rotor.errors import UsageError
+from rotor.errors import CheckpointError, UsageError
 from rotor.format.locks import exclusive, lock_path
 
 HOLDER = """
@@ -66,4 +67,21 @@ def test_nothing_is_left_after_errors_and_a_relative_path_is_the_same_folder(tmp
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file is no folder"), exclusive(tmp_path / "file" / "run", "export"):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither the folder is there nor the file beside it can be made, as on a read-only mount."""
+
+    def read_only(path: Path) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("rotor.format.locks._open", read_only)
+    with (
+        pytest.raises(CheckpointError, match="cannot be written \\(Read-only file system\\)"),
+        exclusive(tmp_path / "run", "x"),
+    ):
+        pass
+    (tmp_path / "run").mkdir()
+    with exclusive(tmp_path / "run", "x"):  # the folder itself is locked
         pass

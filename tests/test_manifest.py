@@ -17,6 +17,8 @@ from rotor.calibration.run import Run
 from rotor.errors import CheckpointError
 from rotor.export.export import export
 from rotor.export.model_card import markdown
+from rotor.format import manifest as manifest_module
+from rotor.format.hashes import file_sha256
 from rotor.format.manifest import NO_DIGEST, Manifest, read_checked_json, write_checked_json, write_manifest
 from rotor.models.checkpoint import Checkpoint
 from rotor.progress import Progress
@@ -97,6 +99,40 @@ def test_validate_says_what_changed(out: Path, capsys) -> None:
     assert found(out) == {}
     (out / "manifest.json").unlink()
     assert "no such file" in found(out)["files"]
+
+
+def test_nothing_outside_of_the_folder_is_hashed(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that lead elsewhere, or behind a link: a manifest of unknown origin may point at anything."""
+    (tmp_path / "x").write_text("x")
+    (out / "sub").symlink_to(tmp_path)
+    data = json.loads((out / "manifest.json").read_text())
+    outside = ["../x", str(tmp_path / "x"), "sub/x", "./config.json", "/dev/zero"]
+    data["files"].update(dict.fromkeys(outside, hashlib.sha256(b"x").hexdigest()))
+    (out / "manifest.json").write_text(json.dumps(data))
+    hashed: list[Path] = []
+    monkeypatch.setattr(manifest_module, "file_sha256", lambda path: hashed.append(path) or file_sha256(path))
+    problems = Manifest.read(out).problems()
+    assert {name: problems[name] for name in outside} == dict.fromkeys(outside, "is missing")
+    assert {path.resolve().is_relative_to(out.resolve()) for path in hashed} == {True}
+    source = Checkpoint(out)
+    recorded = source.other_hashes() | {file: file_sha256(out / file) for file in source.files}
+    assert source.changes(recorded) == []
+    assert source.changes(recorded | {"../x": "0"}) == [f"{out.resolve()}/../x is gone"]
+
+
+def test_a_card_without_end_is_not_read(out: Path) -> None:
+    manifest = Manifest.read(out)
+    os.truncate(out / "README.md", 1 << 40)  # a hole
+    assert manifest.problems() == {"README.md": "differs from its SHA-256"}
+
+
+def test_what_says_that_a_folder_is_unfinished_and_a_manifest_elsewhere_are_named(out: Path, tmp_path: Path) -> None:
+    (out / "unfinished.json").write_text("#!/bin/sh")
+    assert found(out) == {"files": "unfinished.json is unexpected"}
+    (out / "unfinished.json").unlink()
+    (out / "manifest.json").rename(tmp_path / "elsewhere.json")
+    (out / "manifest.json").symlink_to(tmp_path / "elsewhere.json")
+    assert "manifest.json: is a link" in found(out)["files"]
 
 
 def test_the_digest_covers_the_manifest(out: Path, made: Path, capsys) -> None:

@@ -96,6 +96,14 @@ def test_a_report_after_a_compression_names_no_target(run: Run, tmp_path: Path) 
     assert "rotor validate 'my out' --text FILE" in advice(tmp_path / "my out" / "report.html")
 
 
+def test_a_report_names_folders_as_they_were_given(run: Run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run.folder, tmp_path / "runs" / "demo")
+    export("runs/demo", "out/demo", compression=0.3, overrides=METRIC)
+    assert "rotor validate out/demo --text FILE" in advice(tmp_path / "out" / "demo" / "report.html")
+    assert any("rotor export runs/demo -o OUT" in command for command in advice(tmp_path / "runs/demo/report.html"))
+
+
 def test_a_report_never_advises_what_was_out_of_reach(run: Run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path(shutil.copytree(run.folder, tmp_path / "run"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,7 +23,8 @@ from rotor.format.atomic import replacing, write_json
 from rotor.format.json_differences import differences
 from rotor.format.locks import exclusive, lock_path
 from rotor.format.manifest import Manifest
-from rotor.format.places import remove
+from rotor.format.places import OutputFolder, remove
+from rotor.format.publishing import staged_folder
 from rotor.models.sidecars import sidecars
 
 
@@ -62,6 +64,28 @@ def test_the_name_is_on_the_disk_before_the_write_returns(tmp_path: Path, monkey
     monkeypatch.setattr(os, "replace", lambda old, new: (steps.append("rename"), replace(old, new)))
     write_json(tmp_path / "a.json", {})
     assert steps == [".a.json.tmp", "rename", tmp_path.name]
+
+
+def test_nothing_is_left_where_no_more_files_can_be_opened(tmp_path: Path) -> None:
+    """What is open of the model stays open until the error is handled; removing needs descriptors, too."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+
+    def write() -> None:
+        with staged_folder(OutputFolder.at(tmp_path / "out", "checkpoint"), False, [], 0) as staging:
+            (staging / "sub").mkdir()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[0]), limits[1]))
+            while True:
+                held.append((staging / "sub" / str(len(held))).open("wb"))
+
+    try:
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in held:
+            file.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_json_differences() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import DEMO_MODEL, ROOT
 from rich.console import Console
-from test_cli import rotor
+from test_cli import expect_error, rotor
 
 from rotor import cli
 from rotor.cli import console
@@ -49,6 +49,18 @@ def test_streams_that_are_full_or_closed(redirection: str, code: int, text: str)
     assert (done.returncode, done.stderr.decode().partition("\n")[0]) == (code, text)
     assert b"Traceback" not in done.stderr
     assert b"Exception ignored" not in done.stderr
+
+
+def test_a_model_in_a_folder_that_is_not_utf8_is_not_called_damaged(tmp_path: Path, capsys) -> None:
+    model = shutil.copytree(DEMO_MODEL, tmp_path / os.fsdecode(b"caf\xe9"))
+    expect_error(capsys, 1, "is not UTF-8.\n  safetensors opens no other names", "inspect", model)
+
+
+@pytest.mark.parametrize("command", ["recipes", "recipes --fields", "inspect MODEL", "inspect MODEL --json"])
+def test_a_reader_that_has_enough_is_no_error(command: str) -> None:
+    line = command.replace("MODEL", f"'{DEMO_MODEL}'")
+    done = shell(f"rotor {line} | true; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_what_a_terminal_in_ascii_cannot_show_is_escaped(tmp_path: Path) -> None:
@@ -185,6 +197,16 @@ def test_text_of_unknown_origin_moves_no_cursor(monkeypatch, capsys, tmp_path: P
     for text in (terminal.getvalue(), said, (tmp_path / "log.txt").read_text()):
         assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(text)
         assert "[/b]" in text
+
+
+def test_a_record_of_the_log_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    """Whatever name is in it: a line of its own could say anything."""
+    monkeypatch.setattr(sys, "argv", ["rotor", "calibrate", "a\n2030-01-01 00:00:00 INFO b"])
+    with log_file(tmp_path, "calibrate"):
+        log.info("model %s", "a\n2030-01-01 00:00:00 INFO b")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert len(lines) == 3
+    assert r"model a\n2030-01-01 00:00:00 INFO b" in lines[1]
 
 
 def test_a_log_on_a_full_disk_says_nothing_of_its_own(capsys, tmp_path: Path) -> None:

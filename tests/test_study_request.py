@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -48,6 +49,22 @@ def test_ablations_and_counts_are_read(tmp_path: Path) -> None:
     assert parse_counts(["512", "1024"]) == (512, 1024)
     with pytest.raises(UsageError, match="expected positive numbers"):
         parse_counts(["512", "many"])
+
+
+def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, capsys, monkeypatch) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text("one word after another\n" * 50)
+    asked = []
+    monkeypatch.setattr(
+        importlib.import_module("rotor.study.study"),
+        "plan_study",
+        lambda model, out, request, *rest: asked.append(request),
+    )
+    monkeypatch.setattr("rotor.cli.studies._print_outlook", lambda *arguments: None)
+    code, _, error = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "s", "--text", words, "--dry-run")
+    assert code == 0, error
+    found = {(r.tokens.source, r.tokens.path, r.evaluation.path) for r in asked[0].recipes.values()}
+    assert found == {("text", str(words), str(words))}
 
 
 def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None:

@@ -89,6 +89,21 @@ def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: 
     assert json.loads(said)["summary"]["accuracy"]["kl_div"] > 0
 
 
+def test_validate_leaves_out_accuracy_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Integrity, numerics and the cache are looked at; no text is read, and the source is compared on random tokens."""
+    export(run.folder, tmp_path / "out", removal_rate=0.1, measure=False)
+    monkeypatch.setattr("rotor.validation.validate.evaluation_data", None)
+    monkeypatch.setattr("rotor.validation.validate.FidelityMeter", None)
+    code, said, err = rotor(capsys, "validate", tmp_path / "out", "--no-measure", "--json")
+    assert code == 0, err
+    found = {check["name"]: (check["status"], check["detail"]) for check in json.loads(said)["checks"]}
+    assert found.pop("accuracy target") == ("skipped", "not measured (--no-measure)")
+    assert {"files", "tensor hashes", "full-rank rewrite", "source unchanged", "KV bytes per token"} <= found.keys()
+    assert [name for name, (status, _) in found.items() if status == "fail"] == []
+    for command in ("export", "validate"):
+        assert "  --no-measure  " in rotor(capsys, command, "--help")[1]
+
+
 def test_a_dry_run_says_that_nothing_is_measured(run: Run, tmp_path: Path, capsys) -> None:
     arguments = ["export", run.folder, "-o", tmp_path / "out", "--compression", "0.4", "--no-measure", "--dry-run"]
     code, said, _ = rotor(capsys, *arguments)

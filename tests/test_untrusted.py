@@ -16,16 +16,16 @@ import pytest
 import torch
 import yaml
 from conftest import DEMO_MODEL, ROOT, calibrated, reseal
-from test_cli import rotor
+from test_cli import expect_error, rotor
 
 import rotor.models.tokenizer as tokenizer_module
 from rotor.calibration.calibrate import calibrate
-from rotor.data.rows import check_ids
 from rotor.data.tokens import calibration_tokens
 from rotor.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UsageError
 from rotor.evaluation.scoring import logit_errors
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
+from rotor.models.tokenizer import check_ids
 from rotor.recipe import load_recipe, override
 from rotor.recipe.checks import LARGEST
 from rotor.validation.trusted import TrustedEvaluation, trusted_evaluation
@@ -261,8 +261,18 @@ def test_a_text_that_names_an_added_token_beyond_the_model(tmp_path: Path) -> No
     """As in Gemma 3, whose tokenizer has one more than there are embeddings: only a text that names it is refused."""
     config = Checkpoint(DEMO_MODEL).config
     with pytest.raises(DataError, match=f"gives the id {config.vocab_size}, config.json says"):
-        check_ids(torch.tensor([[1, config.vocab_size]]), config)
-    check_ids(torch.tensor([[0, config.vocab_size - 1]]), config)
+        check_ids(torch.tensor([[1, config.vocab_size]]), config.vocab_size)
+    check_ids(torch.tensor([[0, config.vocab_size - 1]]), config.vocab_size)
+
+
+def test_prompts_that_no_model_can_take(model: Path, capsys) -> None:
+    """Bytes that are not UTF-8, and a post-processor with an id that the model lacks."""
+    expect_error(capsys, 2, "the prompt is not UTF-8: 'x\\udcff'.", "generate", model, os.fsdecode(b"x\xff"))
+    special = {"a": {"id": "a", "ids": [1 << 20], "tokens": ["a"]}}
+    single = [{"SpecialToken": {"id": "a", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    added = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    in_tokenizer(lambda data: data.update(post_processor=added))(model)
+    expect_error(capsys, 1, "gives the id 1048576, config.json says vocab_size 4096", "generate", model, "x")
 
 
 def test_a_tokenizer_whose_every_token_is_special() -> None:

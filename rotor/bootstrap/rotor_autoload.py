@@ -7,22 +7,47 @@ fail.
 import sys
 
 
-class _BeforeTransformers:
-    """Finds nothing: it imports rotor, which registers itself, when somebody asks for transformers."""
+class _WithTransformers:
+    """Finds transformers as the others do, and lets rotor, which registers itself, be imported right before it."""
 
-    @staticmethod
-    def find_spec(fullname, path=None, target=None):  # type: ignore[no-untyped-def]
-        if fullname == "transformers":
-            sys.meta_path.remove(_BeforeTransformers)
-            try:
-                import rotor  # noqa: F401
-            except Exception as error:
-                import warnings
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
+        if fullname != "transformers":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not cls)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        execute = getattr(spec and spec.loader, "exec_module", None)
+        if execute is not None:
 
-                message = f"rotor could not be imported, so that transformers loads none of its checkpoints: {error!r}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-        return None
+            def import_rotor_and_execute(module):  # type: ignore[no-untyped-def]
+                if cls in sys.meta_path:
+                    sys.meta_path.remove(cls)  # type: ignore[arg-type]
+                _import_rotor()
+                execute(module)
+
+            spec.loader.exec_module = import_rotor_and_execute  # type: ignore
+        return spec
+
+
+def _import_rotor():  # type: ignore[no-untyped-def]
+    """Never another program's module of that name, and whatever happens, transformers is imported."""
+    import importlib.util
+    import os
+    import warnings
+
+    try:
+        found = importlib.util.find_spec("rotor")
+        places = [*(found.submodule_search_locations or ()), str(found.origin)] if found else ["nowhere"]
+        if not any(os.path.isfile(os.path.join(place, "bootstrap", "rotor_autoload.py")) for place in places):
+            raise ImportError(f"the module rotor is {places[0]} here, which hides the package rotor-kv")
+        import rotor  # noqa: F401
+    except Exception as error:
+        message = f"rotor could not be imported, so that transformers loads none of its checkpoints: {error!r}"
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # warnings are errors here, which this is none of
+            sys.stderr.write(f"{message}\n")
 
 
 if "transformers" not in sys.modules and "rotor" not in sys.modules:
-    sys.meta_path.insert(0, _BeforeTransformers)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _WithTransformers)  # type: ignore[arg-type]

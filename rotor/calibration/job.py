@@ -13,8 +13,9 @@ from ..format.layout import AttentionShape
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import pick_device, pick_dtype
-from ..models.hub import ModelSource, find_model
+from ..models.hub import ModelSource
 from ..models.memory import stream_weights
+from ..models.source import find_source
 from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
@@ -51,7 +52,7 @@ class CalibrationJob:
             fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
         """
         recipe, out = settings.check(), OutputFolder.at(settings.out, "run")
-        source = find_model(settings.model, settings.revision, weights=fetch)
+        source = find_source(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(
                 f"{source.hub_id}: its weights are not here yet, and a dry run fetches nothing large.",

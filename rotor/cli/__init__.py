@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -32,16 +33,34 @@ def main() -> None:
         with _terminable():
             from .commands import app
 
-            try:
-                app()
-            finally:
-                sys.stdout.flush()  # what cannot be said is an error, while it can still be told
+            with _reader_may_leave():
+                try:
+                    app()
+                finally:
+                    sys.stdout.flush()  # what cannot be said is an error, while it can still be told
     except KeyboardInterrupt:
         _fail(Interrupted("interrupted.", "Nothing was begun; give the same command again."))
     except Exception as error:
         if os.environ.get("ROTOR_DEBUG"):
             raise
         _fail(error if isinstance(error, RotorError) else from_system(error) or _defect(error))
+
+
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Whoever reads stdout may have enough (`| head -1`): that ends rotor silently, as SIGPIPE ends other programs.
+
+    Click makes an exit code of 1 of it.
+    """
+    try:
+        yield
+    except (BrokenPipeError, SystemExit) as error:
+        poll = select.poll()
+        poll.register(1, 0)
+        if getattr(error, "code", 1) != 1 or not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
 
 
 class PrintableRecord(logging.LogRecord):

@@ -94,6 +94,16 @@ RecipeOverrides = Annotated[
         autocompletion=completion.settings,
     ),
 ]
+OwnText = Annotated[
+    Path | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="Text of your own (a UTF-8 file or a folder of them) to calibrate on and to judge accuracy on; its "
+        "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's "
+        "tokens calibrate, and source of Python's standard library judges (evaluation.source=stdlib).",
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.", autocompletion=completion.devices),
@@ -141,6 +151,10 @@ CachePolicy = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and what --json prints.")]
 QuietText = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors and the text itself.")]
+NoMeasure = Annotated[
+    bool,
+    typer.Option("--no-measure", help="Leave accuracy unmeasured; of an export, with --compression or --removal-rate."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +21,10 @@ from .app import (
     DryRun,
     Dtype,
     Model,
+    NoMeasure,
     Offload,
     Overwrite,
+    OwnText,
     Quiet,
     RecipeOverrides,
     Revision,
@@ -55,15 +56,7 @@ def calibrate(
             autocompletion=completion.recipe_names,
         ),
     ] = "rotor",
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text of your own (a UTF-8 file or a folder of them) to calibrate on and to judge accuracy on; its "
-            "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's "
-            "tokens calibrate, and source of Python's standard library judges (evaluation.source=stdlib).",
-        ),
-    ] = None,
+    text: OwnText = None,
     revision: Revision = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
@@ -169,14 +162,7 @@ def export(
     dtype: Dtype = "auto",
     offload: Offload = "auto",
     device_map: DeviceMap = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            " /--no-measure",
-            help="Write --compression or --removal-rate without measuring accuracy.",
-            show_default=False,
-        ),
-    ] = True,
+    no_measure: NoMeasure = False,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -198,6 +184,7 @@ def export(
     once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes, evaluation,
     search, objective and cache.
     """
+    from ..recipe import device_overrides
     from ..recipe.settings import Compute, ExportSettings, Goal
 
     settings = ExportSettings(
@@ -205,11 +192,11 @@ def export(
         out,
         Goal(accuracy, compression, removal_rate, confidence),
         shares("--targets", targets),
-        (*(overrides or ()), *_device_overrides(target_device, device_file)),
+        (*(overrides or ()), *device_overrides(target_device, device_file)),
         objective=objective,
         compute=Compute(device, dtype, offload, device_map),
         overwrite=overwrite,
-        measure=measure,
+        measure=not no_measure,
         cache=cache,
     )
     settings.check()
@@ -255,11 +242,6 @@ def export(
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
-def _device_overrides(name: str | None, file: Path | None) -> list[str]:
-    given = {"device": name, "device_file": None if file is None else json.dumps(str(file))}
-    return [f"objective.{key}={value}" for key, value in given.items() if value is not None]
-
-
 @app.command(epilog="Example: rotor validate out/demo")
 def validate(
     folders: Annotated[list[Path], typer.Argument(help="One or more folders that `rotor export` wrote.")],
@@ -281,6 +263,7 @@ def validate(
         str | None, typer.Option(metavar="HEX", help="What `rotor export` printed: the digest of every file.")
     ] = None,
     cache: CachePolicy = None,
+    no_measure: NoMeasure = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "auto",
@@ -314,6 +297,7 @@ def validate(
             text=text,
             digest=digest,
             cache=cache,
+            measure=not no_measure,
             device=device,
             dtype=dtype,
             offload=offload,

@@ -23,7 +23,16 @@ SECONDS_BETWEEN_LINES = 30.0
 """Of a task that has no bar."""
 
 clock = time.monotonic
-stdout, stderr = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
+
+
+class Terminal(Console):
+    """A console that leaves it to rotor.cli what to do when its reader has gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls it while it handles the error
+
+
+stdout, stderr = Terminal(width=None if sys.stdout.isatty() else 132), Terminal(stderr=True)
 
 
 class RateColumn(ProgressColumn):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .console import in_bytes, print_pairs, print_table
+from ..progress import in_time
+from .console import in_bytes, print_pairs, print_table, say
 
 
 def print_inspection(found: Any) -> None:
@@ -29,7 +30,11 @@ def print_inspection(found: Any) -> None:
         ),
         *(("keys", f"{key}: {what}") for key, what in found.keys.items()),
         ("calibrate", _needs(found.calibrate) + f", run folder {in_bytes(found.calibrate.kept_disk_bytes)}"),
-        ("export", _needs(found.export) + f", checkpoint {in_bytes(found.export_disk_bytes)}"),
+        (
+            "export",
+            f"{_needs(found.export)}, checkpoint up to {in_bytes(found.export_disk_bytes)} where the model has "
+            f"{in_bytes(found.weight_bytes)}: bases come beside its projections",
+        ),
         ("available", in_bytes(found.available_host_bytes) + device),
     )
     _print_decode_times(found)
@@ -54,6 +59,10 @@ def _print_decode_times(found: Any) -> None:
         f"SM, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
     )
     print_table(title, ("codes of keys and values, heads a group",), scenarios, rows)
+    say(
+        "Time below 1: faster than the uncompressed model. joint: keys and values in one latent; fast: rotary planes "
+        "that attention rebuilds; then the KV heads that share a latent."
+    )
 
 
 def _needs(needs: Any) -> str:
@@ -132,7 +141,7 @@ def _planned_needs(needs: Any) -> list[tuple[str, str]]:
     disk = f"up to {in_bytes(needs.disk_bytes)}, of which {in_bytes(needs.kept_disk_bytes)} stay"
     rows.append(("disk", f"{disk}; {in_bytes(needs.free_disk_bytes)} free"))
     if needs.product_seconds:
-        named = ", ".join(f"{name} {seconds:g}" for name, seconds in needs.product_seconds.items())
-        total = sum(needs.product_seconds.values())
-        rows.append(("time", f"about {total:.1f} s for the matrix products alone ({named}), at the rate measured here"))
+        named = ", ".join(f"{name} {in_time(seconds)}" for name, seconds in needs.product_seconds.items())
+        total = in_time(sum(needs.product_seconds.values()))
+        rows.append(("time", f"about {total} for the matrix products alone ({named}), at the rate measured here"))
     return rows

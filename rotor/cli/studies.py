@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..progress import in_time
 from . import completion
 from .app import (
     AsJson,
@@ -17,6 +18,7 @@ from .app import (
     Dtype,
     Model,
     Offload,
+    OwnText,
     Quiet,
     RecipeOverrides,
     Verbose,
@@ -80,6 +82,7 @@ def study(
             "--bytes", help="Bytes of cache per token at which peers measures recipes; by default ten, 3.75 % to 50 %."
         ),
     ] = None,
+    text: OwnText = None,
     overrides: RecipeOverrides = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -100,7 +103,7 @@ def study(
     length, evaluation and search are those of the first.
     """
     from ..models.hub import check_name
-    from ..recipe import load_recipe
+    from ..recipe import load_recipe, text_overrides
     from ..recipe.settings import Compute
 
     for recipe in split(recipes):
@@ -116,7 +119,7 @@ def study(
         show_progress(quiet, verbose, dry_run=True)
         request = StudyPlan.of(
             split(recipes),
-            list(overrides or []),
+            [*text_overrides(text), *(overrides or ())],
             None if parts is None else split(parts),
             focus=None if focus is None else split(focus),
             ablations=parse_ablations(ablation or [], ablations),
@@ -132,6 +135,7 @@ def study(
             out,
             split(recipes),
             overrides or [],
+            text=text,
             parts=None if parts is None else split(parts),
             focus=None if focus is None else split(focus),
             ablations=parse_ablations(ablation or [], ablations),
@@ -164,13 +168,13 @@ def _print_outlook(plan: Any, as_json: bool) -> None:
     if as_json:
         print_json(plan.to_dict())
         return
-    rows = [(part.part, part.calibrations, part.points, f"{part.seconds:.0f}") for part in plan.parts]
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), f"{plan.seconds:.0f}"))
+    rows = [(part.part, part.calibrations, part.points, in_time(part.seconds)) for part in plan.parts]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), in_time(plan.seconds)))
     title = (
         f"{plan.model} -> {plan.folder}: {', '.join(plan.recipes)} on {plan.device} in {plan.dtype}; nothing is "
         "written in a dry run"
     )
-    print_table(title, ("part",), ("calibrations", "at most points", "seconds of matrix products"), rows)
+    print_table(title, ("part",), ("calibrations", "at most points", "time of matrix products"), rows)
     say(
         f"{plan.known_records} record(s) are there already; everything beside the products, at the rate measured here, "
         f"comes on top. Parts that were not asked for: {', '.join(plan.not_run) or 'none'}."

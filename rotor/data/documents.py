@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import DataError
+from ..errors import DataError, MissingError
 from ..installing import pip_install
 from ..models.tokenizer import encode
 from ..progress import Advance
@@ -54,10 +54,12 @@ def read_topics(path: Path) -> list[Document]:
     The topic of a file is the sub-folder of `path` that it lies in, at any depth, or its own name if it lies in none.
 
     Raises:
-        DataError: nothing to read there.
+        MissingError: there is no such place. DataError: nothing to read there.
     """
     if not path.exists():
-        raise DataError(f"text {path}: no such file or folder.", "Give the path of a text file or of a folder of them.")
+        raise MissingError(
+            f"text {path}: no such file or folder.", "Give the path of a text file or of a folder of them."
+        )
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     documents = []
     for file in files:

@@ -39,15 +39,6 @@ def separator_token(tokenizer: Any) -> int | None:
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
 
-def check_ids(rows: Tensor, config: Any) -> None:
-    """Raises DataError if rows of text hold an id that the model has no embedding for, as some added tokens are."""
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < config.vocab_size:
-        raise DataError(
-            f"the tokenizer gives the id {int(rows.max())}, config.json says vocab_size {config.vocab_size}.",
-            "Check that the tokenizer belongs to this model, and that the text names no special tokens.",
-        )
-
-
 def text_rows(documents: list[str], tokenizer: Any, seq_len: int) -> Tensor:
     """Documents joined by the model's separator token and cut into rows: [rows, seq_len], the rest dropped."""
     return topic_rows([Document(text, "") for text in documents], tokenizer, seq_len).rows

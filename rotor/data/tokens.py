@@ -12,11 +12,12 @@ from transformers import StaticCache
 
 from ..errors import DataError, NumericsError
 from ..models.projections import longest_row
+from ..models.tokenizer import check_ids
 from ..numerics import first_not_finite
 from ..progress import Advance, Progress
 from ..recipe import Tokens
 from .documents import Document, dataset_documents, read_topics
-from .rows import CalibrationTokens, check_ids, separator_token, spread_indices, topic_rows
+from .rows import CalibrationTokens, separator_token, spread_indices, topic_rows
 
 SAMPLING_TOKENS = 32768
 """Tokens whose keys and values are in memory at once while the model writes; a constant, so that what is drawn does not
@@ -63,7 +64,7 @@ def calibration_tokens(
             what = f"tokens.dataset {spec.dataset}"
         documents = select(documents)
         cut = topic_rows(documents, tokenizer, seq_len)
-        check_ids(cut.rows, config)
+        check_ids(cut.rows, config.vocab_size)
         chosen = spread_indices(cut.rows, count, what)
         topics, texts = tuple(cut.topics[i] for i in chosen.tolist()), tuple(document.text for document in documents)
         return CalibrationTokens(cut.rows[chosen], topics, texts)

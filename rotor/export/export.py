@@ -28,7 +28,7 @@ from ..logs import log_file
 from ..models.checkpoint import INDEX_FILE, Checkpoint
 from ..models.projections import read_attention
 from ..progress import Progress, StageTimes
-from ..recipe import Recipe
+from ..recipe import Recipe, device_overrides
 from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
 from ..rewriting.rewrite import bias_names
@@ -68,6 +68,8 @@ def export(
     targets: Iterable[float] = (),
     overrides: Iterable[str] = (),
     objective: str | float | None = None,
+    target_device: str | None = None,
+    device_file: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     offload: str = "auto",
@@ -97,6 +99,7 @@ def export(
         cache: the policy by which the cache is kept from then on, and with which accuracy is measured: a bundled name
             (`gear-2`), or the path of a YAML file; needs all weights in memory to be measured.
         objective: what is saved: `memory`, `latency`, or a weight from 0 (memory) to 1; None takes the recipe's.
+        target_device, device_file: the device whose decode time is predicted, and a YAML file with further ones.
     Raises:
         AccuracyError: the accuracy is out of reach. RotorError: see rotor.errors. Nothing is written then.
     """
@@ -105,7 +108,7 @@ def export(
         out,
         Goal(accuracy, compression, removal_rate, confidence),
         tuple(targets),
-        tuple(overrides),
+        (*overrides, *device_overrides(target_device, device_file)),
         objective,
         Compute(device, dtype, offload, device_map),
         overwrite,
@@ -194,7 +197,7 @@ def _write(
     write_json(staging / ROTOR_JSON, report)
     write_text(staging / CARD, model_card(report, recipe, run.shape))
     with progress.task("report", None, ""):
-        write_with_checkpoint(staging, run, job.out.path.name)
+        write_with_checkpoint(staging, run, Path(job.settings.out))
     return report, write_manifest(staging, "checkpoint")
 
 

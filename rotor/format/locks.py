@@ -44,7 +44,7 @@ def exclusive(folder: Path, command: str) -> Iterator[None]:
             except (FileExistsError, NotADirectoryError) as error:
                 file = next(above for above in path.parents if above.exists())
                 raise UsageError(f"{folder}: {file} is no folder.", "Choose another place.") from error
-            descriptor = _lock_file(path, held)
+            descriptor = _lock_file(path, held, needed=not folder.is_dir())
             _lock_folder(folder, held, alone=descriptor is None)
             if descriptor is not None:
                 _sign(descriptor, command)
@@ -63,9 +63,11 @@ def lock_path(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.rotor-lock"
 
 
-def _lock_file(path: Path, held: ExitStack) -> int | None:
+def _lock_file(path: Path, held: ExitStack, needed: bool) -> int | None:
     """A locked descriptor of the file; None where it cannot be made, in a folder that this user may not write to.
 
+    Args:
+        needed: there is nothing else to lock: that it cannot be made is an error.
     Raises:
         BlockingIOError: another process has it. CheckpointError: it is not a lock file.
     """
@@ -73,7 +75,7 @@ def _lock_file(path: Path, held: ExitStack) -> int | None:
         try:
             descriptor = _open(path)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM) and not needed:
                 return None
             raise
         with ExitStack() as opened:

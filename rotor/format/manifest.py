@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from .atomic import json_bytes, write_bytes, write_json
 from .file_names import CARD
 from .hashes import file_sha256
-from .json_files import read_json
+from .json_files import MAX_JSON_BYTES, read_json
 
 Kind = Literal["checkpoint", "run"]
 MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
@@ -52,6 +52,8 @@ class Manifest:
     def read(cls, folder: Path, hint: str = "") -> Manifest:
         """Raises CheckpointError if there is none, or not one."""
         path = folder / MANIFEST
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: is a link, expected a file of this folder.", hint)
         data = read_json(path, hint, any_names=True)
         files = data.get("files")
         sound = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
@@ -69,7 +71,7 @@ class Manifest:
         return [
             name
             for name in entries_below(self.folder)
-            if name not in self.files and name not in MARKERS and name not in folders and not known.fullmatch(name)
+            if name not in self.files and name != MANIFEST and name not in folders and not known.fullmatch(name)
         ]
 
     def problems(self) -> dict[str, str]:
@@ -82,9 +84,11 @@ class Manifest:
         path = self.folder / name
         if name not in self.files:
             return "is unexpected"
-        if not path.is_file() or path.is_symlink():
-            return "is missing"
+        if os.path.realpath(path) != f"{os.path.realpath(self.folder)}/{name}" or not path.is_file():
+            return "is missing"  # nothing is read that lies elsewhere: a name with .. in it, or one behind a link
         if name == CARD and self.kind == "checkpoint":
+            if path.stat().st_size > MAX_JSON_BYTES:  # which no card is that rotor wrote
+                return "differs from its SHA-256"
             text = path.read_bytes()
             altered = NO_DIGEST.encode() in text
             digest = _sha256(text.replace(self.digest.encode(), NO_DIGEST.encode()))

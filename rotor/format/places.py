@@ -96,9 +96,9 @@ class OutputFolder:
                 check_removable(path, self.kind)
         if not any(_contents(self.path)):
             return
+        check_removable(self.path, self.kind)
         if not overwrite:
             raise UsageError(f"{self.path}: exists and is not empty.", "Give --overwrite to replace it.")
-        check_removable(self.path, self.kind)
 
 
 def check_apart(

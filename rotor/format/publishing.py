@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -22,6 +22,8 @@ from .manifest import MANIFEST, UNFINISHED
 from .places import OutputFolder, empty, mark_unfinished, remove, unmark
 
 CONFIG = "config.json"
+REMOVING = 4
+"""Descriptors that removing a folder takes at once, kept for it where the limit on open files has been reached."""
 
 
 @contextmanager
@@ -44,16 +46,19 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         ) from error
     out.check(overwrite, sources)  # again: an old folder may have been put back
     check_space(out.path, needed_bytes)
-    staging = out.new_name()
+    staging, spare = out.new_name(), ExitStack()
     try:
         staging.mkdir()
         mark_unfinished(staging, out.kind)
+        for _ in range(REMOVING):
+            spare.callback(os.close, os.open(staging, os.O_RDONLY))
         yield staging
         publish_folder(staging, out)
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{out.path}: writing failed: {reason}", "Nothing was changed there.") from error
     finally:
+        spare.close()
         if staging.exists():
             with suppress(OSError, UsageError):
                 remove(staging, out.kind)

@@ -46,6 +46,8 @@ class Checkpoint:
         if not self.folder.is_dir():
             said = "is a file" if self.folder.exists() else "no such folder"
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
+        if any("\udc80" <= character <= "\udcff" for character in str(folder)):
+            raise CheckpointError(f"{folder}: is not UTF-8.", "safetensors opens no other names; rename the folder.")
         _refuse_pointers(self.folder)
         _refuse_other_formats(self.folder)
         for file in self.folder.iterdir():
@@ -148,10 +150,10 @@ class Checkpoint:
         Args:
             recorded: SHA-256 of every shard and of the other files, by name.
         """
-        found = []
-        for file in sorted({*recorded, *self.files, *self.other_files()}):
+        found, present = [], {*self.files, *self.other_files()}
+        for file in sorted({*recorded, *present}):
             path = self.folder.resolve() / file
-            if not path.is_file():
+            if file not in present or not path.is_file():  # also a recorded name that leads out of the folder
                 found.append(f"{path} is gone")
             elif file not in recorded:
                 found.append(f"{path} was added since calibration")

@@ -20,6 +20,7 @@ from .compressed import open_model
 from .hardware import pick_device, pick_dtype
 from .hub import find_model
 from .loading import load_model
+from .tokenizer import as_chat, check_ids
 
 
 def continue_prompt(
@@ -53,11 +54,13 @@ def continue_prompt(
         `prompt_tokens`, `new_tokens`, and `kv_cache_bytes` of the cache at the end; of a spread one also what each
         process had of it, and the bytes that this process sent to the others, by kind.
     Raises:
-        UsageError: processes are asked for, and torchrun did not start this one.
+        UsageError: the prompt is not UTF-8; processes are asked for, and torchrun did not start this one.
         CheckpointError: the folder has no tokenizer, or a chat template that fails. DataError: the prompt has no
-            tokens.
+            tokens, or one that the model does not have.
     """
     progress = progress or Progress()
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of a command line, which is no UTF-8
+        raise UsageError(f"the prompt is not UTF-8: {prompt!a:.80}.", "Write it in UTF-8, or give --prompt-file.")
     folder = find_model(folder).folder
     checkpoint = open_model(folder)
     tokenizer = checkpoint.tokenizer
@@ -67,9 +70,11 @@ def continue_prompt(
     target = pick_device(device if processes is None else processes.device(device))
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     chat = bool(tokenizer.chat_template) and not raw
-    inputs = (_as_chat(tokenizer, prompt, folder) if chat else tokenizer(prompt, return_tensors="pt")).to(target)
+    text = as_chat(folder, prompt) if chat else prompt
+    inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt").to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
+    check_ids(inputs["input_ids"], checkpoint.config.get_text_config().vocab_size)
     with progress.task("load model", None, ""):
         model = load_model(folder, target, compute_dtype)
     if cache is not None:
@@ -135,16 +140,3 @@ class _Streamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._on_text(text)
-
-
-def _as_chat(tokenizer: Any, prompt: str, folder: Path) -> Any:
-    """The tokens of what a user says, with the template's beginning of an answer."""
-    try:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-    except Exception as error:  # a template is a program of the folder's, in a sandbox: it can fail in any way
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise CheckpointError(
-            f"{folder}: its chat template cannot be applied: {reason}", "Give --raw to continue the prompt as it is."
-        ) from error

@@ -12,10 +12,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, DataError
 from . import tokenizer_trial
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILES = (
     "tokenizer.json",
@@ -34,6 +37,9 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MAX_FILE_BYTES = 1 << 28
 MEMORY_BYTES, CPU_S, TIMEOUT_S = 4 << 30, 60, 120.0
 """What a trial may take: data in memory, seconds of processor time, and seconds in all."""
+
+CHAT_CPU_S = 20
+"""Seconds of processor time that a chat template may take, most of which is the start of the process."""
 
 TRIAL_TEXT = "\n".join(
     [
@@ -97,13 +103,36 @@ def _tried(folder: Path) -> dict[str, Any]:
     return _verdicts[key]
 
 
+def as_chat(folder: Path, prompt: str) -> str:
+    """What a user says as the model's chat template has it, with the beginning of an answer.
+
+    A template is a program of the folder's: it is run where a tokenizer is tried.
+
+    Raises:
+        CheckpointError: it fails, or not within the limits above.
+    """
+    verdict = _in_child("chat", folder, prompt, CHAT_CPU_S)
+    if "error" in verdict:
+        raise CheckpointError(
+            f"{folder}: its chat template cannot be applied: {verdict['error']}",
+            "Give --raw to continue the prompt as it is.",
+        )
+    text: str = verdict["text"]
+    return text
+
+
 def _trial(folder: Path) -> dict[str, Any]:
+    return _in_child("text", folder, TRIAL_TEXT, CPU_S)
+
+
+def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
     """Run rotor.models.tokenizer_trial in a process of its own."""
-    command = [sys.executable, tokenizer_trial.__file__, str(folder.absolute()), str(MEMORY_BYTES), str(CPU_S)]
+    place, limits = str(folder.absolute()), (str(MEMORY_BYTES), str(cpu_s))
+    command = [sys.executable, tokenizer_trial.__file__, task, place, *limits]
     try:
         done = subprocess.run(
             command,
-            input=TRIAL_TEXT.encode(),
+            input=text.encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=TIMEOUT_S,
@@ -145,3 +174,12 @@ def encode(tokenizer: Any, text: str) -> list[int]:
             "Check that the tokenizer belongs to this model, or give another text.",
         ) from error
     return ids
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raises DataError if a text has an id that the model has no embedding for, as some added tokens are."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise DataError(
+            f"the tokenizer gives the id {int(ids.max())}, config.json says vocab_size {vocab_size}.",
+            "Check that the tokenizer belongs to this model, and that the text names no special tokens.",
+        )

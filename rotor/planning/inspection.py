@@ -5,23 +5,29 @@ Reads the configuration and the headers of the shards, never weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from ..calibration.outline import Estimates, ModelOutline
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
 from ..models.hardware import pick_device, pick_dtype
-from ..models.hub import find_model, tensor_headers
+from ..models.hub import tensor_headers
 from ..models.memory import available_device_bytes, available_host_bytes, fits
+from ..models.source import find_source
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
 from ..recipe import ObjectiveSettings, Recipe, load_recipe
+
+WEIGHTS = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
+"""Files of weights in any form; without one a config.json stands alone, and says what the weights would be."""
 
 CONTEXTS = (8192, 32768, 131072)
 """Lengths, in tokens, at which the size of the cache is shown."""
@@ -97,15 +103,20 @@ def inspect(
 ) -> Inspection:
     """Look at a model without reading its weights; from the hub only its configuration and headers are fetched.
 
-    Args: as for calibrate.
+    Args: as for calibrate. A config.json without weights, or its folder, is taken, too.
     Raises:
         UnsupportedModelError: rotor cannot compress it. RotorError: see rotor.errors.
     """
-    spec, source = load_recipe(recipe, overrides), find_model(model, revision, weights=False)
-    if source.hub_id is None or any(source.folder.glob("*.safetensors")):
+    if Path(model).name == "config.json" and Path(model).is_file():
+        model = Path(model).parent
+    spec, source = load_recipe(recipe, overrides), find_source(model, revision, weights=False)
+    if source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
+        outline = ModelOutline.of_headers(config_of(source.folder), *tensor_headers(source))
+    elif {path.name for path in source.folder.iterdir() if WEIGHTS.search(path.name)}:
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
-        outline = ModelOutline.of_headers(config_of(source.folder), *tensor_headers(source))
+        config = config_of(source.folder)
+        outline = ModelOutline.of_headers(config, *implied_headers(config))
     shape, stored = outline.shape, outline.sizes.stored_bytes
     target = pick_device(device)
     compute_dtype = pick_dtype(dtype, outline.dtype, target)
@@ -139,6 +150,15 @@ def inspect(
         available_host_bytes=available_host_bytes(),
         available_device_bytes=available_device_bytes(target),
     )
+
+
+def implied_headers(config: Any) -> tuple[dict[str, list[int]], int]:
+    """Shapes of the tensors that a config implies, by name, and the bytes of all."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    return shapes, elements * (config.dtype or torch.float32).itemsize
 
 
 def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: int) -> int:

@@ -14,7 +14,7 @@ from . import EXPORT_SECTIONS, Recipe, load_recipe, override
 CONFIDENCE = 0.95
 """The confidence of the intervals that are measured."""
 
-DEVICES = ("cpu", "cuda", "mps", "xpu")
+DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 
 Offload = Literal["auto", "never", "always"]

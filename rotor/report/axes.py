@@ -8,6 +8,10 @@ LOSS_FLOOR = 5e-4
 """Losses of accuracy below it, none among them, are drawn at it: a logarithmic axis has no 0."""
 
 LOSS_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+COMPRESSION_TICKS = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)
+KEPT_FLOOR = 1e-3
+"""Smallest share of the cache that an axis of compression shows."""
+
 SCALE = ("#3b6fd4", "#1f9e94", "#c9742a")
 """Colours of the first, a middle and the last layer; each is readable on a light and on a dark page."""
 
@@ -35,6 +39,26 @@ def accuracy_axis(axes: Any, losses: list[float], label: str) -> None:
     axes.set_ylabel(label)
 
 
+def compression_axis(axes: Any, most: float, label: str) -> None:
+    """An axis of compression from 0, logarithmic in what is kept: from 0.9 to 0.95 it is as far as from 0 to 0.5.
+
+    Args:
+        most: the largest that is drawn.
+    """
+    least_kept = max(0.8 * (1 - most), KEPT_FLOOR)
+    axes.set_xscale("function", functions=(_halvings, lambda halvings: 1 - 0.5**halvings))
+    axes.set_xlim(-0.03, 1 - least_kept)
+    axes.set_xticks([tick for tick in COMPRESSION_TICKS if tick <= 1 - least_kept])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(label)
+
+
+def _halvings(compression: Any) -> Any:
+    import numpy as np
+
+    return -np.log2(np.maximum(1 - np.asarray(compression, dtype=float), KEPT_FLOOR))
+
+
 def layer_colours(layers: int) -> list[str]:
     """A colour for each layer, from SCALE."""
     return [_between(index / max(layers - 1, 1)) for index in range(layers)]
@@ -58,7 +82,7 @@ def layer_legend(figure: Any, axes: Any, layers: int) -> None:
     bar.set_ticks([*numbers, layers - 1])
     bar.ax.minorticks_off()
     bar.ax.tick_params(length=0, labelsize=8)
-    bar.ax.set_title("layer", fontsize=8)
+    bar.set_label("layer", fontsize=8)  # not above, where the title of the axes is
     bar.outline.set_visible(False)
 
 

@@ -34,20 +34,22 @@ from .data import JOINT, SIDES, LayerLoss, ReportData, ShownPoint, format_bytes
 from .token_sources import add_study
 
 
-def collect(folder: Path, *, run: Run | str | None = None, name: str = "", study: Path | None = None) -> ReportData:
+def collect(
+    folder: Path, *, run: Run | str | None = None, place: Path | None = None, study: Path | None = None
+) -> ReportData:
     """Collect what there is about a folder.
 
     Args:
         folder: a run or a checkpoint. run: of a checkpoint, its opened run, or why there is none; None looks for it.
-        name: what to call the folder, if not by its own name.
+        place: where the folder will be, if that is not where it is.
         study: a study folder whose comparison of token sources is to be shown.
     Raises:
         CheckpointError: neither a run nor a checkpoint, or a damaged one.
     """
     if (folder / ROTOR_JSON).is_file():
-        data = _of_checkpoint(folder, name or folder.resolve().name, run)
+        data = _of_checkpoint(folder, place or folder, run)
     elif (folder / "run.json").is_file():
-        data = _of_run(Run.open(folder), name or folder.resolve().name)
+        data = _of_run(Run.open(folder))
     else:
         raise CheckpointError(
             f"{folder}: neither run.json nor {ROTOR_JSON} is in it.",
@@ -57,8 +59,8 @@ def collect(folder: Path, *, run: Run | str | None = None, name: str = "", study
     return data
 
 
-def _of_run(run: Run, name: str) -> ReportData:
-    data = ReportData("run", name, str(run.info["model"]["name"]), run.recipe)
+def _of_run(run: Run) -> ReportData:
+    data = ReportData("run", run.folder.resolve().name, str(run.info["model"]["name"]), run.recipe)
     table = RankTable.latest(run)
     point = None
     if table and table.points:
@@ -81,13 +83,15 @@ def _of_run(run: Run, name: str) -> ReportData:
     _add_run(data, run, table, point)
     data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
     missed = [target for target, found in data.reached if found is None]
-    data.next_steps = steps_of_run(data.recipe, name, data.target, missed, None if point is None else point.stored)
+    data.next_steps = steps_of_run(
+        data.recipe, _told(run.folder), data.target, missed, None if point is None else point.stored
+    )
     return data
 
 
-def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData:
+def _of_checkpoint(folder: Path, place: Path, run: Run | str | None) -> ReportData:
     report = read_report(folder)
-    data = ReportData("checkpoint", name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
+    data = ReportData("checkpoint", place.resolve().name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
     accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
     data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]
     interval = accuracy["interval_95"]
@@ -128,8 +132,13 @@ def _of_checkpoint(folder: Path, name: str, run: Run | str | None) -> ReportData
     except RotorError as error:
         data.absent["sizes"] = error.message
     short = interval is not None and data.target is not None and interval[0] < data.target
-    data.next_steps = steps_of_checkpoint(data.recipe, name, data.target if short else None)
+    data.next_steps = steps_of_checkpoint(data.recipe, _told(place), data.target if short else None)
     return data
+
+
+def _told(folder: Path) -> str:
+    """A folder as commands name it: as it was given; of an absolute path, which is nobody's business, the name."""
+    return folder.name if folder.is_absolute() else str(folder)
 
 
 def _opened_run(folder: Path, recorded: str) -> Run | str:

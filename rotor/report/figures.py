@@ -14,7 +14,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from .axes import accuracy_axis, layer_colours, layer_legend, shown_loss
+from .axes import accuracy_axis, compression_axis, layer_colours, layer_legend, shown_loss
 from .data import JOINT, SIDES, ReportData
 from .style import STYLE
 
@@ -126,8 +126,7 @@ def _draw_points(axes: Any, data: ReportData) -> None:
     if any(point is not None for point in asked.values()):
         axes.plot([], [], "D", color=MUTED, markersize=6, mfc="none", mew=1.4, label="what a target led to")
     accuracy_axis(axes, losses, "accuracy (ratio)")
-    axes.set_xlim(-0.03, min(1.0, max(p.stored for p in points) + 0.08))
-    axes.set_xlabel("compression (share of the KV cache removed)")
+    compression_axis(axes, max(p.stored for p in points), "compression (share of the KV cache removed)")
     axes.figure.legend(fontsize=8, loc="outside upper center", ncols=2)
 
 

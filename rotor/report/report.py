@@ -74,17 +74,17 @@ def write(data: ReportData, path: Path) -> Report:
     return Report(path, list(drawn or {}), data.absent)
 
 
-def write_with_checkpoint(folder: Path, run: Run, name: str) -> None:
+def write_with_checkpoint(folder: Path, run: Run, place: Path) -> None:
     """Put a report into the folder of a checkpoint that is being written, and another into its run.
 
     The one of the checkpoint leaves out seconds, so that the same run gives the same bytes. A report is a courtesy:
     whatever goes wrong with it is logged, and never fails the export.
 
     Args:
-        name: what the folder will be called.
+        place: where the folder will be, as the user gave it.
     """
     try:
-        data = collect(folder, run=run, name=name)
+        data = collect(folder, run=run, place=place)
         data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
         write(data, folder / NAME)
         if run.writable:

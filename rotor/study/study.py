@@ -22,9 +22,9 @@ from ..format.locks import exclusive
 from ..format.places import check_apart
 from ..logs import log_file
 from ..models.checkpoint import Checkpoint
-from ..models.hub import find_model
+from ..models.source import find_source
 from ..progress import Progress
-from ..recipe import Recipe
+from ..recipe import Recipe, text_overrides
 from ..recipe.settings import Compute
 from .cache_tables import write_caches_csv
 from .measure import StudySubject
@@ -58,6 +58,7 @@ def study(
     recipes: Iterable[str] = ("fdc", "rotor"),
     overrides: Iterable[str] = (),
     *,
+    text: str | Path | None = None,
     parts: Iterable[str] | None = None,
     focus: Iterable[str] | None = None,
     ablations: Mapping[str, list[str]] | None = None,
@@ -83,6 +84,7 @@ def study(
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
         overrides: `section.field=value` for all recipes.
+        text: calibrate on and measure accuracy on this file or folder, as for calibrate.
         parts: which of PARTS to run; by default `curves`, and `ablation` where there are ablations. `all` stands for
             all that can run but ON_REQUEST, which take longest.
             `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by method `global`.
@@ -105,7 +107,7 @@ def study(
     check_compression(at)
     request = StudyPlan.of(
         list(recipes),
-        list(overrides),
+        [*text_overrides(text), *overrides],
         parts,
         focus,
         ablations or {},
@@ -114,7 +116,7 @@ def study(
         None if sizes is None else tuple(sizes),
     )
     progress = progress or Progress()
-    source = find_model(model)
+    source = find_source(model)
     check_apart(Path(out), [source.folder])
     with ExitStack() as held:
         held.enter_context(exclusive(Path(out), "study"))
@@ -149,7 +151,7 @@ def plan_study(model: str | Path, out: str | Path, request: StudyPlan, at: float
     Raises: as study would before it measures anything.
     """
     check_compression(at)
-    source = find_model(model)
+    source = find_source(model)
     check_apart(Path(out), [source.folder])
     checkpoint = Checkpoint(source.folder)
     placement = Placement.choose(checkpoint, request.first, compute, Progress())

@@ -19,6 +19,10 @@ from .store import Stream
 BACKBONE_PARTS = 3
 
 
+MOST_LOOPS = 100
+"""Of the power iteration, which has converged long before: a checkpoint of unknown origin may ask for any number."""
+
+
 @dataclass(frozen=True)
 class GEAR(Quantiser):
     """x ~ D + L + S. S: the largest and smallest s/2 of a channel's keys and of a token's values, as they are; D: the
@@ -50,6 +54,7 @@ class GEAR(Quantiser):
         self.require(self.bits in (8, 4, 3, 2), "bits", "one of (8, 4, 3, 2)")
         self.require(self.backbone in ("kcvt", "kivi"), "backbone", "kcvt or kivi")
         self.require(0 <= self.sparsity < 1, "sparsity", "a share below 1")
+        self.require(self.loops <= MOST_LOOPS, "loops", f"at most {MOST_LOOPS}")
         for name in ("rank", "new_rank"):
             self.require(getattr(self, name) >= 0, name, "0 or more")
         for name in ("buffer", "group", "loops"):
