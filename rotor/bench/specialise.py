@@ -70,9 +70,9 @@ def decode_variants(
     shared = dict.fromkeys(
         ("table", "begin", "until", "first", "end", "query_start", "block_table", "holes"), torch.int32
     )
-    shared |= dict.fromkeys(("constant", "partial", "partial_lse", "lse"), torch.float32)
-    shared |= {"key_constant": dtype if constant is None else torch.float32, "mask": torch.int32}
-    shared |= {"fast_constant": torch.float32, "key": row, "value": row}
+    floats = "constant", "key_constant", "fast_constant", "partial", "partial_lse", "lse"
+    shared |= dict.fromkeys(floats, torch.float32)
+    shared |= {"mask": torch.int32, "key": row, "value": row}
     names = "query", "basis", "slow_turns", "fast_turns", "absorbed", "fast_query", "fast_basis", "turns", "output"
     shared |= dict.fromkeys(names, dtype)
 
