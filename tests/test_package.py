@@ -16,7 +16,7 @@ from rotor.errors import CheckpointError
 from rotor.format.kernel_config import KernelConfig
 from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 from rotor.kernels.defaults import default_config
-from rotor.kernels.schedule import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
+from rotor.prediction.schedule import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
 
 SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=64, hidden_size=256)
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.sass import CountError, Graph, Instruction, Loop, disassemble, usage
+from rotor.bench.sass import CountError, Graph, Instruction, Loop, disassemble, usage
 
 ARCHS = (90, 80)
 

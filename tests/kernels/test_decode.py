@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from decode_cases import layer_of
 
+from rotor.bench.ahead import Variant, compile_variant
 from rotor.format.channels import Channels
 from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout
-from rotor.kernels.ahead import Variant, compile_variant
 from rotor.kernels.decode import decode_kernel
 from rotor.kernels.decoding import DecodeLayer
 from rotor.kernels.parameters import AttentionParameters
