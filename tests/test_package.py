@@ -46,7 +46,7 @@ def test_groups_are_ordered_by_class_widest_first() -> None:
     ]
     layout, order = ordered_by_class(groups, POST_ROPE)
     assert order == layout.kv_head_order == (3, 1, 0, 2)
-    assert [(c.start, c.count, c.key.rank, c.values.rank, c.key_rank, c.value_rank) for c in layout.classes()] == [
+    assert [(c.start, c.count, c.key.rank, c.value.rank, c.key_rank, c.value_rank) for c in layout.classes()] == [
         (0, 1, 48, 32, 0, 0),
         (1, 1, 48, 16, 48, 32),
         (2, 2, 16, 32, 96, 48),
