@@ -273,7 +273,7 @@ def test_a_device_file_adds_and_replaces(tmp_path) -> None:
         ("- 1", "expected a mapping from device names to their rates, got [1]"),
         ("x: [", "not valid YAML"),
         ("x: 3", "x: got 3, expected a mapping"),
-        (f"x: {{{FIELDS}, bandwith: 1}}", "unknown key 'x.bandwith'; did you mean 'bandwidth_bytes_per_s'?"),
+        (f"x: {{{FIELDS}, clok_hz: 1}}", "unknown key 'x.clok_hz'; did you mean 'clock_hz'?"),
         ("x: {source: measured}", "missing key 'x.bandwidth_bytes_per_s'"),
         (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected a finite number"),
         (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0.0, expected a positive number"),

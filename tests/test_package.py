@@ -1,4 +1,4 @@
-"""Importing rotor, the kernel configuration, and the schedule's arithmetic."""
+"""Importing rotor, layouts, the kernel configuration, and the schedule's arithmetic."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,11 @@ from conftest import ROOT
 
 import rotor
 from rotor.errors import CheckpointError
+from rotor.format.channels import Channels, Numbers
 from rotor.format.kernel_config import KernelConfig
-from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout, ordered_by_class
+from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout, ordered_by_class
 from rotor.kernels.defaults import default_config
 from rotor.prediction.schedule import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
-
-SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=64, hidden_size=256)
 
 
 def test_import_touches_no_gpu_and_brings_only_torch_and_transformers() -> None:
@@ -41,35 +41,40 @@ def test_importing_twice_registers_once() -> None:
 
 
 def test_groups_are_ordered_by_class_widest_first() -> None:
-    groups = [GroupLayout((h,), qk, v) for h, (qk, v) in enumerate([(16, 32), (48, 16), (16, 32), (48, 32)])]
-    layout, order = ordered_by_class("post", False, groups)
-    assert order == (3, 1, 0, 2)
-    assert layout.kv_head_order == (3, 1, 0, 2)
-    assert [(c.start, c.count, c.qk_rank, c.v_rank, c.qk_offset, c.v_offset) for c in layout.classes()] == [
+    groups = [
+        GroupLayout((h,), Numbers(k), Numbers(v)) for h, (k, v) in enumerate([(16, 32), (48, 16), (16, 32), (48, 32)])
+    ]
+    layout, order = ordered_by_class(groups, POST_ROPE)
+    assert order == layout.kv_head_order == (3, 1, 0, 2)
+    assert [(c.start, c.count, c.key.rank, c.value.rank, c.key_rank, c.value_rank) for c in layout.classes()] == [
         (0, 1, 48, 32, 0, 0),
         (1, 1, 48, 16, 48, 32),
         (2, 2, 16, 32, 96, 48),
     ]
-    assert layout.offsets() == [(0, 0), (48, 32), (96, 48), (112, 80)]
-    assert (layout.qk_width, layout.v_width) == (128, 112)
+    assert layout.byte_offsets(2) == [(0, 0), (96, 64), (192, 96), (224, 160)]
+    assert (layout.key_width, layout.value_width) == (128, 112)
     assert LayerLayout.from_dict(json.loads(json.dumps(layout.to_dict())), "here") == layout
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"domain": "past"},
+        {"rope_block": 48},
+        {"fast_planes": 2},
         {"groups": []},
-        {"groups": [{"kv_heads": [0], "qk_rank": 0, "v_rank": 16}]},
-        {"groups": [{"kv_heads": [0], "qk_rank": "x", "v_rank": 16}]},
-        {"groups": [{"kv_heads": [0], "v_rank": 16}]},
-        {"groups": [{"kv_heads": [0], "qk_rank": 8, "v_rank": 8}, {"kv_heads": [1, 2], "qk_rank": 8, "v_rank": 8}]},
+        {"groups": [{"kv_heads": [0], "key": 0, "value": 16}]},
+        {"groups": [{"kv_heads": [0], "key": "x", "value": 16}]},
+        {"groups": [{"kv_heads": [0], "key": {"6": 8}, "value": 16}]},
+        {"groups": [{"kv_heads": [0], "key": {"8": 8}, "value": 16}]},
+        {"groups": [{"kv_heads": [0], "value": 16}]},
+        {"groups": [{"kv_heads": [0], "key": 8, "value": 8}, {"kv_heads": [1, 2], "key": 8, "value": 8}]},
+        {"groups": [{"kv_heads": [0], "key": 8, "value": 8}, {"kv_heads": [1], "key": 8}]},
     ],
 )
 def test_an_edited_layout_is_refused(change: dict) -> None:
-    good = {"domain": "post", "folded_keys": False, "groups": [{"kv_heads": [0], "qk_rank": 8, "v_rank": 8}]}
+    good = {"groups": [{"kv_heads": [0], "key": 8, "value": 8}]}
     LayerLayout.from_dict(good, "x")
-    with pytest.raises((CheckpointError, IndexError), match="layer 3"):
+    with pytest.raises(CheckpointError, match="layer 3"):
         LayerLayout.from_dict({**good, **change}, "config.json, layer 3")
 
 
@@ -90,26 +95,16 @@ def test_column_blocks_shrink_when_registers_run_short() -> None:
     assert rows * (640 + 64 + 32) > REGISTERS_PER_SM  # 64 columns would not have fitted
 
 
-def test_a_default_kernel_config_lists_classes_and_what_to_compile() -> None:
-    groups = [GroupLayout((2 * g, 2 * g + 1), qk, 32) for g, qk in enumerate([16, 48])]
-    layout, _ = ordered_by_class("pre", True, groups)
-    config = default_config([layout], SHAPE)
-    data = config.to_dict()
-    assert data["layers"] == [
-        {
-            "classes": [
-                {"groups": 1, "qk_rank": 48, "v_rank": 32, "blocks": {"rows": 64, "columns": 64},
-                 "rebuilt": {"rows": 64, "columns": 64}},
-                {"groups": 1, "qk_rank": 16, "v_rank": 32, "blocks": {"rows": 112, "columns": 64},
-                 "rebuilt": {"rows": 64, "columns": 64}},
-            ],
-            "specialisations": [[64, 32], [16, 32]],
-            "tile": 64,
-            "slices_per_sm": 2,
-        }
-    ]  # fmt: skip
-    assert KernelConfig.from_dict(json.loads(json.dumps(data))) == config
+def test_a_default_kernel_config_lists_the_layers_launches() -> None:
+    groups = [GroupLayout((2 * g, 2 * g + 1), Channels(n4=width), None) for g, width in enumerate([16, 48])]
+    layout, _ = ordered_by_class(groups, KeyForm(64, 16))
+    config = default_config([layout])
+    (layer,) = config.to_dict()["layers"]
+    assert set(layer) == {"layout", "sm_80", "sm_90", "slices_per_sm", "materialise"}
+    assert KernelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     config.check([layout])
+    with pytest.raises(CheckpointError):
+        config.check([replace(layout, fast_planes=0)])
 
 
 def test_the_package_offers_what_the_commands_do() -> None:

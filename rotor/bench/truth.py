@@ -34,7 +34,6 @@ def attention(
     Returns:
         [batch_size, seq_len, sum over query heads of value width], and [batch_size, seq_len, num_heads]. Queries that
         attend to nothing give zeros and minus infinity.
-    Source: DESIGN, "Fast planes and slow planes".
     """
     layout, shape = parameters.layout, parameters.shape
     heads, of_kv = parameters.heads_per_group, shape.heads_per_kv

@@ -13,8 +13,6 @@ The nibbles of a group's latent, channels most bits first and within a channel t
 0, 1, ...; their number is rounded up to a multiple of 16 (a plane, 8 bytes), and what is left over is the nibble 8.
 With W = places / 4 little-endian 16-bit words, nibble j (bits 4 j to 4 j + 3) of word w is place j W + w: one shift and
 one mask take a plane's nibbles out of the words, side by side, and nothing is interleaved.
-
-Source: DESIGN, "One code".
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ F = `fast_planes` planes (the fastest) are stored before RoPE; the others, slow 
 m mod T. Attention turns a query back by b, once a block: its slow planes are absorbed into the latent, its fast planes
 meet the key's, which are rebuilt and rotated by m mod T. One block for all positions is post-RoPE; all planes fast is
 pre-RoPE.
-
-Source: DESIGN, "Fast planes and slow planes".
 """
 
 from __future__ import annotations

@@ -70,7 +70,11 @@ def grid() -> list[Specialisation]:
     """What the table is to have: joint latents in blocks of positions, those apart for all positions."""
     found = [Specialisation("joint", width, rows) for rows in ROWS for width in WIDTHS]
     found += [
-        Specialisation(kind, width, rows) for kind in ("apart", "numbers") for rows in ROWS[:2] for width in WIDTHS[:3]
+        Specialisation(kind, width, rows)
+        for kind in ("apart", "numbers")
+        for rows in ROWS[:2]
+        for width in WIDTHS[:3]
+        if (kind, width, rows) != ("apart", WIDTHS[2], ROWS[1])  # in proportion to 8 rows
     ]
     found += [Specialisation("joint", WIDTHS[0], ROWS[0], rope_block=block) for block in SHORT_BLOCKS]
     found += [Specialisation("joint", width, ROWS[0], planes) for width in WIDTHS[:3] for planes in PLANES]
@@ -133,7 +137,7 @@ def look_up(table: Table, wanted: Specialisation) -> Counts:
         return table[wanted]
     plain = [key for key in table if key.kind == wanted.kind and not key.fast_planes and key.rope_block == BLOCK]
     width, wider = _padded({key.width for key in plain}, wanted.width)
-    rows, more = _padded({key.rows for key in plain}, wanted.rows)
+    rows, more = _padded({key.rows for key in plain if key.width == width}, wanted.rows)
     like = Specialisation(wanted.kind, width, rows)
     decode, absorb = table[like].decode * wider * more, table[like].absorb * wider * wanted.rows / rows
     if wanted.fast_planes:
