@@ -21,7 +21,6 @@ from torch import Tensor
 from rotor.format.channels import SIGNED, Channels
 from rotor.format.layout import AttentionShape, LayerLayout
 
-from .ahead import Variant
 from .launch import device_table, launch, padded, precision
 from .rotary import Rotation
 
@@ -281,7 +280,7 @@ def append(
     if value is not None and not value.shape[-1]:
         value = None
     as_it_is = out is None and not layout.coded
-    plan = _plan(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
+    plan = tables_of(layout, shape, key.dtype, query is not None, as_it_is, rotation is not None, key.device)
     rows = _new_rows(key, value, layout, shape) if out is None else out
     sides = [
         side.view(torch.int16) if layout.coded else side for side in (rows[0], rows[0] if layout.joint else rows[1])
@@ -335,7 +334,7 @@ def _new_rows(key: Tensor, value: Tensor | None, layout: LayerLayout, shape: Att
     return made[0], made[1]
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """places: of each place of the layer's key rows and then its value rows: 16 times its column, plus 4 times its
     channel's nibbles less one, plus its power; EMPTY. jobs: [jobs, FIELDS].
     """
@@ -346,7 +345,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _plan(
+def tables_of(
     layout: LayerLayout,
     shape: AttentionShape,
     dtype: torch.dtype,
@@ -354,7 +353,7 @@ def _plan(
     as_it_is: bool,
     rotated: bool,
     device: torch.device,
-) -> _Plan:
+) -> Plan:
     """as_it_is: what projections put out is not copied. rotated: keys are, here."""
     folded = layout.folds_keys(shape)
     places: list[int] = []
@@ -388,7 +387,7 @@ def _plan(
         "HALF_PADDED": padded(half or 1), "REST": rest, "REST_PADDED": padded(rest or 1), "CODED": layout.coded,
         "FOLDED": folded, "COLUMNS": COLUMNS, "FIELDS": FIELDS, "PRECISION": precision(dtype),
     }  # fmt: skip
-    return _Plan(device_table(places or [EMPTY], device), device_table(jobs, device), constants)
+    return Plan(device_table(places or [EMPTY], device), device_table(jobs, device), constants)
 
 
 def _place(place: tuple[int, int] | None, latent: Channels, before: int) -> int:
@@ -406,27 +405,4 @@ def prepare(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, devi
     for query in (False, True):
         for as_it_is in (False, not layout.coded):
             for rotated in (False, True):
-                _plan(layout, shape, dtype, query, as_it_is, rotated, device)
-
-
-def append_variant(
-    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, tokens: int = 1, pages: bool = False
-) -> Variant:
-    """What `append` compiles for so many tokens of a layer, with queries and an index in a model with RoPE."""
-    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
-    plan = _plan(layout, shape, dtype, rotary, False, rotary, torch.device("cpu"))
-    names = ("query", "key", "value", "key_basis", "query_out")
-    pointers = dict.fromkeys(names, dtype) | dict.fromkeys(("places", "jobs"), torch.int32)
-    pointers |= dict.fromkeys(("key_rows", "value_rows"), torch.int16 if layout.coded else dtype)
-    shift = layout.coded and not folded
-    pointers |= dict.fromkeys(("cos", "sin"), torch.float32 if rotary else dtype)
-    pointers |= {
-        "key_shift": torch.float32 if shift else dtype,
-        "index": torch.int64 if rotary else torch.int32,
-        "slots": torch.int64 if pages else torch.int32,
-    }
-    constants = plan.constants | {
-        "PART": layout.joint and not folded, "SHIFT": shift, "QUERY": rotary, "INDEX": rotary, "SLOTS": pages,
-        "ROWS": rows_of(tokens),
-    }  # fmt: skip
-    return Variant(f"append, {tokens} tokens", append_kernel, pointers, constants, (), {"num_warps": warps_of(tokens)})
+                tables_of(layout, shape, dtype, query, as_it_is, rotated, device)

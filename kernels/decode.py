@@ -61,6 +61,15 @@ def pieces(tile, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def anew(tile, zero, ASM: tl.constexpr):
+    """The words of a tile as if they were others, so that what is made of them is not kept from the first time."""
+    if not ASM:
+        return tile
+    zero = tl.zeros(tile.shape, tl.int32) + zero
+    return tl.inline_asm_elementwise("or.b32 $0, $1, $2;", "=r,r,r,r", [tile, zero], dtype=tl.int16, is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+
+
+@triton.jit
 def turned(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Both halves of rebuilt planes, rounded and turned: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
     if tl.float32 == DTYPE:
@@ -137,8 +146,8 @@ def decode_kernel(
     FAST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
     VALUE_EXACT: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, LEAN: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, LEAN: tl.constexpr, TOGETHER: tl.constexpr, AGAIN: tl.constexpr, KEY_ALIGN: tl.constexpr,
+    VALUE_ALIGN: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One slice of the line of tiles.
 
@@ -149,7 +158,9 @@ def decode_kernel(
     FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]: columns of a piece and the first element
     in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the first place of queries (FOLDED), of the
     basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block, 0: all. FAST: planes, 0:
-    none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1), turns (2).
+    none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1), turns (2). TOGETHER: KV
+    heads whose fast planes are rebuilt by one product. AGAIN: pieces of joint latents that are unpacked anew for
+    values, for the same reason.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
@@ -165,7 +176,9 @@ def decode_kernel(
     value_column = tl.arange(0, VALUE_COLUMNS)
     place = tl.arange(0, KEYS)
     row = tl.arange(0, ROWS)
-    plane = tl.arange(0, FAST if FAST else 16)
+    rebuilt = tl.arange(0, TOGETHER * FAST if FAST else 16)
+    plane = rebuilt if TOGETHER == 1 else rebuilt % FAST
+    of_head = rebuilt * 0 if TOGETHER == 1 else rebuilt // FAST
     live = row < LIVE
     token = row // (HEADS * PER_HEAD)
     head = row % (HEADS * PER_HEAD)
@@ -258,21 +271,26 @@ def decode_kernel(
                 at = place + (tile >> 30 if LEAN // 2 else 0) if KEYS == BLOCK else tile * STEP % BLOCK + place
                 if KEYS > STEP:
                     at = tl.minimum(at, BLOCK - 1)
-                turn = turns + at[:, None] * FAST + plane[None, :]
+                turn = turns + at[:, None] * FAST + tl.arange(0, FAST)[None, :]
                 cos = tl.load(turn)
                 sin = tl.load(turn + BLOCK * FAST)
-                for h in tl.static_range(HEADS):
-                    c_h = fast_constant + (group * HEADS + h) * (2 * FAST) + plane + zero
-                    b_h = fast_basis + (group * HEADS + h) * (PIECES * 2 * FAST * COLUMNS)
+                if TOGETHER > 1:
+                    cos = cos[:, None, :].broadcast_to((KEYS, TOGETHER, FAST)).reshape((KEYS, TOGETHER * FAST))
+                    sin = sin[:, None, :].broadcast_to((KEYS, TOGETHER, FAST)).reshape((KEYS, TOGETHER * FAST))
+                for h in tl.static_range(0, HEADS, TOGETHER):
+                    c_h = fast_constant + (group * HEADS + h + of_head) * (2 * FAST) + plane + zero
+                    b_h = fast_basis + (group * HEADS + h + of_head)[None, :] * (PIECES * 2 * FAST * COLUMNS)
                     b_h += column[:, None] + plane[None, :] * COLUMNS
-                    k0 = tl.zeros((KEYS, FAST), tl.float32) + tl.load(c_h)[None, :]
-                    k1 = tl.zeros((KEYS, FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
+                    k0 = tl.zeros((KEYS, TOGETHER * FAST), tl.float32) + tl.load(c_h)[None, :]
+                    k1 = tl.zeros((KEYS, TOGETHER * FAST), tl.float32) + tl.load(c_h + FAST)[None, :]
                     for j in tl.static_range(PIECES):
                         b_j = b_h + j * (2 * FAST * COLUMNS)
                         k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
                         k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
                     k0, k1 = turned(k0, k1, cos, sin, DTYPE, ASM)
-                    own = ((head // PER_HEAD == h) if ROWS == LIVE else (live & (head // PER_HEAD == h)))[None, :]
+                    own = (head // PER_HEAD)[None, :] == (h + of_head)[:, None]
+                    if ROWS > LIVE:
+                        own &= live[None, :]
                     f_h = fast_query + (block + row)[None, :] * (2 * FAST) + plane[:, None]
                     logits = tl.dot(k0, tl.load(f_h, mask=own, other=0.0), logits, input_precision=PRECISION)
                     logits = tl.dot(k1, tl.load(f_h + FAST, mask=own, other=0.0), logits, input_precision=PRECISION)
@@ -320,14 +338,18 @@ def decode_kernel(
             total_weight = tl.dot(ones, weights, total_weight * shrink, input_precision=PRECISION)
             if not JOINT:
                 z = pieces(now[1], CODED, DTYPE, ASM)
+            elif AGAIN > 0:
+                again = pieces(anew(now[0], tile >> 30, ASM), CODED, DTYPE, ASM)
             added = ()
             for j in tl.static_range(PIECES):
-                added += (tl.dot(tl.trans(z[j]), weights, weighted[j] * shrink, input_precision=PRECISION),)
+                z_j = again[j] if JOINT and j < AGAIN else z[j]
+                added += (tl.dot(tl.trans(z_j), weights, weighted[j] * shrink, input_precision=PRECISION),)
             weighted = added
 
+        late = position >> 30 if AGAIN else 0  # so that places are not kept from before the loop
         sums = tl.max(total_weight, 0)
         out = partial + slot.to(tl.int64) * (LIVE * PIECES * VALUE_COLUMNS)
-        out += row[None, :] * (PIECES * VALUE_COLUMNS) + value_column[:, None]
+        out += (row + late)[None, :] * (PIECES * VALUE_COLUMNS) + (value_column + late)[:, None]
         for j in tl.static_range(PIECES):
             tl.store(out + j * VALUE_COLUMNS, weighted[j] / sums[None, :] - OFFSET, mask=live[None, :])
-        tl.store(partial_lse + slot * LIVE + row, largest + tl.log2(sums), mask=live)
+        tl.store(partial_lse + slot * LIVE + row + late, largest + tl.log2(sums), mask=live)

@@ -178,7 +178,9 @@ class DecodeLayer:
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
             "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
-            "STAGES": tiles.stages, "LEAN": tiles.lean, "PRECISION": self.precision, "ASM": assembled(),
+            "STAGES": tiles.stages, "LEAN": tiles.lean, "TOGETHER": math.gcd(tiles.together, self.heads),
+            "AGAIN": tiles.again if self.layout.joint and self.layout.coded else 0, "PRECISION": self.precision,
+            "ASM": assembled(),
         }  # fmt: skip
 
     def absorb_constants(self, tokens: int) -> dict[str, Any]:
@@ -187,9 +189,17 @@ class DecodeLayer:
             "FAST_PLANES": self.fast_planes, "PLANES": self.planes, "SLOW": self.slow_columns,
             "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
-            "EXACT": self.exact, "COUNT": 32 if self.block else 16, "BASIS_ALIGN": self.basis_align,
-            "PRECISION": self.precision,
+            "EXACT": self.exact, "COUNT": 64 if self.wide else 32 if self.block else 16,
+            "BASIS_ALIGN": self.basis_align, "PRECISION": self.precision,
         }  # fmt: skip
+
+    @property
+    def wide(self) -> bool:
+        """Whether a program of `absorb` is four warps that meet 64 blocks at a time."""
+        return self.block > 0 and self.columns == 64 and self.dtype.itemsize == 2
+
+    def absorb_options(self) -> dict[str, int]:
+        return {"num_warps": 4, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
 
     @property
     def precision(self) -> str:
@@ -199,9 +209,6 @@ class DecodeLayer:
 def assembled() -> bool:
     """Whether kernels are compiled for a GPU of NVIDIA's, whose assembly they may use."""
     return not triton.knobs.runtime.interpret and torch.version.hip is None
-
-
-ABSORB_WARPS = 2
 
 
 def decode_attention(
@@ -333,7 +340,7 @@ def _launch(
             query, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed, constant,
             fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
             query.stride(0) // align, query.stride(1) // align, layer.basis.stride(0) // layer.basis_align, log2,
-            ALIGN=align, num_warps=ABSORB_WARPS, num_stages=2, enable_fp_fusion=True, **constants,
+            ALIGN=align, enable_fp_fusion=True, **layer.absorb_options(), **constants,
         )  # fmt: skip
     decode_kernel[(programs,)](
         query if layer.folded else absorbed, constant, fast_query, key, value,

@@ -39,7 +39,7 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     """By instructions counted in SASS for sm_80 and sm_90, without spills (heads of 128, bfloat16).
 
     Without fast planes 64 keys and one warp up to 128 nibbles and 8 rows; fast planes of narrow latents likewise; wider
-    latents and more rows take two warps and more, and tiles of 32 keys.
+    latents and more rows take two warps and more, and tiles of 32 keys; four KV heads together four warps.
     """
     rows = max(8, _power(query_rows))
     pieces = 4 if layout.coded else 1
@@ -55,6 +55,10 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
         return Tile(64, 1, 2)
     if width * rows <= 1024 and fast <= 16:
         return Tile(64, 2, 2) if layout.group_size == 1 else Tile(64, 2, 2 if capability >= 90 else 1, lean=3)
+    if layout.group_size == 4 and fast == 16 and (layout.rope_block or 0) >= 64 and width * rows <= 4096:
+        if capability >= 90:  # the products of four KV heads together are those of a warp group
+            return Tile(64, 4, 1, lean=1, together=4, again=2)
+        return Tile(64, 4, 1, lean=1, again=1)
     return Tile(32, 2 if width * rows <= 4096 else 4, 1, lean=1)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rotor.format.layout import AttentionShape, GroupClass, LayerLayout
 
-from .ahead import Variant
 from .launch import launch, padded, precision
 from .parameters import AttentionParameters
 from .rotary import Rotation
@@ -251,12 +250,12 @@ def materialise(
         1 if pages is None else key.shape[1], rows[0].stride(0), rows[0].stride(1), rows[1].stride(0),
         rows[1].stride(1), 0 if basis is None else basis.stride(0), *starts, *words, cls.start * layout.group_size,
         cls.key_place, *strides[:3], widths[0], *strides[3:], widths[1],
-        **_constants(layout, shape, cls, dtype, pages is not None),
+        **constants_of(layout, shape, cls, dtype, pages is not None),
     )  # fmt: skip
     return keys, values
 
 
-def _constants(
+def constants_of(
     layout: LayerLayout, shape: AttentionShape, cls: GroupClass, dtype: torch.dtype, paged: bool
 ) -> dict[str, Any]:
     latents, planes = layout.folds_queries(shape), 4 if layout.coded else 1
@@ -269,22 +268,3 @@ def _constants(
         "VALUE_BLOCK": min(64, padded(cls.value.width // planes)), "PRECISION": precision(dtype), "num_warps": 8,
         "num_stages": 1,
     }  # fmt: skip
-
-
-def materialise_variants(
-    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, pages: bool = False
-) -> list[Variant]:
-    """What `materialise` compiles for the classes of a layer."""
-    rotary, blocks = bool(shape.rotary_dim), layout.in_blocks
-    pointers = dict.fromkeys(("key", "value"), torch.int16 if layout.coded else dtype)
-    pointers |= dict.fromkeys(("basis", "keys", "values"), dtype)
-    pointers |= {"constant": torch.float32 if layout.coded and rotary else dtype}
-    pointers |= dict.fromkeys(("cos", "sin"), torch.float32 if blocks else dtype)
-    pointers |= dict.fromkeys(("block_table", "kv_lens", "kv_start"), torch.int32 if pages else dtype)
-    variants = []
-    for cls in layout.classes(dtype.itemsize):
-        constants = _constants(layout, shape, cls, dtype, pages)
-        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        name = f"materialise {cls.key.width}+{cls.value.width}x{constants['SIZE']}"
-        variants.append(Variant(name, materialise_kernel, pointers, constants, (), options))
-    return variants

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ragged import layer
+from random_layers import NARROW, SHAPE, WIDE, layout_of
 from typer.testing import CliRunner
 
 from rotor.bench import rows as bench_rows
@@ -20,23 +20,24 @@ from rotor.bench.clock import Clock, Seconds
 from rotor.bench.problem import (
     CHECKED_QUERIES,
     checked_output,
-    compressed_layout,
+    least_work,
     random_problem,
     rebuilt_layout,
     truth,
     uncompressed_layout,
+    without_rope,
 )
 from rotor.bench.report import add_device
-from rotor.bench.rows import attention_rows, pytorch_path, rebuilt_in_memory
+from rotor.bench.rows import attention_rows, pytorch_path
 from rotor.bench.settings import BenchSettings
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, RecipeError, UsageError
 from rotor.export.export import export
-from rotor.format.layout import AttentionShape
-from rotor.prediction.cost import DecodeStep, decode_flops_per_token, layer_work, prefill_work
+from rotor.format.layout import KeyForm, LayerLayout
 from rotor.prediction.devices import find_device
 
-SHAPE = AttentionShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=96)
+APART = layout_of(1, [(WIDE, NARROW)] * 4)
+FAST = layout_of(2, [(WIDE, None), (NARROW, None)], KeyForm(8, 8))
 SMALL = BenchSettings((48,), (24,), (2,), layers=2, repetitions=2, new_tokens=0)
 
 
@@ -113,10 +114,11 @@ def test_every_kernel_is_measured_on_a_gpu(folder: Path) -> None:
 
 
 def test_kernels_are_never_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = random_problem(uncompressed_layout(SHAPE), SHAPE, 1, 1, 8, torch.float32, torch.Generator())
+    generator = torch.Generator()
+    problem = random_problem(uncompressed_layout(SHAPE), without_rope(SHAPE), 1, 1, 8, torch.float32, generator)
     monkeypatch.setenv("ROTOR_ATTENTION", "triton")
     kernels = [row for row in attention_rows() if "kernel" in row.name]
-    assert len(kernels) == 8
+    assert len(kernels) == 2
     assert all("CUDA" in str(row.why_not(problem)) for row in kernels)
 
 
@@ -124,13 +126,13 @@ def test_kernels_are_never_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("wrong", ["scaled", "nan"])
 def test_a_wrong_row_stops_the_report(folder: Path, wrong: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(problem):
-        run = rebuilt_in_memory(problem)
+        run = pytorch_path(problem)
         hit = problem.seq_len == 1 if phase == "decode" else problem.seq_len > 1
         factor = {"scaled": 1.001, "nan": torch.nan}[wrong]
         return lambda: run() * (factor if hit else 1.0)
 
-    monkeypatch.setattr(bench_rows, "rebuilt_in_memory", broken)
-    with pytest.raises(NumericsError, match=rf"'keys rebuilt in memory, SDPA \(Palu\)' \({phase}, .*nothing is rep"):
+    monkeypatch.setattr(bench_rows, "pytorch_path", broken)
+    with pytest.raises(NumericsError, match=rf"'rotor compressed, PyTorch path' \({phase}, .*nothing is rep"):
         bench(folder, SMALL, device="cpu")
 
 
@@ -144,48 +146,38 @@ def test_what_a_backend_refuses_is_a_reason_and_a_defect_of_ours_an_error(
     report = bench(folder, SMALL, device="cpu")
     reasons = {r["row"]: r["why"] for r in report["not_measured"]}
     assert reasons["SDPA flash"] == "RuntimeError: no such kernel"
-    monkeypatch.setattr(bench_rows, "rebuilt_in_memory", refuse)
+    monkeypatch.setattr(bench_rows, "pytorch_path", refuse)
     with pytest.raises(RuntimeError, match="no such"):
         bench(folder, SMALL, device="cpu")
 
 
 @pytest.mark.parametrize("seq_len", [1, 3 * CHECKED_QUERIES])
-@pytest.mark.parametrize("domain", ["post", "pre"])
-def test_rows_agree_with_the_truth(domain: str, seq_len: int) -> None:
-    layout = layer(domain, 2, (24, 16)) if domain == "pre" else layer(domain, 1, (24, 16), (8, 8))
+@pytest.mark.parametrize("layout", [APART, FAST], ids=["apart", "fast"])
+def test_rows_agree_with_the_truth(layout: LayerLayout, seq_len: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    for chosen, prepare in (
-        (compressed_layout(layout), pytorch_path),
-        (rebuilt_layout(layout), rebuilt_in_memory),
-        (rebuilt_layout(layout), pytorch_path),
-        (uncompressed_layout(SHAPE), pytorch_path),
+    for chosen, shape in (
+        (layout, SHAPE),
+        (rebuilt_layout(layout, SHAPE), SHAPE),
+        (uncompressed_layout(SHAPE), without_rope(SHAPE)),
     ):
-        problem = random_problem(chosen, SHAPE, 3, seq_len, 100, torch.float32, generator)
-        if seq_len > 1:
-            problem = random_problem(chosen, SHAPE, 3, seq_len, seq_len, torch.float32, generator)
-        got = prepare(problem)()
+        kv_len = seq_len if seq_len > 1 else 100
+        problem = random_problem(chosen, shape, 3, seq_len, kv_len, torch.float32, generator)
         exact = truth(problem)
         assert exact.shape[:2] == (2, min(seq_len, 2 * CHECKED_QUERIES))  # first and last sequence, both ends
-        assert relative_error(checked_output(problem, got), exact) < 4e-6
+        assert relative_error(checked_output(problem, pytorch_path(problem)()), exact) < 4e-6
 
 
 def test_floors_count_what_has_to_be_done() -> None:
-    post, pre = layer("post", 1, (24, 16), (8, 8)), layer("pre", 2, (24, 16))
-    generator = torch.Generator().manual_seed(0)
-    decode = random_problem(compressed_layout(post), SHAPE, 2, 1, 50, torch.float16, generator)
-    whole = layer_work(post, SHAPE, DecodeStep(50, 2, 2))
-    assert (decode.work.cache_bytes, decode.work.cache_flops) == (whole.cache_bytes, whole.cache_flops)
-    assert decode.work.weight_bytes == 0
-    assert decode.work.cache_bytes == decode.key.nbytes + decode.value.nbytes
-    # A prompt of one token is a decode step; of three, six pairs of query and key, and in `pre` three rebuilt keys.
-    for layout, domain in ((post, "post"), (pre, "pre")):
-        one = layer_work(layout, SHAPE, DecodeStep(1, 1, 2))
-        assert prefill_work(layout, SHAPE, 1, 1) == type(one)(one.cache_bytes, one.cache_flops)
-        flops = sum(
-            decode_flops_per_token(domain, layout.group_size, 3, 16, g.qk_rank, g.v_rank) for g in layout.groups
-        )
-        rebuilding = 2 * 2 * 24 * 16 if domain == "pre" else 0
-        assert prefill_work(layout, SHAPE, 3, 1).cache_flops == 6 * (flops - rebuilding) + 3 * rebuilding
+    for layout in (APART, FAST):
+        problem = random_problem(layout, SHAPE, 2, 1, 50, torch.float16, torch.Generator())
+        assert problem.work.cache_bytes == problem.key.nbytes + problem.value.nbytes
+    # A prompt of three tokens has six pairs of query and key, and where all planes are fast three rebuilt keys.
+    work = least_work(APART, SHAPE, 3, 1)
+    assert work.flops == 6 * 2 * SHAPE.num_heads * (WIDE.width + NARROW.width)
+    width = FAST.key_width
+    rebuilding = 3 * 2 * 2 * width * SHAPE.head_dim
+    pairs = 6 * 2 * 2 * SHAPE.heads_per_kv * (2 * SHAPE.head_dim + width)
+    assert least_work(FAST, SHAPE, 3, 1).flops == pairs + rebuilding
 
 
 def test_repetitions_are_interleaved() -> None:
@@ -237,7 +229,7 @@ def test_command_line_writes_numbers_and_measured_rates(folder: Path, tmp_path: 
 
     text = CliRunner().invoke(app, call[:-1]).output  # without -q
     assert "measured in this run" in text
-    assert "not measured: rotor compressed, kernel stream, phase decode" in text
+    assert "not measured: rotor compressed, kernel, phase decode" in text
 
 
 def test_a_model_that_differs_from_itself_in_float64_stops_the_report(

@@ -43,8 +43,6 @@ EVERYTHING: list[Policy] = [
     H2O(tokens=ALL, squeeze=0.5),
     Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9),
     Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0, leaders=(0, 0)),
-    Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9, cut="bits"),
-    Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0, cut="bits"),
 ]
 LOSSY: list[Policy] = [
     PerToken(bits=4, group=8),
@@ -58,15 +56,14 @@ LOSSY: list[Policy] = [
     Random(share=0.5),
     Tiers(important=0.4, qk_important=0.1, qk_unimportant=0.6, v_unimportant=0.5),
     Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, leaders=(0, 0), importance="mean"),
-    Tiers(important=0.4, qk_unimportant=0.6, v_unimportant=0.5, cut="bits"),
 ]
 NAMES = {"ids": lambda policy: policy.method}
 
 
 def serves(policy: Policy, kind: str) -> bool:
-    """Quantisers want rows of numbers, tiers rows of any kind, fewer bits codes."""
+    """Quantisers want rows of numbers, tiers rows of any kind."""
     if isinstance(policy, Tiers):
-        return kind == "codes" if policy.cut == "bits" else kind != "plain"
+        return kind != "plain"
     return kind != "codes" or (policy.evicts and getattr(policy, "bits", 16) == 16)
 
 
@@ -78,11 +75,6 @@ def on_every_kind(policies: list[Policy]) -> list[Any]:
         for kind in ("plain", *COMPRESSED)
         if serves(policy, kind)
     ]
-
-
-def served(policy: Policy) -> str:
-    """Rows before RoPE, of codes where the policy is for these alone."""
-    return "pre" if serves(policy, "pre") else "codes"
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +124,7 @@ def test_every_family_drops_tokens(family: str, policy: Policy, models) -> None:
 
 @pytest.mark.parametrize("policy", LOSSY, **NAMES)
 def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None:
-    model, rows = models(served(policy)), prompts(2, 20)
+    model, rows = models("pre"), prompts(2, 20)
     with cache_policy(model, policy), torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(rows, past_key_values=cache)
@@ -183,7 +175,7 @@ class Offloading(DynamicCache):
 
 @pytest.mark.parametrize("policy", LOSSY, **NAMES)
 def test_an_offloaded_cache_gives_the_same_tokens(policy: Policy, models) -> None:
-    model, rows = models(served(policy)), prompts(2, 20)
+    model, rows = models("pre"), prompts(2, 20)
     options = {"attention_mask": left_padded(rows, [4, 0]), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with cache_policy(model, policy):
         expected = model.generate(rows, **options)

@@ -8,11 +8,11 @@ from random_layers import LAYERS, random_tensors, rotation_table
 from torch import Tensor
 
 from rotor.format.layout import AttentionShape, LayerLayout
-from rotor.kernels.paged_reference import paged_attention
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import pack_layer
+from rotor.plugins.vllm.reference import paged_attention
 
 BATCH, KV_LEN, PAGE = 3, 150, 16
 GENERATOR = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Sequence parallelism: several processes equal one, in every domain, group size and code."""
+"""Sequence parallelism: several processes equal one, in every form of keys, group size and code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from coded_models import write_pair
 from conftest import ROOT
+from folded_models import MIXED, Folding, write_pair
 from parallel_jobs import (
     answers,
     beams,
@@ -32,33 +33,31 @@ from torch import Tensor
 from transformers import AutoModel, DynamicCache, StaticCache
 
 from rotor.errors import RotorError, UsageError
-from rotor.format.columns import Columns
+from rotor.format.layout import POST_ROPE, KeyForm
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
 from rotor.parallel.traffic import of_prompt, of_token, uncompressed
 from rotor.runtime.cache import cache_policy, stored_bytes
 
-MQA = [(Columns(n16=4, n8=4, n4=8), Columns(n8=8, n4=8))]
-TWO = [(Columns(n16=8, n8=8, n4=16), Columns(n8=16, n4=16)), (Columns(n16=4, n4=32), Columns(n8=16, n2=16))]
-FULL = [(Columns(n16=16), Columns(n16=16))] * 4
+PRE = KeyForm(64, 8)
 CASES = {
-    "post-1": ("llama", "post", 1, None),
-    "post-2": ("qwen3", "post", 2, None),
-    "pre-1": ("llama", "pre", 1, None),
-    "pre-2": ("gemma3_text", "pre", 2, None),
-    "pre-4": ("llama", "pre", 4, None),
-    "none-1": ("gpt2", "none", 1, None),
-    "post-softcap": ("gemma2", "post", 2, None),
-    "pre-longrope": ("phi3", "pre", 1, TWO),
-    "whole": ("gpt2", "none", 1, FULL),
-    "post-mqa": ("falcon", "post", 1, MQA),
-    "pre-mqa": ("falcon", "pre", 1, MQA),
-    "blocks": ("qwen3", "pre", 2, None),
-    "blocks-joint": ("llama", "pre", 2, None),
+    "post-1": ("llama", Folding(POST_ROPE, 1)),
+    "post-2": ("qwen3", Folding(POST_ROPE, 2)),
+    "pre-1": ("llama", Folding(PRE, 1)),
+    "pre-2": ("gemma3_text", Folding(PRE, 2)),
+    "pre-4": ("llama", Folding(PRE, 4)),
+    "none-1": ("gpt2", Folding()),
+    "post-softcap": ("gemma2", Folding(POST_ROPE, 2)),
+    "pre-longrope": ("phi3", Folding(KeyForm(64, 4), 1)),
+    "whole": ("gpt2", Folding()),
+    "post-mqa": ("falcon", Folding(POST_ROPE, 1)),
+    "pre-mqa": ("falcon", Folding(PRE, 1)),
+    "slow-joint": ("qwen3", Folding(KeyForm(4, 0), 2, joint=True)),
+    "fast-joint": ("llama", Folding(KeyForm(4, 3), 2, joint=True)),
 }
-"""Family, domain, group size, columns; between them sliding windows, norms, biases, one group of all heads, one head,
-frequencies that change with the length, a soft cap, more processes than groups, keys turned within blocks."""
+"""Family, and how it is compressed; between them sliding windows, norms, biases, one group of all heads, one head,
+frequencies that change with the length, a soft cap, more processes than groups, keys rotated within blocks."""
 
 
 INDEX_BYTES = 8
@@ -76,18 +75,17 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Any] = {}
+def checkpoint(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """checkpoint(case, coded) -> its folder, of rows of codes or of numbers; made once."""
+    made: dict[tuple[str, bool], Path] = {}
 
-    def get(name: str) -> Any:
-        if name not in made:
-            family, domain, size, columns = CASES[name]
-            out = tmp_path_factory.mktemp(name)
-            rope_block = 4 if "blocks" in name else 1
-            made[name] = write_pair(
-                tiny(family), out, domain, size, columns=columns, joint="joint" in name, rope_block=rope_block
-            )
-        return made[name]
+    def get(name: str, coded: bool = False) -> Path:
+        if (name, coded) not in made:
+            family, folding = CASES[name]
+            rank = None if coded or name == "whole" else 8
+            folding = replace(folding, bits=MIXED if coded else None, rank=rank)
+            made[name, coded] = write_pair(tiny(family), tmp_path_factory.mktemp(name) / "out", folding).coded
+        return made[name, coded]
 
     return get
 
@@ -112,13 +110,12 @@ def check(got: dict[str, Any], expected: dict[str, Any], mask: Tensor | None, ex
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-ROWS = [(case, coded) for case in CASES for coded in ((True,) if "joint" in case else (False, True))]
-"""Joint latents are of codes alone."""
+ROWS = [(case, coded) for case in CASES for coded in (False, True)]
 
 
 @pytest.mark.parametrize(("case", "coded"), ROWS, ids=lambda x: {False: "numbers", True: "codes"}.get(x, x))
-def test_processes_equal_one(case: str, coded: bool, pair: Any, processes: Processes) -> None:
-    folder = str(pair(case).coded if coded else pair(case).plain)
+def test_processes_equal_one(case: str, coded: bool, checkpoint: Any, processes: Processes) -> None:
+    folder = str(checkpoint(case, coded))
     model = load(folder)
     shapes = [(23, None, 2, "heads"), (23, padded(23), 3, "heads"), (16, None, 3, "rows"), (5, None, 3, "auto")]
     for tokens, mask, count, exchange in [*shapes, (24, padded(24), 2, "rows")]:
@@ -129,11 +126,13 @@ def test_processes_equal_one(case: str, coded: bool, pair: Any, processes: Proce
 
 
 @pytest.mark.parametrize("case, coded", [("post-1", True), ("pre-4", True), ("pre-mqa", False), ("whole", False)])
-def test_bytes_on_the_wire_are_those_of_the_layouts(case: str, coded: bool, pair: Any, processes: Processes) -> None:
+def test_bytes_on_the_wire_are_those_of_the_layouts(
+    case: str, coded: bool, checkpoint: Any, processes: Processes
+) -> None:
     """And of a model of full ranks those of uncompressed Ulysses."""
-    folder = pair(case).coded if coded else pair(case).plain
-    checkpoint = CompressedCheckpoint(folder)
-    layouts, shape, tokens = checkpoint.layouts, checkpoint.shape, 17
+    folder = checkpoint(case, coded)
+    compressed = CompressedCheckpoint(folder)
+    layouts, shape, tokens = compressed.layouts, compressed.shape, 17
     whole = load(str(folder))(prompt(1, tokens + 1), use_cache=True).past_key_values
     for count, exchange in [(1, "auto"), (2, "heads"), (3, "heads"), (2, "rows"), (3, "auto")]:
         found = processes.run(traffic, str(folder), prompt(1, tokens), exchange, count=count)
@@ -149,22 +148,22 @@ def test_bytes_on_the_wire_are_those_of_the_layouts(case: str, coded: bool, pair
             assert expected == of_prompt(uncompressed(shape), shape, tokens, count, 8, "heads")
 
 
-def test_beams(pair: Any, processes: Processes) -> None:
-    folder, ids, mask = str(pair("post-2").coded), prompt(2, 11), padded(11)
+def test_beams(checkpoint: Any, processes: Processes) -> None:
+    folder, ids, mask = str(checkpoint("post-2", True)), prompt(2, 11), padded(11)
     expected = best_beams(load(folder), ids, mask)
     for found in processes.run(beams, folder, ids, mask, count=2):
         assert torch.equal(found, expected)
 
 
-def test_different_inputs_end_all(pair: Any, processes: Processes) -> None:
-    for found in processes.outcomes(different_inputs, str(pair("post-1").plain), prompt(1, 9)):
+def test_different_inputs_end_all(checkpoint: Any, processes: Processes) -> None:
+    for found in processes.outcomes(different_inputs, str(checkpoint("post-1")), prompt(1, 9)):
         assert isinstance(found, UsageError)
         assert "process 1 was given 1 x 9 tokens from index 0" in found.message
         assert "expected the same token ids and the same mask in every process" in found.message
 
 
-def test_a_process_that_hangs_or_dies_ends_the_others(pair: Any, tmp_path: Path) -> None:
-    folder, ids = str(pair("post-1").plain), prompt(1, 9)
+def test_a_process_that_hangs_or_dies_ends_the_others(checkpoint: Any, tmp_path: Path) -> None:
+    folder, ids = str(checkpoint("post-1")), prompt(1, 9)
     some = Processes(2, tmp_path, timeout_s=5.0)
     try:
         waited, absent = some.outcomes(without_last, folder, ids, False)
@@ -187,8 +186,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_what_cannot_be_spread_is_refused(pair: Any, alone: None) -> None:
-    model, ids = load(str(pair("pre-1").plain)), prompt(2, 8)
+def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
+    model, ids = load(str(checkpoint("pre-1"))), prompt(2, 8)
     filled = model(ids, use_cache=True).past_key_values
     holes = torch.tensor([[0, 1, 2, 3, 7, 8, 9, 10]] * 2)
     cases = [
@@ -222,8 +221,8 @@ def test_what_cannot_be_spread_is_refused(pair: Any, alone: None) -> None:
         model(ids[:, :1], past_key_values=cache)
 
 
-def test_positions_that_skip_later_are_refused(pair: Any, alone: None) -> None:
-    model, ids, mask = load(str(pair("pre-1").plain)), prompt(2, 8), padded(8)
+def test_positions_that_skip_later_are_refused(checkpoint: Any, alone: None) -> None:
+    model, ids, mask = load(str(checkpoint("pre-1"))), prompt(2, 8), padded(8)
     longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
     with sequence_parallel(model):
         given = {"attention_mask": mask, "position_ids": positions_of(mask)}
@@ -232,8 +231,8 @@ def test_positions_that_skip_later_are_refused(pair: Any, alone: None) -> None:
             model(ids[:, :1], attention_mask=longer, position_ids=torch.tensor([[8], [8]]), past_key_values=cache)
 
 
-def test_needs_processes_and_a_compressed_causal_model(pair: Any, tiny: Any, tmp_path: Path) -> None:
-    folder = str(pair("pre-1").plain)
+def test_needs_processes_and_a_compressed_causal_model(checkpoint: Any, tiny: Any, tmp_path: Path) -> None:
+    folder = str(checkpoint("pre-1"))
     with (
         pytest.raises(UsageError, match="which is not initialised"),
         sequence_parallel(load(folder)),
@@ -262,8 +261,8 @@ TEXT = "def main(arguments):\n    return [argument for argument in arguments if 
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_command_says_what_one_process_says(count: int, pair: Any) -> None:
-    folder = pair("pre-1").coded
+def test_the_command_says_what_one_process_says(count: int, checkpoint: Any) -> None:
+    folder = checkpoint("pre-1", True)
     expected, found = continue_prompt(folder, TEXT, 8), generated(folder, count, TEXT)
     assert found["text"] == expected["text"]
     indices = INDEX_BYTES * CompressedCheckpoint(folder).shape.num_layers * (found["prompt_tokens"] + 8 - 1)
@@ -272,7 +271,7 @@ def test_the_command_says_what_one_process_says(count: int, pair: Any) -> None:
     assert found["sent_bytes"]["rows"] > 0
 
 
-def test_the_command_needs_torchrun(pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said, error = rotor(capsys, "generate", pair("pre-1").coded, "text", "--parallel", "sequence")
+def test_the_command_needs_torchrun(checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, error = rotor(capsys, "generate", checkpoint("pre-1", True), "text", "--parallel", "sequence")
     assert (code, said) == (2, "")
     assert "torchrun did not start this one" in error

@@ -7,32 +7,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded import MIXTURES, coded_layer, random_coded_case
-from coded_models import write_pair
-from ragged import layer, random_case
+from folded_models import MIXED, Folding, write_pair
+from random_layers import LAYERS, layout_of, random_tensors, rotation_table
 from test_cli import rotor
 
-from rotor.format.layout import LayerLayout
-from rotor.kernels.code_reference import coded_attention, partial_attention
+from rotor.format.channels import Numbers
+from rotor.format.layout import AttentionShape, KeyForm, LayerLayout
 from rotor.kernels.joining import join
-from rotor.kernels.reference import grouped_attention
+from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.reference import attention, partial_attention
+from rotor.kernels.rotary import when_read
+from rotor.kernels.rows import pack_layer
 from rotor.parallel.attention import visible
 from rotor.parallel.plan import bounds, pieces, plan_layer
 from rotor.parallel.traffic import of_prompt, of_ring
 
-LAYOUTS = [
-    layer("post", 1, (48, 16), (32, 32), (16, 16), (8, 8)),
-    layer("pre", 2, (48, 16), (16, 8), (16, 8)),
-    layer("none", 4, (64, 32)),
-    layer("pre", 1, (16, 16)),
-    coded_layer("post", 2, (MIXTURES[0], MIXTURES[2]), (MIXTURES[3], MIXTURES[3])),
-]
+
+def numbers(*ranks: tuple[int, int]) -> LayerLayout:
+    """One KV head for each (key rank, value rank)."""
+    return layout_of(1, [(Numbers(key), Numbers(value)) for key, value in ranks])
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_head_is_computed_once(layout: LayerLayout, processes: int) -> None:
-    plan = plan_layer(layout, 2, 16, 2, processes)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_head_is_computed_once(name: str, processes: int) -> None:
+    layout, shape = LAYERS[name]
+    plan = plan_layer(layout, shape, 2, processes)
     size = layout.group_size * 2
     heads = [(part.group, head) for parts in plan.parts for part in parts for head in part.heads(2)]
     assert sorted(heads) == [(i, head) for i in range(len(layout.groups)) for head in range(size)]
@@ -43,11 +43,12 @@ def test_every_head_is_computed_once(layout: LayerLayout, processes: int) -> Non
         assert sorted(in_calls, key=plan.parts[process].index) == list(plan.parts[process])
     if processes <= len(layout.groups):  # no group is cut, and each row goes to one process
         rows = sum(plan.sizes(process).rows for process in range(processes))
-        assert rows == sum(layout.row_bytes(2))
+        assert rows == sum(latent.row_bytes(2) for group in layout.groups for latent in group.latents)
 
 
 def test_longest_first() -> None:
-    plan = plan_layer(layer("post", 1, (40, 40), (30, 30), (20, 20), (10, 10)), 1, 64, 2, 2)
+    layout = numbers((40, 40), (30, 30), (20, 20), (10, 10))
+    plan = plan_layer(layout, AttentionShape(1, 4, 4, 64, 64, rotary_dim=64), 2, 2)
     assert [[part.group for part in parts] for parts in plan.parts] == [[0, 3], [1, 2]]
 
 
@@ -67,54 +68,55 @@ def test_pieces_hold_every_token_once_and_share_the_causal_work(tokens: int, pro
 
 def test_bytes_by_hand() -> None:
     """Two KV heads of two query heads, ranks 8 + 4, of ten tokens: each process sends half of everything it has."""
-    layouts = [layer("post", 1, (8, 4), (8, 4))]
-    shape = type("Shape", (), {"heads_per_kv": 2, "head_dim": 16})()
-    found = of_prompt(layouts, shape, 10, 2, 2, "heads")  # type: ignore[arg-type]
+    layouts = [numbers((8, 4), (8, 4))]
+    shape = AttentionShape(1, 4, 2, 16, 64, rotary_dim=16)
+    found = of_prompt(layouts, shape, 10, 2, 2, "heads")
     assert (found.queries, found.rows, found.outputs) == (10 * 2 * 8 * 2, 10 * 12 * 2, 10 * 2 * 4 * 2)
     assert found.busiest == found.total // 2
-    rows = of_prompt(layouts, shape, 10, 2, 2, "rows")  # type: ignore[arg-type]
+    rows = of_prompt(layouts, shape, 10, 2, 2, "rows")
     assert (rows.queries, rows.rows, rows.outputs, rows.busiest) == (0, 10 * 24 * 2, 0, 5 * 24 * 2)
-    assert of_prompt(layouts, shape, 10, 2, 2) == rows  # type: ignore[arg-type]
-    assert of_prompt(layouts, shape, 40, 16, 2).queries > 0  # type: ignore[arg-type]
+    assert of_prompt(layouts, shape, 10, 2, 2) == rows
+    assert of_prompt(layouts, shape, 40, 16, 2).queries > 0
     assert of_ring(48, 10, 2).total == rows.total
-    assert of_ring(48, 10, 1).total == of_prompt(layouts, shape, 10, 1, 2).total == 0  # type: ignore[arg-type]
+    assert of_ring(48, 10, 1).total == of_prompt(layouts, shape, 10, 1, 2).total == 0
 
 
-@pytest.mark.parametrize("domain", ["post", "pre", "none"])
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("seq_len", [1, 3])
-@pytest.mark.parametrize("coded", [False, True])
-def test_parts_of_the_keys_join_to_the_whole(domain: str, seq_len: int, coded: bool) -> None:
-    length, hpk = 150, 2
-    if coded:
-        layout = coded_layer(domain, 2, (MIXTURES[0], MIXTURES[2]), (MIXTURES[3], MIXTURES[4]))  # type: ignore[arg-type]
-        case = random_coded_case(layout, hpk, 16, 2, seq_len, length)
-        rotation = case.floats.key_rotation
-    else:
-        layout = layer(domain, 2, (16, 8), (8, 8))  # type: ignore[arg-type]
-        case = random_case(layout, hpk, 16, 2, seq_len, length)
-        rotation = case.key_rotation
+def test_parts_of_the_keys_join_to_the_whole(name: str, seq_len: int) -> None:
+    length, (layout, shape) = 150, LAYERS[name]
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator, dtype=torch.float64)
+
+    tensors = random_tensors(layout, shape)
+    parameters = AttentionParameters(layout, shape, 0.25, tensors.get("query_basis"), tensors.get("key_constant"))
+    sides = ((layout.key_rank, True), (layout.value_rank, False))
+    key, value = (pack_layer(4 * random(2, length, rank), layout, keys)[:, None] for rank, keys in sides)
+    absorbed = 2, seq_len, shape.num_heads // len(layout.groups) * layout.key_width
+    query = random(*(2, shape.num_heads, seq_len, shape.head_dim) if shape.rotary_dim else absorbed)
+    rotation = when_read(rotation_table(length, shape.rotary_dim), layout.form) if layout.in_blocks else None
     attended = torch.ones(2, length, dtype=torch.bool)
     attended[0, :40] = False
     queries, every = torch.arange(length - seq_len, length), torch.arange(length)
 
-    def attend(indices: torch.Tensor, window: int | None = 120) -> tuple[torch.Tensor, torch.Tensor]:
-        turned = None if rotation is None else (rotation[0][indices], rotation[1][indices])
-        mask = visible(queries, indices, attended, window)
-        rows = case.key[:, None, indices], case.value[:, None, indices]
-        return partial_attention(case.query, *rows, case.parameters(), turned, mask)
+    def attend(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_keys = None if rotation is None else (rotation[0][None, None, indices], rotation[1][None, None, indices])
+        mask = visible(queries, indices, attended, 120)
+        return partial_attention(query, key[:, :, indices], value[:, :, indices], parameters, of_keys, mask)
 
     whole, _ = attend(every)
     shuffled = torch.randperm(length, generator=torch.Generator().manual_seed(0))
     parts = [torch.arange(25), *shuffled[shuffled >= 25].split(50)]  # of the first, nothing is seen
-    widths = [group.v_rank for group in layout.groups for _ in range(2 * hpk)]
+    widths = [group.values.width for group in layout.groups for _ in range(parameters.heads_per_group)]
     found = [attend(part) for part in parts]
     assert torch.isinf(found[0][1]).all()
-    joined, _ = join(*(list(side) for side in zip(*found, strict=True)), widths)  # type: ignore[misc]
+    joined, _ = join([output for output, _ in found], [log_sum for _, log_sum in found], widths)
     torch.testing.assert_close(joined, whole)
     mask = visible(queries, every, attended, 120)
-    attention = coded_attention if coded else grouped_attention
-    expected = attention(case.query, case.key[:, None], case.value[:, None], case.parameters(), rotation, mask)
-    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)  # codes reach 128, logits are float32
+    expected = attention(query, key, value, parameters, rotation, mask)
+    torch.testing.assert_close(whole, expected, rtol=1e-9, atol=1e-9)
     nothing, _ = join([found[0][0]] * 2, [found[0][1]] * 2, widths)
     assert torch.equal(nothing, torch.zeros_like(nothing))
 
@@ -129,7 +131,7 @@ def test_windows_and_padding() -> None:
 
 
 def test_the_command_counts(tiny, tmp_path: Path, capsys) -> None:
-    folder = write_pair(tiny("llama"), tmp_path, "post", 1).coded
+    folder = write_pair(tiny("llama"), tmp_path / "out", Folding(bits=((4,),), rank=12)).coded
     out, plot = tmp_path / "traffic.json", tmp_path / "traffic.png"
     more = ["--plot", plot] if _has_matplotlib() else []
     code, said, _ = rotor(
@@ -155,7 +157,7 @@ def test_the_command_counts(tiny, tmp_path: Path, capsys) -> None:
 
 @pytest.mark.slow
 def test_the_command_measures(tiny, tmp_path: Path, capsys) -> None:
-    folder = write_pair(tiny("llama"), tmp_path, "pre", 2).coded
+    folder = write_pair(tiny("llama"), tmp_path / "out", Folding(KeyForm(64, 8), 2, bits=MIXED)).coded
     code, said, error = rotor(capsys, "traffic", folder, "--tokens", "33", "--measure", "3", "--json")
     assert code == 0, error
     entries = json.loads(said)["measured"]

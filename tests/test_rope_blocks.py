@@ -1,10 +1,9 @@
-"""Keys turned by RoPE within blocks of positions: what is measured of them, what is written, and what is refused."""
+"""Keys in blocks of positions: what is measured of them, what is written, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,22 @@ import torch
 from conftest import relative_error
 from transformers import AutoModelForCausalLM
 
+from rotor.bases.moments import stored_name
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.capture import capture
 from rotor.calibration.gradients import fisher_information
 from rotor.calibration.outline import ModelOutline
-from rotor.errors import CheckpointError, RecipeError
+from rotor.errors import RecipeError
 from rotor.export.export import export
-from rotor.format.layout import Candidate, LayerLayout
-from rotor.kernels.reference import rotate
+from rotor.format.layout import POST_ROPE, Candidate, KeyForm
+from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.recipe import load_recipe
+from rotor.runtime.attention import RotorAttention
 from rotor.runtime.cache import H2O, Tiers, cache_policy
 from rotor.runtime.families import attention_shape, find_family
-from rotor.runtime.rope_blocks import block_starts, within_blocks
 from rotor.validation.validate import validate
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt_neox"]
@@ -47,47 +47,46 @@ def test_both_parts_of_a_turn_are_the_turn() -> None:
     angles = torch.outer(torch.arange(40).double(), 10.0 ** -torch.arange(4).double()).repeat(1, 2)
     exact = 1.3 * angles.cos(), 1.3 * angles.sin()
     key = torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for rope_block in (2, 16):
-        stored = rotate(key, *within_blocks(exact, torch.arange(40), rope_block))
+    for form in (KeyForm(2, 0), KeyForm(16, 3), KeyForm(64, 4)):
+        stored = rotate(key, *within_blocks(exact, torch.arange(40), form))
         assert relative_error(stored.norm(dim=-1), key.norm(dim=-1)) < 1e-12
-        read = rotate(stored, *block_starts(exact, rope_block, 0, 40))
+        read = rotate(stored, *when_read(exact, form))
         assert relative_error(read, rotate(key, *exact)) < 1e-12
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_moments_and_gradients_are_of_turned_keys(name: str, tiny) -> None:
-    """Turned on to the beginning of their block they are the keys after RoPE, and so are gradients by them."""
+def test_moments_are_of_stored_keys(name: str, tiny) -> None:
+    """Rotated as when they are read they are the keys after RoPE."""
     model = load_model(tiny(name), torch.device("cpu"), torch.float32)
     family, shape = find_family(model.config), attention_shape(model.config)
     seen: dict[int, dict[str, torch.Tensor]] = {}
-    wanted = frozenset({"key_pre", "key_post", "joint"})
-    with torch.inference_mode(), capture(model, family, shape, 1, wanted, seen.__setitem__, 8):
+    form = KeyForm(8, 2)
+    own, joint, post = stored_name(form, False), stored_name(form, True), stored_name(POST_ROPE, False)
+    wanted = frozenset({own, joint, post})
+    with torch.inference_mode(), capture(model, family, shape, 1, wanted, seen.__setitem__):
         model(ROWS, use_cache=False)
     for layer, activations in seen.items():
-        starts = block_starts(rotation_of(model, family, layer, ROWS.shape[1]), 8, 0, ROWS.shape[1])
-
-        def turned_on(keys: torch.Tensor, starts=starts) -> torch.Tensor:
-            return rotate(keys.unflatten(0, ROWS.shape).transpose(1, 2), *starts).transpose(1, 2).flatten(0, 1)
-
-        keys = activations["key_pre"]
-        assert relative_error(turned_on(keys), activations["key_post"]) < 1e-5
-        assert torch.equal(activations["joint"][..., : shape.head_dim], keys)
+        rotation = when_read(rotation_of(model, family, layer, ROWS.shape[1]), form)
+        keys = activations[own].unflatten(0, ROWS.shape).transpose(1, 2)
+        assert relative_error(rotate(keys, *rotation).transpose(1, 2).flatten(0, 1), activations[post]) < 1e-5
+        assert torch.equal(activations[joint][..., : shape.head_dim], activations[own])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_are_by_turned_keys(name: str, tiny) -> None:
+def test_gradients_are_by_stored_keys(name: str, tiny) -> None:
     """In a row of one block, by what they are after RoPE: nothing is left to turn."""
     network = LayerwiseModel.of(load_model(tiny(name), torch.device("cpu"), torch.float32), batch_tokens=16)
-    wanted = frozenset({"key_pre", "key_post", "joint", "value"})
-    for layer in dict(fisher_information(network, ROWS[:, :8], 1, wanted, rope_block=8)).values():
+    form = KeyForm(8, 0)
+    own, joint, post = stored_name(form, False), stored_name(form, True), stored_name(POST_ROPE, False)
+    for layer in dict(fisher_information(network, ROWS[:, :8], 1, frozenset({own, joint, post, "value"}))).values():
         for kind in ("vectors", "gradients"):
-            before, after, both = (getattr(layer.samples[of], kind) for of in ("key_pre", "key_post", "joint"))
+            before, after, both = (getattr(layer.samples[of], kind) for of in (own, post, joint))
             assert relative_error(before, after) < 1e-4
             assert both.shape[-1] == 2 * before.shape[-1]
-        moments = [layer.information.moment(of, 1) for of in ("key_pre", "key_post")]
+        moments = [layer.information.moment(of, 1) for of in (own, post)]
         assert relative_error(*moments) < 1e-4
         width = moments[0].shape[-1]
-        assert relative_error(layer.information.moment("joint", 1)[:, :width, :width], moments[0]) < 1e-6
+        assert relative_error(layer.information.moment(joint, 1)[:, :width, :width], moments[0]) < 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def written(tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             settings += ["bases.qk=fisher", "groups.joint=true", "codes.tokens=512"]
         else:
             settings += ["ranks.method=removal-rate"]
-        run = calibrate(tiny(name), folder / "run", recipe, [*settings, "groups.rope_block=4"])
+        run = calibrate(tiny(name), folder / "run", recipe, [*settings, "groups.rope_block=4", "groups.fast_planes=1"])
         export(run.folder, folder / "out", compression=0.45, measure=False)
         found[name] = folder / "out"
     return found
@@ -113,8 +112,8 @@ def test_a_checkpoint_validates_and_generates_as_it_computes(name: str, written:
     assert not result.damaged, [check for check in result.checks if check.status == "fail"]
     assert "full-rank rewrite" in {check.name for check in result.checks if check.status == "pass"}
     model = AutoModelForCausalLM.from_pretrained(written[name], dtype=torch.float32).eval()
-    layouts = [model.get_submodule(path).layout for path, m in model.named_modules() if hasattr(m, "row_columns")]
-    assert {layout.rope_block for layout in layouts} == {4}
+    forms = {m.layout.form for m in model.modules() if isinstance(m, RotorAttention)}
+    assert forms == {KeyForm(4, 1)}
     options = {"max_new_tokens": 13, "do_sample": False, "output_logits": True, "pad_token_id": 0}
     output = model.generate(ROWS, return_dict_in_generate=True, **options)
     with torch.inference_mode():
@@ -132,29 +131,6 @@ def test_a_cache_with_a_memory_turns_what_it_holds_by_its_place(policy: str, wri
         assert torch.equal(model.generate(ROWS, **options), expected)
 
 
-def test_layouts_say_which_blocks(written: dict[str, Path], tmp_path: Path) -> None:
-    layout = AutoModelForCausalLM.from_pretrained(written["llama"]).model.layers[0].self_attn.layout
-    assert layout.joint
-    assert not layout.folded_keys
-    data = layout.to_dict()
-    assert data["rope_block"] == 4
-    assert LayerLayout.from_dict(data, "here") == layout
-    assert "rope_block" not in replace(layout, rope_block=1).to_dict()
-    for changed, problem in (
-        ({"rope_block": 12}, "rope_block: got 12, expected 1, or in domain `pre` without folded keys a power of two"),
-        ({"rope_block": 128}, "rope_block: got 128"),
-        ({"domain": "none"}, "rope_block: got 4"),
-        ({"folded_keys": True}, "folded_keys: got True, expected false, as keys are turned"),
-    ):
-        with pytest.raises(CheckpointError, match="here: " + problem.replace("`", ".")):
-            LayerLayout.from_dict({**data, **changed}, "here")
-
-
-def test_the_version_of_the_format_says_that_an_older_rotor_cannot_read_it(written: dict[str, Path]) -> None:
-    sections = [json.loads((folder / "config.json").read_text())["quantization_config"] for folder in written.values()]
-    assert {section["format_version"] for section in sections} == {2}
-
-
 def test_rope_that_depends_on_the_length_turns_keys_as_a_whole(tiny, tmp_path: Path) -> None:
     """Parts of a turn would be of other frequencies than what comes later; `rotor-post` serves it all the same."""
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
@@ -162,10 +138,7 @@ def test_rope_that_depends_on_the_length_turns_keys_as_a_whole(tiny, tmp_path: P
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     outline = ModelOutline.of(Checkpoint(folder))
-    assert outline.candidates(load_recipe("rotor-post")) == {"post-4": Candidate("post", 4)}
-    assert outline.candidates(load_recipe("rotor")) == ModelOutline.of(Checkpoint(tiny("llama"))).candidates(
-        load_recipe("rotor")
-    )
+    assert outline.candidates(load_recipe("rotor-post")) == {"post-4": Candidate(POST_ROPE, 4)}
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.sass import CountError, Graph, Instruction, Loop, disassemble, usage
+from rotor.bench.sass import CountError, Graph, Instruction, Loop, disassemble, usage
 
 ARCHS = (90, 80)
 
@@ -127,6 +127,15 @@ def test_a_called_routine_counts_at_each_call():
         "RET.REL.NODEC R2 `(kernel)",
     )
     assert graph.count().instructions == 4 + 2 * 2
+
+
+def test_a_call_inside_of_the_kernel_is_a_jump():
+    graph = by_hand(
+        ".L_x_1:", "FADD R1, R1, R1", "@P0 CALL.REL.NOINC `(.L_x_2)", "BRA `(.L_x_1)", ".L_x_2:", "STG.E R1, R2", "EXIT"
+    )
+    found = graph.count([Loop(10)])
+    assert found.loops == ((3, 10),)
+    assert found.pipes == {"fma": 10, "control": 21, "global": 1}
 
 
 def test_what_cannot_be_followed():

@@ -15,9 +15,9 @@ from rotor.errors import UsageError
 from rotor.export.export import export
 from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout, ordered_by_class
-from rotor.kernels.schedule import equal_slices, greedy_assignment, makespan, row_block_costs
 from rotor.prediction.devices import find_device
 from rotor.prediction.instructions import group_instructions
+from rotor.prediction.schedule import equal_slices, greedy_assignment, makespan, row_block_costs
 from rotor.prediction.simulation import TILE, layer_tasks, simulate, simulate_prefill
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from coded_models import write_pair
 from conftest import calibrated, relative_error
+from folded_models import MIXED, Folding, write_pair
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, trainer_utils
 from transformers.utils import is_accelerate_available
 
@@ -18,6 +18,7 @@ from rotor.export.export import export
 CASES = {
     "llama-post": ("llama", "post", 1),
     "llama-pre": ("llama", "pre", 2),
+    "llama-block": ("llama", "block", 2),
     "gemma3-pre": ("gemma3_text", "pre", "all"),
     "gpt2-none": ("gpt2", "post", 2),
 }
@@ -26,7 +27,7 @@ TOKENS = (torch.arange(48).reshape(2, 24) * 37) % 4096
 
 @pytest.fixture(scope="module")
 def exported(tiny, tmp_path_factory: pytest.TempPathFactory):
-    """exported(case, removal rate) -> a checkpoint with columns of 16 bits."""
+    """exported(case, removal rate) -> a checkpoint with rows of numbers."""
     runs: dict[str, Path] = {}
 
     def get(case: str, **goal: float) -> Path:
@@ -41,7 +42,7 @@ def exported(tiny, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def coded(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pair(tiny("llama"), tmp_path_factory.mktemp("coded") / "out", "post", 2).coded
+    return write_pair(tiny("llama"), tmp_path_factory.mktemp("coded") / "out", Folding(group_size=2, bits=MIXED)).coded
 
 
 def loss_of(model: Any) -> torch.Tensor:

@@ -19,13 +19,13 @@ from rotor.errors import CheckpointError, UsageError
 from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.format.tensors import layer_tensors
-from rotor.kernels.paged_reference import alike
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import Rotation, rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
 from rotor.plugins.vllm.attention import RotorSelfAttention
 from rotor.plugins.vllm.pages import PagedLayer, Step, within
+from rotor.plugins.vllm.reference import alike
 from rotor.plugins.vllm.served import ARCHITECTURES, TESTED, refusal, served_name
 from rotor.plugins.vllm.shards import Shard, check_size, dividing_sizes, padded_rows, row_bytes, shard_of
 from rotor.plugins.vllm.stores import OPTION, SEED, hash_seed, keep_apart, prefix_mark

@@ -1,6 +1,6 @@
 """Compile kernels ahead of time, for GPUs that need not be there, and count what a decode step issues.
 
-Of every kernel of a step the instructions in its machine code are counted (`kernels.sass`), per key and KV head of the
+Of every kernel of a step the instructions in its machine code are counted (`sass`), per key and KV head of the
 layer; a layer's are the sum over the kernels of its step.
 """
 
@@ -30,7 +30,7 @@ from ..progress import Progress
 from .report import write_report
 
 if TYPE_CHECKING:
-    from ..kernels.ahead import Variant
+    from .ahead import Variant
 
 ARCHS = (80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 """Compute capabilities that kernels are compiled for: of an older or an unknown one the compiler ends the process."""
@@ -179,7 +179,7 @@ def count_layers(
     """
     if not triton_installed():
         raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
-    from ..kernels.specialise import layer_variants
+    from .specialise import layer_variants
 
     progress = progress or Progress()
     work = [
@@ -205,8 +205,8 @@ def compile_kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None
     Args:
         kv_heads: of the layer.
     """
-    from ..kernels.ahead import compile_variant
-    from ..kernels.sass import CountError
+    from .ahead import compile_variant
+    from .sass import CountError
 
     name, of_arch = variant.name, f"sm_{arch}"
     try:
@@ -274,7 +274,7 @@ def count_specialisation(wanted: Specialisation, arch: int) -> Counts:
     Raises:
         UsageError: a kernel cannot be compiled or counted.
     """
-    from ..kernels.specialise import layer_variants
+    from .specialise import layer_variants
 
     kind, width, rows, fast_planes, kv_heads, rope_block = wanted
     latent = Numbers(width) if "numbers" in kind else Channels(n4=width)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..format.channels import Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout, pre_rope
-from ..kernels import truth as float64
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.rotary import rotate
+from . import truth as float64
 
 ROPE_THETA = 10000.0
 CHECKED_QUERIES = 32

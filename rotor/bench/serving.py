@@ -109,7 +109,7 @@ def _cache(engines: dict[str, Engine], checkpoint: CompressedCheckpoint, element
     tokens = {row: engine.cache_tokens for row, engine in engines.items()}
     sizes = {
         "source": uncompressed_kv_bytes_per_token(checkpoint.shape, element_bytes),
-        "compressed": kv_bytes_per_token(checkpoint.default_layouts, element_bytes),
+        "compressed": kv_bytes_per_token(checkpoint.layouts, element_bytes),
     }
     return {
         "tokens": tokens,

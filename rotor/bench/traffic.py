@@ -67,7 +67,7 @@ def measure_traffic(
             f"device {device_name}: link_bytes_per_s is not known.", "Add it in a device file, or name another device."
         )
     checkpoint = CompressedCheckpoint(folder)
-    layouts, shape, size = checkpoint.default_layouts, checkpoint.shape, checkpoint.dtype.itemsize
+    layouts, shape, size = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
     links = {"link": device.link_bytes_per_s, "ethernet": ethernet_bytes_per_s}
     entries = []
     for count in processes:

@@ -35,12 +35,16 @@ class Tile:
     """Of decoding: keys of a tile (at most a block of positions), warps of a program, stages of its copies.
 
     lean: what all tiles share and each loads anew, which frees registers: constants (1), turns (2), both (3).
+    together: KV heads whose fast planes are rebuilt by one product; the group's are a multiple of it.
+    again: planes of joint latents that are unpacked anew for values.
     """
 
     keys: int
     warps: int = 1
     stages: int = 2
     lean: int = 0
+    together: int = 1
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,10 @@ class LayerKernels:
                 raise reader.fail(f"{of}.stages", tile.stages, f"a number from 1 to {MOST_STAGES}")
             if not 0 <= tile.lean <= 3:
                 raise reader.fail(f"{of}.lean", tile.lean, "a number from 0 to 3")
+            if tile.together not in (1, 2, 4, 8):
+                raise reader.fail(f"{of}.together", tile.together, "1, 2, 4 or 8")
+            if not 0 <= tile.again <= 4:
+                raise reader.fail(f"{of}.again", tile.again, "a number from 0 to 4")
         if not 1 <= self.slices_per_sm <= MOST_SLICES:
             raise reader.fail(f"{prefix}slices_per_sm", self.slices_per_sm, f"a number from 1 to {MOST_SLICES}")
 

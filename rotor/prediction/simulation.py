@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..format.layout import AttentionShape, LayerLayout
-from ..kernels.schedule import (
+from .devices import Device
+from .instructions import group_instructions
+from .schedule import (
     ROW_BLOCK,
     balanced_row_blocks,
     equal_slices,
@@ -24,8 +26,6 @@ from ..kernels.schedule import (
     row_block_costs,
     work_per_key,
 )
-from .devices import Device
-from .instructions import group_instructions
 
 TILE = 64
 """Keys in a tile."""

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..kernels.column_sums import column_sums
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from .cache.evicting_layer import EvictingLayer
 from .cache.layer import PolicyLayer
 from .cache.spans import spans_of
 from .cache.tiered_layer import TieredLayer
+from .column_sums import column_sums
 from .rope import Rotations
 from .rotary_table import rows_of
 from .tiered_attention import attend_to_tiers

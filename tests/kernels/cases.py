@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rotor.bench import truth
 from rotor.format.channels import Channels, Latent, Numbers
 from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
-from rotor.kernels import truth
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
 

@@ -62,6 +62,12 @@ def test_groups(size: int) -> None:
     check(make(layer_of([96, 48], size, block=64, fast=5), [100, 40], per_head=2), page=64)
 
 
+@pytest.mark.parametrize(("together", "fast"), [(2, 5), (4, 16)])
+def test_heads_together(together: int, fast: int) -> None:
+    tiles = Tile(64, 4, 1, lean=1, together=together, again=together - 1)
+    check(make(layer_of([256, 96], 4, block=64, fast=fast), [100, 40], per_head=2), tiles=tiles, page=64)
+
+
 @pytest.mark.parametrize("block", [64, None])
 @pytest.mark.parametrize("tokens", [[2, 1, 3], [16, 0, 5]])
 def test_several_tokens(tokens: list[int], block: int | None) -> None:

@@ -7,12 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from rotor.bench.ahead import compile_variant
 from rotor.bench.precompile import NAMED_SHAPE, named_layouts
-from rotor.kernels.ahead import compile_variant
-from rotor.kernels.append import append_variant
+from rotor.bench.specialise import append_variant, layer_variants, materialise_variants
 from rotor.kernels.defaults import default_layer
-from rotor.kernels.materialise import materialise_variants
-from rotor.kernels.specialise import layer_variants
 
 MOST_SPILLED_BYTES = 64
 """Of a thread, in kernels whose loop does not hold them."""

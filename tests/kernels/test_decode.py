@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from decode_cases import layer_of
 
+from rotor.bench.ahead import Variant, compile_variant
 from rotor.format.channels import Channels
 from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout
-from rotor.kernels.ahead import Variant, compile_variant
 from rotor.kernels.decode import decode_kernel
 from rotor.kernels.decoding import DecodeLayer
 from rotor.kernels.parameters import AttentionParameters
@@ -46,6 +46,7 @@ NAMED = {
     "joint-64-fast": joint(64, 1, fast=16),
     "joint-128-fast": joint(128, 1, fast=16),
     "joint-128x2-fast": joint(128, 2, fast=16),
+    "joint-256x4-fast": joint(256, 4, fast=16),
     "joint-64": joint(64, 1),
     "joint-128": joint(128, 1),
     "apart-64": layer_of([64] * 8, 1, values=[64] * 8),

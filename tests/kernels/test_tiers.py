@@ -11,9 +11,9 @@ import torch
 from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
 from torch import Tensor
 
+from rotor.bench import truth
 from rotor.errors import UsageError
 from rotor.format.layout import GroupLayout, KeyForm
-from rotor.kernels import truth
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import read_class
 from rotor.runtime.cache import Tiers

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...format.kernel_config import LayerKernels
-from ...kernels import paged_reference
 from ...kernels.parameters import AttentionParameters
 from ...kernels.reference import project_keys
 from ...kernels.rotary import Rotation
+from . import reference
 from .shards import Shard
 
 
@@ -130,7 +130,7 @@ class PagedLayer:
         if self.key_basis is not None:
             heads, of_values = key.transpose(0, 1)[None], value[None, None] if shard.layout.joint else None
             key = project_keys(heads, self.key_basis, shard.key_layout, self.key_shift, of_values)[0, 0]
-        paged_reference.write_rows(key, value, shard.layout, self.rows(pages), slots)
+        reference.write_rows(key, value, shard.layout, self.rows(pages), slots)
 
     def attend(self, query: Tensor, pages: Tensor, step: Step, output: Tensor) -> None:
         """Attention of a step's tokens into `output`, [at least tokens, sum over query heads of value width].
@@ -144,9 +144,7 @@ class PagedLayer:
             query = query.unflatten(-1, (shape.num_heads, shape.head_dim))
         if self.kernels is None:
             host = {"starts": step.starts, "lengths": step.lengths, "kv_lens": step.seq_lens}
-            paged_reference.attend_pages(
-                query, *rows, parameters, block_table=step.block_table, out=output, **host, **common
-            )
+            reference.attend_pages(query, *rows, parameters, block_table=step.block_table, out=output, **host, **common)
             return
         from ...kernels.attention import attend_pages  # imports Triton
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...format.layout import LayerLayout
-from ...kernels.column_sums import Softening
+from ..column_sums import Softening
 from .budgets import SqueezeBudgets
 from .codec import tensor_bytes
 from .kept_codes import KeptCodes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ...kernels.column_sums import Softening
+from ..column_sums import Softening
 from .budgets import SqueezeBudgets, squeeze_shares
 from .evicting_layer import EvictingLayer
 from .layer import PolicyLayer

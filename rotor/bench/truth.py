@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .parameters import AttentionParameters
-from .rotary import Rotation, rotate, when_read
-from .rows import read_class
+from ..kernels.parameters import AttentionParameters
+from ..kernels.rotary import Rotation, rotate, when_read
+from ..kernels.rows import read_class
 
 
 def attention(

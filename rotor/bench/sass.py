@@ -74,13 +74,22 @@ class Instruction:
 
     @property
     def pipe(self) -> str:
-        base = self.opcode.partition(".")[0]
-        return next(name for name, pattern in PIPES if re.fullmatch(pattern, base))
+        return next(name for name, pattern in PIPES if re.fullmatch(pattern, self.base))
 
     @property
     def ends(self) -> bool:
         """Whether control leaves or may leave the line behind it."""
-        return self.opcode.partition(".")[0] in ("BRA", "EXIT", "RET", "JMP", "KILL", "BRX", "BRXU", "JMX")
+        return self.base in ("EXIT", "RET", "KILL", "BRX", "BRXU", "JMX") or self.jumps
+
+    @property
+    def base(self) -> str:
+        return self.opcode.partition(".")[0]
+
+    @property
+    def jumps(self) -> bool:
+        """Whether to its target. What is called by a label inside of the kernel does not return."""
+        called = self.base == "CALL" and self.target is not None and self.target.startswith(".L")
+        return self.base in ("BRA", "JMP") or called
 
     @property
     def conditional(self) -> bool:
@@ -172,18 +181,17 @@ class Graph:
 
     def _successors(self, block: int) -> tuple[int, ...]:
         last, end = self.code[self.spans[block][1] - 1], self.spans[block][1]
-        base = last.opcode.partition(".")[0]
         following = (self.block_at[end],) if end < len(self.code) else ()
         if not last.ends:
             return following
-        if base in ("JMX", "BRX", "BRXU") or (base in ("BRA", "JMP") and last.target not in self.labels):
+        if last.base in ("JMX", "BRX", "BRXU") or (last.jumps and last.target not in self.labels):
             raise CountError(f"a branch whose target is not known: {last.opcode} {last.operands}")
-        taken = (self._block(last.target),) if base in ("BRA", "JMP") else ()
+        taken = (self._block(last.target),) if last.jumps else ()
         return tuple(dict.fromkeys(taken + (following if last.conditional else ())))
 
     def leaves(self, block: int) -> bool:
         """Whether the kernel, or a routine, ends here or may do so."""
-        return self.code[self.spans[block][1] - 1].opcode.partition(".")[0] in ("EXIT", "RET", "KILL")
+        return self.code[self.spans[block][1] - 1].base in ("EXIT", "RET", "KILL")
 
     def _block(self, label: str | None) -> int:
         assert label is not None
@@ -194,7 +202,7 @@ class Graph:
         total: Weights = Counter()
         for instruction in self.code[slice(*self.spans[block])]:
             total[instruction.pipe] += 1
-            if instruction.opcode.startswith("CALL") and instruction.target is not None:
+            if instruction.base == "CALL" and instruction.target is not None and not instruction.jumps:
                 total += self._routine(instruction.target)
         return total
 
@@ -262,6 +270,10 @@ class Graph:
         """
         listed: list[tuple[float, float]] = []
         total = self._count(self._loops(0), Loop(1, tuple(loops)), 1, listed)
+        reached = self._reached(0).union(*(self._reached(self._block(label)) for label in self._routines))
+        for block in set(range(len(self.spans))) - reached:
+            if self.weights(block).total() > self.weights(block)["control"]:
+                raise CountError(f"nothing leads to the instructions from {self.spans[block][0]} on")
         return Counted(dict(total), tuple(listed[1:]))
 
     def _count(self, region: Region, declared: Loop, times: float, listed: list[tuple[float, float]]) -> Weights:

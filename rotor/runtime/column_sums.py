@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of
-from .reference import products
-from .rotary import Rotation
+from ..kernels.parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of
+from ..kernels.reference import products
+from ..kernels.rotary import Rotation
 
 BLOCK_ELEMENTS_CPU = 1 << 20
 BLOCK_ELEMENTS_GPU = 1 << 26

@@ -9,14 +9,14 @@ import torch
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import AttentionShape, LayerLayout
 
-from .absorb import absorb_kernel
+from ..kernels.absorb import absorb_kernel
+from ..kernels.append import append_kernel, rows_of, tables_of, warps_of
+from ..kernels.decode import decode_kernel
+from ..kernels.decoding import DecodeLayer, join_constants
+from ..kernels.join import join_kernel
+from ..kernels.materialise import constants_of, materialise_kernel
+from ..kernels.parameters import AttentionParameters
 from .ahead import Variant
-from .append import append_variant
-from .decode import decode_kernel
-from .decoding import ABSORB_WARPS, DecodeLayer, join_constants
-from .join import join_kernel
-from .materialise import materialise_variants
-from .parameters import AttentionParameters
 from .sass import Loop
 
 SEQUENCES, LENGTH, SMS = 8, 32768, 132
@@ -70,9 +70,9 @@ def decode_variants(
     shared = dict.fromkeys(
         ("table", "begin", "until", "first", "end", "query_start", "block_table", "holes"), torch.int32
     )
-    shared |= dict.fromkeys(("constant", "partial", "partial_lse", "lse"), torch.float32)
-    shared |= {"key_constant": dtype if constant is None else torch.float32, "mask": torch.int32}
-    shared |= {"fast_constant": torch.float32, "key": row, "value": row}
+    floats = "constant", "key_constant", "fast_constant", "partial", "partial_lse", "lse"
+    shared |= dict.fromkeys(floats, torch.float32)
+    shared |= {"mask": torch.int32, "key": row, "value": row}
     names = "query", "basis", "slow_turns", "fast_turns", "absorbed", "fast_query", "fast_basis", "turns", "output"
     shared |= dict.fromkeys(names, dtype)
 
@@ -88,7 +88,7 @@ def decode_variants(
         programs = min(chunks, max(1, 4 * SMS // (shape.num_heads * SEQUENCES)))
         keys = LENGTH / programs / layer.group_rows
         of_absorb = {"loops": (Loop(chunks / programs),), "keys": keys, "groups": groups}
-        found.append(variant(absorb_kernel, "absorb", constants, ABSORB_WARPS, 2, **of_absorb))
+        found.append(variant(absorb_kernel, "absorb", constants, *layer.absorb_options().values(), **of_absorb))
     constants = layer.constants(1, tiles, page, mask=False, softcap=softcap)
     constants |= {"KEY_ALIGN": layer.key_align, "VALUE_ALIGN": layer.value_align}
     slice_tiles = SEQUENCES * groups * LENGTH / step / (SMS * kernels.slices_per_sm)
@@ -101,3 +101,45 @@ def decode_variants(
     of_join = {"loops": (Loop(1),) * 3, "keys": LENGTH / layer.group_rows, "groups": groups}
     found.append(variant(join_kernel, "join", constants, warps, 3, **of_join))
     return found
+
+
+def append_variant(
+    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, tokens: int = 1, pages: bool = False
+) -> Variant:
+    """What `append` compiles for so many tokens of a layer, with queries and an index in a model with RoPE."""
+    folded, rotary = layout.folds_keys(shape), bool(shape.rotary_dim)
+    tables = tables_of(layout, shape, dtype, rotary, False, rotary, torch.device("cpu"))
+    names = ("query", "key", "value", "key_basis", "query_out")
+    pointers = dict.fromkeys(names, dtype) | dict.fromkeys(("places", "jobs"), torch.int32)
+    pointers |= dict.fromkeys(("key_rows", "value_rows"), torch.int16 if layout.coded else dtype)
+    shift = layout.coded and not folded
+    pointers |= dict.fromkeys(("cos", "sin"), torch.float32 if rotary else dtype)
+    pointers |= {
+        "key_shift": torch.float32 if shift else dtype,
+        "index": torch.int64 if rotary else torch.int32,
+        "slots": torch.int64 if pages else torch.int32,
+    }
+    constants = tables.constants | {
+        "PART": layout.joint and not folded, "SHIFT": shift, "QUERY": rotary, "INDEX": rotary, "SLOTS": pages,
+        "ROWS": rows_of(tokens),
+    }  # fmt: skip
+    return Variant(f"append, {tokens} tokens", append_kernel, pointers, constants, (), {"num_warps": warps_of(tokens)})
+
+
+def materialise_variants(
+    layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, pages: bool = False
+) -> list[Variant]:
+    """What `materialise` compiles for the classes of a layer."""
+    rotary, blocks = bool(shape.rotary_dim), layout.in_blocks
+    pointers = dict.fromkeys(("key", "value"), torch.int16 if layout.coded else dtype)
+    pointers |= dict.fromkeys(("basis", "keys", "values"), dtype)
+    pointers |= {"constant": torch.float32 if layout.coded and rotary else dtype}
+    pointers |= dict.fromkeys(("cos", "sin"), torch.float32 if blocks else dtype)
+    pointers |= dict.fromkeys(("block_table", "kv_lens", "kv_start"), torch.int32 if pages else dtype)
+    variants = []
+    for cls in layout.classes(dtype.itemsize):
+        constants = constants_of(layout, shape, cls, dtype, pages)
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        name = f"materialise {cls.key.width}+{cls.value.width}x{constants['SIZE']}"
+        variants.append(Variant(name, materialise_kernel, pointers, constants, (), options))
+    return variants

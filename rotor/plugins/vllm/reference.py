@@ -7,10 +7,10 @@ from torch import Tensor
 
 from rotor.format.layout import LayerLayout
 
-from .parameters import AttentionParameters
-from .reference import partial_attention
-from .rotary import Rotation, when_read
-from .rows import pack_layer
+from ...kernels.parameters import AttentionParameters
+from ...kernels.reference import partial_attention
+from ...kernels.rotary import Rotation, when_read
+from ...kernels.rows import pack_layer
 
 
 def write_rows(
