@@ -121,8 +121,6 @@ def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, t
         use_cache_policy(plain, Tiers())
     with pytest.raises(UsageError, match="does not know that its cache has tiers"):
         plain(rows, past_key_values=make_cache(Tiers(), plain.config))
-    with pytest.raises(UsageError, match="cut: bits: this checkpoint's columns are numbers of 16 bits, no codes"):
-        use_cache_policy(policy_models.model("pre"), Tiers(cut="bits"))
     with pytest.raises(UsageError, match="rows are codes already"):
         use_cache_policy(policy_models.model("codes"), KIVI())
     with pytest.raises(UsageError, match="bits 4: this checkpoint's rows are codes already"):

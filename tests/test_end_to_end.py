@@ -164,7 +164,8 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
     tokens = calibration_tokens(run.recipe.tokens, checkpoint.config, checkpoint.tokenizer).rows
     assert tokens.shape == (16, 64)
     model = load_model(checkpoint.folder, torch.device("cpu"), torch.float32)
-    wanted = frozenset({"query", "key_pre", "key_post", "value"})
+    before = f"key_64_{run.shape.rotary_planes}"
+    wanted = frozenset({"query", before, "key_post", "value"})
 
     def collect(rows: torch.Tensor, batch_tokens: int) -> list[LayerStatistics]:
         network = LayerwiseModel.of(model, batch_tokens)
@@ -181,7 +182,7 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
     for name, total in whole[1].sums.items():
         torch.testing.assert_close(merged.sums[name], total, rtol=1e-5, atol=1e-3)
     # RoPE is a rotation: it moves no energy between keys before and after it.
-    norms = [whole[1].sums[name].diagonal(dim1=-2, dim2=-1).sum() for name in ("key_pre", "key_post")]
+    norms = [whole[1].sums[name].diagonal(dim1=-2, dim2=-1).sum() for name in (before, "key_post")]
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
 
 

@@ -123,7 +123,7 @@ def test_a_copy_of_a_model_begins_anew(pair) -> None:
     logits(model)
     again = copy.deepcopy(model)
     assert torch.equal(logits(again), logits(model))
-    tables = [m._rotary.check_positions for m in again.modules() if isinstance(m, RotorAttention)]
+    tables = [m.rotary.check_positions for m in again.modules() if isinstance(m, RotorAttention)]
     assert len(tables) == 2
     assert isinstance(pickle.loads(pickle.dumps(tables[0])), PositionCheck)
 

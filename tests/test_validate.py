@@ -229,7 +229,8 @@ def edits(folder: Path) -> list[tuple[str, list[str | int]]]:
 
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     walk("config.json", config["layers"], ["quantization_config", "layers"])
-    walk("kernel_config.json", json.loads((folder / "kernel_config.json").read_text()), [])
+    for index, layer in enumerate(json.loads((folder / "kernel_config.json").read_text())["layers"]):
+        walk("kernel_config.json", layer["layout"], ["layers", index, "layout"])  # the others may be edited
     report = json.loads((folder / "rotor.json").read_text())
     for keys in (["layouts"], ["ranks", "stored"], ["kv_bytes_per_token", "after"], ["compression", "stored"]):
         value = report

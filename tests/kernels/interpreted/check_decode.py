@@ -1,4 +1,4 @@
-"""Decoding in Triton's interpreter against float64; `test_decode` runs this in a process of its own."""
+"""Decoding in Triton's interpreter against float64; layers of every form."""
 
 from __future__ import annotations
 
