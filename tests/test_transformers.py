@@ -75,11 +75,6 @@ def test_attention_weights_are_refused(exported) -> None:
         model(torch.arange(5)[None], output_attentions=True)
 
 
-def test_a_profile_of_a_checkpoint_that_has_none(exported) -> None:
-    with pytest.raises(UsageError, match=r"rank_profile 0\.9: this checkpoint stores one set of ranks"):
-        AutoModelForCausalLM.from_pretrained(exported("llama"), rank_profile=0.9)
-
-
 def test_a_copy_by_save_pretrained_says_what_it_lacks(
     exported, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
