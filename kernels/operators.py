@@ -25,7 +25,7 @@ from rotor.format.layout import AttentionShape, LayerLayout
 
 from .append import Appended, prepare
 from .append import append as append_rows
-from .attention import attend as attend_rows
+from .attention import attend as attend_to_rows
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
 
@@ -125,7 +125,7 @@ def _attend(
     of = described(layer)
     parameters = AttentionParameters(of.layout, of.shape, scaling, query_basis, key_constant, softcap)
     rotation = None if cos is None or sin is None else (cos, sin)
-    return attend_rows(
+    return attend_to_rows(
         query, key, value, parameters, of.kernels, rotation=rotation, first=first, attention_mask=mask, remember=False
     )
 

@@ -20,7 +20,7 @@ from rotor.format.layout import GroupClass
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
 from .reference import absorbed_queries
-from .reference import attend as stock_attend
+from .reference import attend as attend_by_sdpa
 from .rotary import Rotation
 
 MOST_BYTES = 1 << 30
@@ -112,7 +112,7 @@ def attend(
         # With a mask PyTorch has no fused kernel for heads that share keys, and would store all logits.
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-    found = stock_attend(query, key, value, scaling, mask, softcap=softcap)
+    found = attend_by_sdpa(query, key, value, scaling, mask, softcap=softcap)
     return found.unflatten(2, (query.shape[1], -1))
 
 
@@ -229,6 +229,6 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
         seen = index <= position
         if window is not None:
             seen &= index > position - window
-        heads = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
-        output[start:end] = attend(*heads, scaling, seen[None, None], softcap)[0]  # type: ignore[misc]
+        q, k, v = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
+        output[start:end] = attend(q, k, v, scaling, seen[None, None], softcap)[0]
     return output
