@@ -196,8 +196,8 @@ def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
                 return f"config.json, layer {index}: {name} is not {list(spec.shape)} as its layout says"
         own = tuple(prefix + name for name in (*OWN, *family.consumed))  # others are norms, and buffers of old files
         unexpected = (n for n in sorted(checkpoint.names) if n.startswith(own) and n[len(prefix) :] not in expected)
-        if name := next(unexpected, None):
-            return f"config.json, layer {index}: {name} is not in its layout"
+        for stray in unexpected:
+            return f"config.json, layer {index}: {stray} is not in its layout"
     return ""
 
 
