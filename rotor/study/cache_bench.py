@@ -87,4 +87,4 @@ class PolicyModel:
     def _follow(self, layer: PolicyLayer, index: int) -> None:
         module = self.network.family.attention_module(self.network.model, index)
         if self.compressed and isinstance(module, RotorAttention):
-            layer.follow(module.layout, module.heads_per_kv, self.network.dtype)
+            layer.follow(module.layout, module.shape.heads_per_kv, self.network.dtype)
