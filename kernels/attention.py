@@ -94,32 +94,11 @@ def attend(
         keys = _known_without_mask(shape, key.device)
     else:
         keys = _known_of_mask(attention_mask, shape, layer_idx)
-    return _decoded(query, key, value, parameters, kernels, keys, rotation, remember=remember)[0]
-
-
-def partial_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: AttentionParameters,
-    kernels: LayerKernels,
-    *,
-    rotation: Rotation | None = None,
-    first: int = 0,
-    attention_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.partial_attention`: attention to some of the keys, to be joined with that to the others.
-
-    For up to MOST_ROWS query rows of a group; arguments as in `attend`.
-
-    Returns:
-        [batch_size, seq_len, sum over query heads of value width], and the natural log-sum-exp of each query head's
-        logits, [batch_size, seq_len, num_heads], float32.
-    """
-    keys = ranges_of(attention_mask, (key.shape[0], seq_len_of(query), key.shape[2]), key.device)
-    output, sums = _decoded(query, key, value, parameters, kernels, keys, rotation, want_lse=True)
-    assert sums is not None
-    return output, sums
+    packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
+    output = _launched(
+        packed, key[:, 0], value[:, 0], parameters, kernels, keys, rotation, None, key.shape[2], remember
+    )  # fmt: skip
+    return output.view(*shape[:2], -1)
 
 
 def attend_pages(
@@ -166,9 +145,7 @@ def attend_pages(
     if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
         if keys is None:
             keys = ranges_of_pages(query_start_loc, kv_lens, len(query), max_query_len, window)
-        return _launched(
-            query, key, value, parameters, kernels, keys, rotation, block_table, max_kv_len, out=out
-        )[0]  # fmt: skip
+        return _launched(query, key, value, parameters, kernels, keys, rotation, block_table, max_kv_len, out=out)
     start = torch.zeros(len(kv_lens) + 1, dtype=torch.int32, device=kv_lens.device)
     torch.cumsum(kv_lens, 0, dtype=torch.int32, out=start[1:])
     total = total_kv_len
@@ -181,39 +158,11 @@ def attend_pages(
     return found if out is None else out.copy_(found)
 
 
-def _decoded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: AttentionParameters,
-    kernels: LayerKernels,
-    keys: KeyRanges,
-    rotation: Rotation | None,
-    want_lse: bool = False,
-    remember: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Outputs [batch_size, seq_len, .], and if wanted the log-sum-exp of logits [batch_size, seq_len, num_heads]."""
-    batch_size, seq_len = key.shape[0], seq_len_of(query)
-    packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    rows = key[:, 0], value[:, 0]
-    output, sums = _launched(packed, *rows, parameters, kernels, keys, rotation, None, key.shape[2], want_lse, remember)
-    return output.view(batch_size, seq_len, -1), None if sums is None else sums.view(batch_size, seq_len, -1)
-
-
 def _launched(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: AttentionParameters,
-    kernels: LayerKernels,
-    keys: KeyRanges,
-    rotation: Rotation | None,
-    block_table: Tensor | None,
-    max_kv_len: int,
-    want_lse: bool = False,
-    remember: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, parameters: AttentionParameters, kernels: LayerKernels, keys: KeyRanges,
+    rotation: Rotation | None, block_table: Tensor | None, max_kv_len: int, remember: bool = True,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:  # fmt: skip
     """`decode_attention`, with what it goes by found where it was made before."""
     layer, turns = decode_layer(parameters, query.dtype, key.device), None
     if rotation is not None and parameters.layout.in_blocks:
@@ -223,9 +172,9 @@ def _launched(
         tiles = kernels.tile(capability_of(key.device))
         programs = sm_count(key.device) * kernels.slices_per_sm
     return decode_attention(
-        query, key, value, layer, keys, turns, block_table=block_table, want_lse=want_lse, tiles=tiles,
-        programs=programs, max_kv_len=max_kv_len, out=out,
-    )  # fmt: skip
+        query, key, value, layer, keys, turns, block_table=block_table, tiles=tiles, programs=programs,
+        max_kv_len=max_kv_len, out=out,
+    )[0]  # fmt: skip
 
 
 def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> DecodeLayer:

@@ -120,7 +120,10 @@ class DecodeLayer:
         self.rows, self.output_width = rows, self.group_rows * places[1]
         self._tables: dict[tuple[int, int], Tensor] = {}
         self.constant = parameters.key_constant
-        self.fast_basis, self.fast_constant = self._fast_parts() if self.fast else (None, None)
+        self.fast_basis: Tensor | None = None
+        self.fast_constant: Tensor | None = None
+        if self.fast:
+            self.fast_basis, self.fast_constant = self._fast_parts()
         self.table(self.key_align, self.value_align)
 
     def table(self, key_align: int, value_align: int) -> Tensor:
@@ -272,21 +275,9 @@ def decode_attention(
         for start in range(0, batch_size, part):
             own = slice(start, min(start + part, batch_size))
             _launch(
-                query,
-                key,
-                value,
-                layer,
-                ranges,
-                own,
-                turns,
-                block_table,
-                output,
-                lse,
-                tiles,
-                programs,
-                max_blocks,
+                query, key, value, layer, ranges, own, turns, block_table, output, lse, tiles, programs, max_blocks,
                 page,
-            )
+            )  # fmt: skip
     return output, lse if want_lse else None
 
 

@@ -113,18 +113,9 @@ def materialise_kernel(
         elif LATENTS:
             begin = target * keys_batch + index.to(tl.int64) * keys_token + group * keys_head
             copy_latents(
-                key,
-                key_place,
-                seen,
-                key_start + group * key_group,
-                key_words,
-                keys,
-                begin,
-                keys_width,
-                KEYS,
-                BLOCK,
+                key, key_place, seen, key_start + group * key_group, key_words, keys, begin, keys_width, KEYS, BLOCK,
                 CODED,
-            )
+            )  # fmt: skip
         else:
             planes: tl.constexpr = 4 if CODED else 1
             dim: tl.constexpr = 2 * HALF + REST

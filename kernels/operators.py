@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import AttentionShape, LayerLayout
 
-from . import append as appending
-from . import attention
-from .append import Appended
+from .append import Appended, prepare
+from .append import append as append_rows
+from .attention import attend as attend_to_rows
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
 
@@ -69,7 +69,7 @@ def _append(
     """As `append.append` into new rows; without queries the first is empty."""
     of = described(layer)
     rotation = None if cos is None or sin is None else (cos, sin)
-    made = appending.append(
+    made = append_rows(
         key, value, of.layout, of.shape, query=query, key_basis=key_basis, key_shift=key_shift, rotation=rotation,
         index=index,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def _append(
 @_append.register_fake
 def _(key, value, query, key_basis, key_shift, cos, sin, index, layer):  # type: ignore[no-untyped-def]
     of, size = described(layer), key.element_size()
-    _on_device(key.device, lambda device: appending.prepare(of.layout, of.shape, key.dtype, device))
+    _on_device(key.device, lambda device: prepare(of.layout, of.shape, key.dtype, device))
     unit, dtype = (1, torch.uint8) if of.layout.coded else (size, key.dtype)
     sides = [key.new_empty(key.shape[0], 1, key.shape[1], n // unit, dtype=dtype) for n in of.layout.row_bytes(size)]
     return key.new_empty(0) if query is None else query.new_empty(query.shape), *sides
@@ -125,7 +125,7 @@ def _attend(
     of = described(layer)
     parameters = AttentionParameters(of.layout, of.shape, scaling, query_basis, key_constant, softcap)
     rotation = None if cos is None or sin is None else (cos, sin)
-    return attention.attend(
+    return attend_to_rows(
         query, key, value, parameters, of.kernels, rotation=rotation, first=first, attention_mask=mask, remember=False
     )
 

@@ -68,23 +68,6 @@ class KeyRanges:
         begin = torch.zeros_like(until) if window is None else (until - new - window + 1).clamp(min=0).int()
         return cls(first, end, begin, until, query_start.int(), longest)
 
-    @classmethod
-    def from_mask(cls, mask: Tensor) -> KeyRanges:
-        """From a bool mask [batch_size, seq_len, kv_len] (True: attend)."""
-        batch_size, seq_len, kv_len = mask.shape
-        count = mask.sum(-1, dtype=torch.int32)
-        some = count > 0
-        end = ((kv_len - mask.flip(-1).int().argmax(-1)) * some).int()
-        first = (mask.int().argmax(-1) * some).int()
-        far = torch.iinfo(torch.int32).max
-        begin, until = first.masked_fill(~some, far).amin(-1), end.amax(-1)
-        query_start = torch.arange(0, (batch_size + 1) * seq_len, seq_len, dtype=torch.int32, device=mask.device)
-        holes = (count != end - first).int().flatten()
-        return cls(
-            first.flatten(), end.flatten(), begin, until, query_start if seq_len > 1 else None, seq_len,
-            mask.reshape(-1, kv_len).contiguous().view(torch.uint8), holes,
-        )  # fmt: skip
-
 
 LEAST_TILES = tl.constexpr(2)
 """Tiles of a slice, where there are fewer than programs could take."""
@@ -122,12 +105,6 @@ def sequence_at(begin, until, batch_size, groups, position, STEP: tl.constexpr):
         before += tl.sum(tl.where(passed, tiles, 0))
         total += tl.sum(tiles)
     return sequence, before
-
-
-@triton.jit
-def tiles_before(begin, until, sequence, STEP: tl.constexpr):
-    """Of the sequences before one."""
-    return count_tiles(begin, until, sequence, STEP)
 
 
 @triton.jit

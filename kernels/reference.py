@@ -37,11 +37,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def project_keys(
-    key: Tensor,
-    key_basis: Tensor,
-    layout: LayerLayout,
-    shift: Tensor | None = None,
-    of_values: Tensor | None = None,
+    key: Tensor, key_basis: Tensor, layout: LayerLayout, shift: Tensor | None = None, of_values: Tensor | None = None
 ) -> Tensor:
     """Keys, as they are stored, into their latents, side by side.
 

@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from rotor.format.layout import GroupClass
 
-from . import reference
 from .materialise import PagesOf, materialise
 from .parameters import AttentionParameters, seq_len_of
+from .reference import absorbed_queries
+from .reference import attend as attend_by_sdpa
 from .rotary import Rotation
 
 MOST_BYTES = 1 << 30
@@ -71,7 +72,7 @@ def _of_class(
 ) -> Tensor:
     """[batch_size, seq_len, sum over the query heads of the class of value width]."""
     if query.dim() == 3:  # absorbed: all heads of a group meet the same latents
-        queries = reference.absorbed_queries(query, parameters, cls).unsqueeze(2)
+        queries = absorbed_queries(query, parameters, cls).unsqueeze(2)
     else:
         queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
     size, each = queries.shape[2], queries.shape[3]
@@ -111,7 +112,7 @@ def attend(
         # With a mask PyTorch has no fused kernel for heads that share keys, and would store all logits.
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-    found = reference.attend(query, key, value, scaling, mask, softcap=softcap)
+    found = attend_by_sdpa(query, key, value, scaling, mask, softcap=softcap)
     return found.unflatten(2, (query.shape[1], -1))
 
 
@@ -172,7 +173,7 @@ def packed_attention(
             key, value, parameters, cls, query.dtype, rotation, pages=pages, least=-(-width // 8) * 8
         )
         if query.dim() == 2:
-            queries = reference.absorbed_queries(query.unsqueeze(0), parameters, cls)[0]
+            queries = absorbed_queries(query.unsqueeze(0), parameters, cls)[0]
             queries = queries.permute(2, 0, 1, 3).unsqueeze(2)
         else:
             queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, layout.group_size, -1))
@@ -228,6 +229,6 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
         seen = index <= position
         if window is not None:
             seen &= index > position - window
-        heads = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
-        output[start:end] = attend(*heads, scaling, seen[None, None], softcap)[0]  # type: ignore[misc]
+        q, k, v = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
+        output[start:end] = attend(q, k, v, scaling, seen[None, None], softcap)[0]
     return output

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
+from rotor.bases.moments import stored_name
 from rotor.calibration.capture import capture
 from rotor.errors import UnsupportedModelError
 from rotor.export.export import export
-from rotor.format.layout import AttentionShape
+from rotor.format.layout import AttentionShape, pre_rope
 from rotor.kernels.reference import attend, rotate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model
@@ -26,7 +27,6 @@ from rotor.runtime.families import FAMILIES, attention_shape, find_family, split
 from rotor.validation.validate import validate
 
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
-EVERYTHING = frozenset({"query", "key_post", "key_pre", "value", "output"})
 
 
 def load_tiny(folder: Path):
@@ -53,11 +53,12 @@ def test_capture_sees_what_attention_computes(name: str, tiny) -> None:
         family.attention_module(model, i).register_forward_hook(record(i), with_kwargs=True)
         for i in range(shape.num_layers)
     ]
-    size = shape.num_kv_heads
+    size, before = shape.num_kv_heads, stored_name(pre_rope(shape))
+    wanted = frozenset({"query", "key_post", before, "value", "output"})
     with torch.inference_mode():
         expected = model(PROMPT, use_cache=False).logits
         attended = dict(outputs)
-        with capture(model, family, shape, size, EVERYTHING, seen.__setitem__):
+        with capture(model, family, shape, size, wanted, seen.__setitem__):
             got = model(PROMPT, use_cache=False).logits
         assert relative_error(got, expected) < 1e-5
         assert torch.equal(model(PROMPT, use_cache=False).logits, expected)  # nothing is left behind
@@ -70,7 +71,7 @@ def test_capture_sees_what_attention_computes(name: str, tiny) -> None:
         hidden = inputs[layer].flatten(0, 1)
         value = torch.nn.functional.linear(hidden, weights.v_weight, weights.v_bias)
         assert relative_error(activations["value"].flatten(1), value) < 1e-5
-        key = activations["key_pre"]
+        key = activations[before]
         if family.rotary is not None:
             kind = family.rotary_type(model.config, layer)
             rotary = model.get_submodule(family.rotary)
@@ -124,9 +125,9 @@ def test_kv_heads(name: str, expected: int) -> None:
 
 
 def test_rotary_dim() -> None:
-    assert attention_shape(CONFIGS["gpt_neox"]()).turned == 20
-    assert attention_shape(CONFIGS["phi3"]()).turned == 72
-    assert attention_shape(CONFIGS["llama"]()).turned == 16
+    assert attention_shape(CONFIGS["gpt_neox"]()).rotary_dim == 20
+    assert attention_shape(CONFIGS["phi3"]()).rotary_dim == 72
+    assert attention_shape(CONFIGS["llama"]()).rotary_dim == 16
 
 
 @pytest.mark.parametrize("seq_len", [1, 5])

@@ -86,7 +86,8 @@ def test_the_recipe_and_the_model_decide_what_happens_to_keys(tiny) -> None:
     assert list(both) == ["pre-2", "pre-1", "post-2", "post-1"]
     assert "basis inside W_k, one latent with the values" in both["pre-2"]
     assert "values" not in both["post-2"]
-    assert "behind the key norm" in inspect(tiny("qwen3"), "rotor-smallest").keys["pre-4"]
+    (behind,) = inspect(tiny("qwen3"), "rotor", ["groups.domain=pre"]).keys.values()
+    assert "basis applied behind the key norm" in behind
     without_rope = "no RoPE: basis inside W_q and W_k, no overhead"
     assert inspect(tiny("gpt2")).keys == {"none-4": f"{without_rope}, one latent with the values"}
     assert inspect(tiny("gpt2"), "rotor", ["groups.joint=false"]).keys == {"none-4": without_rope}

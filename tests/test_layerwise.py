@@ -259,7 +259,7 @@ def test_packed_output_moments_leave_the_refit_as_it_is() -> None:
     assert packed.dtype == torch.float32
     assert packed.numel() == 6 * 128 * 129 / 2
     assert torch.equal(unpack_symmetric(packed), unpack_symmetric(packed).mT)
-    layout, order = layer_layout(bases, [(64, 40)], False)
+    layout, order = layer_layout(bases, [(64, 40)])
     written = [
         rewrite_layer(weights, replace(bases, outputs=outputs), layout, order, network.shape)["o_proj.weight"]
         for outputs in (exact, unpack_symmetric(packed), None)

@@ -183,10 +183,9 @@ def count_layers(
 
     progress = progress or Progress()
     work = [
-        (subject, arch, layer_variants(subject.layout, subject.shape, subject.kernels, subject.dtype, arch, **flags))
+        (s, arch, layer_variants(s.layout, s.shape, s.kernels, s.dtype, arch, page=s.page, softcap=s.softcap))
         for arch in archs
-        for subject in subjects
-        for flags in [{"page": subject.page, "softcap": subject.softcap}]
+        for s in subjects
     ]
     found = []
     with progress.task("compile", sum(len(variants) for *_, variants in work), "kernels") as advance:

@@ -236,8 +236,8 @@ def truth(problem: Problem) -> Tensor:
         query = (problem.query[chosen][:, part] if absorbed else problem.query[chosen][:, :, part]).cpu()
         count = query.shape[1 if absorbed else 2]
         allowed = torch.ones(count, kv_end, dtype=torch.bool).tril(kv_end - count).expand(len(chosen), -1, -1)
-        rows = (side[chosen, 0, :kv_end].cpu() for side in (problem.key, problem.value))
-        found.append(float64.attention(query, *rows, parameters, allowed, rotation)[0])  # type: ignore[arg-type]
+        key, value = (side[chosen, 0, :kv_end].cpu() for side in (problem.key, problem.value))
+        found.append(float64.attention(query, key, value, parameters, allowed, rotation)[0])
     return torch.cat(found, dim=1)
 
 

@@ -58,7 +58,7 @@ def column_sums(
     places, found = torch.arange(kv_len, device=query.device), []
     for cls in parameters.layout.classes(query.element_size()):
         queries, keys, extra = products(query, key, parameters, cls, key_rotation)
-        batch_size, count, size, heads = *queries.shape[:3], queries.shape[3]
+        batch_size, count, size, heads = queries.shape[:4]
         wide = keys.to(dtype).mT.unsqueeze(3)
         mask = parameters.mask(attention_mask, parameters.heads(cls))
         if mask is not None and mask.shape[1] > 1:

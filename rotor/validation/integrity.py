@@ -20,6 +20,9 @@ from ..progress import Progress
 from ..runtime.families import FAMILIES
 from ..typed import shorten
 
+OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
+"""What names of an attention layer's tensors begin with."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -191,11 +194,10 @@ def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
                 return f"config.json, layer {index}: {name} is missing"
             if checkpoint.shape_of(prefix + name) != list(spec.shape):
                 return f"config.json, layer {index}: {name} is not {list(spec.shape)} as its layout says"
-        kept = tuple(f"{prefix}{norm}." for norm in family.norms)
-        more = sorted(n for n in checkpoint.names if n.startswith(prefix) and not n.startswith(kept))
-        unexpected = [name for name in more if name[len(prefix) :] not in expected]
-        if unexpected:
-            return f"config.json, layer {index}: {unexpected[0]} is not in its layout"
+        own = tuple(prefix + name for name in (*OWN, *family.consumed))  # others are norms, and buffers of old files
+        unexpected = (n for n in sorted(checkpoint.names) if n.startswith(own) and n[len(prefix) :] not in expected)
+        if name := next(unexpected, None):
+            return f"config.json, layer {index}: {name} is not in its layout"
     return ""
 
 

@@ -11,6 +11,7 @@ from rotor.format.channels import Channels, Numbers
 from rotor.format.kernel_config import Tile
 from rotor.format.layout import AttentionShape, GroupLayout, LayerLayout
 from rotor.kernels.decoding import BlockTurns, DecodeLayer, decode_attention
+from rotor.kernels.masks import ranges_of_mask
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.ranges import KeyRanges
 from rotor.kernels.rotary import rotate, when_read
@@ -87,7 +88,7 @@ def make(
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     if holes:
         allowed &= torch.rand(total, longest, generator=make_) > 0.3
-        ranges = KeyRanges.from_mask(allowed.unflatten(0, (batch, -1)))
+        ranges = ranges_of_mask(allowed.unflatten(0, (batch, -1)))
     elif tokens is None:
         ranges = KeyRanges.of_lengths(kv_lens, None if starts is None else torch.tensor(starts), window)
     else:

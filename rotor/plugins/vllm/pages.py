@@ -143,8 +143,11 @@ class PagedLayer:
         if shape.rotary_dim:
             query = query.unflatten(-1, (shape.num_heads, shape.head_dim))
         if self.kernels is None:
-            host = {"starts": step.starts, "lengths": step.lengths, "kv_lens": step.seq_lens}
-            reference.attend_pages(query, *rows, parameters, block_table=step.block_table, out=output, **host, **common)
+            host: dict[str, Any] = {"starts": step.starts, "lengths": step.lengths, "kv_lens": step.seq_lens}
+            key, value = rows
+            reference.attend_pages(
+                query, key, value, parameters, block_table=step.block_table, out=output, **host, **common
+            )
             return
         from ...kernels.attention import attend_pages  # imports Triton
 

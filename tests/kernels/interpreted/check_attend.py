@@ -11,10 +11,8 @@ from cases import FORMS, MIXED, Case, Channels, Numbers, causal, in_pages, layer
 
 from rotor.format.layout import KeyForm
 from rotor.kernels import attention
-from rotor.kernels.attention import attend, attend_pages, partial_attend
+from rotor.kernels.attention import attend, attend_pages
 from rotor.kernels.defaults import default_layer
-from rotor.kernels.reference import partial_attention
-from rotor.kernels.rotary import when_read
 
 WIDE = Channels(n8=20, n4=250)
 CASES = {
@@ -111,17 +109,6 @@ def test_rows_that_begin_within_a_block() -> None:
     """A window let go of the first keys of a block."""
     case = case_of("fast", 2, 1, 75, first=7)
     check(attended(case), case.exact(causal(2, 1, 75))[0])
-
-
-def test_some_of_the_keys_to_be_joined() -> None:
-    case = case_of("fast", 2, 1, 96)
-    rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
-    rotation = tuple(table[:96] for table in when_read(case.rotation, case.parameters.layout.form))
-    expected = partial_attention(case.query, *rows, case.parameters, rotation)
-    kernels = default_layer(case.parameters.layout)
-    got = partial_attend(case.query, *rows, case.parameters, kernels, rotation=case.rotation)
-    for side, exact in zip(got, expected, strict=True):
-        torch.testing.assert_close(side, exact, atol=5e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("materialise", [False, True])
