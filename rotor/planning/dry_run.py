@@ -22,6 +22,7 @@ from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline
 from ..calibration.partial import PartialRun
 from ..calibration.processes import Processes
+from ..calibration.run import candidate_info
 from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
@@ -74,7 +75,8 @@ class CalibrationPlan:
     needs: Needs
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Its fields, candidates as run.json has them."""
+        return asdict(self) | {"candidates": {key: candidate_info(found) for key, found in self.candidates.items()}}
 
 
 @dataclass(frozen=True)
