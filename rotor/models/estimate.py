@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..bases.moments import CHUNK_BYTES
+from ..bases.moments import CHUNK_BYTES, JOINT
 from ..codes.quantiser import SAMPLES
 from ..format.layout import AttentionShape, Candidate
 from ..recipe import Evaluation, Recipe
@@ -287,9 +287,9 @@ def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[
     blocks = {
         "query": shape.num_kv_heads * shape.head_dim**2,
         "output": shape.num_heads * width**2,
-        "joint": groups * (2 * width) ** 2,
     }
-    return {name: blocks.get(name, groups * width**2) for name in moments}
+    joint = groups * (2 * width) ** 2
+    return {name: joint if name.startswith(JOINT) else blocks.get(name, groups * width**2) for name in moments}
 
 
 def bases_bytes(shape: AttentionShape, group_size: int, joint: bool = False) -> int:
