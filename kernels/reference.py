@@ -8,7 +8,6 @@ positions. Groups of equal latents (a class) are batched.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,11 +28,13 @@ LEAST_BLOCK = 64
 """Keys of a block."""
 
 
-@lru_cache(maxsize=8)
+HAS_BFLOAT16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+"""Whether this CPU multiplies bfloat16; asked by a private name, which may go, and not while a model is traced."""
+
+
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """In what this CPU rebuilds keys of a model's dtype fastest; all else is float32 or wider."""
-    has_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # a private name, which may go
-    return dtype if dtype == torch.bfloat16 and has_bfloat16 else torch.promote_types(dtype, torch.float32)
+    return dtype if dtype == torch.bfloat16 and HAS_BFLOAT16 else torch.promote_types(dtype, torch.float32)
 
 
 def project_keys(

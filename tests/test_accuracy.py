@@ -234,7 +234,7 @@ def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Pa
     run = calibrate(tiny("llama"), tmp_path / "run", "rotor-16", [*small, *SHORT_TEXT])
     export(run.folder, tmp_path / "a", compression=0.4)
     again = export(
-        run.folder, tmp_path / "b", compression=0.4, objective="latency", overrides=["evaluation.metric=text"]
+        run.folder, tmp_path / "b", compression=0.2, objective="latency", overrides=["evaluation.metric=text"]
     )
     assert "probe" not in again.seconds
     assert len(list((run.folder / "probes").iterdir())) == 1

@@ -42,7 +42,7 @@ PARSED_ALONE = {
     "bench": "test_bench.py",
     "cache.tiers=0.1": "test_tier_choice.py",
     "compile": "test_precompile.py",
-    "gpu": "test_gpu_suite.py",
+    "gpu": "test_gpu_plan.py",
     "run": "test_autoload.py",
     "study": "test_study_request.py",
     "torchrun": "test_resume.py",

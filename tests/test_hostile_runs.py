@@ -77,7 +77,6 @@ def test_quantization_configs(small, share: float) -> None:
     def use(found: dict[str, Any]) -> None:
         read = RotorConfig(**found)
         read.layouts(shape)
-        read.profile_ranks("0.9")
 
     both("quantization", base, check, share)
 

@@ -211,7 +211,7 @@ def test_a_key_norm_keeps_the_basis_out_of_the_projection(compressed) -> None:
     assert attention.k_proj.out_features == 64
     attention = llama.model.layers[0].self_attn
     assert attention.key_basis is None
-    assert attention.k_proj.out_features == attention.layout.qk_width
+    assert attention.k_proj.out_features == attention.layout.key_rank
 
 
 def test_without_rope_nothing_is_added(compressed, tiny) -> None:
@@ -220,7 +220,7 @@ def test_without_rope_nothing_is_added(compressed, tiny) -> None:
     attention = model.transformer.h[0].attn
     assert attention.key_basis is None
     assert attention.query_basis is None
-    assert attention.q_proj.out_features == attention.layout.qk_width
+    assert attention.q_proj.out_features == attention.layout.key_width
     assert model.num_parameters() < load(tiny("gpt2")).num_parameters()
 
 

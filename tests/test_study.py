@@ -247,7 +247,7 @@ def test_spectra_of_different_quantities_are_in_axes_of_their_own(small) -> None
     shown = {axes.get_title(): [line.get_label() for line in axes.lines] for axes in figure.axes if axes.lines}
     assert {title: len(lines) for title, lines in shown.items()} == {
         "QK by svd, after RoPE": 2,
-        "QK by fisher, before RoPE (groups.joint)": 1,
+        "QK by fisher, in blocks (groups.joint)": 1,
         "V by palu": 2,
         "V by fisher (groups.joint)": 1,
     }

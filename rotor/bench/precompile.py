@@ -291,7 +291,7 @@ def count_specialisation(wanted: Specialisation, arch: int) -> Counts:
         kernel = compile_kernel(variant, arch, kv_heads=8 // kv_heads)
         if kernel.error is not None or kernel.instructions_per_key is None or kernel.spilled_bytes is None:
             raise UsageError(
-                f"{wanted}, {variant.name}: {kernel.error}", "rotor compile --dump keeps its machine code."
+                f"{wanted}, {variant.name}: {kernel.error}", "`rotor compile OUT --dump DIR` keeps its machine code."
             )
         spilled = max(spilled, kernel.spilled_bytes)
         found["absorb" if variant.name.startswith("absorb") else "decode"] += kernel.instructions_per_key

@@ -64,7 +64,7 @@ def compile_kernels(
 
     Compute(dtype=dtype).check()
     if (folder is not None) + named + (table is not None) != 1:
-        raise UsageError("rotor compile: expected one of OUT, --named and --table.", "Example: rotor compile out/demo")
+        raise UsageError("expected one of OUT, --named and --table.", "Example: rotor compile out/demo")
     if folder is not None:
         check_folder(folder)
     check_results(table)

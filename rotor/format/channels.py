@@ -130,6 +130,8 @@ def latent_from(data: dict[str, int] | int, where: str) -> Latent:
         if data < 1:
             raise CheckpointError(f"{where}: a latent of {data} numbers: expected at least 1.", EDITED)
         return Numbers(data)
+    if not isinstance(data, dict) or not all(type(count) is int for count in data.values()):
+        raise CheckpointError(f"{where}: {data!r:.80}: expected a number, or channels by their bits.", EDITED)
     unknown = sorted(set(data) - {str(bits) for bits in WIDTHS})
     if unknown:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """kernel_config.json: how the kernels are to run a compressed model, decided when it is exported and free to edit.
 
 Pure data: the values that a launch goes by. The rules that choose them without a GPU are in `kernels/defaults.py`;
-`rotor gpu --tune` writes what it measured.
+`rotor gpu --tune OUT` writes what it measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Warp instructions that attention issues for a key, by layout: counted once in machine code, looked up afterwards.
 
-`instructions.json` holds what `rotor compile --table` counted, for the sizes that the kernels are specialised for, per
-key and group: of decoding, and of absorbing queries for each block of positions.
+`instructions.json` holds what `rotor compile --table FILE` counted, for the sizes that the kernels are specialised for,
+per key and group: of decoding, and of absorbing queries for each block of positions.
 
 What the table does not have follows from what it has. Widths, query rows and fast planes are padded to the next entry,
 as kernels pad them, and beyond the last in proportion. What rebuilding planes adds is taken in proportion to planes, KV
