@@ -15,7 +15,7 @@ import torch
 import transformers
 from conftest import CONFIGS, NO_ROPE, build_tiny, calibrated, in_memory, relative_error
 
-from rotor.evaluation.scoring import row_kl_div
+from rotor.evaluation.scoring import position_kl_div
 from rotor.export.export import export
 from rotor.models.loading import load_model
 from rotor.progress import Progress
@@ -27,7 +27,7 @@ ROWS = torch.randint(2, 4096, (4, 64), generator=torch.Generator().manual_seed(5
 
 
 def kl_div(reference: torch.Tensor, logits: torch.Tensor) -> float:
-    return float(row_kl_div(reference, logits).sum() / ROWS.numel())
+    return float(position_kl_div(reference.flatten(0, 1), logits.flatten(0, 1)).mean())
 
 
 @torch.inference_mode()
@@ -57,7 +57,7 @@ def main() -> None:
         for name in CONFIGS:
             model = build_tiny(name, Path(temporary) / name)
             shape = attention_shape(transformers.AutoConfig.from_pretrained(model))
-            turned = "" if shape.rotary_dim is None else f" ({shape.rotary_dim} turned)"
+            turned = f" ({shape.rotary_dim} rotated)" if 0 < shape.rotary_dim < shape.head_dim else ""
             for domain in ("post",) if name in NO_ROPE else ("post", "pre"):
                 worst = [
                     max(values)
