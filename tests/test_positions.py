@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from rotor.errors import UsageError
 from rotor.format.layout import POST_ROPE, KeyForm
-from rotor.runtime.cache import H2O, PerToken, Tiers, cache_policy
+from rotor.policies import H2O, PerToken, Tiers, cache_policy
 from rotor.runtime.families import attention_shape
 from rotor.runtime.positions import PositionCheck
 

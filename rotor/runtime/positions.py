@@ -29,7 +29,7 @@ class ShiftedCache:
     shifts: position less index of its tokens, [batch_size, n]; tokens behind these have the last one's.
     """
 
-    base: type[Any]
+    base: Any
     shifts: Tensor
 
     def reset(self) -> None:
@@ -57,11 +57,11 @@ class ShiftedCache:
 
 
 @lru_cache(maxsize=64)
-def _shifted(base: type[Any]) -> type[Any]:
+def _shifted(base: Any) -> Any:
     return type(base.__name__, (ShiftedCache, base), {"base": base, "__module__": base.__module__})
 
 
-def _empty(base: type[Any]) -> Any:
+def _empty(base: Any) -> Any:
     kind = _shifted(base)
     return kind.__new__(kind)
 
