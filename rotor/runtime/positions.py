@@ -68,7 +68,8 @@ def _empty(base: Any) -> Any:
 
 def _keep(cache: Any, shifts: Tensor) -> None:
     if not isinstance(cache, ShiftedCache):
-        cache.__class__ = _shifted(type(cache))
+        base: Any = type(cache)
+        cache.__class__ = _shifted(base)
     cache.shifts = shifts
 
 
