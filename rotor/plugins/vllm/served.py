@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ...runtime.families import FAMILIES
+
 TESTED = (0, 32), (0, 33)
 """From the first of these versions up to, and without, the second; pyproject.toml and docs/serving.md say the same.
 
@@ -29,24 +31,14 @@ def _text(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Phi3ForCausalLM": "phi3",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "FalconForCausalLM": "falcon",
-    "OPTForCausalLM": "opt",
-    "GPT2LMHeadModel": "gpt2",
-}
-"""Name in config.json -> family. GPT-NeoX is not among them: vLLM dropped it."""
-
 PREFIX = "Rotor"
+
+
+def architectures() -> set[str]:
+    """Names in config.json of the families that rotor compresses; vLLM serves those of them that it knows itself."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES}
 
 
 def served_name(architecture: str) -> str:
