@@ -26,10 +26,10 @@ from rotor.kernels.rows import pack_layer
 from rotor.plugins.vllm.attention import RotorSelfAttention
 from rotor.plugins.vllm.pages import PagedLayer, Step, within
 from rotor.plugins.vllm.reference import alike
-from rotor.plugins.vllm.served import TESTED, architectures, refusal, served_name
+from rotor.plugins.vllm.served import TESTED, refusal, served_name
 from rotor.plugins.vllm.shards import Shard, check_size, padded_rows, row_bytes, shard_of
 from rotor.plugins.vllm.stores import OPTION, SEED, hash_seed, keep_apart, prefix_mark
-from rotor.runtime.families import FAMILIES
+from rotor.runtime.families import FAMILIES, architectures
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,7 +6,8 @@ transformers' integration, and nothing of the offline half.
 
 from __future__ import annotations
 
-from .served import architectures, refusal, served_name
+from ...runtime.families import architectures
+from .served import refusal, served_name
 
 
 def register() -> None:

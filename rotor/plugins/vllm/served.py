@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from ...runtime.families import FAMILIES
-
 TESTED = (0, 32), (0, 33)
 """From the first of these versions up to, and without, the second; pyproject.toml and docs/serving.md say the same.
 
@@ -32,13 +30,6 @@ def _text(version: tuple[int, int]) -> str:
 
 
 PREFIX = "Rotor"
-
-
-def architectures() -> set[str]:
-    """Names in config.json of the families that rotor compresses; vLLM serves those of them that it knows itself."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES}
 
 
 def served_name(architecture: str) -> str:
