@@ -73,17 +73,3 @@ def test_confidence_asks_for_the_lower_end_of_the_interval() -> None:
     assert 0.39 <= lower <= 0.4
     with pytest.raises(UsageError, match="no interval, which --confidence asks for"):
         find_plan(slope.steps, 0.01, 0.95, lambda plan: Fidelity(1.0, None, {}), 0.95)
-
-
-def test_a_target_alone_decides_what_is_measured() -> None:
-    """Where accuracy is not monotonous another order could choose otherwise; what was asked before changes nothing."""
-
-    def bumpy(saving: float) -> float:
-        return 0.97 if 0.6 < saving < 0.66 else 1.0 - saving / 8
-
-    first, second = Fake(bumpy, STEPS), Fake(bumpy, STEPS)
-    second.find(0.9)
-    second.find(0.99)
-    second.asked.clear()
-    assert first.find(0.95) == second.find(0.95)
-    assert first.asked == second.asked
