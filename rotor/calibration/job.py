@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..format.layout import AttentionShape
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
+from ..models.estimate import Estimates
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import ModelSource
 from ..models.memory import stream_weights
@@ -20,7 +21,7 @@ from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
 from .candidates import Candidates, wanted_moments
-from .outline import Estimates, ModelOutline
+from .outline import ModelOutline, needs_whole_model
 from .processes import Processes
 
 
@@ -106,17 +107,9 @@ class CalibrationJob:
 
     def streams(self) -> tuple[bool, str]:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
-        whole, instead = None, ""
-        if self.recipe.tokens.source == "synthetic":
-            whole = "tokens.source synthetic (text that the model writes)"
-            instead = "Choose other tokens: --set tokens.source=text --set tokens.path=FILE, or tokens.source=random."
-        elif "gradients" in self.recipe.rank_needs:
-            whole = f"ranks.method {self.recipe.ranks.method} (gradients)"
-            instead = "Choose another method, e.g. --set ranks.method=global."
-        elif self.settings.compute.device_map is not None:
-            whole, instead = f"--device-map {self.settings.compute.device_map}", "Leave it out."
-        offload, count = check_offload(self.settings.compute.offload), self.processes.local_count
-        return stream_weights(offload, *self.estimates(), self.device, count, whole, instead)
+        compute = self.settings.compute
+        offload, whole = check_offload(compute.offload), needs_whole_model(self.recipe, compute.device_map)
+        return stream_weights(offload, self.estimates(), self.device, self.processes.local_count, whole)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)
