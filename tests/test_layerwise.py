@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rotor.bases.layer import layer_bases
 from rotor.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.collect import layer_statistics
+from rotor.calibration.capture import layer_statistics
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import batch_logits, score
 from rotor.export.export import export

@@ -62,11 +62,6 @@ class CalibrationJob:
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
         candidates = outline.candidates(recipe)
-        if processes.count > 1 and recipe.prune.kmeans is not None:
-            raise UsageError(
-                f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
-                "Run it in one process, or give --set prune.kmeans=null.",
-            )
         if settings.compute.device_map is not None and processes.count > 1:
             raise UsageError(
                 f"--device-map with {processes.count} processes: each of them would spread the model over the GPUs.",

@@ -64,9 +64,7 @@ def calibration_tokens(
     if spec.source == "synthetic":
         assert weights is not None
         with progress.task("sample", count * seq_len, "tokens") as advance:
-            return CalibrationTokens(
-                synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance)
-            )
+            return CalibrationTokens(synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance))
     if spec.source == "text":
         assert spec.path is not None
         documents, what = read_documents(Path(spec.path)), f"tokens.path {spec.path}"

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
 
 from ..errors import CheckpointError
 from ..runtime.families import FAMILIES, Family
@@ -152,16 +153,15 @@ class StreamedWeights:
 
     def _load(self, part: Part | None) -> None:
         part = part if part is None else self._sources.get(part, part)
-        report, _ = convert_and_load_state_dict_in_model(
-            self.model,
-            {name: self.checkpoint.unchecked_tensor(name) for name in self._names.get(part, [])},
-            LoadStateDictConfig(
-                dtype=self.dtype,
-                dtype_plan=self._dtype_plan,
-                device_map={"": self.device},
-                weight_mapping=self._mapping,  # type: ignore[arg-type]
-            ),
+        tensors = {name: self.checkpoint.unchecked_tensor(name) for name in self._names.get(part, [])}
+        loading = LoadStateDictConfig(
+            dtype=self.dtype,
+            dtype_plan=self._dtype_plan,
+            device_map={"": self.device},
+            weight_mapping=self._mapping,  # type: ignore[arg-type]
         )
+        with _no_bar():
+            report, _ = convert_and_load_state_dict_in_model(self.model, tensors, loading)
         where = "the weights outside of the layers" if part is None else f"part {part}"
         for kind in ("unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
             found = getattr(report, kind)
@@ -184,9 +184,7 @@ class StreamedWeights:
         self.checkpoint.release()
 
     def _misfit(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.checkpoint.folder}: {what}.", "Check that config.json belongs to these weights."
-        )
+        return CheckpointError(f"{self.checkpoint.folder}: {what}.", "Check that config.json belongs to these weights.")
 
 
 def keep_softcap(model: Any) -> None:
@@ -194,6 +192,18 @@ def keep_softcap(model: Any) -> None:
     family = FAMILIES.get(model.config.model_type)
     if family is not None and family.softcap and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """transformers shows one for each part, of which there are many."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..data.readiness import judged_on
+from ..data.readiness import describe_evaluation
 from ..errors import UsageError
 from ..evaluation.placement import Placement
 from ..format.hashes import file_sha256
@@ -123,7 +123,7 @@ def study(
         checkpoint = Checkpoint(source.folder)
         compute = Compute(device, dtype, offload, device_map)
         placement = Placement.choose(checkpoint, request.first, compute, progress)
-        progress.message(f"text: {judged_on(request.first.evaluation, checkpoint.tokenizer)}")
+        progress.message(f"text: {describe_evaluation(request.first.evaluation, checkpoint.tokenizer)}")
         subject = StudySubject(checkpoint, request.first.evaluation, placement, Path(out), progress)
         store = StudyStore.open(Path(out), _settings(request, source.name, checkpoint, placement))
         held.enter_context(log_file(Path(out), "study"))
