@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from .capture import layer_statistics
 from .gradients import LayerFisher, fisher_information
 from .job import CalibrationJob
 from .partial import PartialRun
-from .processes import Processes
 from .run import FISHER, INFO, Run, candidate_info, write_bases, write_codes, write_fisher, write_statistics
 from .weight_information import weight_information
 
@@ -67,7 +67,6 @@ def calibrate(
     """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
 
     The folder `OUT.partial` holds what is done until everything is (where OUT is a mount point, one inside).
-    Processes started by torchrun share the tokens.
 
     Args:
         model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.
@@ -96,33 +95,27 @@ def calibrate(
 @system_errors()
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
     """Calibrate, with the arguments in one object; raises likewise."""
-    processes = Processes.from_environment()
-    progress = progress if progress is not None and processes.is_first else Progress()
-    with processes.together():
-        job = CalibrationJob.check(settings, processes)
-        streamed, memory = job.streams()
+    progress = progress or Progress()
+    job = CalibrationJob.check(settings)
+    streamed, memory = job.streams()
     partial = PartialRun(job.out)
-    streamed = processes.from_first(streamed)
     with ExitStack() as held:
-        with processes.together():
-            if processes.is_first:
-                held.enter_context(exclusive(job.out.path, "calibrate"))
-                recover(job.out)
-                job.check_out()  # again: who held it may have written
-                partial.check(settings.resume, settings.overwrite)
-                check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)
-                partial.open(settings.resume)
-                held.enter_context(log_file(partial.folder, "calibrate"))
-                for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), *_departures(job)):
-                    progress.message(line)
+        held.enter_context(exclusive(job.out.path, "calibrate"))
+        recover(job.out)
+        job.check_out()  # again: who held it may have written
+        partial.check(settings.resume, settings.overwrite)
+        check_space(partial.folder, 0 if partial.exists else job.estimates()[streamed].disk_bytes)
+        partial.open(settings.resume)
+        held.enter_context(log_file(partial.folder, "calibrate"))
+        for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), *_departures(job)):
+            progress.message(line)
         try:
             Calibration(job, partial, streamed, progress).run()
         except (NumericsError, DataError):
-            if processes.is_first:
-                partial.remove()
+            partial.remove()
             raise
         except (Exception, KeyboardInterrupt):
-            if processes.is_first and not partial.finished_layers and not settings.resume:
+            if not partial.finished_layers and not settings.resume:
                 partial.remove()
             raise
     return Run.open(job.out.path)
@@ -149,82 +142,64 @@ def _departures(job: CalibrationJob) -> Iterator[str]:
 
 
 class Calibration:
-    """The stages of one calibration. Every process runs all stages; only the first one writes."""
+    """The stages of one calibration."""
 
     def __init__(self, job: CalibrationJob, partial: PartialRun, streamed: bool, progress: Progress) -> None:
         self.job, self.partial, self.streamed, self.progress = job, partial, streamed, progress
-        self.processes, self.recipe, self.times = job.processes, job.recipe, StageTimes()
-        self._weights: Weights | None = None
+        self.recipe, self.times = job.recipe, StageTimes()
 
     def run(self) -> None:
         hashes = self._check_model()
-        rows, about_tokens = self._tokens()
-        fingerprint = {
-            "model": hashes,
-            "recipe": self.recipe.to_dict(),
-            "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
-            "batch_tokens": self.job.settings.batch_tokens,
-            "processes": self.processes.count,
-            "threads": torch.get_num_threads(),
-            "device": self.job.device.type,
-            "dtype": str(self.job.dtype),
-            "versions": versions(),
-        }
-        with self.processes.together():
-            if self.processes.is_first:
-                self.partial.agree(fingerprint)
+        with self.times.stage("tokens"):
+            rows, about_tokens = self._sample()
+        self.partial.agree(
+            {
+                "model": hashes,
+                "recipe": self.recipe.to_dict(),
+                "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
+                "batch_tokens": self.job.settings.batch_tokens,
+                "threads": torch.get_num_threads(),
+                "device": self.job.device.type,
+                "dtype": str(self.job.dtype),
+                "versions": versions(),
+            }
+        )
         self._fisher(rows)
         self._gradients(rows)
         self._layers(rows)
-        with self.processes.together():
-            if self.processes.is_first:
-                self._finish(hashes, about_tokens)
+        self._finish(hashes, about_tokens)
 
+    @cached_property
     def weights(self) -> Weights:
         """The model, loaded when it is first needed: errors in tokens need not wait for it."""
-        if self._weights is None:
-            job = self.job
-            with self.times.stage("load model"), self.progress.task("load model", None, ""):
-                device_map = job.settings.compute.device_map
-                self._weights = weights_of(job.checkpoint, job.device, job.dtype, self.streamed, device_map)
-        return self._weights
+        job = self.job
+        with self.times.stage("load model"), self.progress.task("load model", None, ""):
+            device_map = job.settings.compute.device_map
+            return weights_of(job.checkpoint, job.device, job.dtype, self.streamed, device_map)
 
     def _check_model(self) -> dict[str, dict[str, str]]:
         """SHA-256 of each shard and of the other files, having looked through all tensors."""
-        found: dict[str, dict[str, str]] | None = None
-        job, checkpoint = self.job, self.job.checkpoint
-        with self.times.stage("check model"), self.processes.together():
-            if self.processes.is_first:
-                found = {"shards": {}, "files": checkpoint.other_hashes()}
-                with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
-                    for file in checkpoint.files:
-                        found["shards"][file] = file_sha256(checkpoint.folder / file)
-                        for name in checkpoint.names_in(file):
-                            checkpoint.tensor(name)  # raises on NaN or Inf
-                        checkpoint.release()
-                        advance((checkpoint.folder / file).stat().st_size)
-                for layer in range(job.shape.num_layers):  # raises on other shapes
-                    read_attention(job.family, layer, checkpoint.names, checkpoint.unchecked_tensor, job.shape)
-        return self.processes.from_first(found)
-
-    def _tokens(self) -> tuple[Tensor, dict[str, Any]]:
-        """Rows of calibration tokens, and what run.json says of them."""
-        found: tuple[Tensor, dict[str, Any]] | None = None
-        if self.recipe.tokens.source == "synthetic":
-            with self.processes.together():
-                self.weights()
-        with self.times.stage("tokens"), self.processes.together():
-            if self.processes.is_first:
-                found = self._sample()
-        return self.processes.from_first(found)
+        shards, job, checkpoint = {}, self.job, self.job.checkpoint
+        with self.times.stage("check model"):
+            with self.progress.task("check model", checkpoint.total_bytes(), "B") as advance:
+                for file in checkpoint.files:
+                    shards[file] = file_sha256(checkpoint.folder / file)
+                    for name in checkpoint.names_in(file):
+                        checkpoint.tensor(name)  # raises on NaN or Inf
+                    checkpoint.release()
+                    advance((checkpoint.folder / file).stat().st_size)
+            for layer in range(job.shape.num_layers):  # raises on other shapes
+                read_attention(job.family, layer, checkpoint.names, checkpoint.unchecked_tensor, job.shape)
+        return {"shards": shards, "files": checkpoint.other_hashes()}
 
     def _sample(self) -> tuple[Tensor, dict[str, Any]]:
+        """Rows of calibration tokens, and what run.json says of them."""
         job, spec = self.job, self.recipe.tokens
         kept = self.partial.kept(TOKENS)
         if spec.source == "synthetic" and kept is not None:
             sample = CalibrationTokens(load_file(kept)["rows"])
         else:
-            weights = self.weights() if spec.source == "synthetic" else None
+            weights = self.weights if spec.source == "synthetic" else None
             config, tokenizer = job.checkpoint.config, job.checkpoint.tokenizer
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, self._not_held_out)
         rows, least = sample.rows, job.group_size * job.shape.head_dim
@@ -250,14 +225,12 @@ class Calibration:
 
     def _fisher(self, rows: Tensor) -> None:
         """Information of the projections' weights, for ranks.method fisher."""
-        if "gradients" not in self.recipe.rank_needs:
+        if "gradients" not in self.recipe.rank_needs or (self.partial.folder / FISHER).is_file():
             return
-        with self.times.stage("gradients"), self.processes.together():
-            if self.processes.is_first and not (self.partial.folder / FISHER).is_file():
-                job, count = self.job, self.recipe.ranks.fisher_tokens
-                model = self.weights().model
-                found = weight_information(model, job.family, job.shape, rows, count, self.progress)
-                write_fisher(self.partial.folder, found)
+        job, count, model = self.job, self.recipe.ranks.fisher_tokens, self.weights.model
+        with self.times.stage("gradients"):
+            found = weight_information(model, job.family, job.shape, rows, count, self.progress)
+            write_fisher(self.partial.folder, found)
 
     def _gradients(self, rows: Tensor) -> None:
         """Gradients by keys and values of every layer, kept until its bases and codes are computed.
@@ -265,49 +238,40 @@ class Calibration:
         The last layer comes first: with the first one all are there.
         """
         job, partial = self.job, self.partial
-        if not self.recipe.needs_gradients or self.processes.from_first(partial.kept(_gradients_of(0)) is not None):
+        if not self.recipe.needs_gradients or partial.kept(_gradients_of(0)) is not None:
             return
-        with self.times.stage("gradients"), self.processes.together():
-            if self.processes.is_first:
-                network = LayerwiseModel(self.weights(), job.settings.batch_tokens, partial.work)
-                spec, seed = self.recipe.codes, self.recipe.tokens.seed
-                vocabulary = ordinary_tokens(job.checkpoint.config, job.checkpoint.tokenizer)
-                rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
-                wanted = wanted_gradients(job.candidates)
-                with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as done:
-                    for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=done):
-                        partial.keep(_gradients_of(layer), found.to_tensors())
+        network = LayerwiseModel(self.weights, job.settings.batch_tokens, partial.work)
+        with self.times.stage("gradients"):
+            spec, seed = self.recipe.codes, self.recipe.tokens.seed
+            vocabulary = ordinary_tokens(job.checkpoint.config, job.checkpoint.tokenizer)
+            rows = with_repeats(rows[: max(1, spec.tokens // rows.shape[1])], spec.repeats, seed, vocabulary)
+            wanted = wanted_gradients(job.candidates)
+            with self.progress.task("gradients", 3 * rows.numel() * job.shape.num_layers, "token layers") as advance:
+                for layer, found in fisher_information(network, rows, job.group_size, wanted, advance=advance):
+                    partial.keep(_gradients_of(layer), found.to_tensors())
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
-        job, partial, processes = self.job, self.partial, self.processes
-        start, layers = processes.from_first(partial.finished_layers), job.shape.num_layers
+        job, partial = self.job, self.partial
+        start, layers = partial.finished_layers, job.shape.num_layers
         if start == layers:
             return
-        with processes.together():
-            mine = processes.share(rows, max(1, job.settings.batch_tokens // rows.shape[1]))
-            network = LayerwiseModel(self.weights(), job.settings.batch_tokens)
-        size = (*mine.shape, job.shape.hidden_size)
-        with processes.together():
-            if start == 0:
-                states = partial.states(start, processes.rank, size, job.dtype)
-                with self.times.stage("capture"):
-                    network.embed(mine, states)
-            else:
-                states = partial.kept_states(start, processes.rank, size, job.dtype)
-        with self.progress.task("calibrate", (layers - start) * mine.numel(), "token layers") as advance:
+        network, size = LayerwiseModel(self.weights, job.settings.batch_tokens), (*rows.shape, job.shape.hidden_size)
+        if start == 0:
+            states = partial.states(start, size, job.dtype)
+            with self.times.stage("capture"):
+                network.embed(rows, states)
+        else:
+            states = partial.kept_states(start, size, job.dtype)
+        with self.progress.task("calibrate", (layers - start) * rows.numel(), "token layers") as advance:
             for layer in range(start, layers):
                 with self.times.stage("capture"):
-                    with processes.together():
-                        out = partial.states(layer + 1, processes.rank, size, job.dtype)
-                        moments = layer_statistics(network, layer, states, out, job.group_size, job.wanted, advance)
-                        if layer + 1 < layers:
-                            partial.keep_states(layer + 1, processes.rank)
-                    processes.add_up(moments)
-                with processes.together():
-                    if processes.is_first:
-                        self._commit(layer, moments)
-                partial.drop_states(layer, processes.rank)
+                    out = partial.states(layer + 1, size, job.dtype)
+                    moments = layer_statistics(network, layer, states, out, job.group_size, job.wanted, advance)
+                    if layer + 1 < layers:
+                        partial.keep_states(layer + 1)
+                self._commit(layer, moments)
+                partial.drop_states(layer)
                 states = out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:

@@ -43,7 +43,7 @@ def layer_statistics(
     wanted: frozenset[str],
     advance: Advance = lambda done: None,
 ) -> LayerStatistics:
-    """Put hidden states through a layer and sum the second moments of what its attention sees.
+    """Put hidden states through a layer and sum the second moments of what its attention sees, on the CPU.
 
     Args:
         states, out: [rows, seq_len, hidden_size], what enters the layer and room for what leaves it.
@@ -58,6 +58,7 @@ def layer_statistics(
     observed = capture(network.model, network.family, network.shape, group_size, wanted, observe)
     with torch.inference_mode(), network.layer(layer), observed:
         network.run(layer, states, out, advance)
+    statistics.sums = {name: total.cpu() for name, total in statistics.sums.items()}
     return statistics
 
 

@@ -22,7 +22,6 @@ from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
 from .candidates import Candidates, wanted_moments
 from .outline import ModelOutline, needs_whole_model
-from .processes import Processes
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,9 @@ class CalibrationJob:
     group_size: int
     device: torch.device
     dtype: torch.dtype
-    processes: Processes
 
     @classmethod
-    def check(cls, settings: CalibrationSettings, processes: Processes, *, fetch: bool = True) -> CalibrationJob:
+    def check(cls, settings: CalibrationSettings, *, fetch: bool = True) -> CalibrationJob:
         """Raises RotorError where the request cannot be carried out.
 
         Args:
@@ -62,12 +60,7 @@ class CalibrationJob:
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
         candidates = outline.candidates(recipe)
-        if settings.compute.device_map is not None and processes.count > 1:
-            raise UsageError(
-                f"--device-map with {processes.count} processes: each of them would spread the model over the GPUs.",
-                "Choose one of the two.",
-            )
-        device = pick_device(processes.device(settings.compute.device))
+        device = pick_device(settings.compute.device)
         job = cls(
             settings,
             out,
@@ -80,11 +73,9 @@ class CalibrationJob:
             max(candidate.group_size for candidate in candidates.values()),
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
-            processes,
         )
         job.check_out()
-        if processes.is_first:  # a tokenizer that cannot be loaded, or too little text, is refused before any work
-            check_text(recipe, checkpoint.config, checkpoint.tokenizer)
+        check_text(recipe, checkpoint.config, checkpoint.tokenizer)  # also refuses a tokenizer that cannot be loaded
         return job
 
     def check_out(self) -> None:
@@ -104,7 +95,7 @@ class CalibrationJob:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
         compute = self.settings.compute
         offload, whole = check_offload(compute.offload), needs_whole_model(self.recipe, compute.device_map)
-        return stream_weights(offload, self.estimates(), self.device, self.processes.local_count, whole)
+        return stream_weights(offload, self.estimates(), self.device, whole)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

@@ -42,7 +42,7 @@ class Placement:
         elif compute.device_map is not None:
             whole = WholeModel(f"--device-map {compute.device_map}", "Leave it out.")
         estimates = outline.evaluation(recipe, device, dtype)
-        stream, line = stream_weights(check_offload(compute.offload), estimates, device, whole=whole)
+        stream, line = stream_weights(check_offload(compute.offload), estimates, device, whole)
         progress.message(line)
         return cls(device, dtype, stream, compute.device_map)
 

@@ -172,7 +172,7 @@ class Checkpoint:
             pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
             if pickles:
                 raise CheckpointError(
-                    f"{self.folder / pickles[0]}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
+                    f"{self.folder / pickles[0]}: a pickle checkpoint, which can run code when loaded.",
                     "Convert it with transformers' save_pretrained, which writes safetensors.",
                 )
             raise CheckpointError(
@@ -256,7 +256,7 @@ def config_of(folder: Path) -> Any:
 
 
 def _refuse_other_formats(folder: Path) -> None:
-    """Raises UnsupportedModelError for folders whose weights are not a model's own, CheckpointError for LFS pointers."""
+    """Raises UnsupportedModelError for weights that are not a model's own, CheckpointError for pointers to them."""
     original = "Give the original safetensors checkpoint."
     merge = "Merge it into its base model (peft's merge_and_unload, then save_pretrained) and give that folder."
     for name, what, hint in (

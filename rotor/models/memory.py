@@ -72,48 +72,42 @@ def available_device_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def fits(estimate: Estimate, device: torch.device, processes: int = 1) -> bool:
+def fits(estimate: Estimate, device: torch.device) -> bool:
     """Whether an estimate leaves some of what there is for others."""
     free = available_device_bytes(device)
     on_device = free is None or estimate.device_bytes <= DEVICE_SHARE * free
-    return estimate.host_bytes * processes <= HOST_SHARE * available_host_bytes() and on_device
+    return estimate.host_bytes <= HOST_SHARE * available_host_bytes() and on_device
 
 
 def stream_weights(
-    offload: Offload,
-    estimates: Estimates,
-    device: torch.device,
-    processes: int = 1,
-    whole: WholeModel | None = None,
+    offload: Offload, estimates: Estimates, device: torch.device, whole: WholeModel | None = None
 ) -> tuple[bool, str]:
     """Whether to read weights layer by layer, and one line with the estimate against what there is.
 
     Args:
-        processes: on this machine; each holds its own weights.
         whole: what was asked for that needs the whole model in memory, if anything does.
     Raises:
         UsageError: the whole model is needed, and does not fit or is not to be in memory.
     """
     there = _there(device)
-    stream = offload == "always" or (offload == "auto" and not fits(estimates.resident, device, processes))
+    stream = offload == "always" or (offload == "auto" and not fits(estimates.resident, device))
     if stream and whole is not None:
-        why = "--offload always was given" if offload == "always" else f"it takes {_needs(estimates[0], processes)}"
+        why = "--offload always was given" if offload == "always" else f"it takes {_needs(estimates[0])}"
         raise UsageError(
             f"{whole.request} needs the whole model in memory, but {why} ({there}).",
             f"{whole.instead} Or give --offload never to try all the same.",
         )
     chosen = estimates[stream]
     kind = "one layer of weights at a time" if stream else "all weights in memory"
-    line = f"memory: about {_needs(chosen, processes)}, {kind} ({_parts(chosen)}); {there}"
-    if not fits(chosen, device, processes):
+    line = f"memory: about {_needs(chosen)}, {kind} ({_parts(chosen)}); {there}"
+    if not fits(chosen, device):
         line += "; this may not be enough: lower --batch-tokens, or use a machine with more"
     return stream, line
 
 
-def _needs(estimate: Estimate, processes: int) -> str:
-    times = f" in each of {processes} processes" if processes > 1 else ""
+def _needs(estimate: Estimate) -> str:
     gpu = f" and {estimate.device_bytes / 1e9:.1f} GB of GPU memory" if estimate.device else ""
-    return f"{estimate.host_bytes / 1e9:.1f} GB{gpu}{times}"
+    return f"{estimate.host_bytes / 1e9:.1f} GB{gpu}"
 
 
 def _parts(estimate: Estimate) -> str:

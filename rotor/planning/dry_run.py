@@ -21,7 +21,6 @@ from ..calibration.candidates import Candidates
 from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline
 from ..calibration.partial import PartialRun
-from ..calibration.processes import Processes
 from ..calibration.run import candidate_info
 from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
@@ -118,7 +117,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     Raises:
         RotorError: as calibrate would at its start. UsageError: the weights of a hub id are not in the hub's cache.
     """
-    job = CalibrationJob.check(settings, Processes(), fetch=False)
+    job = CalibrationJob.check(settings, fetch=False)
     out, partial, resume = job.out.path, PartialRun(job.out), settings.resume
     partial.check(resume, settings.overwrite)
     streamed, _ = job.streams()
