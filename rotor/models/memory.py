@@ -67,6 +67,11 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def usable_host_bytes() -> int:
+    """What `auto` fills of it."""
+    return int(HOST_SHARE * available_host_bytes())
+
+
 def available_device_bytes(device: torch.device) -> int | None:
     """Free memory of a GPU; None for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
@@ -76,7 +81,7 @@ def fits(estimate: Estimate, device: torch.device) -> bool:
     """Whether an estimate leaves some of what there is for others."""
     free = available_device_bytes(device)
     on_device = free is None or estimate.device_bytes <= DEVICE_SHARE * free
-    return estimate.host_bytes <= HOST_SHARE * available_host_bytes() and on_device
+    return estimate.host_bytes <= usable_host_bytes() and on_device
 
 
 def stream_weights(
@@ -118,5 +123,5 @@ def _parts(estimate: Estimate) -> str:
 def _there(device: torch.device) -> str:
     """What is available, and how much of it rotor fills."""
     gpu = available_device_bytes(device)
-    said = f"{available_host_bytes() / 1e9:.1f} GB available, of which at most {HOST_SHARE:.0%} are used"
+    said = f"{available_host_bytes() / 1e9:.1f} GB available, of which at most {HOST_SHARE:.0%} are filled"
     return said if gpu is None else f"{said}, and {gpu / 1e9:.1f} GB on the GPU ({DEVICE_SHARE:.0%})"

@@ -20,7 +20,7 @@ from ..models.checkpoint import Checkpoint, config_of
 from ..models.estimate import Estimates
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import tensor_headers
-from ..models.memory import WholeModel, available_device_bytes, available_host_bytes, stream_weights
+from ..models.memory import WholeModel, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
 from ..models.source import find_source
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
@@ -61,6 +61,7 @@ class Inspection:
     objective: device and load for which decode times are predicted; instructions_per_cycle: that an SM of it is taken
         to issue. decode_times: of every group size, at a few numbers of bytes; a prediction.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
+    usable_host_bytes: of what is available, where weights are to stay in memory.
     calibrate, export: what the commands take on this machine, as they would be run.
     """
 
@@ -86,6 +87,7 @@ class Inspection:
     export: Needs
     export_disk_bytes: int
     available_host_bytes: int
+    usable_host_bytes: int
     available_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,6 +153,7 @@ def inspect(
         export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
         export_disk_bytes=int(stored * 1.1),
         available_host_bytes=available_host_bytes(),
+        usable_host_bytes=usable_host_bytes(),
         available_device_bytes=available_device_bytes(target),
     )
 
