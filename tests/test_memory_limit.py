@@ -65,7 +65,9 @@ def test_a_model_writes_text_in_less_memory_than_its_weights_take(tmp_path: Path
 @pytest.mark.skipif(os.environ.get("ROTOR_SLOW") != "1", reason="takes minutes; set ROTOR_SLOW=1")
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads memory from /proc")
 def test_calibrating_more_than_fits(tmp_path: Path) -> None:
-    """8 GB within 3 GB: it takes minutes and 9 GB of disk. Under RLIMIT_DATA, which limits anonymous memory (also what is only reserved); its resident peak is watched."""
+    """8 GB within 3 GB; it takes minutes and 9 GB of disk.
+
+    Under RLIMIT_DATA, which limits anonymous memory (also what is only reserved); its resident peak is watched."""
     model = tmp_path / "model"
     assert make_checkpoint(model, layers=14) > 8e9
     program = (
