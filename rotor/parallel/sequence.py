@@ -203,8 +203,9 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
             all), or `auto`, layer by layer whichever sends fewer bytes.
     Raises:
         UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its
-            cache by a policy, has a RoPE whose frequencies depend on the length, or lies on several devices. In passes: the processes were given different inputs, a cache
-            of a kind that cannot be spread or that was filled elsewhere, a mask that is not two-dimensional, labels.
+            cache by a policy, lies on several devices, or has a RoPE whose frequencies depend on the length. In passes:
+            the processes were given different inputs, a cache of a kind that cannot be spread or that was filled
+            elsewhere, a mask that is not two-dimensional, labels.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
     """
@@ -229,7 +230,7 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
         )
     if any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers):
         raise UsageError(
-            "RoPE's frequencies depend on the length (dynamic, longrope), and a process has only some of the positions.",
+            "RoPE's frequencies depend on the length (dynamic, longrope), and a process has only some positions.",
             "Run this model in one process.",
         )
     devices = {parameter.device for parameter in model.parameters()}
