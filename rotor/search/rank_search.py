@@ -24,7 +24,7 @@ from .export_job import ExportJob
 from .point import Point
 from .search import Measurer, find_plan, most_points, plan_for, probe_rows, rank_path, search_target
 from .table import Context, ProbeTable, RankTable
-from .tiers import choose_tiers
+from .tier_choice import choose_tiers
 
 
 class _Unmeasured(Exception):
@@ -145,7 +145,7 @@ class RankSearch:
             network.compress(plan.select(self.bases), plan.rounded)
             search = self.data.search
             rows = search[: max(1, settings.tiers_tokens // search.shape[1])]
-            policy, _ = choose_tiers(network, rows, settings.tiers, self.progress)
+            policy, _ = choose_tiers(network, rows, settings.tiers, settings.tiers_repeats, self.progress)
         return RankSearch(replace(job, policy=policy), self.times, self.progress, network)
 
     def policy(self, point: Point) -> Policy | None:
