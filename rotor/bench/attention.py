@@ -1,7 +1,7 @@
-"""Attention of compressed layers beside PyTorch's on the uncompressed cache: every row is checked, then all are timed.
+"""Attention of compressed layers beside PyTorch's on the uncompressed cache: every row is checked, then timed.
 
-Rows, on random inputs: rotor's kernel and its path in plain PyTorch; each backend of PyTorch's SDPA on keys and values of
-full width; and, as Palu does without a kernel, keys of the same ranks that are rebuilt in memory for SDPA.
+Rows, on random inputs: rotor's kernel and its path in plain PyTorch; each backend of PyTorch's SDPA on keys and values
+of full width; and, as Palu does without a kernel, keys of the same ranks that are rebuilt in memory.
 """
 
 from __future__ import annotations

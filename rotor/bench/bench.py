@@ -14,8 +14,8 @@ from ..errors import UsageError
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
+from ..policies import stored_bytes, use_cache_policy
 from ..progress import Progress
-from ..runtime.cache import stored_bytes, use_cache_policy
 from .attention import bench_layer, quartiles
 from .records import describe_device, provenance
 

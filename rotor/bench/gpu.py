@@ -1,7 +1,7 @@
-"""What a GPU is asked first: the tests marked `gpu`, also below NVIDIA's sanitizer; and tiles measured for a checkpoint.
+"""What a GPU is asked first: the tests marked `gpu`, also below NVIDIA's sanitizer; and tiles for a checkpoint.
 
-The tests are those of a checkout. Those in tests/kernels/test_gpu_layouts.py measure attention of the named layouts, and
-append what they find to the file that ROTOR_GPU_RESULTS names.
+The tests are those of a checkout. tests/kernels/test_gpu_layouts.py measures attention of the named layouts, and
+appends what it finds to the file that ROTOR_GPU_RESULTS names.
 """
 
 from __future__ import annotations
