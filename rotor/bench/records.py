@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..calibration.calibrate import versions
 from ..errors import UsageError
 from ..format.atomic import write_text
 from ..format.json_files import json_text
+from ..versions import versions
 
 
 def provenance(command: str) -> dict[str, Any]:
