@@ -20,7 +20,7 @@ STEPS = 1024
 UNIT_BYTES = PLANE // 2
 """What rows grow by: the unit in which bytes are split."""
 
-GRAIN = f"at least {UNIT_BYTES} bytes a latent", "calibrate with larger groups.size"
+STEP = f"at least {UNIT_BYTES} bytes a latent", "calibrate with larger groups.size"
 """What plans of codes are made of, and what makes that finer."""
 
 
@@ -109,8 +109,8 @@ class BitsPath(RankPath):
         self._least_units = int(np.isfinite(self._path.loss).argmax())
 
     @property
-    def grain(self) -> tuple[str, str]:
-        return GRAIN
+    def step(self) -> tuple[str, str]:
+        return STEP
 
     def full(self) -> RankPlan:
         """The plan of most bytes."""

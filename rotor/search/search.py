@@ -238,7 +238,7 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
     if plan is None:
         raise UsageError(
             f"--compression {compression}: the most that can be removed is {path.steps()[-1].stored:.4f}, "
-            f"with {path.grain[0]}.",
-            f"Ask for less, or {path.grain[1]}.",
+            f"with {path.step[0]}.",
+            f"Ask for less, or {path.step[1]}.",
         )
     return plan
