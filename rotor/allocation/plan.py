@@ -152,6 +152,11 @@ class RankPath(ABC):
         """The mildest step that removes at least `target` of the cache, or None if none does."""
         return next((plan for plan in self.steps() if plan.stored >= target - SLACK), None)
 
+    def lighter(self, plan: RankPlan) -> list[RankPlan]:
+        """Plans beside the path that store one unit less than `plan`, the most promising first; none by default."""
+        del plan
+        return []
+
     def _make(self, parameter: float, choice: tuple[str, ...], exact: list[LayerRanks]) -> RankPlan:
         """A plan with its ranks rounded and its compressions counted."""
         rounded = []
