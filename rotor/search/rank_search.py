@@ -100,7 +100,8 @@ class RankSearch:
             return point.search
 
         try:
-            return find_plan(path.steps(), self.job.recipe.search.resolution, goal.accuracy, known, goal.confidence)
+            resolution = self.job.recipe.search.resolution
+            return find_plan(path.steps(), resolution, goal.accuracy, known, goal.confidence, path.lighter)
         except _Unmeasured:
             return None
 
