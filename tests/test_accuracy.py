@@ -13,6 +13,7 @@ from test_cli import rotor
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checked import Reader
 from rotor.data.documents import Document
 from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.errors import CheckpointError, DataError, UsageError
@@ -24,7 +25,6 @@ from rotor.recipe import Evaluation, load_recipe
 from rotor.recipe.metric_registry import METRICS
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable, RankTable
-from rotor.typed import Reader
 from rotor.validation.validate import judge_target
 
 CPU = torch.device("cpu")

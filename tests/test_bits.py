@@ -17,6 +17,7 @@ from rotor.allocation.bits import BitsPath
 from rotor.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, codes_path
+from rotor.checked import Reader
 from rotor.codes.layer import CodedBases
 from rotor.codes.quantiser import ChannelCode
 from rotor.errors import CheckpointError, RecipeError, UsageError
@@ -37,7 +38,6 @@ from rotor.runtime.cache_size import cache_bytes_per_token
 from rotor.search.point import Point, channels_json
 from rotor.search.search import rank_path
 from rotor.search.table import RankTable
-from rotor.typed import Reader
 from rotor.validation.validate import validate
 
 BITS = "codes.bits=[0,4,8]"

@@ -27,7 +27,7 @@ from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.tokenizer import check_ids
 from rotor.recipe import load_recipe, override
-from rotor.recipe.checks import LARGEST
+from rotor.recipe.sections import LARGEST
 from rotor.validation.trusted import TrustedEvaluation, trusted_evaluation
 from rotor.validation.validate import validate
 

@@ -7,16 +7,17 @@ metric needs, on the report split everything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from ..checked import Reader
 from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
 from ..progress import Progress
 from ..recipe.metric_registry import METRICS, accuracy_field, metric_info, primitive_metrics
 from ..runtime.cache import Policy
-from ..typed import Reader
 from .cached import PREFILL_SHARE, check_in_memory, final_states_through_cache
 from .fitting import fit_cache_policy
 from .metrics import EvaluationContext, Measurement, Metric, Seen, make_metric, smallest

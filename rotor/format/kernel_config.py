@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..checked import Reader
 from ..errors import CheckpointError
-from ..typed import Reader
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
 from .layout import LayerLayout

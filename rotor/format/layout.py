@@ -16,14 +16,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple
 
+from typing_extensions import TypedDict
+
+from ..checked import Expect, Reader
 from ..errors import CheckpointError
-from ..typed import Reader
 from .channels import EDITED, Latent, aligned, latent_from
 
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
+
+
+def is_rope_block(positions: int) -> bool:
+    """Whether keys may be rotated within blocks of so many positions."""
+    return 2 <= positions <= MOST_ROPE_BLOCK and positions & (positions - 1) == 0
+
+
+RopeBlock = Annotated[int, Expect(is_rope_block, f"a power of two from 2 to {MOST_ROPE_BLOCK}")]
 
 MAX_SIZE = 1 << 24
 """No size of any model's attention is near it; larger ones come from damaged files."""
@@ -346,11 +356,6 @@ class LayerLayout:
         if not all(0 < rank <= MAX_SIZE for rank in ranks):
             raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")
         return layout
-
-
-def is_rope_block(positions: int) -> bool:
-    """Whether keys may be rotated within blocks of so many positions."""
-    return 2 <= positions <= MOST_ROPE_BLOCK and positions & (positions - 1) == 0
 
 
 def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape, where: str) -> None:

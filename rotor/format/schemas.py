@@ -6,10 +6,12 @@ Keys that are not listed are allowed and left alone; those of a class with `tota
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
+from typing_extensions import TypedDict
+
+from ..checked import Reader
 from ..errors import CheckpointError
-from ..typed import Reader
 from .json_files import read_json
 from .layout import AttentionShape, LayoutDict, is_rope_block
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ..checked import Reader, shorten
 from ..errors import CheckpointError
 from ..installing import PACKAGE
-from ..typed import Reader, shorten
 from .channels import EDITED
 from .layout import AttentionShape, LayerLayout, check_layouts
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from ..allocation.plan import RankPlan
+from ..checked import Reader
 from ..codes.layer import GroupChannels, as_pair
 from ..errors import CheckpointError, UsageError
 from ..evaluation.fidelity import Fidelity
 from ..format.channels import Channels, latent_from
 from ..format.layout import LayerRanks
 from ..format.schemas import CompressionInfo, PointRanks
-from ..typed import Reader
 
 
 class _PointInfo(TypedDict):

@@ -15,13 +15,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from ..allocation.plan import RankPlan, Sensitivity
 from ..calibration.run import Run
+from ..checked import Reader
 from ..data.splits import EvaluationData
 from ..errors import CheckpointError
 from ..format.json_files import read_json
@@ -30,7 +32,6 @@ from ..format.manifest import read_checked_json, write_checked_json
 from ..recipe import Evaluation, Ranks
 from ..recipe.metric_registry import LM_EVAL
 from ..runtime.cache import Policy
-from ..typed import Reader
 from .point import Point, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest.json"
