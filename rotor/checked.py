@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import core_schema, from_json, to_json
+from typing_extensions import is_typeddict
 
 from .errors import RecipeError, RotorError
 
@@ -76,15 +77,15 @@ class Reader:
     error: type[RotorError] = RecipeError
     hint: str = ""
 
-    def read(
-        self, kind: Any, value: Any, name: str = "", *, extra: Literal["allow", "ignore", "forbid"] | None = None
-    ) -> Any:
+    def read(self, kind: Any, value: Any, name: str = "") -> Any:
         """`value` as the type `kind`; lists become tuples where these are expected.
+
+        Keys that no field has are refused, and kept in a TypedDict.
 
         Args:
             name: dotted name of the value so far, empty for the whole file.
-            extra: what becomes of keys that no field has; None leaves it to the type.
         """
+        extra: Literal["allow", "forbid"] = "allow" if is_typeddict(kind) else "forbid"
         try:
             data = to_json(value, inf_nan_mode="strings")
             return _adapter(kind).validate_json(data, strict=True, extra=extra)
@@ -181,7 +182,7 @@ def _range(schema: dict[str, Any]) -> str:
     """The end of a sentence on a number."""
     if "minimum" in schema and "maximum" in schema:
         return f" from {schema['minimum']} to {schema['maximum']}"
-    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     bounds = " and ".join(f"{word} {schema[bound]}" for bound, word in words.items() if bound in schema)
     return bounds and f" {bounds}"
 

@@ -168,11 +168,11 @@ def test_a_vector_that_is_not_finite_names_its_layer() -> None:
 @pytest.mark.parametrize(
     ("item", "text"),
     [
-        ("prune.share=1.0", "prune.share: got 1.0, expected a share from 0 to below 1"),
+        ("prune.share=1.0", "prune.share: got 1.0, expected a finite number of at least 0 and below 1"),
         ("prune.share=-0.1", "prune.share: got -0.1"),
-        ("prune.kmeans=0", "prune.kmeans: got 0, expected null or a positive number"),
-        ("prune.kmeans=many", "prune.kmeans: got 'many', expected int or null"),
-        ("prune.kmean=3", "unknown key 'kmean' in prune; did you mean 'kmeans'?"),
+        ("prune.kmeans=0", "prune.kmeans: got 0, expected a whole number from 1 to 1048576 or null"),
+        ("prune.kmeans=many", "prune.kmeans: got 'many', expected a whole number from 1 to 1048576 or null"),
+        ("prune.kmean=3", "unknown key 'prune.kmean'; did you mean 'kmeans'?"),
         ("tokens.source=dataset", "tokens.dataset: got None, expected a name on the hub or a folder"),
     ],
 )
