@@ -108,12 +108,13 @@ class Reader:
             return self.error(f"{self.where}: {reason}.", self.hint)
         value, path = from_json(data), []
         for key in found["loc"]:  # what follows names a missing key, or an option of a union
-            if not ((isinstance(value, dict) and key in value) or (isinstance(value, list) and isinstance(key, int))):
+            known: Any = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+            if key not in known:
                 break
             value = value[key]  # type: ignore[index]
             path.append(key)
         place = joined(name, *path)
-        if found["type"] == "missing":
+        if found["type"] == "missing" and isinstance(value, dict):
             return self.error(f"{self.where}: missing key {joined(place, found['loc'][-1])!r}.", self.hint)
         if found["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             known = [key for option in options(kind, path[:-1]) for key in option.get("properties", ())]
