@@ -69,12 +69,9 @@ class OutputFolder:
 
     def leftovers(self) -> list[Path]:
         """What killed processes left of it, under names that `new_name` gave."""
-        if self.is_fixed:
-            return [path for path in sorted(self.path.iterdir()) if re.fullmatch(r"\.rotor-[0-9a-f]{16}", path.name)]
-        if not self.path.parent.is_dir():
-            return []
-        name = re.compile(re.escape(f".{self.path.name}.rotor-") + "[0-9a-f]{16}(-old)?")
-        return [path for path in sorted(self.path.parent.iterdir()) if name.fullmatch(path.name)]
+        parent, name = (self.path, "") if self.is_fixed else (self.path.parent, f".{self.path.name}")
+        known = re.compile(re.escape(f"{name}.rotor-") + "[0-9a-f]{16}(-old)?")
+        return [path for path in sorted(parent.iterdir()) if known.fullmatch(path.name)] if parent.is_dir() else []
 
     def check(self, overwrite: bool, sources: Iterable[Path], kept: Iterable[Path] = ()) -> None:
         """Raises UsageError where the folder must not be written.
@@ -186,11 +183,9 @@ def unmark(folder: Path) -> None:
 def unfinished_kind(folder: Path) -> str | None:
     """What a folder is to become; None if nothing says that rotor is making it."""
     path = folder / UNFINISHED
-    if path.is_symlink() or not path.is_file():
-        return None
     with suppress(CheckpointError):
         data = read_json(path, any_names=True)
-        return data.get("kind") if data.get("rotor_unfinished") == 1 else None
+        return data.get("kind") if data.get("rotor_unfinished") == 1 and not path.is_symlink() else None
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +22,6 @@ from .sections import (
     Evaluation,
     Groups,
     ObjectiveSettings,
-    Prune,
     Ranks,
     Search,
     Tokens,
@@ -42,7 +40,6 @@ class Recipe:
     summary: str
     """What it is, in a sentence."""
     tokens: Tokens = Tokens()
-    prune: Prune = Prune()
     groups: Groups = Groups()
     bases: Bases = Bases()
     ranks: Ranks = Ranks()
@@ -85,54 +82,33 @@ class Recipe:
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         """What fields ask of each other."""
-        for name, fits, expected in CONDITIONS:
-            if not fits(self):
-                raise Unfit(name, attrgetter(name)(self), expected(self))
+
+        def need(fits: bool, name: str, expected: str) -> None:
+            if not fits:
+                raise Unfit(name, attrgetter(name)(self), expected)
+
+        tokens, evaluation, ranks, domain = self.tokens, self.evaluation, self.ranks, self.groups.domain
+        file = "a file or folder, as source is text"
+        need(tokens.source != "text" or bool(tokens.path), "tokens.path", file)
+        data_set = "a name on the hub or a folder, as source is dataset"
+        need(tokens.source != "dataset" or bool(tokens.dataset), "tokens.dataset", data_set)
+        need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
+        need(
+            self.coded or ranks.rule.chooses or not self.groups.left_open,
+            "ranks.method",
+            f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any, or auto of fast_planes",
+        )
+        need(
+            not ranks.uniform_rows or self.coded or ranks.rule.uniform_rows,
+            "ranks.rows",
+            f"ragged, as ranks.method is {ranks.method}: {OF_ONE_WIDTH}, or bits of codes, can do uniform",
+        )
+        need(
+            not ranks.uniform_rows or self.objective.weight == 0,
+            "ranks.rows",
+            f"ragged, as objective.kind is {self.objective.kind}: of uniform rows bytes are what is saved",
+        )
+        domains = {"pre", "post"} if domain == "any" else {"pre" if domain == "block" else domain}
+        methods = [name for name, method in QK_METHODS.items() if domains <= set(method.domains)]
+        need(self.bases.qk in methods, "bases.qk", f"one of {', '.join(methods)}, as groups.domain is {domain}")
         return self
-
-
-def _qk_methods(recipe: Recipe) -> list[str]:
-    """Query/key bases that work wherever the recipe may compress keys, on a model with RoPE."""
-    domain = recipe.groups.domain
-    domains = {"pre", "post"} if domain == "any" else {"pre" if domain == "block" else domain}
-    return [name for name, method in QK_METHODS.items() if domains <= set(method.domains)]
-
-
-CONDITIONS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
-    (
-        "tokens.path",
-        lambda r: r.tokens.source != "text" or bool(r.tokens.path),
-        lambda r: "a file or folder, as source is text",
-    ),
-    (
-        "tokens.dataset",
-        lambda r: r.tokens.source != "dataset" or bool(r.tokens.dataset),
-        lambda r: "a name on the hub or a folder, as source is dataset",
-    ),
-    (
-        "evaluation.path",
-        lambda r: r.evaluation.source != "text" or bool(r.evaluation.path),
-        lambda r: "a file or folder, as source is text",
-    ),
-    (
-        "ranks.method",
-        lambda r: r.coded or r.ranks.rule.chooses or not r.groups.left_open,
-        lambda r: f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any, or auto of fast_planes",
-    ),
-    (
-        "ranks.rows",
-        lambda r: not r.ranks.uniform_rows or r.coded or r.ranks.rule.uniform_rows,
-        lambda r: f"ragged, as ranks.method is {r.ranks.method}: {OF_ONE_WIDTH}, or bits of codes, can do uniform",
-    ),
-    (
-        "ranks.rows",
-        lambda r: not r.ranks.uniform_rows or r.objective.weight == 0,
-        lambda r: f"ragged, as objective.kind is {r.objective.kind}: of uniform rows bytes are what is saved",
-    ),
-    (
-        "bases.qk",
-        lambda r: r.bases.qk in _qk_methods(r),
-        lambda r: f"one of {', '.join(_qk_methods(r))}, as groups.domain is {r.groups.domain}",
-    ),
-)
-"""The field that is named, whether it fits, and what was expected of it."""
