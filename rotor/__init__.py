@@ -39,26 +39,42 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .runtime.registration import register_with_transformers
+from .versions import __version__
 
 # In a source checkout kernels/ and recipes/ lie beside this folder; an installed rotor has them inside it.
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
-    from .calibration.calibrate import calibrate as calibrate
-    from .calibration.run import Run as Run
-    from .errors import RotorError as RotorError
-    from .evaluation.fitting import fit_cache_policy as fit_cache_policy
+    from .calibration.calibrate import calibrate
+    from .calibration.run import Run
+    from .errors import RotorError
+    from .evaluation.fitting import fit_cache_policy
     from .export.export import ExportResult, export
     from .planning.inspection import Inspection, inspect
-    from .policies import use_cache_policy as use_cache_policy
-    from .progress import Progress as Progress
+    from .policies import use_cache_policy
+    from .progress import Progress
     from .study.study import Study, study
-    from .validation.integrity import Validation as Validation
-    from .validation.validate import validate as validate
+    from .validation.integrity import Validation
+    from .validation.validate import validate
 
+__all__ = [
+    "ExportResult",
+    "Inspection",
+    "Progress",
+    "RotorError",
+    "Run",
+    "Study",
+    "Validation",
+    "__version__",
+    "calibrate",
+    "export",
+    "fit_cache_policy",
+    "inspect",
+    "study",
+    "use_cache_policy",
+    "validate",
+]
 _MODULES = {
     "ExportResult": "export.export",
     "Inspection": "planning.inspection",
@@ -75,7 +91,6 @@ _MODULES = {
     "use_cache_policy": "policies",
     "validate": "validation.validate",
 }
-__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
