@@ -201,7 +201,7 @@ def test_targets_are_searched_beside_and_noted(copied: Path) -> None:
     assert table is not None
     assert sorted(request.target for request in table.requests) == [0.8, 0.9, 0.95]
     assert sum(point.has("report") for point in table.points) == 1
-    with pytest.raises(UsageError, match="--targets: \[0\]: got 2\.0, expected a finite number above 0"):
+    with pytest.raises(UsageError, match=r"--targets: \[0\]: got 2\.0, expected a finite number above 0"):
         export(copied / "run", copied / "x", accuracy=0.9, targets=[2.0])
     with pytest.raises(UsageError, match="searched beside an accuracy"):
         export(copied / "run", copied / "x", compression=0.3, targets=[0.9])
