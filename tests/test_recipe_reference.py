@@ -49,8 +49,9 @@ def test_a_shown_recipe_may_be_a_file(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize(("given", "meant"), [("FDC", "fdc"), ("Rotor-Post", "rotor-post"), ("zac", "zack")])
 def test_a_near_miss_of_a_recipe_is_named(given: str, meant: str) -> None:
-    with pytest.raises(RecipeError, match=f"did you mean '{meant}'"):
+    with pytest.raises(RecipeError, match=f"did you mean '{meant}'") as error:
         load_recipe(given)
+    assert "Bundled recipes: " in error.value.hint
 
 
 def test_every_field_has_a_text_a_default_and_its_values() -> None:
