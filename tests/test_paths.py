@@ -44,8 +44,7 @@ def notes(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_dots_after_a_link_remove_nothing(model: Path, tmp_path: Path, overwrite: bool) -> None:
+def test_dots_after_a_link_remove_nothing(model: Path, tmp_path: Path) -> None:
     """link/../notes is beside what the link leads to; by its text it would be beside the link."""
     elsewhere = tmp_path / "elsewhere" / "deep"
     elsewhere.mkdir(parents=True)
@@ -53,13 +52,13 @@ def test_dots_after_a_link_remove_nothing(model: Path, tmp_path: Path, overwrite
     for name in ("notes", "notes.partial", "run.partial"):
         notes(tmp_path / name)
     before = contents(tmp_path)
-    run = calibrate(model, tmp_path / "link" / ".." / "notes", "fdc", SETTINGS, overwrite=overwrite)
+    run = calibrate(model, tmp_path / "link" / ".." / "notes", "fdc", SETTINGS, overwrite=True)
     assert run.folder == tmp_path / "elsewhere" / "notes"
     assert before.items() <= contents(tmp_path).items()
-    calibrate(model, tmp_path / "link" / ".." / "model", "fdc", SETTINGS, overwrite=overwrite)
+    calibrate(model, tmp_path / "link" / ".." / "model", "fdc", SETTINGS, overwrite=True)
     assert before.items() <= contents(tmp_path).items()
     with pytest.raises(UsageError, match=r"run\.partial: is(: an unfinished run| not empty, and nothing)|unfinished"):
-        calibrate(model, tmp_path / "run", "fdc", SETTINGS, overwrite=overwrite)
+        calibrate(model, tmp_path / "run", "fdc", SETTINGS, overwrite=True)
     assert before.items() <= contents(tmp_path).items()
 
 
