@@ -13,6 +13,7 @@ from test_cli import rotor
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checked import Reader
 from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fidelity import Fidelity
@@ -22,7 +23,6 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation, load_recipe
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable, RankTable
-from rotor.typed import Reader
 from rotor.validation.validate import judge_target
 
 CPU = torch.device("cpu")
@@ -202,7 +202,7 @@ def test_confidence_asks_more_of_the_search_split(copied: Path, capsys) -> None:
     assert found["accuracy"]["measurements"]["search"]["interval_95"][0] >= 0.9
     assert found["compression"]["stored"] <= plain["compression"]["stored"]
     assert "for the lower end of the 95 % interval" in (copied / "sure" / "README.md").read_text()
-    with pytest.raises(UsageError, match=r"--confidence 0\.5: expected 0\.95, together with --accuracy"):
+    with pytest.raises(UsageError, match=r"--confidence: got 0\.5, expected 0\.95"):
         export(copied / "run", copied / "x", accuracy=0.9, confidence=0.5)
 
 
