@@ -7,79 +7,73 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..allocation.registry import CHOOSING
 from ..errors import RecipeError, UsageError
 from ..recipe import Recipe, load_recipe, override
 from ..typed import read_text, read_yaml
+from .parts import ALL, DEFAULT, ON_REQUEST, PARTS
 
-CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
-"""Policies of the cache."""
+ABLATION = "ablation"
+TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
-ON_REQUEST = ("peers", *CACHE_PARTS, "tiers")
-"""Parts that take longest, and are only run when they are named."""
-
-PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", *ON_REQUEST)
-"""What a study can measure, in the order in which it does."""
-
-DEFAULT_PARTS = ("curves", "ablation")
-"""Without a request: one calibration a recipe. Each of the others calibrates many times, or searches many targets."""
-
-ALL = "all"
-"""Stands for all parts that can run, but ON_REQUEST."""
+PROMPT_SHARE = "study.prompt_share"
+"""A setting of the study alone, given like those of recipes."""
 
 
 @dataclass(frozen=True)
 class StudyPlan:
     """A study request, checked before anything is measured.
 
-    parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
-    all parts but `curves`, `ablation`, `peers` and CACHE_PARTS are about; allocating: of these, the ones whose ranks
-    choose form and group size. base: what the ablations change, or None without them; variants: its ablations by
-    name. counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
+    parts: names of those to run, in the order of PARTS. named: of them, the ones that were asked for by name. recipes: by name, under the same conditions. focus: names of those that
+    the parts are about which calibrate many times, or search many targets. base: what the ablations change, or None
+    without them; variants: its ablations by name. at: compression at which `tokens` and `pruning` are measured.
+    counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
+    prompt_share: of a row of text, that is the prompt where caches are read step by step.
     """
 
     parts: tuple[str, ...]
+    named: tuple[str, ...]
     recipes: dict[str, Recipe]
     focus: tuple[str, ...]
-    allocating: tuple[str, ...]
     base: Recipe | None
     variants: dict[str, Recipe]
-    counts: tuple[int, ...]
-    sizes: tuple[int, ...] | None
+    at: float = 0.5
+    counts: tuple[int, ...] = TOKEN_COUNTS
+    sizes: tuple[int, ...] | None = None
+    prompt_share: float = 0.25
 
     @classmethod
     def of(
         cls,
-        recipes: list[str],
-        overrides: list[str],
-        parts: Iterable[str] | None,
-        focus: Iterable[str] | None,
-        ablations: Mapping[str, list[str]],
-        ablation_base: str,
-        counts: tuple[int, ...],
-        sizes: tuple[int, ...] | None,
+        recipes: Iterable[str],
+        overrides: Iterable[str] = (),
+        *,
+        parts: Iterable[str] | None = None,
+        focus: Iterable[str] | None = None,
+        ablations: Mapping[str, list[str]] | None = None,
+        ablation_base: str = "rotor",
+        at: float = 0.5,
+        counts: Iterable[int] = TOKEN_COUNTS,
+        sizes: Iterable[int] | None = None,
     ) -> StudyPlan:
         """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
-        asked = None if parts is None else list(parts)
-        chosen = _chosen_parts(asked, ablations)
+        if not 0 < at < 1:
+            raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
+        prompt_share, overrides = _own_settings(list(overrides))
+        named, ablations = None if parts is None else list(parts), ablations or {}
+        chosen = _chosen_parts(named, ablations)
         found = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
         names = tuple(focus) if focus is not None else tuple(found)[:1]
         for name in names:
             if name not in found:
-                raise UsageError(
-                    f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(found)}."
-                )
-        allocating = tuple(name for name in names if found[name].ranks.rule.chooses)
-        if asked is not None and "front" in asked and not allocating:
-            raise UsageError(
-                f"--parts front: the ranks of {', '.join(names)} do not choose form of keys and group size.",
-                f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor-16 has.",
-            )
-        base: Recipe | None = None
-        variants: dict[str, Recipe] = {}
-        if "ablation" in chosen:
+                known = ", ".join(found)
+                raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {known}.")
+        base, variants = None, dict[str, Recipe]()
+        if ABLATION in chosen:
             base, variants = _ablated(ablation_base, ablations, found, overrides)
-        return cls(chosen, found, names, allocating, base, variants, counts, sizes)
+        of_bytes = None if sizes is None else tuple(sizes)
+        return cls(
+            *(chosen, tuple(named or ()), found, names, base, variants, at, tuple(counts), of_bytes, prompt_share)
+        )
 
     @property
     def first(self) -> Recipe:
@@ -95,8 +89,8 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
     """
     found: list[tuple[str, list[str]]] = []
     for item in items:
-        name, colon, changes = item.partition(":")
-        if not colon or not name.strip() or not changes.split():
+        name, _, changes = item.partition(":")
+        if not name.strip() or not changes.split():
             raise RecipeError(
                 f"--ablation {item}: expected NAME:KEY=VALUE ...", 'Example: --ablation "per-head:groups.size=1"'
             )
@@ -128,6 +122,11 @@ def parse_counts(items: Iterable[str], option: str = "--counts", unit: str = "to
     return tuple(int(item) for item in items)
 
 
+def of_recipes(overrides: Iterable[str]) -> list[str]:
+    """The overrides that are no settings of the study itself."""
+    return [item for item in overrides if not item.startswith(f"{PROMPT_SHARE}=")]
+
+
 def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Recipe]:
     """Put the recipes, by name, under one number of tokens, seed, row length, evaluation and search for all.
 
@@ -137,12 +136,12 @@ def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Re
     if not recipes:
         raise UsageError("--recipes: no recipes to compare.", "Give names or YAML files: --recipes fdc,rotor")
     first, count = recipes[0], max(recipe.tokens.count for recipe in recipes)
-    specs: dict[str, Recipe] = {}
+    found: dict[str, Recipe] = {}
     for recipe in map(_named, recipes):
-        if recipe.name in specs:
+        if recipe.name in found:
             raise UsageError(f"--recipes: two recipes are named {recipe.name!r}.", "Change `name` in one of the files.")
-        specs[recipe.name] = _under_conditions(recipe, first, count, overrides)
-    return specs
+        found[recipe.name] = _under_conditions(recipe, first, count, overrides)
+    return found
 
 
 def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list[str]) -> Recipe:
@@ -151,38 +150,53 @@ def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list
     return override(same, overrides)
 
 
+def _own_settings(overrides: list[str]) -> tuple[float, list[str]]:
+    """The share of a row that is the prompt, and what is left for the recipes."""
+    share = StudyPlan.prompt_share
+    for item in overrides:
+        name, _, value = item.partition("=")
+        if name == PROMPT_SHARE:
+            try:
+                share = float(value)
+            except ValueError:
+                share = 0.0
+            if not 0 < share < 1:
+                raise UsageError(f"--set {item}: expected a share between 0 and 1.")
+    return share, of_recipes(overrides)
+
+
 def _ablated(
-    base: str, ablations: Mapping[str, list[str]], specs: dict[str, Recipe], overrides: list[str]
+    base: str, ablations: Mapping[str, list[str]], recipes: dict[str, Recipe], overrides: list[str]
 ) -> tuple[Recipe, dict[str, Recipe]]:
     """The recipe `base` under the study's conditions, and with the overrides of each ablation."""
-    first = next(iter(specs.values()))
+    first = next(iter(recipes.values()))
     for change in (change for changes in ablations.values() for change in changes):
         if change.split(".")[0] in ("evaluation", "search"):
             raise UsageError(
                 f"ablation {change}: all are measured the same way.", "Give it with --set, for all of them."
             )
-    recipe = specs.get(base)
+    recipe = recipes.get(base)
     if recipe is None:
         loaded = _named(load_recipe(base, overrides))
-        recipe = specs.get(loaded.name) or _under_conditions(loaded, first, first.tokens.count, overrides)
-    changed = {_file_name(f"{recipe.name}-{name}"): override(recipe, changes) for name, changes in ablations.items()}
-    return recipe, changed
+        recipe = recipes.get(loaded.name) or _under_conditions(loaded, first, first.tokens.count, overrides)
+    return recipe, {
+        _file_name(f"{recipe.name}-{name}"): override(recipe, changes) for name, changes in ablations.items()
+    }
 
 
-def _chosen_parts(parts: list[str] | None, ablations: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """The parts to run, in the order of PARTS."""
-    if parts is None:
-        wanted = list(DEFAULT_PARTS)
-    else:
-        wanted = [p for part in parts for p in ([p for p in PARTS if p not in ON_REQUEST] if part == ALL else (part,))]
-    unknown = [part for part in wanted if part not in PARTS]
-    if unknown or not wanted:
-        raise UsageError(f"--parts {','.join(unknown) or 'is empty'}: expected some of {', '.join(PARTS)}, or {ALL}.")
+def _chosen_parts(named: list[str] | None, ablations: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """The parts to run, the bundled ones in the order of PARTS."""
+    wanted = list(DEFAULT if named is None else named)
+    if not wanted:
+        raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or {ALL}.")
+    every = [part for part in PARTS if part not in ON_REQUEST]
+    wanted = [part for name in wanted for part in (every if name == ALL else (name,))]
     if not ablations:
-        if parts is not None and "ablation" in parts:
+        if named is not None and ABLATION in named:
             raise UsageError("--parts ablation: there are no ablations; give --ablation or --ablations.")
-        wanted = [part for part in wanted if part != "ablation"]
-    return tuple(part for part in PARTS if part in wanted)
+        wanted = [part for part in wanted if part != ABLATION]
+    ordered = [part for part in PARTS if part in wanted] + [part for part in wanted if part not in PARTS]
+    return tuple(dict.fromkeys(ordered))
 
 
 def _named(recipe: Recipe) -> Recipe:
