@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
 
-from ..runtime.cache import H2O, Eviction, Keyformer, PerToken, Policy, Random, Streaming, Window
+from ..policies import H2O, Eviction, Keyformer, PerToken, Policy, Random, Streaming, Window
 from .caches import CacheRecord
 from .context import StudyContext
 from .part import Part, Task

@@ -29,8 +29,8 @@ from ..evaluation.scoring import AnswerScores
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
-from ..runtime.cache import LONG_TOKENS, EvictingLayer, Policy, cache_policy, stored_bytes
-from ..runtime.cache.sizes import random_rows
+from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, stored_bytes
+from ..policies.sizes import random_rows
 from ..search.search import Measurer
 
 KL_STEPS = 8

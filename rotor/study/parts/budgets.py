@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...runtime.cache import Eviction, Policy
-from ...runtime.cache.budgets import sensitivity_shares
+from ...policies import Eviction, Policy
+from ...policies.budgets import sensitivity_shares
 from ..cache_part import CONTROL, CachePart, evictions
 from ..caches import CacheRecord
 from ..context import StudyContext

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from ...recipe import Recipe
-from ...runtime.cache import GEAR, KIVI, Eviction, KVQuant, Policy
+from ...policies import GEAR, KIVI, Eviction, KVQuant, Policy
 from ..cache_part import CONTROL, GROUP, CachePart, cache_records, evictions
 from ..caches import CacheRecord
 from ..context import TARGETS, StudyContext

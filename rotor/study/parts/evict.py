@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...runtime.cache import Policy
+from ...policies import Policy
 from ..cache_part import CONTROL, CachePart, evictions
 from ..context import StudyContext
 from ..part import Task

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.cache_utils import Cache, QuantizedCache
 
 from ...recipe import Recipe
-from ...runtime.cache import FP8, GEAR, KCVT, KIVI, PerToken, Policy
+from ...policies import FP8, GEAR, KCVT, KIVI, PerToken, Policy
 from ..cache_part import GROUP, CachePart, csv_row, cache_records
 from ..caches import CachedModel, CacheRecord
 from ..context import StudyContext

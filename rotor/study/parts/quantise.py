@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...runtime.cache import FP8, GEAR, KCVT, KIVI, NUQ, KVQuant, PerToken, Policy
+from ...policies import FP8, GEAR, KCVT, KIVI, NUQ, KVQuant, PerToken, Policy
 from ..cache_part import GROUP, CachePart
 from ..context import StudyContext
 from ..part import Task

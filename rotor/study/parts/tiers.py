@@ -15,8 +15,8 @@ from ...errors import AccuracyError
 from ...format.file_names import RESULTS
 from ...recipe import Recipe
 from ...rewriting.compressible import CompressibleModel
-from ...runtime.cache import Tiers as TiersPolicy
-from ...runtime.cache import read_stored
+from ...policies import Tiers as TiersPolicy
+from ...policies import read_stored
 from ...search.probe import full_ranks
 from ...search.tier_choice import choose_tiers
 from ..cache_part import cache_table, csv_row, fidelity_plot
