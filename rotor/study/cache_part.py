@@ -36,14 +36,16 @@ def evictions(share: float, bits: int = 16) -> dict[str, Eviction]:
 
 
 class CachePart(Part):
-    """A part about caches. title, text: of its table. size: the bytes of a record that its plot goes by. lists: what
-    its CSV has of each task."""
+    """A part about caches.
+
+    title, text: of its table. size: the bytes of a record that its plot goes by; the mean is of the lengths at which
+    fidelity was measured, so that tokens that are not yet coded count where they help.
+    """
 
     csv = "caches.csv"
     title: ClassVar[str]
     text: ClassVar[str] = ""
     size: ClassVar[str] = "kv_bytes_per_token"
-    lists: ClassVar[tuple[str, ...]] = ("answers",)
 
     def of_policies(self, study: StudyContext, policies: Mapping[str, Policy]) -> Iterator[Task]:
         """Of the uncompressed model."""
@@ -56,10 +58,11 @@ class CachePart(Part):
             yield cache_table(records, self.title, self.text)
 
     def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
-        return [{"part": self.name, **csv_row(record, self.lists)} for record in cache_records(store, self.name)]
+        return [{"part": self.name, **_csv_row(record)} for record in cache_records(store, self.name)]
 
     def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
-        return fidelity_plot(self.name, cache_records(store, self.name), self.title, self.size)
+        records = [record for record in cache_records(store, self.name) if not record.skipped]
+        return {self.name: partial(draw_fidelity, records, self.title, self.size)} if records else {}
 
 
 def _measure(study: StudyContext, name: str, policy: Policy) -> CacheRecord:
@@ -71,12 +74,14 @@ def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
     return [CacheRecord(**record) for record in store.part(part).values() if "skipped" in record]
 
 
-def csv_row(record: CacheRecord, lists: Sequence[str] = ("answers", "hits")) -> dict[str, Any]:
+def _csv_row(record: CacheRecord) -> dict[str, Any]:
     """By column; without numbers where it was skipped."""
     plain = {key: value for key, value in asdict(record).items() if not isinstance(value, (dict, list))}
     if record.skipped:
         plain |= {key: "" for key in plain if key not in ("name", "skipped")}
-    return plain | {f"{task}_{what}": getattr(record, what)[task] for task in record.answers for what in lists}
+    return plain | {
+        f"{task}_{what}": getattr(record, what)[task] for task in record.answers for what in ("answers", "hits")
+    }
 
 
 def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> Table:
@@ -97,20 +102,8 @@ def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> T
     return Table(header, rows, title, text)
 
 
-def fidelity_plot(
-    name: str, records: Iterable[CacheRecord], title: str, size: str = "mean_kv_bytes_per_token"
-) -> dict[str, Callable[[Any], None]]:
-    """KL and each ratio against bytes, a colour a family of names, with the Pareto front; nothing without records.
-
-    Args:
-        name: of the file. size: which bytes of a record. The mean is of the lengths at which fidelity was measured, so
-            that tokens that are not yet coded count where they help.
-    """
-    measured = [record for record in records if not record.skipped]
-    return {name: partial(_draw, measured, title, size)} if measured else {}
-
-
-def _draw(records: Sequence[CacheRecord], title: str, size: str, figure: Any) -> None:
+def draw_fidelity(records: Sequence[CacheRecord], title: str, size: str, figure: Any) -> None:
+    """KL and each ratio against bytes, a colour a family of names, with the Pareto front."""
     values: dict[str, Callable[[CacheRecord], float | None]] = {
         KL_LABEL: lambda r: max(r.kl_div, 1e-5),
         "next-token accuracy (ratio)": lambda r: r.token_accuracy,
@@ -128,8 +121,7 @@ def _draw(records: Sequence[CacheRecord], title: str, size: str, figure: Any) ->
             own = sorted((x, y) for of, x, y in points if of == name)
             draw_line(axes, index, own, name, linestyle=":")
         front = pareto_front([(x, y) for _, x, y in points], label != KL_LABEL)
-        x, y = zip(*front, strict=True)
-        axes.step(x, y, where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
+        axes.step(*zip(*front, strict=True), where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
         axes.set(xlabel="bytes of cache per token", ylabel=label, yscale="log" if label == KL_LABEL else "linear")
         double_x(axes)
     for axes in grid[len(values) :]:

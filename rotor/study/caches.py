@@ -26,11 +26,11 @@ from ..evaluation.cached import (
 from ..evaluation.fitting import fit_cache_policy
 from ..evaluation.metrics.distance import Prompts, check_base
 from ..evaluation.scoring import AnswerScores
+from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, stored_bytes
+from ..policies.sizes import random_rows
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
-from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, stored_bytes
-from ..policies.sizes import random_rows
 from ..search.search import Measurer
 
 KL_STEPS = 8
@@ -77,7 +77,7 @@ class CacheRecord:
 
 @dataclass
 class CachedModel:
-    """A network's model, compressed as it is or uncompressed, with a cache: of a policy, of another kind, or a plain one.
+    """A network's model, compressed as it is or uncompressed, with a cache of a policy, of another kind, or plain.
 
     Called like a model. The policy is in force for the length of the call: the reference beside it has none.
 

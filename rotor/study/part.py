@@ -32,8 +32,7 @@ class Task:
 
     key: of the record in the store; begins with the part's name and a slash. measure: gives the record, a dict or a
     dataclass. calibrations: the recipes that it needs calibrated, by the folder below runs/ that keeps them.
-    points, search_points: compressed models that it measures on both splits, and on the search split alone.
-    tokens: that it runs through the model, in place of both splits.
+    points: compressed models that it measures, at most.
     retried: a record that was `skipped` is measured again when the study continues.
     """
 
@@ -41,8 +40,6 @@ class Task:
     measure: Callable[[], Any]
     calibrations: Mapping[str, Recipe] = field(default_factory=dict)
     points: int = 1
-    search_points: int = 0
-    tokens: int = 0
     retried: bool = False
 
     def is_done(self, records: Mapping[str, dict[str, Any]]) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import RecipeError, UsageError
 from ..recipe import Recipe, load_recipe, override
@@ -23,10 +24,11 @@ PROMPT_SHARE = "study.prompt_share"
 class StudyPlan:
     """A study request, checked before anything is measured.
 
-    parts: names of those to run, in the order of PARTS. named: of them, the ones that were asked for by name. recipes: by name, under the same conditions. focus: names of those that
-    the parts are about which calibrate many times, or search many targets. base: what the ablations change, or None
-    without them; variants: its ablations by name. at: compression at which `tokens` and `pruning` are measured.
-    counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
+    parts: names of those to run, in the order of PARTS; named: of them, the ones that were asked for by name.
+    recipes: by name, under the same conditions. focus: names of those that the parts are about which calibrate many
+    times, or search many targets. base: what the ablations change, or None without them; variants: its ablations by
+    name. at: compression at which `tokens` and `pruning` are measured. counts: numbers of calibration tokens. sizes:
+    bytes of cache per token, or None for the default.
     prompt_share: of a row of text, that is the prompt where caches are read step by step.
     """
 
@@ -58,7 +60,8 @@ class StudyPlan:
         """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
         if not 0 < at < 1:
             raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
-        prompt_share, overrides = _own_settings(list(overrides))
+        overrides = list(overrides)
+        prompt_share, overrides = _prompt_share(overrides), of_recipes(overrides)
         named, ablations = None if parts is None else list(parts), ablations or {}
         chosen = _chosen_parts(named, ablations)
         found = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
@@ -87,27 +90,25 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
     Raises:
         RecipeError: not of that form, or a name given twice.
     """
-    found: list[tuple[str, list[str]]] = []
+    found: list[tuple[str, Any]] = []
     for item in items:
         name, _, changes = item.partition(":")
-        if not name.strip() or not changes.split():
-            raise RecipeError(
-                f"--ablation {item}: expected NAME:KEY=VALUE ...", 'Example: --ablation "per-head:groups.size=1"'
-            )
         found.append((name.strip(), changes.split()))
     if path is not None:
         data = read_yaml(read_text(path, f"--ablations {path}"), f"--ablations {path}")
         if not isinstance(data, dict):
             raise RecipeError(f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.")
-        for name, changes in data.items():
-            if not isinstance(changes, list) or not changes or not all(isinstance(c, str) for c in changes):
-                raise RecipeError(f"--ablations {path}: {name}: expected a list of KEY=VALUE.")
-            found.append((str(name), changes))
-    names = [_file_name(name) for name, _ in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise RecipeError(f"ablation {name!r} is given twice.", "Give every ablation a name of its own.")
-    return dict(found)
+        found += data.items()
+    names = [_file_name(str(name)) for name, _ in found]
+    for (name, changes), file_name in zip(found, names, strict=True):
+        if not name or not isinstance(changes, list) or not changes or not all(isinstance(c, str) for c in changes):
+            raise RecipeError(
+                f"ablation {name}: expected a name and a list of KEY=VALUE.",
+                'Example: --ablation "per-head:groups.size=1"',
+            )
+        if names.count(file_name) > 1:
+            raise RecipeError(f"ablation {file_name!r} is given twice.", "Give every ablation a name of its own.")
+    return {str(name): changes for name, changes in found}
 
 
 def parse_counts(items: Iterable[str], option: str = "--counts", unit: str = "tokens") -> tuple[int, ...]:
@@ -150,19 +151,13 @@ def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list
     return override(same, overrides)
 
 
-def _own_settings(overrides: list[str]) -> tuple[float, list[str]]:
-    """The share of a row that is the prompt, and what is left for the recipes."""
-    share = StudyPlan.prompt_share
-    for item in overrides:
-        name, _, value = item.partition("=")
-        if name == PROMPT_SHARE:
-            try:
-                share = float(value)
-            except ValueError:
-                share = 0.0
-            if not 0 < share < 1:
-                raise UsageError(f"--set {item}: expected a share between 0 and 1.")
-    return share, of_recipes(overrides)
+def _prompt_share(overrides: list[str]) -> float:
+    given = [item.removeprefix(f"{PROMPT_SHARE}=") for item in overrides if item.startswith(f"{PROMPT_SHARE}=")]
+    if not given:
+        return StudyPlan.prompt_share
+    if not re.fullmatch(r"0?\.\d*[1-9]\d*", given[-1]):
+        raise UsageError(f"--set {PROMPT_SHARE}={given[-1]}: expected a share between 0 and 1.")
+    return float(given[-1])
 
 
 def _ablated(

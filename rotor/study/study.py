@@ -25,7 +25,6 @@ from ..progress import Progress
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import Compute
 from .context import StudyContext
-from .estimate import StudyEstimate, estimate_study
 from .output import SUMMARY, write_plots, write_tables
 from .part import find_part, find_parts
 from .parts import PARTS
@@ -44,6 +43,24 @@ class Study:
     added: int
     files: tuple[Path, ...]
     seconds: float
+
+
+@dataclass(frozen=True)
+class PartEstimate:
+    """What one part still needs. points: measurements of compressed models, at most."""
+
+    part: str
+    calibrations: int
+    points: int
+
+
+@dataclass(frozen=True)
+class StudyEstimate:
+    """What a study would do. known_records: that are there already."""
+
+    model: str
+    parts: list[PartEstimate]
+    known_records: int
 
 
 def study(
@@ -138,8 +155,16 @@ def plan_study(model: str | Path, out: str | Path, plan: StudyPlan, compute: Com
 
     Raises: as study would before it measures anything.
     """
-    parts = find_parts(plan)
-    return estimate_study(_context(model, Path(out), plan, compute, 0, Progress()), parts)
+    chosen, known = find_parts(plan), set[str]()
+    study = _context(model, Path(out), plan, compute, 0, Progress())
+    found = []
+    for part in chosen:
+        tasks = [task for task in part.tasks(study) if task.key not in known and not task.is_done(study.store.records)]
+        runs = {name for task in tasks for name in task.calibrations if name not in known}
+        known |= {task.key for task in tasks} | runs
+        calibrations = sum(not study.folder(name).is_dir() for name in runs)
+        found.append(PartEstimate(part.name, calibrations, sum(task.points for task in tasks)))
+    return StudyEstimate(study.store.settings["model"]["name"], found, len(study.store.records))
 
 
 def _context(

@@ -50,7 +50,7 @@ class Budgets(CachePart):
             if name != "random":
                 key, label = f"{self.name}/{SENSITIVITY}/{name}", of_budget(name, "by sensitivity", SHARE)
                 points = study.checkpoint.config.get_text_config().num_hidden_layers * len(PROBE_SHARES)
-                yield Task(key, partial(_sensitivities, study, name, policy), points=0, search_points=points)
+                yield Task(key, partial(_sensitivities, study, name, policy), points=points)
                 yield Task(f"{self.name}/{label}", partial(_by_sensitivity, study, key, label, policy))
 
     def tables(self, store: StudyStore) -> Iterator[Table]:

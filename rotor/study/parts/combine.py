@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from ...recipe import Recipe
 from ...policies import GEAR, KIVI, Eviction, KVQuant, Policy
+from ...recipe import Recipe
 from ..cache_part import CONTROL, GROUP, CachePart, cache_records, evictions
 from ..caches import CacheRecord
 from ..context import TARGETS, StudyContext
@@ -59,8 +59,8 @@ def equal_contribution(total: float) -> float:
 
 
 def combinations(name: str, coded: bool) -> dict[str, tuple[float, Policy | None]]:
-    """By label, the share that a recipe's rows remove, and the policy on top: tokens kept by a share, and where rows are
-    numbers, codes, or both at once.
+    """By label, the share that a recipe's rows remove, and the policy on top: tokens kept by a share, and where rows
+    are numbers, codes, or both at once.
 
     Args:
         coded: whether the recipe's rows are codes, of which no more are made.

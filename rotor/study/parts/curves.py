@@ -8,7 +8,7 @@ from typing import Any
 
 from ...data.splits import SPLITS
 from ...recipe import Recipe
-from ...report.style import accuracy_axis, shown_loss
+from ...report.axes import accuracy_axis, shown_loss
 from ...search.search import most_points
 from ..bases import SIDE_LABELS, mean_spectra
 from ..context import TARGETS, StudyContext
@@ -90,8 +90,8 @@ def curve_tasks(study: StudyContext, part: str, name: str, recipe: Recipe, folde
     yield Task(f"{part}/{name}/spectra", spectra, needs, points=0)
     for target in COMPRESSIONS:
         yield Task(f"{part}/{name}/p{target:.2f}", partial(point, target), needs)
-    searched = len(TARGETS) * (most_points(recipe.search.resolution) - 1)
-    yield Task(f"{part}/{name}/targets", targets, needs, points=len(TARGETS), search_points=searched)
+    most = len(TARGETS) * most_points(recipe.search.resolution)
+    yield Task(f"{part}/{name}/targets", targets, needs, points=most)
 
 
 def curves(store: StudyStore, part: str) -> dict[str, Records]:

@@ -40,8 +40,7 @@ class Degradation(Part):
             for side in SIDE_LABELS:
                 for p in curves.COMPRESSIONS:
                     measure = partial(_measure, study, name, recipe, side, p)
-                    tokens = 3 * HELD_OUT_TOKENS
-                    yield Task(f"{self.name}/{name}/{side}/p{p:.2f}", measure, needs, tokens=tokens)
+                    yield Task(f"{self.name}/{name}/{side}/p{p:.2f}", measure, needs)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         rows = []

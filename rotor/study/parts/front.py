@@ -45,10 +45,10 @@ class Front(Part):
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         for name, recipe in _choosing(study.plan).items():
             free, needs = override(recipe, CHANGES), {f"front/{name}": override(recipe, CHANGES)}
-            searched = len(TARGETS) * (most_points(recipe.search.resolution) - 1)
+            most = len(TARGETS) * most_points(recipe.search.resolution)
             for weight in WEIGHTS:
                 measure = partial(_measure, study, name, free, weight)
-                yield Task(f"{self.name}/{name}/w{weight:.2f}", measure, needs, len(TARGETS), searched)
+                yield Task(f"{self.name}/{name}/w{weight:.2f}", measure, needs, most)
 
     def tables(self, store: StudyStore) -> Iterator[Table]:
         rows, records = list[list[str]](), store.part(self.name)
@@ -67,8 +67,8 @@ class Front(Part):
                 ["recipe", "accuracy", "weight of latency", "bytes per token", "bytes, share", "time, share", "layers"],
                 sorted(rows, key=lambda row: (row[0], -float(row[1]), float(row[2]))),
                 "Bytes of cache against predicted decode time",
-                f"Form of keys and group size of every layer chosen with the ranks. Time is that of attention in a decode "
-                f"step as `rotor/prediction/cost.py` predicts it from the rates of {first['device']}, at "
+                f"Form of keys and group size of every layer chosen with the ranks. Time is that of attention in a "
+                f"decode step as `rotor/prediction/cost.py` predicts it from the rates of {first['device']}, at "
                 f"{first['context_tokens']} tokens of context and a batch of {first['batch_size']}, not a measurement; "
                 "shares are of the uncompressed model.",
             )

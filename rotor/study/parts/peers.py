@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from transformers.cache_utils import Cache, QuantizedCache
 
-from ...recipe import Recipe
 from ...policies import FP8, GEAR, KCVT, KIVI, PerToken, Policy
-from ..cache_part import GROUP, CachePart, csv_row, cache_records
+from ...recipe import Recipe
+from ..cache_part import GROUP, CachePart
 from ..caches import CachedModel, CacheRecord
 from ..context import StudyContext
 from ..part import Task
-from ..store import StudyStore
 
 SHARES = (0.5, 0.375, 0.28, 0.2, 0.15, 0.125, 0.1, 0.075, 0.05, 0.0375)
 """Of the uncompressed cache's bytes, at which recipes are measured where no list of bytes is given."""
@@ -45,9 +44,6 @@ class Peers(CachePart):
                 label = f"{name}, {size} bytes"
                 measure = partial(_recipe, study, label, name, recipe, 1 - size / whole)
                 yield Task(f"{self.name}/{label}", measure, {name: recipe})
-
-    def rows(self, store: StudyStore) -> list[dict[str, Any]]:
-        return [csv_row(record) for record in cache_records(store, self.name)]
 
 
 def baselines() -> dict[str, Baseline]:
