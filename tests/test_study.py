@@ -18,7 +18,7 @@ from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decod
 from rotor.prediction.devices import bundled_devices
 from rotor.recipe import Tokens, load_recipe
 from rotor.recipe.settings import Compute
-from rotor.report.axes import shown_loss
+from rotor.report.style import shown_loss
 from rotor.search.search import rank_path
 from rotor.study import context as study_context
 from rotor.study.output import write_plots, write_tables

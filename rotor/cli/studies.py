@@ -181,17 +181,14 @@ def report(
             "--out", "-o", help="HTML file to write; by default report.html in a run, OUT-report.html beside OUT."
         ),
     ] = None,
-    study: Annotated[
-        Path | None, typer.Option(help="Study folder; its comparison of calibration tokens is shown.")
-    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write one HTML file that shows spectra, ranks, accuracy, losses, sizes and timings (export writes one too)."""
+    """Write one HTML file that shows spectra, ranks, accuracy, sizes and timings (export writes one too)."""
     from ..report.report import report as write_report
 
     with show_progress(quiet).task("report", None, ""):
-        result = write_report(folder, out, study=study)
+        result = write_report(folder, out)
     if as_json:
         print_json({"report": str(result.path), "figures": result.figures, "absent": result.absent})
         return

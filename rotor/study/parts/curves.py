@@ -8,7 +8,7 @@ from typing import Any
 
 from ...data.splits import SPLITS
 from ...recipe import Recipe
-from ...report.axes import accuracy_axis, shown_loss
+from ...report.style import accuracy_axis, shown_loss
 from ...search.search import most_points
 from ..bases import SIDE_LABELS, mean_spectra
 from ..context import TARGETS, StudyContext
