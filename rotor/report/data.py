@@ -50,6 +50,10 @@ class Cell:
         channels = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
         return cls(group.kv_heads, group.key, group.value, channels)
 
+    @property
+    def joint(self) -> bool:
+        return self.values is None
+
     def side(self, name: str) -> Latent:
         """`keys` or `values`."""
         return self.keys if name == "keys" or self.values is None else self.values
