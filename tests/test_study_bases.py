@@ -75,9 +75,9 @@ def test_spectra_variation_and_uniform_ranks_by_hand() -> None:
 
 def test_parts_that_look_at_one_side_take_two_latents(tmp_path) -> None:
     """A joint basis has no channels of one side: cutting or comparing them ended in an error of shapes."""
-    plan = StudyPlan.of(["rotor"], parts=["sources", "tokens", "degradation", "pruning"])
+    plan = StudyPlan.of(["rotor"], parts=["sources", "tokens", "degradation"])
     assert plan.recipes["rotor"].joins_latents
     study: Any = SimpleNamespace(plan=plan, store=SimpleNamespace(folder=tmp_path))
     recipes = [r for part in find_parts(plan) for task in part.tasks(study) for r in task.calibrations.values()]
-    assert len(recipes) > 20
+    assert len(recipes) > 15
     assert not any(recipe.joins_latents for recipe in recipes)

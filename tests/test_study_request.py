@@ -15,7 +15,7 @@ from test_study import SMALL
 from rotor.errors import RecipeError, UsageError
 from rotor.recipe import load_recipe
 from rotor.search.search import most_points
-from rotor.study.parts import curves, pruning
+from rotor.study.parts import curves
 from rotor.study.request import StudyPlan, parse_ablations, parse_counts, same_conditions
 from rotor.study.store import StudyStore
 from rotor.study.study import study
@@ -99,7 +99,6 @@ def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatc
     assert parts["tokens"] == (3 * 2, 3 * 2)  # `other-text` is there from the sources
     assert parts["degradation"] == (0, 2 * 2)
     assert parts["ablation"] == (1, 2 + 3 * searched)
-    assert parts["pruning"] == (len(pruning.SHARES) + len(pruning.CENTROIDS),) * 2
     code, out, _ = rotor(capsys, *arguments, "--dry-run")
     assert code == 0
     assert "nothing is written in a dry run" in " ".join(out.split())

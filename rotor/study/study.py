@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.readiness import judged_on
+from ..data.readiness import describe_evaluation
 from ..evaluation.placement import Placement
 from ..format.hashes import file_sha256
 from ..format.locks import exclusive
@@ -100,10 +100,10 @@ def study(
         parts: which to run, of rotor.study.parts.PARTS, of installed packages, or `FILE.py:CLASS`; by default `curves`,
             and `ablation` where there are ablations. `all` stands for all that can run but ON_REQUEST, which take
             longest. `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by `global`.
-        focus: names of the recipes for `sources`, `tokens`, `degradation`, `pruning`, `front` and `tiers`; by default
+        focus: names of the recipes for `sources`, `tokens`, `degradation`, `front` and `tiers`; by default
             the first.
         ablations: overrides of the recipe `ablation_base` by name.
-        at: compression at which `tokens` and `pruning` are measured.
+        at: compression at which `tokens` is measured.
         counts: numbers of calibration tokens for `tokens`.
         sizes: bytes of cache per token at which `peers` measures the recipes; by default shares of the uncompressed
             model's.
@@ -134,7 +134,7 @@ def study(
         if not store.path.is_file():
             store.save()
         held.enter_context(log_file(out, "study"))
-        progress.message(f"text: {judged_on(context.evaluation, context.checkpoint.tokenizer)}")
+        progress.message(f"text: {describe_evaluation(context.evaluation, context.checkpoint.tokenizer)}")
         files: list[Path] = []
         shown = list({part.name: part for part in (*map(find_part, PARTS), *chosen)}.values())
         for part in chosen:

@@ -1,23 +1,18 @@
-"""Recipes by their calibration tokens, and what calibrating a changed recipe leads to."""
+"""Recipes by their calibration tokens."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..bases.layer import LayerBases
 from ..bases.registry import sides_that_read_tokens
 from ..calibration.run import Run
 from ..data.splits import held_out_documents
-from ..errors import DataError
-from ..format.places import remove
 from ..recipe import Evaluation, Recipe
-from .bases import SIDE_LABELS, compare_bases, mean_spectra
+from .bases import SIDE_LABELS
 from .context import StudyContext
-from .records import first_candidates, point_record, stage_seconds
 from .store import StudyStore
 
 SOURCES: dict[str, dict[str, Any]] = {
@@ -82,32 +77,6 @@ def compared_by_tokens(study: StudyContext, part: str) -> dict[str, Recipe]:
         else:
             study.progress.message(f"{part}: {name} takes bases and ranks from the weights alone; no tokens change it")
     return found
-
-
-def measure_variant(
-    study: StudyContext, recipe: Recipe, facts: dict[str, Any], reference: Sequence[LayerBases] | None = None
-) -> dict[str, Any]:
-    """A point at the study's fixed compression of a recipe that is calibrated for it, in a folder that is removed.
-
-    Args:
-        facts: what the record begins with. reference: bases to compare with; without them the record has spectra.
-    """
-    folder, at = study.folder("variant"), study.plan.at
-    try:
-        run = study.calibrate(folder, recipe, overwrite=True)
-        measurer = study.measurer(run, recipe)
-        plan = measurer.path(recipe).at_compression(at)
-        record = {**facts, "seconds": stage_seconds(run)}
-        if plan is None:
-            return {**record, "skipped": f"compression {at:g} is out of reach"}
-        record |= point_record(measurer.measure(plan))
-        bases = first_candidates(run)
-        return {**record, "bases": mean_spectra(bases) if reference is None else compare_bases(reference, bases)}
-    except DataError as error:  # fewer tokens than dimensions, or than the text has
-        return {**facts, "skipped": error.message}
-    finally:
-        if folder.is_dir():
-            remove(folder, "run")
 
 
 def token_sides(store: StudyStore, name: str) -> tuple[str, ...]:

@@ -60,9 +60,9 @@ class Curves(Part):
 
     def plots(self, store: StudyStore) -> dict[str, Draw]:
         found = curves(store, self.name)
-        spectra = {name: (records["spectra"], name) for name, records in found.items() if "spectra" in records}
-        spectra_plots = spectra_plot("spectra", "mean singular values of the groups", store, spectra)
-        return curves_plot("recipes", found) | spectra_plots
+        spectra = {name: records["spectra"] for name, records in found.items() if "spectra" in records}
+        plots = curves_plot("recipes", found)
+        return plots | {"spectra": partial(_draw_spectra, store, spectra)} if spectra else plots
 
     def shown(self, store: StudyStore) -> dict[str, Records]:
         """What tables and plots show, by recipe."""
@@ -190,45 +190,31 @@ def _shown_kl(nats: float) -> float:
     return max(nats, LEAST_KL)
 
 
-def spectra_plot(
-    name: str, title: str, store: StudyStore, spectra: Mapping[str, tuple[Mapping[str, Any], str]]
-) -> dict[str, Draw]:
-    """Singular values over the largest, keys above values; those of different quantities in axes of their own.
-
-    Args:
-        name: of the file. spectra: by label, the spectra of both sides and the recipe's name.
-    """
-    return {name: partial(_draw_spectra, title, store, spectra)} if spectra else {}
-
-
-def _draw_spectra(
-    title: str, store: StudyStore, spectra: Mapping[str, tuple[Mapping[str, Any], str]], figure: Any
-) -> None:
-    figure.suptitle(title)
+def _draw_spectra(store: StudyStore, spectra: Mapping[str, Mapping[str, Any]], figure: Any) -> None:
+    """Singular values over the largest, keys above values; those of different quantities in axes of their own."""
+    figure.suptitle("mean singular values of the groups")
     rows: dict[str, dict[str, list[str]]] = {side: {} for side in SIDE_LABELS}
     for side, quantities in rows.items():
-        for label, (_, recipe) in spectra.items():
-            quantities.setdefault(quantity(store, recipe, side), []).append(label)
+        for name in spectra:
+            quantities.setdefault(_quantity(store, name, side), []).append(name)
     columns = max(map(len, rows.values()))
     figure.set_size_inches(max(6, 5 * columns), 8)
     for line, (side, quantities) in zip(figure.subplots(2, columns, squeeze=False), rows.items(), strict=True):
         for axes in line[len(quantities) :]:
             axes.set_axis_off()
-        for axes, (what, labels) in zip(line, quantities.items(), strict=False):
-            for label in labels:
-                values = spectra[label][0][side]
+        for axes, (what, names) in zip(line, quantities.items(), strict=False):
+            for name in names:
+                values = spectra[name][side]
                 places = [((i + 1) / len(values), max(value, 1e-6)) for i, value in enumerate(values)]
-                draw_line(axes, list(spectra).index(label), places, f"{label} ({len(values)} channels)", marker="")
+                draw_line(axes, list(spectra).index(name), places, f"{name} ({len(values)} channels)", marker="")
             axes.set(title=f"{SIDE_LABELS[side]} {what}".strip(), xlabel="channel (share of all)", yscale="log")
             draw_legend(axes, loc="lower left")
         line[0].set_ylabel("singular value over the largest")
 
 
-def quantity(store: StudyStore, recipe: str, side: str) -> str:
-    """What the singular values of a recipe or ablation are of; those of different ones belong into different axes."""
-    settings = {**store.settings.get("recipes", {}), **store.settings.get("ablations", {})}.get(recipe)
-    if not settings:
-        return ""
+def _quantity(store: StudyStore, recipe: str, side: str) -> str:
+    """What the singular values of a recipe are of; those of different ones belong into different axes."""
+    settings = store.settings["recipes"][recipe]
     shared = " (groups.joint)" if settings["groups"].get("joint") else ""  # of keys and values stacked
     where = {"pre": ", before RoPE", "post": ", after RoPE", "block": ", in blocks"}
     at = where.get(settings["groups"]["domain"], "") if side == "qk" else ""
