@@ -21,7 +21,7 @@ from rotor.progress import Progress
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.search import tier_grid
 from rotor.search.search import rank_path
-from rotor.study import caches
+from rotor.study import caches, context
 from rotor.study.cache_part import draw_fidelity, family, pareto_front
 from rotor.study.caches import CacheBench, CacheData, CachedModel, CacheRecord
 from rotor.study.parts import budgets, combine, evict, peers, quantise
@@ -259,6 +259,7 @@ def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
 
 def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
     few, evictions = ("Keyformer", "random"), evict.evictions
+    monkeypatch.setattr(context, "TASKS", ())  # their prompts are long
     monkeypatch.setattr(evict, "SHARES", (0.5,))
     monkeypatch.setattr(combine, "TOTALS", (0.5,))
     monkeypatch.setattr(combine, "ON_TOP", few)
@@ -266,7 +267,7 @@ def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(budgets, "PROBE_SHARES", (0.8,))
     monkeypatch.setattr(budgets, "METHODS", ("window",))
     monkeypatch.setattr(budgets, "SHARES", (0.2,))
-    monkeypatch.setattr(caches, "LONG_TOKENS", 512)
+    monkeypatch.setattr(caches, "LONG_TOKENS", 256)
     monkeypatch.setattr(quantise, "quantisers", lambda: {"GEAR KCVT-2": GEAR(2), "KVQuant-2": KVQuant(2)})
     monkeypatch.setattr(evict, "evictions", lambda share: {name: evictions(share)[name] for name in few})
     overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=1", "evaluation.copy_prompts=1", "tokens.count=512"]

@@ -134,7 +134,7 @@ def _print_layers(layers: list[Any], title: str) -> None:
     print_table(title, ("layer", "arch"), (*right, "over uncompressed"), rows)
 
 
-@app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200 --plot balance.png")
+@app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
 def schedule(
     folder: Checkpoint,
     sms: Annotated[int, typer.Option(min=1, help="Streaming multiprocessors of the GPU.")] = 132,
@@ -151,9 +151,6 @@ def schedule(
             min=1, help="Also a prefill of so many new tokens of each sequence, after the longest cached one."
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the loads to this .png, .svg or .pdf; needs matplotlib.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
@@ -162,7 +159,6 @@ def schedule(
     no GPU is needed.
     """
     check_folder(folder)
-    check_results(plot)
 
     from ..bench.provenance import provenance
     from ..models.compressed import CompressedCheckpoint
@@ -177,10 +173,6 @@ def schedule(
     prefill = None
     if chunk is not None:
         prefill = simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
-    if plot is not None:
-        from ..study.plots import write_balance_plot
-
-        write_balance_plot(balances, plot)
     if as_json:
         entries = [dataclasses.asdict(balance) for balance in balances]
         found = {"schedules": entries, "prefill": None if prefill is None else dataclasses.asdict(prefill)}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
 from ..installing import pip_install
-from ..prediction.simulation import Balance
-from ..report.style import MARKERS, STYLE
+from ..report.style import MARKERS
 
 KL_LABEL = "KL divergence (nats per token)"
 LEAST_KL = 1e-6
@@ -43,28 +41,3 @@ def require_matplotlib() -> None:
             "plots need matplotlib, which is not installed.",
             f"Run `{pip_install('plots')}`, or give --no-plots.",
         ) from error
-
-
-def write_balance_plot(balances: list[Balance], path: Path) -> None:
-    """Loads of the SMs, largest first, in the layer that each schedule balances worst.
-
-    Raises:
-        UsageError: matplotlib is not installed, or it cannot write such a file.
-    """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 4), dpi=120)
-        axes = figure.subplots()
-        for balance in balances:
-            label = f"{balance.schedule}: largest {max(balance.loads):.2f}"
-            axes.plot(sorted(balance.loads, reverse=True), label=label, drawstyle="steps-post")
-        axes.axhline(1.0, color="0.5", linewidth=1, linestyle="--")
-        axes.set(xlabel="SM, most loaded first", ylabel="load over mean", yscale="symlog")
-        axes.legend()
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--plot {path}: {error}.", "Give a path that ends in .png, .svg or .pdf.") from error
