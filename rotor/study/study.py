@@ -139,12 +139,14 @@ def study(
         shown = list({part.name: part for part in (*map(find_part, PARTS), *chosen)}.values())
         for part in chosen:
             progress.message(f"study: {part.name}")
+            known = store.added
             for task in part.tasks(context):
                 if not task.is_done(store.records):
                     found = task.measure()
                     record = store.put(task.key, found if isinstance(found, dict) else dataclasses.asdict(found))
                     progress.message(f"{task.key}: {_in_words(record)}")
-            files = [*write_tables(store, shown), *(write_plots(store, shown) if plots else ())]
+            if store.added > known or part is chosen[-1]:
+                files = [*write_tables(store, shown), *(write_plots(store, shown) if plots else ())]
             progress.message(f"study: {part.name} is done, in {out}/{SUMMARY}{' and plots/' if plots else ''}")
     seconds = round(time.perf_counter() - start, 3)
     return Study(out, store.settings, store.records, store.added, tuple(files), seconds)
