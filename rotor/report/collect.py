@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..calibration.run import Run
+from ..checked import Reader
 from ..codes.layer import channels_bytes
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import RECIPE, ROTOR_JSON
-from ..format.layout import GroupLayout, uncompressed_kv_bytes_per_token
+from ..format.layout import LayerLayout, uncompressed_kv_bytes_per_token
 from ..format.schemas import AccuracyInfo, CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
@@ -22,7 +23,6 @@ from ..recipe.metric_registry import METRICS, base_note, chance_note, describe
 from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.table import TABLES, RankTable, Request
-from ..typed import Reader
 from .advice import steps_of_checkpoint, steps_of_run
 from .data import JOINT, SIDES, Cell, ReportData, ShownPoint, cells_of_point, format_bytes
 
@@ -102,7 +102,7 @@ def collect_checkpoint(
         data.points = [chosen]
     head_dim = (run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)).head_dim
     for layout in report["layouts"]:
-        cells = [Cell.of(GroupLayout.from_dict(group, ROTOR_JSON), head_dim) for group in layout["groups"]]
+        cells = [Cell.of(group, head_dim) for group in LayerLayout.from_dict(layout, ROTOR_JSON).groups]
         data.ranks.append(sorted(cells, key=lambda cell: cell.kv_heads))
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError, UsageError
+from ..format.yaml_files import read_text, read_yaml
 from ..recipe import Recipe, load_recipe, override
-from ..typed import read_text, read_yaml
 from .parts import ALL, DEFAULT, ON_REQUEST, PARTS
 
 ABLATION = "ablation"
