@@ -94,8 +94,8 @@ class Groups:
     more take less arithmetic."""
     fast_planes: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["quarter", "all", "auto"] = "quarter"
     """Rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at equal
-    accuracy, fewer less arithmetic. `quarter`: those that rotate by a quarter of a circle or more within a block; `all`: as
-    domain `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each layer among 0,
+    accuracy, fewer less arithmetic. `quarter`: those that rotate by a right angle or more within a block; `all`: as domain
+    `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each layer among 0,
     8, 16 and so on: by bytes alone that is `all`, so that it wants an objective of latency."""
 
     @property
