@@ -94,8 +94,8 @@ class Groups:
     more take less arithmetic."""
     fast_planes: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["quarter", "all", "auto"] = "quarter"
     """Rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at equal
-    accuracy, fewer less arithmetic. `quarter`: those that rotate by a right angle or more within a block; `all`: as domain
-    `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each layer among 0,
+    accuracy, fewer less arithmetic. `quarter`: those that rotate by a right angle or more within a block; `all`: as
+    domain `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each layer among 0,
     8, 16 and so on: by bytes alone that is `all`, so that it wants an objective of latency."""
 
     @property
@@ -157,7 +157,9 @@ class Ranks:
 class Codes:
     """Bits of the channels of a latent, and what they are allocated by."""
 
-    bits: Annotated[tuple[int, ...], Expect(_are_widths, "0 and at least one of 4, 8, 12, 16, each once")] = (0, 16)
+    bits: Annotated[
+        tuple[int, ...], Expect(_are_widths, f"0 and at least one of {', '.join(map(str, sorted(WIDTHS)))}, each once")
+    ] = (0, 16)
     """Widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
     many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers, sides and candidates by
     what an error in each channel costs the model's own loss, and of `ranks` only `rows` is used."""
