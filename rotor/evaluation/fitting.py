@@ -79,23 +79,6 @@ def _joined(samples: list[LayerSample]) -> LayerSample:
     return LayerSample(**parts, cosine=sum(sample.cosine for sample in samples) / len(samples))
 
 
-@torch.no_grad()
-def attention_cosines(model: Any, rows: Tensor) -> Tensor:
-    """Cosine between the hidden states before each layer's attention is added and after it, the mean over rows,
-    [layers, seq_len] float64.
-
-    Source: SqueezeAttention equation 5, figure 2.
-    """
-    total = torch.zeros(())
-    with cache_policy(model, _Recording()):
-        for row in rows.split(1):
-            cache = DynamicCache(config=model.config)
-            model(input_ids=row.to(model.device), past_key_values=cache, use_cache=True)
-            layers: list[Any] = list(cache.layers)
-            total = total + torch.stack([layer.cosines[0] for layer in layers]).cpu()
-    return total / len(rows)
-
-
 class _Recording(Policy):
     """Keeps everything, and what gradients are taken by."""
 
@@ -117,8 +100,8 @@ class _Recording(Policy):
 
 
 class _RecordingLayer(PolicyLayer):
-    """added: zeros that are added to keys and to values, whose gradients are those of keys and values. cosines: see
-    attention_cosines, [1, seq_len]."""
+    """added: zeros that are added to keys and to values, whose gradients are those of keys and values. cosines: of
+    hidden states before and after attention is added, [1, seq_len] (SqueezeAttention equation 5)."""
 
     added: tuple[Tensor, Tensor]
     cosines: Tensor
