@@ -218,7 +218,7 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
         again = parallel.own(model(ids, use_cache=False).logits)
     assert all(layer.store == InCache() for layer in parallel.layers)
     torch.testing.assert_close(model(ids).logits, again)
-    with pytest.raises(UsageError, match=r"outside of sequence_parallel\(\)"):
+    with pytest.raises(UsageError, match=r"outside of sequence_parallel\(\)|positions are unknown"):
         model(ids[:, :1], past_key_values=cache)
 
 
