@@ -203,14 +203,16 @@ def test_a_launch_looks_for_what_was_compiled(name: str, monkeypatch: pytest.Mon
     )
     layer = decoding.DecodeLayer(parameters, dtype, torch.device("cpu"))
     rotation = torch.zeros(2, 256, 128).unbind(0)
-    turns = decoding.BlockTurns.of(rotation, layout, dtype)
+    rotations = decoding.BlockRotations.of(rotation, layout, dtype) if layout.in_blocks else None
     key, value = (
         torch.zeros(4, 64, size, dtype=torch.uint8) if layout.coded else torch.zeros(4, 64, size // 2, dtype=dtype)
         for size in layout.read_bytes(2)
     )
     lengths, block_table = torch.tensor([200]), torch.zeros(1, 4, dtype=torch.int32)
     query = torch.zeros(1, 32, 128, dtype=dtype)
-    decoding.decode_attention(query, key, value, layer, KeyRanges.of_lengths(lengths), turns, block_table=block_table)
+    decoding.decode_attention(
+        query, key, value, layer, KeyRanges.of_lengths(lengths), rotations, block_table=block_table
+    )
     assert len(launched) == 3
     for source, target, options in launched:
         (variant,) = [v for v in variants if v.source().hash() == source.hash()]

@@ -70,11 +70,11 @@ def decode_variants(
     shared = dict.fromkeys(
         ("table", "begin", "until", "first", "end", "query_start", "block_table", "holes"), torch.int32
     )
-    floats = "constant", "key_constant", "fast_constant", "partial", "partial_lse", "lse"
+    floats = "constant", "key_constant", "fast_constant", "partial", "partial_lse"
     shared |= dict.fromkeys(floats, torch.float32)
     shared |= {"mask": torch.int32, "key": row, "value": row}
-    names = "query", "basis", "slow_turns", "fast_turns", "absorbed", "fast_query", "fast_basis", "turns", "output"
-    shared |= dict.fromkeys(names, dtype)
+    names = "query", "basis", "slow_starts", "fast_starts", "absorbed", "fast_query", "fast_basis", "rotations"
+    shared |= dict.fromkeys((*names, "output"), dtype)
 
     def variant(kernel: Any, title: str, constants: dict[str, Any], warps: int, stages: int, **work: Any) -> Variant:
         pointers = {name: shared[name] for name in kernel.arg_names if name in shared}
@@ -96,7 +96,7 @@ def decode_variants(
     loops = Loop(1), Loop(pieces, (Loop(1), Loop(slice_tiles / pieces)))
     of_decode = {"loops": loops, "keys": slice_tiles * step, "groups": groups}
     found.append(variant(decode_kernel, "decode", constants, tiles.warps, tiles.stages, **of_decode))
-    constants = join_constants(layer, 1, tiles, want_lse=False)
+    constants = join_constants(layer, 1, tiles)
     warps = constants.pop("num_warps")
     of_join = {"loops": (Loop(1),) * 3, "keys": LENGTH / layer.group_rows, "groups": groups}
     found.append(variant(join_kernel, "join", constants, warps, 3, **of_join))

@@ -15,9 +15,8 @@ from torch.nn import functional
 
 from ..format.channels import aligned
 from ..format.layout import AttentionShape, LayerLayout
-from ..kernels.joining import join
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import absorbed_queries, attention, partial_attention
+from ..kernels.reference import absorbed_queries, attention, join, partial_attention
 from ..kernels.rotary import Rotation
 from ..runtime.steps import Step
 from .plan import LayerPlan, Part
