@@ -34,8 +34,8 @@ def absorb_kernel(
     [num_kv_heads, HEAD_DIM], float32. slow_starts: [blocks, 2, SLOW], fast_starts: [blocks, 2, 2 * FAST], cos and sin
     of where blocks begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as
     `decode` takes them. SLOW: cos and sin of slow planes, padded; FAST: fast planes, padded; REST: dimensions that RoPE
-    leaves, padded; 0: none. FAST_PLANES, PLANES: fast ones and all. BLOCK 0: one block, at 0. ALIGN, BASIS_ALIGN: units of the
-    strides of queries and bases.
+    leaves, padded; 0: none. FAST_PLANES, PLANES: fast ones and all. BLOCK 0: one block, at 0. ALIGN,
+    BASIS_ALIGN: units of the strides of queries and bases.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
