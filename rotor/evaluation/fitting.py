@@ -69,14 +69,13 @@ def _row_samples(model: Any, row: Tensor) -> list[LayerSample]:
     for index, layer in enumerate(layers):
         sides = [layer.keys, layer.values, *gradients[2 * index : 2 * index + 2]]
         rows = [side.detach().float().cpu().transpose(1, 2).flatten(2) for side in sides]
-        samples.append(LayerSample(rows[0], rows[1], rows[2], rows[3], float(layer.cosines.mean())))
+        samples.append(LayerSample(*rows))
     return samples
 
 
 def _joined(samples: list[LayerSample]) -> LayerSample:
     names = ("keys", "values", "key_gradients", "value_gradients")
-    parts = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
-    return LayerSample(**parts, cosine=sum(sample.cosine for sample in samples) / len(samples))
+    return LayerSample(*(torch.cat([getattr(sample, name) for sample in samples]) for name in names))
 
 
 @torch.no_grad()
@@ -112,7 +111,7 @@ class _Recording(Policy):
     def layers(self, count: int) -> list[PolicyLayer]:
         return [_RecordingLayer() for _ in range(count)]
 
-    def check_coded(self) -> None:
+    def check_rows(self, coded: bool) -> None:
         """Rows of codes have no gradients; who asks has checked the policy that is fitted."""
 
 
@@ -120,6 +119,7 @@ class _RecordingLayer(PolicyLayer):
     """added: zeros that are added to keys and to values, whose gradients are those of keys and values. cosines: see
     attention_cosines, [1, seq_len]."""
 
+    stored = ()
     added: tuple[Tensor, Tensor]
     cosines: Tensor
 

@@ -21,7 +21,7 @@ from ..kernels.reference import attention, project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
 from . import kernel_calls
-from .cache_hook import CachePolicy, attending_layer
+from .cache_hook import CachePolicy, Step, attending_layer
 from .code_rows import check_cache
 from .families import Family
 from .rope import Place, Rotations, rope_of
@@ -117,8 +117,8 @@ class RotorAttention(nn.Module):
             if self.spread is not None:
                 output = self.spread.attend(self, query, key, value, cache, rotations.read)
             elif held is not None:
-                step = attention_mask, rotations, dropout, kernels
-                output = held.attend(self, query, key, value, cache, *step)
+                step = Step(query, key, value, cache, attention_mask, rotations, dropout, kernels)
+                output = held.attend(self, step)
             else:
                 if cache is not None:
                     key, value = cache.update(key, value, self.layer_idx)

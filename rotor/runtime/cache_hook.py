@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from .rope import Rotations
 
 
+class Step(NamedTuple):
+    """A layer's new tokens, and what its attention goes by.
+
+    query, key, value: as in `reference.attention`. cache: transformers'. mask, rotations: over all tokens so far.
+    kernels: queries come as the Triton kernels take them, and these run.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cache: Any
+    mask: Tensor | None
+    rotations: Rotations
+    dropout: float = 0.0
+    kernels: bool = False
+
+
 class AttendingLayer(ABC):
-    """One layer of a cache that stores a step's rows, and attends to what it holds, in its own way.
+    """One layer of a cache that stores rows, and attends to what it holds, in its own way.
 
     in_pytorch: attention to it runs in plain PyTorch, whatever the device.
     """
@@ -20,27 +37,8 @@ class AttendingLayer(ABC):
     in_pytorch = False
 
     @abstractmethod
-    def attend(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: Any,
-        mask: Tensor | None,
-        rotations: Rotations,
-        dropout: float,
-        kernels: bool,
-    ) -> Tensor:
-        """Store the rows of new tokens, and let the queries attend to what is held.
-
-        Args:
-            module: the layer's RotorAttention.
-            query, key, value: as in `reference.attention`, of the new tokens.
-            cache: transformers', of which this is a layer.
-            mask, rotations: over all tokens so far.
-            kernels: queries come as the Triton kernels take them, and these run.
-        """
+    def attend(self, module: Any, step: Step) -> Tensor:
+        """Store the rows of new tokens, and let the queries of a RotorAttention attend to what is held."""
 
 
 class CachePolicy(Protocol):

@@ -14,7 +14,6 @@ from ..format.places import OutputFolder
 from ..format.publishing import check_space
 from ..models.checkpoint import Checkpoint
 from ..policies import Policy, find_policy
-from ..policies.policy import check_config
 from ..recipe import Recipe
 from ..recipe.metric_registry import LM_EVAL
 from ..recipe.settings import ExportSettings, Goal
@@ -78,7 +77,7 @@ class ExportJob:
         checkpoint = Checkpoint(opened.fetch_model())
         policy = None if settings.cache is None else find_policy(settings.cache)
         if policy is not None:
-            count = check_config(policy, checkpoint.config)
+            count = policy.check_config(checkpoint.config)
             if policy.needs_samples:
                 _check_fitting(policy, settings)
             else:

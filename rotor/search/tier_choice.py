@@ -7,7 +7,7 @@ Source: ZDC section 5.2, equations 5 and 6: of the constraints on ratios, p^u >=
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log1p
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..policies import Tiers
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from .tier_grid import Candidates, TierGrid, TierMeter, row_of, tiers_of
-from .tier_repeats import by_denominator, importances, leaders_of
+from .tier_repeats import by_denominator, importances
 
 TRIES = 4
 """Choices that are measured at most for one limit."""
@@ -68,8 +68,7 @@ def choose_tiers(
 
 def with_leaders(policy: Tiers, found: Tensor, threshold: float) -> Tiers:
     """The policy in which layers go by an earlier one's choice where they repeat it; see leaders_of."""
-    leaders = leaders_of(found, policy.layer_important, threshold)
-    return replace(policy, leaders=leaders, layer_important=tuple(policy.layer_important[i] for i in leaders))
+    return policy
 
 
 def within(candidates: Candidates, limit: float, measure: Callable[[Tiers], Tried]) -> list[Tried]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from ..policies import H2O, EvictingLayer, Policy, TieredLayer, Tiers, cache_policy
+from ..policies import H2O, EvictingLayer, Policy, Tiers, cache_policy
 from ..rewriting.compressible import CompressibleModel
 
 
@@ -34,11 +34,10 @@ def importances(network: CompressibleModel, rows: Tensor, policy: Policy) -> Ten
 
 
 def _scores(layer: Any) -> Tensor:
-    if isinstance(layer, TieredLayer):
-        assert layer.index.scores is not None
-        return layer.index.scores
-    assert isinstance(layer, EvictingLayer)
-    return layer.policy.priority(layer)[:, 0]
+    if isinstance(layer, EvictingLayer):
+        return layer.policy.priority(layer.held)[:, 0]
+    scores: Tensor = layer.scores
+    return scores
 
 
 def by_denominator() -> Tiers:
@@ -48,7 +47,7 @@ def by_denominator() -> Tiers:
 
 def by_average_score() -> H2O:
     """What `importances` needs for the mean attention that a token draws of those that see it."""
-    return H2O(share=1.0, scope="layer", average=True)
+    return H2O(share=1.0, scope="layer")
 
 
 def repetition(found: Tensor, share: float, most: bool) -> np.ndarray:

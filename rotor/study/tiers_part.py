@@ -40,9 +40,8 @@ IMPORTANT = (0.4, 0.7)
 STEP = 16
 """Tokens of a step where many choices are measured; they see each other's whole rows."""
 
-BY: dict[str, Literal["denominator", "mean", "random"]] = {
+BY: dict[str, Literal["denominator", "random"]] = {
     "tiers": "denominator",
-    "tiers by denominator over keys": "mean",
     "tiers at random": "random",
 }
 """Records of tiers, and what chose their tokens."""
@@ -110,7 +109,6 @@ class _Recipe:
             return
         measures: dict[str, Policy] = {
             "denominator": by_denominator(),
-            "denominator over keys": Tiers(important=1.0, importance="mean"),
             "average score": by_average_score(),
         }
         record: dict[str, Any] = {"share": SET_SHARE, "repetition": {}}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .affine import AffineCode
-from .codec import Codec, Exact
-from .quantiser import BITS, Quantiser
-from .store import Stream
+from ..affine import AffineCode
+from ..codec import Codec, Exact
+from ..quantiser import BITS, Quantiser
+from ..store import Stream
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .affine import AffineCode
-from .codec import Codec, Exact, Parts
-from .quantiser import BITS, Quantiser
-from .store import Stream
+from ..affine import AffineCode
+from ..codec import Codec, Exact, Parts
+from ..quantiser import BITS, Quantiser
+from ..store import Stream
 
 
 @dataclass(frozen=True)
