@@ -16,24 +16,21 @@ from rotor.policies import (
     GEAR,
     KCVT,
     KIVI,
-    METHODS,
-    NUQ,
     CodedLayer,
     PerToken,
     make_cache,
-    read_policy,
     stored_bytes,
 )
+from rotor.policies.registry import read_policy
 from rotor.typed import Reader
 
 CODED = [
     PerToken(bits=4, group=8),
-    PerToken(bits=3, group=16, hadamard=True),
+    PerToken(bits=3, group=16),
     KCVT(bits=4, buffer=5),
     KIVI(bits=2, group=4, residual=8),
     FP8("token"),
     FP8("tensor"),
-    NUQ(bits=3),
     GEAR(bits=2, sparsity=0.2, buffer=6),
     GEAR(bits=2, backbone="kivi", sparsity=0.2, buffer=8, group=4),
 ]
@@ -54,7 +51,7 @@ def test_reported_bytes_are_those_of_the_tensors(policy) -> None:
     layer = CodedLayer(policy.streams())
     for start, end in ((0, 11), (11, 12), (12, 30)):
         layer.update(states(2, 2, 30, 16)[:, :, start:end], states(2, 2, 30, 16, seed=1)[:, :, start:end])
-        tensors = [t for store in layer._stores for s in store for t in (*sum(s.segments, ()), s.waiting)]
+        tensors = [t for sides in layer.sides for s in sides for t in (*sum(s.segments, ()), s.waiting)]
         assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in tensors)
     assert layer.get_seq_length() == 30
     assert layer.get_mask_sizes(2) == (32, 0)
@@ -258,7 +255,7 @@ def test_answers_are_read_behind_the_prefill(model) -> None:
 @pytest.mark.parametrize("policy", CODED, ids=str)
 def test_a_policy_is_stored_and_read(policy) -> None:
     reader = Reader("config.json, quantization_config", CheckpointError, "Export it again.")
-    assert read_policy(policy.as_dict(), reader, METHODS) == policy
+    assert read_policy(policy.as_dict(), reader) == policy
 
 
 @pytest.mark.parametrize(
@@ -267,7 +264,7 @@ def test_a_policy_is_stored_and_read(policy) -> None:
         ([1], "expected a mapping"),
         (
             {"method": "kiwi"},
-            "one of per-token, kcvt, kivi, nuq, kvquant, fp8, gear, .*; did you mean 'kivi'",
+            "one of fp8, gear, h2o, kcvt, .*; did you mean 'kivi'",
         ),
         ({"method": ["kivi"]}, "cache.method"),
         ({"method": "kivi", "bits": 5}, "bits: got 5, expected one of"),
@@ -282,7 +279,7 @@ def test_a_policy_is_stored_and_read(policy) -> None:
 )
 def test_a_hostile_policy_is_refused(section: object, text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
-        read_policy(section, Reader("config.json", CheckpointError), METHODS)
+        read_policy(section, Reader("config.json", CheckpointError))
 
 
 def test_what_a_policy_cannot_serve_is_said(model, tiny) -> None:

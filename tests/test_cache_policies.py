@@ -20,7 +20,6 @@ from rotor.policies import (
     GEAR,
     H2O,
     KIVI,
-    METHODS,
     PolicyLayer,
     Streaming,
     Tiers,
@@ -32,6 +31,7 @@ from rotor.policies import (
     policy_of,
     use_cache_policy,
 )
+from rotor.policies.registry import method_names
 
 
 @pytest.mark.parametrize("name", ["gear-2", "tiers-50"])
@@ -73,8 +73,8 @@ def test_a_policy_is_exported_loaded_saved_and_validated(name: str, tiny, tmp_pa
         ({"method": "h2o", "layer_shares": [1.0]}, "one for each of the model's 2 layers"),
         ({"method": "h2o", "tokens": "many"}, "cache.tokens"),
         ({"method": "tiers", "qk_unimportant": 1.0}, "qk_unimportant: got 1.0"),
-        ({"method": "tiers", "leaders": [1, 0]}, "leaders"),
-        ({"method": "tiers", "leaders": [0, 0, 0]}, "one for each of the model's 2 layers"),
+        ({"method": "tiers", "layer_important": [0, 0, 0]}, "one for each of the model's 2 layers"),
+        ({"method": "antigravity:fly"}, "of a module that is imported"),
         ({"method": "tiers", "importance": "score"}, "cache.importance"),
     ],
 )
@@ -134,7 +134,7 @@ def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, t
 
 def test_bundled_policies_are_there_under_every_method() -> None:
     found = bundled_policies()
-    assert {policy.method for policy in found.values()} == set(METHODS)
+    assert {policy.method for policy in found.values()} == set(method_names())
     assert found["gear-l-2"] == GEAR(bits=2, sparsity=0.0)
     assert found["fp8"] == FP8("token")
     assert find_policy("none") is None

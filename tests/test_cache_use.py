@@ -16,19 +16,18 @@ from rotor.policies import (
     H2O,
     KCVT,
     KIVI,
-    EvictingLayer,
     Keyformer,
     PerToken,
     Policy,
     PolicyLayer,
     Random,
     Streaming,
-    TieredLayer,
     Tiers,
     Window,
     cache_policy,
     stored_bytes,
 )
+from rotor.policies.store import stored_tensors
 
 ALL = 10_000
 EVERYTHING: list[Policy] = [
@@ -42,7 +41,7 @@ EVERYTHING: list[Policy] = [
     Random(tokens=ALL),
     H2O(tokens=ALL, squeeze=0.5),
     Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9),
-    Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0, leaders=(0, 0)),
+    Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0),
 ]
 LOSSY: list[Policy] = [
     PerToken(bits=4, group=8),
@@ -55,7 +54,7 @@ LOSSY: list[Policy] = [
     Keyformer(share=0.4, bits=4, group=8),
     Random(share=0.5),
     Tiers(important=0.4, qk_important=0.1, qk_unimportant=0.6, v_unimportant=0.5),
-    Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, leaders=(0, 0), importance="mean"),
+    Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, importance="random"),
 ]
 NAMES = {"ids": lambda policy: policy.method}
 
@@ -118,7 +117,7 @@ def test_every_family_drops_tokens(family: str, policy: Policy, models) -> None:
     with cache_policy(model, policy):
         output = model.generate(rows, return_dict_in_generate=True, **options)
     layer = output.past_key_values.layers[0]
-    assert layer.keys.shape[2] == (19 if policy.tokens else round(0.4 * 14))
+    assert layer.places.shape[2] == (19 if policy.tokens else round(0.4 * 14))
     assert torch.equal(output.sequences, expected) == bool(policy.tokens)
 
 
@@ -131,14 +130,8 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
         model(rows[:, :1], past_key_values=cache)
     layer = cache.layers[0]
     assert cache.get_seq_length() == 21
-    if isinstance(layer, TieredLayer):
-        held = [layer.keys, layer.values, layer.low_keys, layer.low_values, layer.index.tiers, layer.index.scores]
-        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in held)
-    if isinstance(layer, EvictingLayer):
-        held = [layer.keys, layer.values, layer.positions, layer.scores]
-        coded = [part for codes in layer._codes for parts in codes._parts for part in parts]
-        assert bool(coded) == (policy.bits < 16)
-        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in [*held, *coded] if t is not None)
+    held = [getattr(layer, name) for name in layer.stored]
+    assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in stored_tensors(held))
     assert 0 < stored_bytes(cache) == sum(layer.stored_bytes() for layer in cache.layers)
     plain = model(rows, use_cache=True).past_key_values
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
@@ -198,20 +191,20 @@ def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, poli
 
 def test_tiers_can_be_cropped_and_regrouped(models) -> None:
     model, rows = models("pre"), prompts(2, 16)
-    with cache_policy(model, Tiers(important=0.4, qk_unimportant=0.8, leaders=(0, 0))), torch.no_grad():
+    with cache_policy(model, Tiers(important=0.4, qk_unimportant=0.8)), torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(rows, past_key_values=cache)
         expected = model(rows[:, :1], past_key_values=cache).logits
         layer = cache.layers[0]
-        tiers = layer.index.tiers.clone()
+        tiers = layer.tiers.clone()
         cache.crop(-1)
         assert cache.get_seq_length() == 16
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([0, 3]))
         cache.layers[0].offload()
         cache.layers[0].prefetch()
-        assert torch.equal(layer.index.tiers, tiers[[0, 1], :16])  # what the step cut stays cut
-        held = [(layer.keys, layer.low_keys) for layer in cache.layers]
+        assert torch.equal(layer.tiers, tiers[[0, 1], :16])  # what the step cut stays cut
+        held = [(layer.high_keys, layer.low_keys) for layer in cache.layers]
         assert all(high.shape[2] + low.shape[2] >= 16 and len(high) == 2 for high, low in held)
         again = model(rows[:, :1], past_key_values=cache).logits
         assert not torch.isnan(again).any()
@@ -223,7 +216,7 @@ def test_tiers_can_be_cropped_and_regrouped(models) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8), H2O(tokens=8), Tiers(leaders=(0, 0))], **NAMES
+    "policy", [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8), H2O(tokens=8), Tiers()], **NAMES
 )
 def test_a_prompt_in_chunks_goes_on(policy: Policy, models) -> None:
     model, rows = models("post"), prompts(2, 18)
