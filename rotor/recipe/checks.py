@@ -109,7 +109,6 @@ RANGES: dict[str, tuple[Test, str]] = {
         "memory, latency or a number from 0 (memory) to 1 (latency)",
     ),
     "cache.tiers": (_unless_null(_positive), "null or a positive number"),
-    "cache.tiers_repeats": (lambda share: 0 < share <= 1, "a share above 0, at most 1"),
     "cache.tiers_tokens": (_positive, "a positive number of tokens"),
     "objective.context_tokens": (_positive, "a positive number"),
     "objective.batch_size": (_positive, "a positive number"),

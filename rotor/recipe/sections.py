@@ -216,13 +216,10 @@ class CacheSettings:
 
     tiers: the largest loss of quality that they may cost, (perplexity' - perplexity) / perplexity on the search split,
         against the same checkpoint without them (ZDC: 0.1); null for none.
-    tiers_repeats: a layer goes by an earlier layer's important tokens where more than this share of these, and of the
-        unimportant ones, are its own as well (ZDC: 0.95).
     tiers_tokens: tokens of the search split that they are measured on.
     """
 
     tiers: float | None = None
-    tiers_repeats: float = 0.95
     tiers_tokens: int = 4096
 
 

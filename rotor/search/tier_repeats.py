@@ -1,8 +1,7 @@
-"""How much layers repeat each other's choice of important tokens, and which of them may go by another's."""
+"""How much layers repeat each other's choice of important tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,35 +62,3 @@ def repetition(found: Tensor, share: float, most: bool) -> np.ndarray:
     member = torch.zeros(found.shape, dtype=torch.float64).scatter(-1, best, 1.0)
     both: np.ndarray = torch.einsum("lnt,mnt->lm", member, member).div(count * found.shape[1]).numpy()
     return both
-
-
-def leaders_of(found: Tensor, shares: Sequence[float], threshold: float) -> tuple[int, ...]:
-    """For each layer the one whose choice it repeats, itself where it repeats none.
-
-    A layer goes by the last leader before it where more than `threshold` of both their important and their unimportant
-    tokens are the same, and so nearly as many.
-
-    Args:
-        shares: g of each layer; a layer that repeats takes its leader's.
-    Source: ZDC section 5.2 ("repetition ratio > 95%").
-    """
-    leaders: list[int] = []
-    for layer in range(len(found)):
-        leader = leaders[-1] if leaders else layer
-        alike = layer == leader or (
-            all(min(sizes) >= threshold * max(sizes) for sizes in _sizes(shares[leader], shares[layer]))
-            and repeated(found[[leader, layer]], shares[leader]) > threshold
-        )
-        leaders.append(leader if alike else layer)
-    return tuple(leaders)
-
-
-def _sizes(first: float, second: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Of the sets of important, and of unimportant tokens, of two layers."""
-    return (first, second), (1 - first, 1 - second)
-
-
-def repeated(pair: Tensor, share: float) -> float:
-    """The smaller repetition of two layers' important and unimportant tokens, of [2, n, seq_len]."""
-    sets = [(share, True), (1 - share, False)]
-    return min((float(repetition(pair, part, most)[0, 1]) for part, most in sets if 0 < part < 1), default=1.0)

@@ -17,7 +17,7 @@ from ..policies import H2O, EvictingLayer, Policy, Tiers, read_stored
 from ..recipe import Recipe
 from ..rewriting.compressible import CompressibleModel
 from ..search.probe import full_ranks
-from ..search.tier_choice import RatioRegression, Tried, with_leaders, within
+from ..search.tier_choice import RatioRegression, Tried, within
 from ..search.tier_grid import LEVELS, RATIOS, TierGrid, TierMeter, degradation
 from ..search.tier_repeats import by_average_score, by_denominator, importances, repetition
 from .cache_bench import PolicyModel
@@ -45,9 +45,6 @@ BY: dict[str, Literal["denominator", "random"]] = {
     "tiers at random": "random",
 }
 """Records of tiers, and what chose their tokens."""
-
-THRESHOLD = 0.95
-"""ZDC's, of repetition."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +162,9 @@ class _Recipe:
         known = self.store.get(key)
         if known is not None:
             return known
-        found = importances(self.network, self.rows, by_denominator())
         candidates, every = grid.candidates(), dict[Tiers, Tried]()
 
         def measured(policy: Tiers) -> Tried:
-            policy = with_leaders(policy, found, THRESHOLD)
             if policy not in every:
                 every[policy] = Tried(policy, degradation(self.meter.cost(policy, STEP)))
                 found_of = f"{grid.removed(policy):.3f} of the rows removed, Q_d {every[policy].degradation:.4f}"
