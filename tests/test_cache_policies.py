@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,10 +29,12 @@ from rotor.policies import (
     cache_policy,
     find_policy,
     make_cache,
+    methods,
     policy_of,
+    read_stored,
     use_cache_policy,
 )
-from rotor.policies.registry import method_names
+from rotor.policies.registry import find_method, method_names
 
 
 @pytest.mark.parametrize("name", ["gear-2", "tiers-50"])
@@ -161,3 +164,27 @@ def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsy
     code, out, _ = command(capsys, "recipes")
     assert code == 0
     assert "streaming-50" in out
+
+
+def test_the_policy_of_contributing_serves_from_anywhere(policy_models: PolicyModels, tmp_path, monkeypatch) -> None:
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text().split("## A cache policy")[1]
+    code, recipe = (part.split("```")[0] for part in (text.split("```python")[1], text.split("```yaml")[1]))
+    (tmp_path / "my_module.py").write_text(code)
+    (tmp_path / "mine.yaml").write_text(recipe.replace("method: every-second ", "method: my_module:EverySecond "))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(CheckpointError, match="of a module that is imported"):
+        read_stored({"method": "my_module:EverySecond"})  # a checkpoint imports nothing
+    policy = find_policy(str(tmp_path / "mine.yaml"))
+    assert read_stored(policy.as_dict()) == policy
+    model, rows = policy_models.model("plain"), prompts(1, 12)
+    with cache_policy(model, policy), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(rows, past_key_values=cache)
+    assert cache.layers[0].places[0, 0].tolist() == [0, 2, 8, 9, 10, 11]
+    # In rotor itself the file's name is the method's.
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+    (tmp_path / "my_module.py").rename(tmp_path / "every_second.py")
+    method_names.cache_clear()
+    assert find_method("every-second", trusted=False).method == "every-second"
+    monkeypatch.undo()
+    method_names.cache_clear()

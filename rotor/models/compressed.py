@@ -13,7 +13,6 @@ from ..format.kernel_config import KernelConfig
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.schemas import CheckpointInfo, read_file
 from ..format.section import CompressedSection, is_compressed
-from ..policies import Policy, read_stored
 from ..runtime.families import attention_shape
 from .checkpoint import Checkpoint
 
@@ -55,11 +54,6 @@ class CompressedCheckpoint(Checkpoint):
     def layouts(self) -> list[LayerLayout]:
         """The layout of each layer."""
         return self.section.layouts(self.shape)
-
-    @cached_property
-    def policy(self) -> Policy | None:
-        """The policy that its cache follows, if it stores one."""
-        return read_stored(getattr(self.section, "cache", None))
 
     @property
     def dtype(self) -> torch.dtype:
