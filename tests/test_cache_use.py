@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -137,19 +138,22 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
 
 
-def test_a_cache_that_kept_everything_can_be_cropped_and_regrouped(models) -> None:
-    model, rows = models("plain"), prompts(2, 10)
-    with cache_policy(model, H2O(tokens=ALL)), torch.no_grad():
+@pytest.mark.parametrize(
+    "policy", [H2O(tokens=8), H2O(tokens=8, bits=4), Tiers(important=0.4, qk_unimportant=0.8)], ids=str
+)
+def test_rows_can_be_chosen_moved_and_reset(policy: Policy, models) -> None:
+    model, rows = models("pre"), prompts(2, 16)
+    with cache_policy(model, policy), torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(rows, past_key_values=cache)
+        twin = copy.deepcopy(cache)
         expected = model(rows[:, :1], past_key_values=cache).logits
-        cache.crop(-1)
-        assert cache.get_seq_length() == 10
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 3]))
-        cache.layers[0].offload()
-        cache.layers[0].prefetch()
-        assert torch.allclose(model(rows[:, :1], past_key_values=cache).logits, expected, atol=1e-5)
+        twin.batch_repeat_interleave(2)
+        twin.batch_select_indices(torch.tensor([3, 0]))
+        twin.layers[0].offload()
+        twin.layers[0].prefetch()
+        assert torch.allclose(model(rows.flip(0)[:, :1], past_key_values=twin).logits, expected.flip(0), atol=1e-5)
+        assert cache.get_seq_length() == 17
         cache.reset()
         assert cache.get_seq_length() == stored_bytes(cache) == 0
         model(rows, past_key_values=cache)
@@ -187,32 +191,6 @@ def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, poli
     with cache_policy(model, policy):
         expected = model.generate(rows, **options)
         assert torch.equal(model.generate(rows, cache_implementation="offloaded", **options), expected)
-
-
-def test_tiers_can_be_cropped_and_regrouped(models) -> None:
-    model, rows = models("pre"), prompts(2, 16)
-    with cache_policy(model, Tiers(important=0.4, qk_unimportant=0.8)), torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        model(rows, past_key_values=cache)
-        expected = model(rows[:, :1], past_key_values=cache).logits
-        layer = cache.layers[0]
-        tiers = layer.tiers.clone()
-        cache.crop(-1)
-        assert cache.get_seq_length() == 16
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 3]))
-        cache.layers[0].offload()
-        cache.layers[0].prefetch()
-        assert torch.equal(layer.tiers, tiers[[0, 1], :16])  # what the step cut stays cut
-        held = [(layer.high_keys, layer.low_keys) for layer in cache.layers]
-        assert all(high.shape[2] + low.shape[2] >= 16 and len(high) == 2 for high, low in held)
-        again = model(rows[:, :1], past_key_values=cache).logits
-        assert not torch.isnan(again).any()
-        assert cache.get_seq_length() == 17
-        cache.reset()
-        assert cache.get_seq_length() == stored_bytes(cache) == 0
-        model(rows, past_key_values=cache)
-        assert torch.allclose(model(rows[:, :1], past_key_values=cache).logits, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

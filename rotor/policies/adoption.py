@@ -16,36 +16,24 @@ from transformers.cache_utils import Cache
 from ..errors import UnsupportedModelError
 from ..runtime.cache_hook import attending_layer
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
-from .layer import PolicyLayer, check_left
+from .layer import PolicyLayer
 from .policy import Policy
-from .quantiser import CodedLayer
 from .registry import find_policy
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 """What families call the cache in the forward pass of their attention."""
 
 
-def make_cache(policy: Policy, config: Any, attention_mask: Tensor | None = None) -> Cache:
-    """A cache that follows a policy, for `model(..., past_key_values=cache)` and `generate`.
+def make_cache(policy: Policy, config: Any) -> Cache:
+    """A cache that follows a policy, for `model(..., past_key_values=cache)` and `generate`, of a model's config.
 
-    A model that was not given the policy with `use_cache_policy` can use it too, unless the policy evicts.
+    A model that was not given the policy with `use_cache_policy` can use it too, unless the policy evicts. Padding is
+    then taken for tokens, which changes nothing where each token is coded by itself.
 
-    Args:
-        config: the model's transformers config.
-        attention_mask: [batch_size, seq_len] of a prompt that is padded on the left. Without it the policy takes
-            padding for tokens, which changes nothing where each token is coded by itself; a model that was given the
-            policy knows its own mask.
     Raises:
         UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
-        UsageError: the padding is not on the left.
     """
-    layers = policy.layers(policy.check_config(config))
-    if attention_mask is not None and not bool(attention_mask.all()):
-        check_left(attention_mask != 0)
-        for layer in layers:
-            if isinstance(layer, CodedLayer):
-                layer.padding = (attention_mask == 0).sum(-1)
-    return Cache(layers=layers)  # type: ignore[arg-type]
+    return Cache(layers=policy.layers(policy.check_config(config)))  # type: ignore[arg-type]
 
 
 def use_cache_policy(model: Any, policy: Policy | str | None) -> None:

@@ -342,26 +342,6 @@ class EvictingLayer(PolicyLayer):
         for side in self.sides:
             side.take(order)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens, as long as nothing was dropped.
-
-        Raises:
-            UsageError: a positive number, or a token was dropped: it cannot come back.
-        """
-        count = self.removable(tokens_to_remove)
-        if count == 0 or self.places is None or self.sides is None:
-            return
-        if self.sides[0].tokens != self.seen:
-            raise UsageError(
-                f"crop({-count}): this cache has dropped tokens, which cannot come back.",
-                "Leave out what takes tokens back (assisted generation), or use a policy that keeps every token.",
-            )
-        self.seen -= count
-        self.places = self.places[..., : self.seen].clone()
-        self.scores = None if self.scores is None else self.scores[..., : self.seen].clone()
-        for side in self.sides:
-            side.crop(count)
-
 
 def _groups_of_heads(parameters: AttentionParameters) -> Tensor:
     """[num_heads], the group of each query head, heads in the model's order."""

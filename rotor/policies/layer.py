@@ -123,11 +123,12 @@ class PolicyLayer(DynamicLayer, AttendingLayer):
         for name in names or (*self.stored, *self.beside):
             setattr(self, name, _mapped(getattr(self, name), function))
 
-    def removable(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop(tokens_to_remove)` removes; raises UsageError for a positive number."""
-        if tokens_to_remove > 0:
-            raise UsageError(f"crop({tokens_to_remove}): expected a negative number, of tokens to remove.")
-        return min(-tokens_to_remove, self.seen)
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises UsageError: what was coded together or dropped does not come back."""
+        raise UsageError(
+            f"crop({tokens_to_remove}): a cache that follows a policy takes no tokens back.",
+            "Leave out what takes tokens back (assisted generation), or use --cache none.",
+        )
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

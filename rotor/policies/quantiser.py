@@ -46,27 +46,26 @@ class CodedLayer(PolicyLayer):
 
     Args:
         streams: of keys and of values.
-        padding: [batch_size], tokens of padding on the left of each row. With it each row is stored by itself, without
-            its padding, so that what is stored of a row does not depend on the others. Beams of a row are expanded.
-            An attention module that knows its cache gives the mask instead, with `begin`.
 
-    sides: of keys and of values, for all rows or for each. Attention decodes the whole cache at each step.
+    sides: of keys and of values, for all rows alike; where `begin` is told of padding for each row by itself, without
+    its padding, so that what is stored of a row does not depend on the others. Attention decodes the whole cache at
+    each step.
     """
 
     stored = ("sides",)
 
-    def __init__(self, streams: tuple[Stream, Stream], padding: Tensor | None = None) -> None:
+    def __init__(self, streams: tuple[Stream, Stream]) -> None:
         super().__init__()
-        self.streams, self.padding = streams, padding
+        self.streams = streams
         self.sides: list[tuple[Side, Side]] | None = None
         self._pads: list[int] | None = None
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         if mask is None:
             return
-        if not self.is_initialized and self.padding is None:
+        if not self.is_initialized:
             padding = _left_padding(mask, batch_size)
-            self.padding = padding if bool(padding.any()) else None
+            self._pads = padding.tolist() if bool(padding.any()) else None
         elif self._pads is not None and max(self._pads) >= self.seen:  # a row that is padding so far
             now = _left_padding(mask, batch_size).tolist()
             self._pads = [new if old >= self.seen else old for old, new in zip(self._pads, now, strict=True)]
@@ -78,14 +77,7 @@ class CodedLayer(PolicyLayer):
                 "Use --cache none with this checkpoint, or a policy with a checkpoint of 16-bit columns.",
             )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        batch_size = key_states.shape[0]
-        if self.padding is not None:
-            if batch_size % len(self.padding):
-                raise UsageError(
-                    f"the cache was made for a batch of {len(self.padding)} rows and is given {batch_size}.",
-                    "Make a new cache for each batch, from its own attention mask.",
-                )
-            self._pads = self.padding.repeat_interleave(batch_size // len(self.padding)).tolist()
+        if self._pads:
             key_states, value_states = key_states[:1], value_states[:1]
         key, value = self.streams
         self.sides = [(Side(key, key_states), Side(value, value_states)) for _ in self._pads or (0,)]
@@ -128,26 +120,6 @@ class CodedLayer(PolicyLayer):
         chosen = indices.tolist()
         self._pads, self.sides = [self._pads[row] for row in chosen], [self.sides[row] for row in chosen]
         self.map(Tensor.clone)  # a row chosen twice has tensors of its own, as its bytes are counted
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest -tokens_to_remove tokens; what was coded stays as it was coded.
-
-        Raises:
-            UsageError: a positive number, or tokens that are coded together with older ones.
-        """
-        count, before = self.removable(tokens_to_remove), self.sides
-        if count == 0:
-            return
-        self.map(lambda tensor: tensor)
-        for row, sides in enumerate(self.sides or ()):
-            held = self.seen - (self._pads[row] if self._pads else 0)
-            try:
-                for side in sides:
-                    side.crop(min(count, max(0, held)))
-            except UsageError:
-                self.sides = before
-                raise
-        self.seen -= count
 
 
 def _left_padding(mask: Tensor, batch_size: int) -> Tensor:

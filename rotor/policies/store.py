@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
 from .codec import Codec, Parts
 
 
@@ -99,28 +98,6 @@ class Side:
     def take(self, slots: Tensor) -> None:
         """Keep the tokens `slots`, [batch_size, 1 or groups, kept], of a side where none waits."""
         self.segments = [self.stream.codec.take(parts, slots) for parts in self.segments]
-
-    def crop(self, count: int) -> None:
-        """Remove the newest tokens.
-
-        Raises:
-            UsageError: they are coded together with older ones.
-        """
-        exact = min(count, self.waiting.shape[2])
-        coded = count - exact
-        if coded and not self.stream.codec.by_token:
-            raise UsageError(
-                f"crop({-count}): only the newest {exact} tokens are not yet coded together with older ones.",
-                "Crop fewer tokens, or use a cache policy that codes each token by itself (per-token, fp8).",
-            )
-        self.waiting = self.waiting[:, :, : self.waiting.shape[2] - exact].clone()
-        while coded and self.segments:
-            parts = self.segments.pop()
-            tokens = parts[0].shape[2]
-            if tokens > coded:
-                kept = (p[:, :, : tokens - coded].clone() if p.shape[2] == tokens else p for p in parts)
-                self.segments.append(tuple(kept))
-            coded = max(0, coded - tokens)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Side:
         """The same with each tensor replaced."""

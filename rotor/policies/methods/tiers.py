@@ -238,10 +238,9 @@ class TieredLayer(PolicyLayer):
         return noise_of(index[:, None], self.policy.seed, self.index)[:, 0]
 
     def _arrange(self, tiers: Tensor) -> None:
-        """Take the rows where the new tiers say that they belong; tokens at the end may be gone."""
+        """Take the rows where the new tiers say that they belong."""
         assert self._layout is not None
-        tokens = tiers.shape[1]
-        cut = _right_aligned(self.tiers[:, :tokens].eq(HIGH) & tiers.eq(LOW))
+        cut = _right_aligned(self.tiers.eq(HIGH) & tiers.eq(LOW))
         high, low = _right_aligned(tiers.eq(HIGH)), _right_aligned(tiers.eq(LOW))
         before, low_before = self._places(HIGH), torch.cat([self._places(LOW), cut], dim=1)
         slots, cut_slots, low_slots = (
@@ -256,7 +255,7 @@ class TieredLayer(PolicyLayer):
             setattr(self, f"low_{name}", slots_of(torch.cat([low_rows, shorter], dim=2), low_slots))
             setattr(self, f"high_{name}", slots_of(rows, slots))
         self.scores = self.scores.gather(-1, slots[:, 0]).masked_fill(high < 0, -torch.inf)
-        self.tiers = tiers.clone()
+        self.tiers = tiers
 
     def _places(self, tier: int) -> Tensor:
         """Places of a tier's rows in the sequence, [batch_size, slots] int64, -1 where there is nothing."""
@@ -267,17 +266,6 @@ class TieredLayer(PolicyLayer):
         self.begin(None, len(key_states), key_states.shape[2], key_states.device)
         self.update(key_states, value_states)
         self.choose(torch.zeros(len(key_states), key_states.shape[2], 1, device=key_states.device))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens; those before them stay as they were cut.
-
-        Raises:
-            UsageError: a positive number.
-        """
-        count = self.removable(tokens_to_remove)
-        if count:
-            self._arrange(self.tiers[:, : self.seen - count])
-            self.seen -= count
 
 
 def _right_aligned(chosen: Tensor, slots: int | None = None) -> Tensor:
