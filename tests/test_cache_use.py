@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from rotor.policies import (
+    FP8,
     GEAR,
     H2O,
     KCVT,
@@ -35,17 +36,17 @@ EVERYTHING: list[Policy] = [
     PerToken(bits=16),
     KCVT(bits=16, buffer=5),
     KIVI(bits=16, group=4, residual=8),
-    Window(tokens=ALL),
     Streaming(tokens=ALL, scope="layer"),
     H2O(tokens=ALL),
     Keyformer(tokens=ALL, scope="layer"),
-    Random(tokens=ALL),
     H2O(tokens=ALL, squeeze=0.5),
     Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9),
     Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0),
 ]
 LOSSY: list[Policy] = [
     PerToken(bits=4, group=8),
+    FP8("tensor"),
+    KIVI(bits=2, group=4, residual=8),
     GEAR(bits=2, sparsity=0.2, buffer=6),
     Window(share=0.5),
     Streaming(tokens=9),
