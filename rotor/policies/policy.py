@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ..checked import shorten
 from ..errors import UnsupportedModelError, UsageError
-from ..typed import shorten
 from .layer import PolicyLayer
 from .store import tensor_bytes
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
+from ..checked import Reader, nearest_name
 from ..errors import CheckpointError, RecipeError, UsageError
 from ..format.section import EDITED
-from ..typed import Reader, nearest_name, read_text, read_yaml
+from ..format.yaml_files import read_text, read_yaml
 from . import methods
 from .policy import Policy
 
