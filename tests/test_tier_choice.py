@@ -18,7 +18,6 @@ from rotor.export.export import export
 from rotor.policies import Tiers, find_policy
 from rotor.search.tier_choice import RatioRegression, Tried, within
 from rotor.search.tier_grid import LEVELS, RATIOS, SHARES, TierGrid, TierMeter, alone, row_of, tiers_of
-from rotor.search.tier_repeats import by_average_score, by_denominator, importances, repetition
 
 LAYERS = 3
 ROW_BYTES = ((64, 32), (64, 32), (32, 32))
@@ -99,18 +98,6 @@ def test_choices_within_a_limit_are_measured_until_one_is_near() -> None:
     assert len(measured) == len({one.policy for one in measured})
 
 
-def test_repetition_counts_tokens_in_both_sets() -> None:
-    found = torch.rand(3, 4, 20, generator=torch.Generator().manual_seed(0))
-    for most in (True, False):
-        got = repetition(found, 0.35, most)
-        for a, b in product(range(3), range(3)):
-            shared = 0
-            for row in range(4):
-                order = [found[layer, row].argsort(descending=most)[:7].tolist() for layer in (a, b)]
-                shared += len(set(order[0]) & set(order[1]))
-            assert got[a, b] == pytest.approx(shared / 28)
-
-
 def test_the_regression_gives_back_what_is_regular_and_keeps_the_constraints() -> None:
     limits = [0.02, 0.05, 0.1, 0.2, 0.4]
     rows = [[0.1, 0.3, 0.1 + 0.1 * i, 0.2 + 0.1 * i, 0.05 * i, 0.1 * i] for i in range(5)]
@@ -137,9 +124,6 @@ def test_what_a_layer_alone_costs_is_of_that_layer(tiny, tmp_path) -> None:
     values = [abs(meter.cost(alone(2, 1, "v", share, 0.9), 8)) for share in (0.9, 0.0)]
     assert 0 < values[0] < values[1]
     assert meter.row_bytes == [(2 * 4 * 16, 2 * 4 * 16)] * 2
-    by_query, by_key = importances(network, rows, by_denominator()), importances(network, rows, by_average_score())
-    assert by_query.shape == by_key.shape == (2, 2, 40)
-    assert not torch.allclose(by_query, by_key)
 
 
 def test_an_export_chooses_ratios_and_stores_them(tiny, tmp_path, capsys) -> None:
