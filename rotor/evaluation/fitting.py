@@ -78,31 +78,10 @@ def _joined(samples: list[LayerSample]) -> LayerSample:
     return LayerSample(*(torch.cat([getattr(sample, name) for sample in samples]) for name in names))
 
 
-@torch.no_grad()
-def attention_cosines(model: Any, rows: Tensor) -> Tensor:
-    """Cosine between the hidden states before each layer's attention is added and after it, the mean over rows,
-    [layers, seq_len] float64.
-
-    Source: SqueezeAttention equation 5, figure 2.
-    """
-    total = torch.zeros(())
-    with cache_policy(model, _Recording()):
-        for row in rows.split(1):
-            cache = DynamicCache(config=model.config)
-            model(input_ids=row.to(model.device), past_key_values=cache, use_cache=True)
-            layers: list[Any] = list(cache.layers)
-            total = total + torch.stack([layer.cosines[0] for layer in layers]).cpu()
-    return total / len(rows)
-
-
 class _Recording(Policy):
     """Keeps everything, and what gradients are taken by."""
 
     method: ClassVar[str] = "recording"
-
-    @property
-    def needs_states(self) -> bool:
-        return True
 
     @property
     def longest_step(self) -> int | None:
@@ -116,12 +95,10 @@ class _Recording(Policy):
 
 
 class _RecordingLayer(PolicyLayer):
-    """added: zeros that are added to keys and to values, whose gradients are those of keys and values. cosines: see
-    attention_cosines, [1, seq_len]."""
+    """added: zeros that are added to keys and to values, whose gradients are those of keys and values."""
 
     stored = ()
     added: tuple[Tensor, Tensor]
-    cosines: Tensor
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """Nothing is padding."""
@@ -131,9 +108,6 @@ class _RecordingLayer(PolicyLayer):
         self.added, self.seen = (key, value), key_states.shape[2]
         self.keys, self.values = key_states + key, value_states + value
         return self.keys, self.values
-
-    def observe_states(self, before: Tensor, after: Tensor) -> None:
-        self.cosines = functional.cosine_similarity(before.detach().double(), after.detach().double(), dim=-1)
 
     def stored_bytes(self) -> int:
         return 0
