@@ -17,7 +17,7 @@ from triton.runtime import driver
 from ..format.kernel_config import LayerKernels
 from ..format.layout import AttentionShape, LayerLayout
 from ..kernels.append import append
-from ..kernels.decoding import BlockTurns, DecodeLayer, decode_attention
+from ..kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from ..kernels.materialise import PagesOf, materialise
 from ..kernels.parameters import AttentionParameters
 from ..kernels.ranges import KeyRanges
@@ -163,10 +163,12 @@ def layer_variants(
         query = torch.zeros(1, shape.num_heads, shape.head_dim, dtype=dtype)
         if layer.folded:
             query = torch.zeros(1, layer.group_rows * layout.key_width, dtype=dtype)
-        turns = None if rotation is None else BlockTurns.of(rotation, layout, dtype)
+        blocks = BlockRotations.of(rotation, layout, dtype) if rotation and layout.in_blocks else None
         ranges = KeyRanges.of_lengths(torch.ones(1).int())
         with recorded(arch) as launched:
-            decode_attention(query, key, value, layer, ranges, turns, block_table=block_table, tiles=kernels.tile(arch))
+            decode_attention(
+                query, key, value, layer, ranges, blocks, block_table=block_table, tiles=kernels.tile(arch)
+            )
         widths = f"{layer.pieces * layer.columns}+{layer.pieces * layer.value_columns}"
         name = f"{{}} {widths}x{layer.heads}, T {layer.block}, F {layer.fast}"
         keep(launched, name, _work_of_a_step(layer, kernels, arch))

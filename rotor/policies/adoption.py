@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError
-from ..runtime.cache_hook import attending_layer
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
+from ..runtime.steps import InCache
 from .layer import PolicyLayer
 from .policy import Policy
 from .registry import find_policy
@@ -95,9 +95,9 @@ class _Attachment:
         count = model.config.get_text_config().num_hidden_layers
         policy.layers(count)  # what does not fit so many is said now
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
-        self._compressed = [module for module in modules if hasattr(module, "cache_policy")]
+        self._compressed = [module for module in modules if hasattr(module, "store")]
         if policy.rows_only and len(self._compressed) < count:
-            index = next(index for index, module in enumerate(modules) if not hasattr(module, "cache_policy"))
+            index = next(index for index, module in enumerate(modules) if not hasattr(module, "store"))
             raise UnsupportedModelError(
                 f"cache policy {policy.method}: layer {index} is not compressed, and only a "
                 "compressed layer's columns come in the order of what they are worth.",
@@ -110,7 +110,7 @@ class _Attachment:
             policy.check_rows(module.layout.coded)
         for index, module in enumerate(modules):
             if module in self._compressed:
-                module.cache_policy = policy
+                module.store = InCache(policy, model.config)
             else:
                 hooks = _AttentionHooks(policy)
                 self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
@@ -127,7 +127,7 @@ class _Attachment:
         for handle in self._handles:
             handle.remove()
         for module in self._compressed:
-            module.cache_policy = None
+            module.store = InCache()
         self._config._attn_implementation = self._implementation
 
 
@@ -141,7 +141,7 @@ class _AttentionHooks:
         self.policy = policy
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        layer = attending_layer(_cache_of(kwargs), module.layer_idx, self.policy, module.config)
+        layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), module.layer_idx)
         if not isinstance(layer, PolicyLayer):
             return None
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)

@@ -12,9 +12,8 @@ from torch import Tensor
 from ..errors import UsageError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..runtime.attention import RotorAttention
-from ..runtime.cache_hook import Step
 from ..runtime.rotary_table import rows_of
+from ..runtime.steps import Step, attend_to_rows
 from .affine import AffineCode
 from .budgets import SqueezeBudgets
 from .codec import ByGroup, Codec, Exact, spans_of
@@ -187,18 +186,17 @@ class EvictingLayer(PolicyLayer):
         if self.budgets is not None:
             self.budgets.reset()
 
-    def attend(self, module: RotorAttention, step: Step) -> Tensor:
-        query, rotations = step.query, step.rotations
-        self.begin(step.mask, step.value.shape[0], seq_len_of(query), query.device)
-        parameters = module.parameters_of_attention()
+    def attend(self, step: Step) -> Tensor:
+        parameters, query, rotations = step.parameters, step.query, step.rotations
+        self.begin(step.mask, len(step.value), seq_len_of(query), query.device)
         if self.spans is None:
-            self.spans = spans_of(module.layout, query.element_size())
+            self.spans = spans_of(parameters.layout, query.element_size())
         mask = self.visible(step.mask, _groups_of_heads(parameters), None)
         if rotations.read is not None:
             rotations = rotations._replace(read=rows_of(rotations.read, self.places.clamp(min=0).long()))
-        key, value = step.cache.update(step.key, step.value, module.layer_idx)
+        key, value = step.cache.update(step.key, step.value, step.layer_idx)
         softening = self.softening()
-        output = module.attend(query, key, value, mask, rotations, step.dropout)
+        output = attend_to_rows(step._replace(mask=mask, rotations=rotations), key, value)
         sums = None
         if softening is not None:
             sums = column_sums(query, key, parameters, rotations.read, mask, softening, self.newest)

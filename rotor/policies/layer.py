@@ -24,12 +24,11 @@ from transformers.cache_utils import DynamicLayer
 from ..errors import UsageError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import seq_len_of
-from ..runtime.attention import RotorAttention
-from ..runtime.cache_hook import AttendingLayer, Step
+from ..runtime.steps import Keeper, Step, attend_to_rows
 from .store import Side, tensor_bytes
 
 
-class PolicyLayer(DynamicLayer, AttendingLayer):
+class PolicyLayer(DynamicLayer, Keeper):
     """One layer of a cache that follows a policy.
 
     seen: tokens so far, padding included. stored: names of the attributes whose tensors are the cache, batch first;
@@ -67,10 +66,9 @@ class PolicyLayer(DynamicLayer, AttendingLayer):
         """
         return mask
 
-    def attend(self, module: RotorAttention, step: Step) -> Tensor:
-        self.begin(step.mask, step.value.shape[0], seq_len_of(step.query), step.query.device)
-        key, value = step.cache.update(step.key, step.value, module.layer_idx)
-        return module.attend(step.query, key, value, step.mask, step.rotations, step.dropout, step.kernels)
+    def attend(self, step: Step) -> Tensor:
+        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
+        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
 
     def observe_weights(self, weights: Tensor | None) -> None:
         """Attention of an uncompressed model is done.

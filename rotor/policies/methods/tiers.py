@@ -15,9 +15,8 @@ from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.reference import partial_attention
 from ...kernels.rotary import Rotation
 from ...kernels.rows import cut_layer
-from ...runtime.attention import RotorAttention
-from ...runtime.cache_hook import Step
 from ...runtime.rotary_table import rows_of
+from ...runtime.steps import Step
 from ..codec import slots_of
 from ..layer import PolicyLayer, check_left, mask_of_places, tokens_shown
 from ..noise import noise_of
@@ -138,11 +137,11 @@ class TieredLayer(PolicyLayer):
         self.tiers = new if self.tiers is None else torch.cat([self.tiers, new], dim=1)
         self._length = length
 
-    def attend(self, module: RotorAttention, step: Step) -> Tensor:
-        self.begin(step.mask, step.value.shape[0], seq_len_of(step.query), step.query.device)
-        self.follow(module.layout, module.shape.heads_per_kv, step.query.dtype)
-        step.cache.update(step.key, step.value, module.layer_idx)
-        parameters = module.parameters_of_attention()
+    def attend(self, step: Step) -> Tensor:
+        parameters = step.parameters
+        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
+        self.follow(parameters.layout, parameters.shape.heads_per_kv, step.query.dtype)
+        step.cache.update(step.key, step.value, step.layer_idx)
         output, log_sums = self.attention(parameters, step.query, step.mask, step.rotations.read)
         self.choose(log_sums)
         return output
