@@ -11,7 +11,7 @@ do, with the same options as keyword arguments:
     rotor.use_cache_policy(model, "gear-2")     keep the cache of a loaded model by a policy
     rotor.fit_cache_policy(model, policy, rows)   fit one that needs samples
 
-`help(rotor.export)` tells of one of them. Errors are `rotor.RotorError`, with a message and a hint.
+`help(rotor.export)` describes one of them. Errors are `rotor.RotorError`, with a message and a hint.
 
 The import itself is quick: torch and transformers come with what is used first.
 
@@ -39,12 +39,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .runtime.registration import register_with_transformers
+from .versions import __version__
 
 # In a source checkout kernels/ and recipes/ lie beside this folder; an installed rotor has them inside it.
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .calibration.calibrate import calibrate

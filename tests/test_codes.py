@@ -14,13 +14,12 @@ from rotor.bases.kq import closed_form
 from rotor.bases.layer import LayerBases
 from rotor.bases.moments import LayerStatistics, stored_name
 from rotor.bases.pair import BasisPair
-from rotor.calibration.clipping import GradientClip
 from rotor.calibration.gradients import LayerFisher, fisher_information
-from rotor.calibration.samples import SampleKeeper
+from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.codes.allocation import bit_curve, bit_path
 from rotor.codes.fold import FoldedCode, fold_code
 from rotor.codes.layer import layer_codes
-from rotor.codes.quantiser import ChannelCode, measure_channels
+from rotor.codes.quantiser import ChannelCode, ChannelFit, measure_channels
 from rotor.errors import NumericsError
 from rotor.format.channels import PLANE, Channels
 from rotor.format.layout import POST_ROPE, AttentionShape, KeyForm
@@ -36,6 +35,12 @@ WIDTHS = (0, 4, 8, 12, 16)
 
 def normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def code_of(fit: ChannelFit, *bits: int) -> ChannelCode:
+    """Of a fit at WIDTHS."""
+    index, channels = torch.tensor([WIDTHS.index(b) for b in bits]), torch.arange(len(bits))
+    return ChannelCode(torch.tensor(bits), fit.mean[index, channels], fit.scale[index, channels])
 
 
 def test_distortion_of_a_gaussian_is_that_of_the_best_uniform_quantiser():
@@ -67,9 +72,9 @@ def test_the_fit_follows_shift_and_unit_of_a_channel():
 def test_distortion_is_what_encode_and_decode_leave():
     latents = normal(1000, len(WIDTHS)) * torch.tensor([1.0, 5.0, 0.1, 30.0, 2.0]) + 4
     statistics = measure_channels(latents, None, WIDTHS)
-    code = statistics.code(torch.tensor(WIDTHS))
+    code = code_of(statistics, *WIDTHS)
     codes = code.encode(latents)
-    expected = statistics.errors()[torch.arange(5), torch.arange(5)]
+    expected = (statistics.distortion * statistics.variance).diagonal()
     left = (code.decode(codes) - latents).square().mean(0)
     assert relative_error(left[:3], expected[:3]) < 1e-9
     assert (left[3:] < expected[3:]).all()  # which count the rounding of a projection in bfloat16
@@ -79,8 +84,8 @@ def test_distortion_is_what_encode_and_decode_leave():
 
 def test_a_constant_channel_costs_nothing_at_any_width():
     statistics = measure_channels(torch.full((64, 1), 3.0, dtype=torch.float64), None, WIDTHS)
-    assert statistics.errors().max() < 1e-12
-    assert float(statistics.code(torch.tensor([0])).decode(torch.zeros(1, 1))) == 3.0
+    assert (statistics.distortion * statistics.variance).max() < 1e-12
+    assert float(code_of(statistics, 0).decode(torch.zeros(1, 1))) == 3.0
 
 
 def test_a_sample_of_weight_two_is_two_samples():
@@ -218,8 +223,8 @@ def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor
     read = normal(64, dim, seed=seed + 3)
     pair = closed_form((read.T @ read)[None], (x.T @ x)[None])
     encode, decode = pair.encode[0], pair.decode[0]
-    bits = torch.tensor([*CHANNELS.bits, 0, 0, 0, 0])
-    return x, encode, decode, measure_channels(x @ encode, None, WIDTHS).code(bits)
+    code = code_of(measure_channels(x @ encode, None, WIDTHS), *CHANNELS.bits, 0, 0, 0, 0)
+    return x, encode, decode, code
 
 
 def rows_of(folded: FoldedCode, projected: Tensor) -> Tensor:
@@ -396,11 +401,13 @@ def test_fisher_information_is_the_same_with_weights_read_layer_by_layer(tiny):
 def test_quadratic_form_predicts_a_small_change_of_the_loss(tiny):
     """KL of a small error of the values is e^T F e / 2 on average over text that the model wrote itself."""
     from rotor.data.tokens import calibration_tokens
+    from rotor.models.weights import ResidentWeights
     from rotor.recipe import Tokens
 
     checkpoint = Checkpoint(tiny("gpt2"))
     model = load_model(tiny("gpt2"), torch.device("cpu"), torch.float32)
-    rows = calibration_tokens(Tokens("synthetic", count=2048, seq_len=64), checkpoint.config, None, model).rows
+    spec = Tokens("synthetic", count=2048, seq_len=64)
+    rows = calibration_tokens(spec, checkpoint.config, None, ResidentWeights(model)).rows
     network = LayerwiseModel.of(model)
     found = dict(fisher_information(network, rows, network.shape.num_kv_heads, every(network)))
     width = network.shape.num_kv_heads * network.shape.head_dim

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checked import shorten
 from ..errors import CheckpointError, RotorError
 from ..format.file_names import KERNEL_CONFIG
 from ..format.hashes import tensor_sha256
@@ -14,11 +15,9 @@ from ..format.json_differences import differences
 from ..format.layout import compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.manifest import Manifest
 from ..format.tensors import layer_tensors
-from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
 from ..progress import Progress
 from ..runtime.families import FAMILIES
-from ..typed import shorten
 
 OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
 """What names of an attention layer's tensors begin with."""
@@ -94,10 +93,9 @@ def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Ca
     """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
     report = checkpoint.report
     recorded = report["tensors"]
-    stored = {name for file in checkpoint.files for name in checkpoint.stored_names(file)}
+    stored = set(checkpoint.names)
     problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
-    problems += [f"{name} in {_holder(checkpoint, name)} is unexpected" for name in sorted(stored - set(recorded))]
-    problems += [f"{name} is not in the index" for name in sorted(stored & set(recorded) - checkpoint.names)]
+    problems += [f"{name} in {checkpoint.file_of[name]} is unexpected" for name in sorted(stored - set(recorded))]
     result.judge("tensor names", problems, f"{len(recorded)} tensors")
     wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
     for file in checkpoint.files:
@@ -140,10 +138,6 @@ def _check_manifest(result: Validation, digest: str | None) -> None:
         same = manifest.digest == digest.strip().lower()
         result.add("digest", same, manifest.digest if same else f"is {manifest.digest}, expected {shorten(digest)}")
     result.summary["digest"] = manifest.digest
-
-
-def _holder(checkpoint: Checkpoint, name: str) -> str:
-    return next(file for file in checkpoint.files if name in checkpoint.stored_names(file))
 
 
 def _kind(shape: list[int], dtype: str, file: str) -> str:

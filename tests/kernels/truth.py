@@ -1,0 +1,69 @@
+"""Float64 attention over the rows of a layer, written for reading: what every fast path is tested against.
+
+Nothing is batched, absorbed or joined: one loop over sequences, groups and heads, so that each line is the formula.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.rotary import Rotation, rotate, when_read
+from rotor.kernels.rows import read_class
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: AttentionParameters,
+    allowed: Tensor,
+    rotation: Rotation | None = None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of all query heads of a layer, and its log-sum-exp, in float64.
+
+    Args:
+        query: [batch_size, num_heads, seq_len, head_dim], rotated; in a model without RoPE [batch_size, seq_len, sum
+            over query heads of width].
+        key, value: rows, [batch_size, kv_len, bytes] uint8, or of numbers [batch_size, kv_len, width].
+        allowed: [batch_size, seq_len, kv_len], bool: what each query attends to.
+        rotation: of layers in blocks, by index; row 0 is at the beginning of a block.
+        first: places of the block before the first key.
+    Returns:
+        [batch_size, seq_len, sum over query heads of value width], and [batch_size, seq_len, num_heads]. Queries that
+        attend to nothing give zeros and minus infinity.
+    """
+    layout, shape = parameters.layout, parameters.shape
+    heads, of_kv = parameters.heads_per_group, shape.heads_per_kv
+    kv_len = key.shape[1]
+    value = parameters.value_rows(key, value)
+    outputs, sums = [], []
+    for cls in layout.classes(8 if key.dtype == torch.float64 else key.element_size()):
+        latents = read_class(key, cls.key, cls.key_byte, cls.key_stride, cls.count, torch.float64).double()
+        values = read_class(value, cls.value, cls.value_byte, cls.value_stride, cls.count, torch.float64).double()
+        for group in range(cls.count):
+            for row in range(heads):
+                of_group = query
+                if query.dim() == 3:
+                    start = heads * (cls.key_place + group * cls.key.width) + row * cls.key.width
+                    of_group, keys = query[..., start : start + cls.key.width].double(), latents[:, :, group]
+                else:
+                    of_group = query[:, (cls.start + group) * heads + row].double()
+                    basis = parameters.basis(cls)[group, row // of_kv].double()
+                    keys = latents[:, :, group] @ basis.T
+                    constant = parameters.constant(cls)
+                    if constant is not None:
+                        keys = keys + constant[group, row // of_kv].double()
+                    if layout.rope_block is not None:
+                        assert rotation is not None
+                        table = when_read((rotation[0].double(), rotation[1].double()), layout.form)
+                        keys = rotate(keys, *(of[first : first + kv_len] for of in table))
+                logits = of_group @ keys.mT * parameters.scaling
+                if parameters.softcap is not None:
+                    logits = parameters.softcap * torch.tanh(logits / parameters.softcap)
+                logits = logits.masked_fill(~allowed, -torch.inf)
+                outputs.append(torch.softmax(logits, -1).nan_to_num() @ values[:, :, group])
+                sums.append(torch.logsumexp(logits, -1))
+    return torch.cat(outputs, -1), torch.stack(sums, -1)
