@@ -326,9 +326,9 @@ def _check_accuracy(
     result: Validation, meter: FidelityMeter, compressed: LayerwiseModel, report: CheckpointInfo
 ) -> None:
     """The compressed model against the source over the report split: every ratio, KL, agreement, logit error."""
-    view = meter.look(compressed, "report")
-    found, rows = meter.judge(view, "report"), meter.text("report")
-    error = logit_errors(compressed, rows, meter.reference("report"), view.states).numpy()
+    outputs = meter.outputs(compressed, "report")
+    found, rows = meter.compare(outputs, "report"), meter.text("report")
+    error = logit_errors(compressed, rows, meter.reference("report"), outputs.states).numpy()
     target, base = report["accuracy"]["target"], meter.base["report"]
     result.summary["accuracy"] = {
         "metric": meter.metric,
