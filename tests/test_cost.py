@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from rotor.bench.problem import least_work
 from rotor.errors import RecipeError
 from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import POST_ROPE, AttentionShape, Candidate, GroupLayout, KeyForm, LayerLayout, pre_rope
@@ -150,16 +149,6 @@ def test_the_issues_goals_as_shares_of_the_uncompressed_time() -> None:
     base = uncompressed_decode_time(LLAMA, H200, 8, 32768).layers[0].attention_s
     assert H200.issue_seconds(17.6 * STEP.keys * 8) / base == pytest.approx(0.42, abs=0.005)
     assert H200.issue_seconds(28.2 * STEP.keys * 8) / base == pytest.approx(0.67, abs=0.005)
-
-
-def test_least_work_of_new_tokens() -> None:
-    layout = joint(64)
-    one = least_work(layout, LLAMA, 1, 2, past=99)
-    assert one.cache_bytes == 2 * 100 * 8 * 32
-    assert one.flops == 8 * 2 * 4 * (64 + 64) * 2 * 100
-    before = least_work(joint(64, form=pre_rope(LLAMA)), LLAMA, 10, 1)
-    assert before.flops == 8 * (2 * 4 * (128 + 64) * 55 + 2 * 64 * 128 * 10)
-    assert one.seconds(1e3, 1e12) == one.cache_bytes / 1e3
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
