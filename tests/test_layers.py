@@ -48,7 +48,18 @@ def test_loading_a_checkpoint_imports_nothing_of_the_offline_half() -> None:
         "print(sorted({n.split('.')[1] for n in sys.modules if n.startswith('rotor.')}))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    allowed = {"runtime", "format", "kernels", "errors", "typed", "logs", "numerics", "progress", "installing"}
+    allowed = {
+        "runtime",
+        "format",
+        "kernels",
+        "errors",
+        "typed",
+        "logs",
+        "numerics",
+        "progress",
+        "installing",
+        "versions",
+    }
     assert set(ast.literal_eval(done.stdout)) <= allowed
 
 
