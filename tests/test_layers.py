@@ -12,7 +12,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.format", "rotor.typed", "rotor.installing")
+BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.format", "rotor.checked", "rotor.installing")
 
 
 def test_imports_go_down() -> None:
@@ -53,7 +53,7 @@ def test_loading_a_checkpoint_imports_nothing_of_the_offline_half() -> None:
         "format",
         "kernels",
         "errors",
-        "typed",
+        "checked",
         "logs",
         "numerics",
         "progress",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import resources
-from pathlib import Path
 
 OBJECTIVES = ("memory", "latency")
 DEVICES = ("auto", "cpu", "cuda", "cuda:0")
@@ -62,37 +60,7 @@ def _starting(names: Iterable[str], start: str) -> list[str]:
 
 @cache
 def recipe_settings() -> dict[str, tuple[str, ...]]:
-    """Every `section.field` of a recipe with the names that it may be, read from the source of the dataclasses.
+    """Every `section.field` of a recipe with the names that it may be."""
+    from ..recipe.reference import recipe_fields
 
-    Importing these would bring torch, which takes seconds.
-    """
-    package = Path(__file__).parent.parent / "recipe"
-    sections = {
-        node.name: _fields(node)
-        for node in ast.parse((package / "sections.py").read_text("utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
-    (recipe,) = (
-        node
-        for node in ast.parse((package / "recipe.py").read_text("utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == "Recipe"
-    )
-    return {
-        f"{node.target.id}.{name}": choices
-        for node in recipe.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        for name, choices in sections.get(ast.unparse(node.annotation), {}).items()
-    }
-
-
-def _fields(section: ast.ClassDef) -> dict[str, tuple[str, ...]]:
-    """Names of a dataclass's fields, with the texts in their annotations: those of a Literal."""
-    return {
-        node.target.id: tuple(
-            part.value
-            for part in ast.walk(node.annotation)
-            if isinstance(part, ast.Constant) and isinstance(part.value, str)
-        )
-        for node in section.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    return {field.name: field.choices for section, fields in recipe_fields().items() if section for field in fields}

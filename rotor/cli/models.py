@@ -184,10 +184,10 @@ def recipes(
     as_json: AsJson = False,
 ) -> None:
     """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one."""
+    from ..format.yaml_files import read_yaml
     from ..recipe import bundled_recipes, load_recipe
-    from ..recipe.checks import NAMES
     from ..recipe.reference import recipe_fields, reference_page
-    from ..typed import read_yaml
+    from ..recipe.sections import NAMES
 
     if show is not None and fields:
         raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")

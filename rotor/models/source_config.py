@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..checked import shorten
 from ..errors import CheckpointError, UnsupportedModelError
 from ..format.section import is_ours
-from ..typed import shorten
 
 DAMAGED = "The file is damaged; download it again."
 REMOVE = "Remove it from the file."

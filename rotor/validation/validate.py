@@ -22,7 +22,7 @@ from ..evaluation.placement import Placement
 from ..evaluation.scoring import batch_logits, logit_errors
 from ..format.channels import Channels, Numbers
 from ..format.file_names import RECIPE
-from ..format.schemas import CheckpointInfo, SourceInfo
+from ..format.schemas import CheckpointInfo, ModelInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
@@ -198,7 +198,7 @@ def _random_rows(checkpoint: CompressedCheckpoint) -> Tensor:
     return random_tokens(NUMERICS_ROWS, seq_len, checkpoint.config, None, seed=0)
 
 
-def _check_source(result: Validation, source: Checkpoint, recorded: SourceInfo) -> None:
+def _check_source(result: Validation, source: Checkpoint, recorded: ModelInfo) -> None:
     """The source's files are those that were calibrated."""
     expected = {**recorded["shards"], **(recorded.get("files") or {})}
     problems = source.changes(expected)
