@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..progress import in_time
+from ..study.parts import PARTS
 from . import completion
 from .app import (
     AsJson,
@@ -43,16 +44,11 @@ def study(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, quantise, evict, "
-            "budgets, combine, tiers, with commas; default: curves, and ablation where there are ablations. all: all "
-            "that can run (front needs a recipe in focus with ranks.method=global) but peers, which are quantised "
-            "caches, and the recipes at equal bytes, and the five after it, which are cache policies.",
-            autocompletion=completion.one_of(
-                (
-                    *("all", "curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", "peers"),
-                    *("quantise", "evict", "budgets", "combine", "tiers"),
-                )
-            ),
+            help=f"Some of {', '.join(PARTS)}, with commas; default: curves, and ablation where there are ablations. "
+            "all: all that can run (front needs a recipe in focus with ranks.method=global) but peers, which are "
+            "quantised caches, and the recipes at equal bytes, and the five after it, which are cache policies. "
+            "FILE.py:CLASS is a part of your own.",
+            autocompletion=completion.one_of((*PARTS, "all")),
         ),
     ] = None,
     focus: Annotated[
@@ -105,52 +101,35 @@ def study(
     from ..models.hub import check_name
     from ..recipe import load_recipe, text_overrides
     from ..recipe.settings import Compute
+    from ..study.request import StudyPlan, of_recipes, parse_ablations, parse_counts
 
     for recipe in split(recipes):
-        load_recipe(recipe, overrides or [])
-    Compute(device, dtype, offload, device_map).check()
+        load_recipe(recipe, of_recipes(overrides or []))
+    compute = Compute(device, dtype, offload, device_map)
+    compute.check()
     check_name(model)
 
-    from ..study.request import StudyPlan, parse_ablations, parse_counts
     from ..study.study import plan_study
     from ..study.study import study as run_study
 
+    request: dict[str, Any] = {
+        "parts": None if parts is None else split(parts),
+        "focus": None if focus is None else split(focus),
+        "ablations": parse_ablations(ablation or [], ablations),
+        "ablation_base": ablation_base,
+        "at": at,
+        "counts": parse_counts(split(counts)),
+        "sizes": None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
+    }
     if dry_run:
         show_progress(quiet, verbose, dry_run=True)
-        request = StudyPlan.of(
-            split(recipes),
-            [*text_overrides(text), *(overrides or ())],
-            None if parts is None else split(parts),
-            focus=None if focus is None else split(focus),
-            ablations=parse_ablations(ablation or [], ablations),
-            ablation_base=ablation_base,
-            counts=parse_counts(split(counts)),
-            sizes=None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
-        )
-        _print_outlook(plan_study(model, out, request, at, Compute(device, dtype, offload, device_map)), as_json)
+        plan = StudyPlan.of(split(recipes), [*text_overrides(text), *(overrides or ())], **request)
+        _print_estimate(plan_study(model, out, plan, compute), out, as_json)
         return
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
-        result = run_study(
-            model,
-            out,
-            split(recipes),
-            overrides or [],
-            text=text,
-            parts=None if parts is None else split(parts),
-            focus=None if focus is None else split(focus),
-            ablations=parse_ablations(ablation or [], ablations),
-            ablation_base=ablation_base,
-            at=at,
-            counts=parse_counts(split(counts)),
-            sizes=None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
-            device=device,
-            dtype=dtype,
-            batch_tokens=batch_tokens,
-            offload=offload,
-            device_map=device_map,
-            plots=plots,
-            progress=show_progress(quiet, verbose),
-        )
+        request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots} | dataclasses.asdict(compute)
+        progress = show_progress(quiet, verbose)
+        result = run_study(model, out, split(recipes), overrides or [], **request, progress=progress)
     if as_json:
         files = [str(path) for path in result.files]
         shown = {"study": str(out), "settings": result.settings, "records": result.records, "files": files}
@@ -163,22 +142,15 @@ def study(
     )
 
 
-def _print_outlook(plan: Any, as_json: bool) -> None:
+def _print_estimate(plan: Any, out: Path, as_json: bool) -> None:
     """What a dry run found."""
     if as_json:
-        print_json(plan.to_dict())
+        print_json(dataclasses.asdict(plan))
         return
-    rows = [(part.part, part.calibrations, part.points, in_time(part.seconds)) for part in plan.parts]
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), in_time(plan.seconds)))
-    title = (
-        f"{plan.model} -> {plan.folder}: {', '.join(plan.recipes)} on {plan.device} in {plan.dtype}; nothing is "
-        "written in a dry run"
-    )
-    print_table(title, ("part",), ("calibrations", "at most points", "time of matrix products"), rows)
-    say(
-        f"{plan.known_records} record(s) are there already; everything beside the products, at the rate measured here, "
-        f"comes on top. Parts that were not asked for: {', '.join(plan.not_run) or 'none'}."
-    )
+    rows = [(part.part, part.calibrations, part.points) for part in plan.parts]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    print_table(f"{plan.model} -> {out}: what is left to do", ("part",), ("calibrations", "at most points"), rows)
+    say(f"{plan.known_records} record(s) are there already; nothing is written in a dry run.")
 
 
 def _print_targets(records: dict[str, dict[str, Any]]) -> None:
@@ -209,17 +181,14 @@ def report(
             "--out", "-o", help="HTML file to write; by default report.html in a run, OUT-report.html beside OUT."
         ),
     ] = None,
-    study: Annotated[
-        Path | None, typer.Option(help="Study folder; its comparison of calibration tokens is shown.")
-    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write one HTML file that shows spectra, ranks, accuracy, losses, sizes and timings (export writes one too)."""
+    """Write one HTML file that shows spectra, ranks, accuracy, sizes and timings (export writes one too)."""
     from ..report.report import report as write_report
 
     with show_progress(quiet).task("report", None, ""):
-        result = write_report(folder, out, study=study)
+        result = write_report(folder, out)
     if as_json:
         print_json({"report": str(result.path), "figures": result.figures, "absent": result.absent})
         return
