@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...format.layout import LayerLayout
-from ...kernels.joining import join
 from ...kernels.parameters import AttentionParameters, seq_len_of
-from ...kernels.reference import partial_attention
+from ...kernels.reference import join, partial_attention
 from ...kernels.rotary import Rotation
 from ...kernels.rows import cut_layer
 from ...runtime.rotary_table import rows_of
