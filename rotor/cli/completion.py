@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable
-from functools import cache
 from importlib import resources
-from pathlib import Path
+from typing import get_type_hints
 
-OBJECTIVES = ("memory", "latency")
-DEVICES = ("auto", "cpu", "cuda", "cuda:0")
+Completion = Callable[[str], list[str]]
+
+
+def one_of(*names: str) -> Completion:
+    """A completion of these names."""
+    return lambda incomplete: _starting(names, incomplete)
+
+
+def last_of(complete: Completion) -> Completion:
+    """Of several names with commas, the last."""
+
+    def completed(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + name for name in complete(last)]
+
+    return completed
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """Bundled recipes; of several with commas, the last."""
-    before, comma, last = incomplete.rpartition(",")
-    folder = resources.files("rotor.recipes")
-    names = sorted(item.name[:-5] for item in folder.iterdir() if item.name.endswith(".yaml"))
-    return [before + comma + name for name in _starting(names, last)]
+    """Bundled recipes."""
+    return _files("", incomplete)
 
 
 def cache_policies(incomplete: str) -> list[str]:
     """`none`, and bundled cache policies."""
-    folder = resources.files("rotor.recipes") / "cache"
-    return _starting(["none", *sorted(item.name.removesuffix(".yaml") for item in folder.iterdir())], incomplete)
+    return [*_starting(["none"], incomplete), *_files("cache", incomplete)]
 
 
 def settings(incomplete: str) -> list[str]:
@@ -34,14 +42,6 @@ def settings(incomplete: str) -> list[str]:
     return [f"{name}={choice}" for choice in _starting(recipe_settings().get(name, ()), value)]
 
 
-def objectives(incomplete: str) -> list[str]:
-    return _starting(OBJECTIVES, incomplete)
-
-
-def devices(incomplete: str) -> list[str]:
-    return _starting(DEVICES, incomplete)
-
-
 def target_devices(incomplete: str) -> list[str]:
     """Devices that decode time can be predicted for."""
     import yaml
@@ -50,49 +50,44 @@ def target_devices(incomplete: str) -> list[str]:
     return _starting(yaml.safe_load(text), incomplete)
 
 
-def one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """A completion of these names."""
-    known = tuple(names)
-    return lambda incomplete: _starting(known, incomplete)
+def recipe_settings() -> dict[str, tuple[str, ...]]:
+    """Every `section.field` of a recipe with the names that it may be: the texts in its type."""
+    from ..recipe import Recipe
+
+    return {
+        f"{section}.{name}": tuple(_names(hint))
+        for section, kind in get_type_hints(Recipe).items()
+        if isinstance(kind, type) and kind.__module__.startswith("rotor.recipe")
+        for name, hint in get_type_hints(kind).items()
+    }
+
+
+def _names(hint: object) -> list[str]:
+    """The texts of the Literals in a type."""
+    if isinstance(hint, str):
+        return [hint]
+    return [name for part in getattr(hint, "__args__", ()) for name in _names(part)]
+
+
+def _files(folder: str, start: str) -> list[str]:
+    files = (resources.files("rotor.recipes") / folder).iterdir()
+    return _starting(sorted(file.name[:-5] for file in files if file.name.endswith(".yaml")), start)
 
 
 def _starting(names: Iterable[str], start: str) -> list[str]:
     return [name for name in names if name.startswith(start)]
 
 
-@cache
-def recipe_settings() -> dict[str, tuple[str, ...]]:
-    """Every `section.field` of a recipe with the names that it may be, read from the source of the dataclasses.
-
-    Importing these would bring torch, which takes seconds.
-    """
-    package = Path(__file__).parent.parent / "recipe"
-    sections = {
-        node.name: _fields(node)
-        for node in ast.parse((package / "sections.py").read_text("utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
-    (recipe,) = (
-        node
-        for node in ast.parse((package / "recipe.py").read_text("utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == "Recipe"
-    )
-    return {
-        f"{node.target.id}.{name}": choices
-        for node in recipe.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        for name, choices in sections.get(ast.unparse(node.annotation), {}).items()
-    }
-
-
-def _fields(section: ast.ClassDef) -> dict[str, tuple[str, ...]]:
-    """Names of a dataclass's fields, with the texts in their annotations: those of a Literal."""
-    return {
-        node.target.id: tuple(
-            part.value
-            for part in ast.walk(node.annotation)
-            if isinstance(part, ast.Constant) and isinstance(part.value, str)
-        )
-        for node in section.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+OF_OPTION: dict[str, Completion] = {
+    "recipe": recipe_names,
+    "recipes": last_of(recipe_names),
+    "show": recipe_names,
+    "overrides": settings,
+    "cache": cache_policies,
+    "device": one_of("auto", "cpu", "cuda", "cuda:0"),
+    "dtype": one_of("auto", "float32", "bfloat16", "float16"),
+    "offload": one_of("auto", "always", "never"),
+    "objective": one_of("memory", "latency"),
+    "target_device": target_devices,
+}
+"""By the name of the parameter."""

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from .app import AsJson, Quiet, app, check_folder, check_results, command_line, print_json, split
+from .app import check_folder, check_results, command, command_line, print_json, split
 from .console import print_table, say, show_progress
 
 
-@app.command(
+@command(
     epilog="Example: rotor gpu -o gpu.jsonl. Tiles of an export, measured and written into it: "
     "rotor gpu --tune out/demo. Where there is no GPU, to see that it would run: rotor gpu --dry -o dry.jsonl"
 )
@@ -31,8 +31,8 @@ def gpu(
     dry: Annotated[
         bool, typer.Option("--dry", help="Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.")
     ] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Test and measure the kernels on this GPU, what tells most first; or tune them for a checkpoint.
 
