@@ -200,13 +200,13 @@ def test_a_report_that_cannot_be_drawn_does_not_fail_the_export(
     folder = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
 
     def broken(data: object) -> dict[str, str]:
-        raise RuntimeError("no ink")
+        raise OSError("no ink")
 
     monkeypatch.setattr(report_module, "figures", broken)
     export(folder, tmp_path / "out", compression=0.5)
     assert (tmp_path / "out" / "rotor.json").is_file()
     assert not list((tmp_path / "out").glob("*report*"))
-    assert "no report was written: RuntimeError: no ink" in caplog.text
+    assert "no report was written: no ink" in caplog.text
 
 
 def test_text_of_a_recipe_is_escaped(demo_run, tmp_path: Path) -> None:

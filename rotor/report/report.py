@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..calibration.run import Run
-from ..errors import UsageError
+from ..errors import RotorError, UsageError
 from ..format.atomic import write_text
 from ..format.file_names import ROTOR_JSON
 from ..format.places import check_file
@@ -77,8 +77,8 @@ def write(data: ReportData, path: Path) -> Report:
 def write_with_checkpoint(folder: Path, run: Run, place: Path) -> None:
     """Put a report into the folder of a checkpoint that is being written, and another into its run.
 
-    The one of the checkpoint leaves out seconds, so that the same run gives the same bytes. A report is a courtesy:
-    whatever goes wrong with it is logged, and never fails the export.
+    The one of the checkpoint leaves out seconds, so that the same run gives the same bytes. A report that cannot be
+    collected or written is logged, and does not fail the export.
 
     Args:
         place: where the folder will be, as the user gave it.
@@ -89,8 +89,8 @@ def write_with_checkpoint(folder: Path, run: Run, place: Path) -> None:
         write(data, folder / NAME)
         if run.writable:
             write(collect(run.folder), run.folder / NAME)
-    except Exception as error:
-        log.warning("no report was written: %s: %s", type(error).__name__, error)
+    except (RotorError, OSError) as error:
+        log.warning("no report was written: %s", error)
 
 
 def render(data: ReportData, drawn: dict[str, str] | None) -> str:
