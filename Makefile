@@ -5,6 +5,7 @@
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 # make gpu       on a GPU: tests, sanitizer, attention, in at most 40 minutes; make gpu DRY=1 shows without one that it
 #                would run
+# make docs      the pages of README, docs/ and artifacts/ as a site in build/site
 # make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
 PYTHON ?= python3
@@ -15,7 +16,9 @@ WORKERS ?= auto
 TESTED := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 TARGETS := 0.99 0.95 0.90
 
-.PHONY: demo gpu test test-slow test-vllm fuzz test-min lint setup clean
+PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/studies
+
+.PHONY: docs demo gpu test test-slow test-vllm fuzz test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -70,6 +73,12 @@ test-vllm: .venv-vllm/.done
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
+
+docs: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	rm -rf build/docs && mkdir -p build/docs
+	tar -cf - --exclude=runs --exclude=text $(PAGES) | tar -xf - -C build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) .venv-min .venv-vllm runs out build

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from .evaluation.fitting import fit_cache_policy
     from .export.export import ExportResult, export
     from .planning.inspection import Inspection, inspect
+    from .policies import use_cache_policy
     from .progress import Progress
-    from .runtime.cache import use_cache_policy
     from .study.study import Study, study
     from .validation.integrity import Validation
     from .validation.validate import validate
@@ -89,7 +89,7 @@ _MODULES = {
     "fit_cache_policy": "evaluation.fitting",
     "inspect": "planning.inspection",
     "study": "study.study",
-    "use_cache_policy": "runtime.cache",
+    "use_cache_policy": "policies",
     "validate": "validation.validate",
 }
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import rotor  # noqa: F401  registers compressed checkpoints
 from rotor.parallel import sequence_parallel
-from rotor.runtime.cache import stored_bytes
+from rotor.policies import stored_bytes
 
 
 @lru_cache(maxsize=2)

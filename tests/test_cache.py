@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from rotor.errors import CheckpointError, DataError, UnsupportedModelError, UsageError
 from rotor.evaluation.cached import prefill_of, score_through_cache
-from rotor.runtime.cache import (
+from rotor.policies import (
     FP8,
     GEAR,
     KCVT,

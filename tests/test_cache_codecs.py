@@ -7,15 +7,15 @@ import pytest
 import torch
 from cache_truth import affine_truth, states
 
-from rotor.runtime.cache import (
+from rotor.policies import (
     NUQ,
     CodedLayer,
     PerToken,
 )
-from rotor.runtime.cache.affine import AffineCode
-from rotor.runtime.cache.fp8 import FP8Code
-from rotor.runtime.cache.packing import pack, packed_bytes, unpack
-from rotor.runtime.cache.per_token import hadamard
+from rotor.policies.affine import AffineCode
+from rotor.policies.fp8 import FP8Code
+from rotor.policies.packing import pack, packed_bytes, unpack
+from rotor.policies.per_token import hadamard
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])

@@ -9,7 +9,7 @@ from conftest import DEMO_MODEL, FAST_EVALUATION, calibrated, in_memory
 from rotor.errors import UsageError
 from rotor.evaluation.cached import final_states_through_cache
 from rotor.export.export import export
-from rotor.runtime.cache import GEAR, H2O, KIVI, KVQuant, PerToken, Random, Streaming
+from rotor.policies import GEAR, H2O, KIVI, KVQuant, PerToken, Random, Streaming
 from rotor.search.probe import full_ranks
 from rotor.study import cache_bench, cache_plans, caches_part
 from rotor.study.cache_bench import PolicyModel
@@ -62,7 +62,7 @@ def test_export_judges_with_the_policy(run, tmp_path) -> None:
 def test_bytes_by_shape_are_those_of_a_run(policy, compressed: bool, run) -> None:
     from transformers.cache_utils import DynamicCache
 
-    from rotor.runtime.cache import stored_bytes
+    from rotor.policies import stored_bytes
 
     network = in_memory(run)
     if compressed:

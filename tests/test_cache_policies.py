@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 import rotor
 from rotor.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from rotor.export.export import export
-from rotor.runtime.cache import (
+from rotor.policies import (
     FP8,
     GEAR,
     H2O,

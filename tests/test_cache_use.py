@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from rotor.runtime.cache import (
+from rotor.policies import (
     GEAR,
     H2O,
     KCVT,

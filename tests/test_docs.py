@@ -89,6 +89,9 @@ def test_docstrings_cite_what_a_reader_can_find() -> None:
 def test_the_readme_leads_to_every_page() -> None:
     text = PAGES[0].read_text("utf-8")
     assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in text] == []
+    site = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in site] == []
+    assert len(text.splitlines()) <= 200
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

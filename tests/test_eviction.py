@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from rotor.errors import UsageError
-from rotor.runtime.cache import H2O, EvictingLayer, Eviction, Keyformer, LayerSample, Random, Streaming, Window
-from rotor.runtime.cache.affine import AffineCode
-from rotor.runtime.cache.budgets import sensitivity_shares, squeeze_shares, three_means
+from rotor.policies import H2O, EvictingLayer, Eviction, Keyformer, LayerSample, Random, Streaming, Window
+from rotor.policies.affine import AffineCode
+from rotor.policies.budgets import sensitivity_shares, squeeze_shares, three_means
 from rotor.study.cache_tables import cache_tables
 from rotor.study.store import StudyStore
 

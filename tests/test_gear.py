@@ -8,12 +8,12 @@ import torch
 from cache_truth import affine_truth, states
 
 from rotor.errors import UsageError
-from rotor.runtime.cache import (
+from rotor.policies import (
     GEAR,
     KCVT,
     CodedLayer,
 )
-from rotor.runtime.cache.low_rank import low_rank
+from rotor.policies.low_rank import low_rank
 
 
 def gear_truth(numbers: np.ndarray, bits: int, sparsity: float, rank: int, keys: bool) -> np.ndarray:

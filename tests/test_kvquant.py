@@ -16,8 +16,8 @@ import rotor
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fitting import layer_samples
 from rotor.export.export import export
-from rotor.runtime.cache import CodedLayer, KVQuant, LayerSample, cache_policy, find_policy, policy_of, read_stored
-from rotor.runtime.cache.levels import weighted_means
+from rotor.policies import CodedLayer, KVQuant, LayerSample, cache_policy, find_policy, policy_of, read_stored
+from rotor.policies.levels import weighted_means
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

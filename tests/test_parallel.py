@@ -38,7 +38,7 @@ from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
 from rotor.parallel.traffic import of_prompt, of_token, uncompressed
-from rotor.runtime.cache import cache_policy, stored_bytes
+from rotor.policies import cache_policy, stored_bytes
 
 PRE = KeyForm(64, 8)
 CASES = {

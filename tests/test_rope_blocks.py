@@ -23,9 +23,9 @@ from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
+from rotor.policies import H2O, Tiers, cache_policy
 from rotor.recipe import load_recipe
 from rotor.runtime.attention import RotorAttention
-from rotor.runtime.cache import H2O, Tiers, cache_policy
 from rotor.runtime.families import attention_shape, find_family
 from rotor.validation.validate import validate
 

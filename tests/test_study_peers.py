@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rotor.errors import UsageError
 from rotor.evaluation.metrics.distance import Prompts
+from rotor.policies import KCVT, PerToken, make_cache
 from rotor.progress import Progress
-from rotor.runtime.cache import KCVT, PerToken, make_cache
 from rotor.study import peers_part
 from rotor.study.peers import (
     Peer,

@@ -9,7 +9,7 @@ import pytest
 from conftest import FAST_EVALUATION, SHORT_TEXT
 from test_tier_choice import grid
 
-from rotor.runtime.cache import Tiers
+from rotor.policies import Tiers
 from rotor.search import tier_grid
 from rotor.study import cache_bench, tiers_codes, tiers_part, tiers_plot
 from rotor.study import tiers_tables as tables

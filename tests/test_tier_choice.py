@@ -15,7 +15,7 @@ from test_cli import rotor as command
 
 from rotor.errors import UsageError
 from rotor.export.export import export
-from rotor.runtime.cache import Tiers, find_policy
+from rotor.policies import Tiers, find_policy
 from rotor.search.tier_choice import RatioRegression, Tried, with_leaders, within
 from rotor.search.tier_grid import LEVELS, RATIOS, SHARES, TierGrid, TierMeter, alone, row_of, tiers_of
 from rotor.search.tier_repeats import by_average_score, by_denominator, importances, leaders_of, repeated, repetition

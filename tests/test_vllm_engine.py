@@ -37,7 +37,7 @@ from rotor.format.channels import Numbers
 from rotor.format.layout import POST_ROPE, KeyForm, pre_rope
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.plugins.vllm.shards import padded_rows
-from rotor.runtime.cache import find_policy
+from rotor.policies import find_policy
 
 pytestmark = pytest.mark.vllm
 

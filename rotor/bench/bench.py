@@ -12,8 +12,8 @@ from ..errors import UsageError
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
+from ..policies import use_cache_policy
 from ..progress import Progress
-from ..runtime.cache import use_cache_policy
 from .attention import bench_attention
 from .clock import Clock, measure_rates
 from .models import ModelLoad, check_models, measure_models, physical_memory

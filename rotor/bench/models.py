@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import NumericsError
 from ..models.loading import load_model
-from ..runtime.cache import stored_bytes
+from ..policies import stored_bytes
 from .clock import Seconds
 
 CHECKED_TOKENS = 32

@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import DataError, NumericsError, UsageError
 from ..models.layerwise import LayerwiseModel
+from ..policies import Policy, cache_policy, stored_bytes
 from ..progress import Advance
-from ..runtime.cache import Policy, cache_policy, stored_bytes
 from .scoring import AnswerScores, position_kl_div
 
 REFERENCE_LOGIT_BYTES = 1 << 28

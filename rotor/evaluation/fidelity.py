@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
+from ..policies import Policy
 from ..progress import Progress
 from ..recipe.metric_registry import METRICS, accuracy_field, metric_info, primitive_metrics
-from ..runtime.cache import Policy
 from ..typed import Reader
 from .cached import PREFILL_SHARE, check_in_memory, final_states_through_cache
 from .fitting import fit_cache_policy

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from ..errors import DataError, NumericsError
-from ..runtime.cache import LayerSample, Policy, PolicyLayer, cache_policy
+from ..policies import LayerSample, Policy, PolicyLayer, cache_policy
 
 FIT_TOKENS = 4096
 """Tokens that a policy is fitted to, at most; KVQuant takes 16 rows of 2048."""

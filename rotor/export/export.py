@@ -27,13 +27,13 @@ from ..kernels.defaults import default_config
 from ..logs import log_file
 from ..models.checkpoint import INDEX_FILE
 from ..models.projections import read_attention
+from ..policies import LONG_TOKENS, Policy, packed_bytes_per_token
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe, device_overrides
 from ..recipe.settings import Compute, ExportSettings, Goal
 from ..report.report import write_with_checkpoint
 from ..rewriting.rewrite import bias_names
 from ..rewriting.shards import ShardContents, planned_layouts
-from ..runtime.cache import LONG_TOKENS, Policy, packed_bytes_per_token
 from ..search.export_job import ExportJob
 from ..search.point import Point
 from ..search.rank_search import RankSearch
@@ -92,7 +92,7 @@ def export(
         compression: least share of the KV cache to remove, in (0, 1).
         removal_rate: singular-value removal rate, in [0, 1).
         overrides: `section.field=value` for the recipe's ranks, codes, evaluation, search, objective and cache;
-            `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.runtime.cache.tiers).
+            `cache.tiers=0.1` chooses ratios per token on top of the ranks (see rotor.policies.tiers).
         device, dtype, offload, device_map: where the model runs when something is measured; see calibrate.
         measure: False writes a compression or removal rate without loading the model or reading text; its accuracy is
             then not known, and rotor.json and the card say so. Likewise where the model has no tokenizer.

@@ -42,7 +42,7 @@ class CompressedSection:
         format_version: version of what is stored.
         layers: layer index (a string, as JSON has it) -> LayerLayout as a dict.
         biases: the projections, of q, k, v, o, that have a bias.
-        cache: the policy by which the cache is kept, as plain data; read by rotor.runtime.cache.
+        cache: the policy by which the cache is kept, as plain data; read by rotor.policies.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from ..format.kernel_config import KernelConfig
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.schemas import CheckpointInfo, read_file
 from ..format.section import CompressedSection, is_compressed
-from ..runtime.cache import Policy, read_stored
+from ..policies import Policy, read_stored
 from ..runtime.families import attention_shape
 from .checkpoint import Checkpoint
 

@@ -14,8 +14,8 @@ from transformers import TextStreamer
 from ..errors import CheckpointError, DataError, UsageError
 from ..parallel import SequenceParallel, sequence_parallel
 from ..parallel.launch import Launched, launched
+from ..policies import stored_bytes, use_cache_policy
 from ..progress import Progress
-from ..runtime.cache import stored_bytes, use_cache_policy
 from .compressed import open_model
 from .hardware import pick_device, pick_dtype
 from .hub import find_model

@@ -21,11 +21,9 @@ from ..kernels.reference import attention, project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
 from . import kernel_calls
-from .cache.adoption import policy_layer
-from .cache.policy import Policy
+from .cache_hook import CachePolicy, attending_layer
 from .code_rows import check_cache
 from .families import Family
-from .policy_attention import attend_by_policy, in_pytorch
 from .rope import Place, Rotations, rope_of
 from .rotary_table import RotaryTable
 from .spread import Spread
@@ -45,7 +43,7 @@ class RotorAttention(nn.Module):
         rotary: table shared by the layers, or None for a model without RoPE.
 
     kernels: how the Triton kernels run it: by rule (None), or as a loaded checkpoint's kernel_config.json says.
-    cache_policy: how the cache is kept, where not as transformers keeps it; see rotor.runtime.cache.
+    cache_policy: how the cache is kept, where not as transformers keeps it; see rotor.policies.
     spread: set while the sequence lies on several processes (`rotor.parallel`); the cache, the mask and the attention
         are then its business.
     """
@@ -78,7 +76,7 @@ class RotorAttention(nn.Module):
         self.shape, self.layout = shape, layout
         self.is_causal = True
         self.kernels: LayerKernels | None = None
-        self.cache_policy: Policy | None = None
+        self.cache_policy: CachePolicy | None = None
         self.rotary = rotary
         self._rope = rope_of(layout, shape, rotary)
         tensors = layer_tensors(layout, shape, biases)
@@ -104,9 +102,9 @@ class RotorAttention(nn.Module):
         """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
         cache, dropout = layer_past if past_key_values is None else past_key_values, kwargs.get("dropout", 0.0)
         self._check(kwargs, attention_mask, dropout, cache)
-        held = policy_layer(cache, self.layer_idx, self.cache_policy, self.config) if self.spread is None else None
+        held = attending_layer(cache, self.layer_idx, self.cache_policy, self.config) if self.spread is None else None
         place = self._place(cache, hidden_states.shape[1])
-        kernels = not in_pytorch(held) and kernel_calls.serve(self, hidden_states, attention_mask, dropout)
+        kernels = not (held and held.in_pytorch) and kernel_calls.serve(self, hidden_states, attention_mask, dropout)
         rotations = self._rope(place, position_embeddings, hidden_states, kernels)
         if self.rotary is not None and self.layout.in_blocks and self.spread is None:
             positions = kwargs.get("position_ids")
@@ -120,7 +118,7 @@ class RotorAttention(nn.Module):
                 output = self.spread.attend(self, query, key, value, cache, rotations.read)
             elif held is not None:
                 step = attention_mask, rotations, dropout, kernels
-                output = attend_by_policy(self, held, query, key, value, cache, *step)
+                output = held.attend(self, query, key, value, cache, *step)
             else:
                 if cache is not None:
                     key, value = cache.update(key, value, self.layer_idx)

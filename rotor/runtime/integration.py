@@ -23,8 +23,7 @@ from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from .attention import NO_GRADIENTS, RotorAttention, refuse_others
-from .cache.adoption import attach_stored
-from .cache.bundled import read_stored
+from .cache_hook import stored_policies
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
 from .rotary_table import RotaryTable
@@ -64,7 +63,8 @@ class RotorQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         network, shape = with_head(model), attention_shape(model.config)
         family, layouts = FAMILIES[model.config.model_type], config.layouts(shape)
-        read_stored(getattr(config, "cache", None))  # refused before any weight is read
+        section = getattr(config, "cache", None)
+        self.cache_policy = None if section is None else stored_policies().read_stored(section)
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         path = find_kernel_config(model.config, checkpoint_files)
         self.kernel_config = kernels_of(config, path, shape)
@@ -72,17 +72,15 @@ class RotorQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Give the layers their kernels and their cache policy; mark the config."""
-        config: Any = self.quantization_config
         network = with_head(model)
         model.config.attn_implementation = MARK  # transformers forgets it, and save_pretrained is to write it again
         family = FAMILIES[model.config.model_type]
         for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
             module.kernels = kernels
-        policy = read_stored(getattr(config, "cache", None))
-        if policy is not None:
+        if self.cache_policy is not None:
             try:
-                attach_stored(model, network, policy)
+                stored_policies().attach_stored(model, network, self.cache_policy)
             except (UsageError, UnsupportedModelError) as error:
                 raise CheckpointError(f"config.json, quantization_config: {error.message}", error.hint) from error
         return model

@@ -13,11 +13,11 @@ from ..format.hashes import file_sha256
 from ..format.places import OutputFolder
 from ..format.publishing import check_space
 from ..models.checkpoint import Checkpoint
+from ..policies import Policy, find_policy
+from ..policies.policy import check_config
 from ..recipe import Recipe
 from ..recipe.metric_registry import LM_EVAL
 from ..recipe.settings import ExportSettings, Goal
-from ..runtime.cache import Policy, find_policy
-from ..runtime.cache.policy import check_config
 from ..runtime.families import Family, find_family
 
 

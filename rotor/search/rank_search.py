@@ -16,9 +16,9 @@ from ..evaluation.fidelity import Fidelity, FidelityMeter
 from ..evaluation.metrics import EvaluationContext
 from ..evaluation.placement import Placement
 from ..models.hardware import pick_device, pick_dtype
+from ..policies import Policy
 from ..progress import Progress, StageTimes, in_time
 from ..rewriting.compressible import CompressibleModel
-from ..runtime.cache import Policy
 from .export_job import ExportJob
 from .point import Point
 from .search import Measurer, find_plan, most_points, plan_for, probe_rows, rank_path, search_target

@@ -27,9 +27,9 @@ from ..errors import CheckpointError
 from ..format.json_files import read_json
 from ..format.layout import LayerRanks
 from ..format.manifest import read_checked_json, write_checked_json
+from ..policies import Policy
 from ..recipe import Evaluation, Ranks
 from ..recipe.metric_registry import LM_EVAL
-from ..runtime.cache import Policy
 from ..typed import Reader
 from .point import Point, plan_key
 

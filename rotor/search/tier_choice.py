@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import AccuracyError
+from ..policies import Tiers
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
-from ..runtime.cache import Tiers
 from .tier_grid import Candidates, TierGrid, TierMeter, row_of, tiers_of
 from .tier_repeats import by_denominator, importances, leaders_of
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..evaluation.cached import PREFILL_SHARE, score_through_cache
+from ..policies import Policy, Tiers, cache_policy
 from ..progress import Advance
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
-from ..runtime.cache import Policy, Tiers, cache_policy
 
 SHARES = (0.0, 0.5)
 """g of the layer that is cut, in the grid."""

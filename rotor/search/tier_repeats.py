@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ..policies import H2O, EvictingLayer, Policy, TieredLayer, Tiers, cache_policy
 from ..rewriting.compressible import CompressibleModel
-from ..runtime.cache import H2O, EvictingLayer, Policy, TieredLayer, Tiers, cache_policy
 
 
 @torch.inference_mode()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..policies import LONG_TOKENS, EvictingLayer, Policy, PolicyLayer, cache_policy, stored_bytes
+from ..policies.sizes import random_rows
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
-from ..runtime.cache import LONG_TOKENS, EvictingLayer, Policy, PolicyLayer, cache_policy, stored_bytes
-from ..runtime.cache.sizes import random_rows
 
 
 class PolicyModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..runtime.cache import (
+from ..policies import (
     FP8,
     GEAR,
     H2O,

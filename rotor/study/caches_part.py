@@ -11,9 +11,9 @@ from torch import Tensor
 from ..calibration.run import Run
 from ..evaluation.cached import PREFILL_SHARE
 from ..evaluation.fitting import FIT_TOKENS, attention_cosines, fit_cache_policy
+from ..policies import Eviction, Policy
+from ..policies.budgets import sensitivity_shares
 from ..recipe import Recipe
-from ..runtime.cache import Eviction, Policy
-from ..runtime.cache.budgets import sensitivity_shares
 from .cache_bench import PolicyModel
 from .cache_plans import (
     BUDGET_SHARE,

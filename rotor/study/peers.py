@@ -23,8 +23,8 @@ from ..evaluation.cached import (
 )
 from ..evaluation.metrics.distance import Prompts, check_base
 from ..evaluation.scoring import AnswerScores
+from ..policies import FP8, GEAR, KCVT, KIVI, LONG_TOKENS, PerToken, Policy, make_cache, stored_bytes
 from ..progress import Progress
-from ..runtime.cache import FP8, GEAR, KCVT, KIVI, LONG_TOKENS, PerToken, Policy, make_cache, stored_bytes
 from .cache_bench import PolicyModel
 
 GROUP = 64

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..calibration.run import Run
+from ..policies import Policy, Tiers
 from ..recipe import Recipe
-from ..runtime.cache import Policy, Tiers
 from .cache_bench import PolicyModel
 from .peers import PeerRecord
 from .peers_part import PeersPart

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..bases.layer import LayerBases
 from ..calibration.run import Run
 from ..format.file_names import RESULTS
+from ..policies import H2O, EvictingLayer, Policy, Tiers, read_stored
 from ..recipe import Recipe
 from ..rewriting.compressible import CompressibleModel
-from ..runtime.cache import H2O, EvictingLayer, Policy, Tiers, read_stored
 from ..search.probe import full_ranks
 from ..search.tier_choice import RatioRegression, Tried, with_leaders, within
 from ..search.tier_grid import LEVELS, RATIOS, TierGrid, TierMeter, degradation

@@ -28,12 +28,12 @@ from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import compressed_weights, weights_of
 from ..models.projections import longest_row
+from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, stored_bytes
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe, load_recipe, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
-from ..runtime.cache import Policy, cache_policy, find_policy, packed_bytes_per_token, stored_bytes
 from ..runtime.cache_size import cache_bytes_per_token
 from ..runtime.families import FAMILIES
 from ..search.probe import full_ranks

@@ -9,7 +9,7 @@ from cases import FORMS, MIXED, Channels, Numbers, causal, layer, random_case, s
 from rotor.format.layout import KeyForm
 from rotor.kernels.reference import products
 from rotor.kernels.rotary import when_read
-from rotor.runtime import column_sums as sums
+from rotor.policies import column_sums as sums
 
 WIDE = Channels(n8=20, n4=60)
 LAYOUTS = {

@@ -16,11 +16,10 @@ from rotor.errors import UsageError
 from rotor.format.layout import GroupLayout, KeyForm
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import read_class
-from rotor.runtime.cache import Tiers
-from rotor.runtime.cache.tier_index import HIGH, LOW, right_aligned
-from rotor.runtime.cache.tier_rows import cut_latent, cut_layout
-from rotor.runtime.cache.tiered_layer import TieredLayer
-from rotor.runtime.tiered_attention import attend_to_tiers
+from rotor.policies import Tiers
+from rotor.policies.tier_index import HIGH, LOW, right_aligned
+from rotor.policies.tier_rows import cut_latent, cut_layout
+from rotor.policies.tiered_layer import TieredLayer, attend_to_tiers
 
 HPK, HEAD_DIM, TOKENS, PADS = 2, 24, 26, (5, 0)
 STEPS = [12, *[1] * 6, 3, *[1] * 5]

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ...errors import UnsupportedModelError, UsageError
-from ...format.layout import LayerLayout
-from ...typed import Reader, nearest_name, shorten
+from ..errors import UnsupportedModelError, UsageError
+from ..format.layout import LayerLayout
+from ..typed import Reader, nearest_name, shorten
 from .codec import tensor_bytes
 from .layer import PolicyLayer
 
@@ -72,6 +72,31 @@ class Policy(ABC):
     @abstractmethod
     def layers(self, count: int) -> list[PolicyLayer]:
         """Empty layers of one cache, for a model of so many."""
+
+    def adopt(self, cache: Any, config: Any) -> None:
+        """Put the policy's layers in place of those of a cache that holds nothing; do nothing if it has some already.
+
+        Raises:
+            UsageError: a cache of another kind (static, sliding, quantised), or one that was filled without the policy.
+            UnsupportedModelError: see check_config.
+        """
+        layers: list[Any] = cache.layers
+        if layers and isinstance(layers[0], PolicyLayer):
+            return
+        for index, layer in enumerate(layers):
+            if type(layer) is not DynamicLayer:
+                raise UsageError(
+                    f"cache policy {self.method}: layer {index} of the cache is a {type(layer).__name__}, expected "
+                    "one that grows.",
+                    "Leave cache_implementation out, or load the model with the policy `none`.",
+                )
+            if layer.get_seq_length():
+                raise UsageError(
+                    f"cache policy {self.method}: the cache holds {layer.get_seq_length()} tokens that were stored "
+                    "without it.",
+                    "Begin with an empty cache.",
+                )
+        layers[:] = self.layers(check_config(self, config))
 
     @property
     def key_widths(self) -> tuple[int, ...]:

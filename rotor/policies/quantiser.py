@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
+from ..errors import UsageError
 from .layer import PolicyLayer, left_padding
 from .policy import Policy
 from .store import Side, Stream

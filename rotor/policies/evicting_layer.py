@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
-from ...format.layout import LayerLayout
-from ..column_sums import Softening
+from ..errors import UsageError
+from ..format.layout import LayerLayout
+from ..kernels.parameters import AttentionParameters, seq_len_of
+from ..runtime.attention import RotorAttention
+from ..runtime.rope import Rotations
+from ..runtime.rotary_table import rows_of
 from .budgets import SqueezeBudgets
 from .codec import tensor_bytes
+from .column_sums import Softening, column_sums
 from .kept_codes import KeptCodes
 from .layer import PolicyLayer, check_left, mask_of_places, seen_by_last
 from .spans import slots_of, spans_of
@@ -42,6 +46,8 @@ class EvictingLayer(PolicyLayer):
     spans: of packed rows, the columns of each group in keys and values.
     """
 
+    in_pytorch = True
+
     def __init__(self, policy: Eviction, index: int) -> None:
         super().__init__()
         self.policy, self.index = policy, index
@@ -55,6 +61,35 @@ class EvictingLayer(PolicyLayer):
         self._ragged = False
         self.token_noise = TokenNoise(index)
         self._codes: list[KeptCodes] = []
+
+    def attend(
+        self,
+        module: RotorAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Any,
+        mask: Tensor | None,
+        rotations: Rotations,
+        dropout: float,
+        kernels: bool,
+    ) -> Tensor:
+        self.begin(mask, value.shape[0], seq_len_of(query), query.device)
+        parameters = module.parameters_of_attention()
+        if self.spans is None:
+            self.spans = spans_of(module.layout, query.element_size())
+        mask = self.visible(mask, _groups_of_heads(parameters), None)
+        if rotations.read is not None:
+            assert self.positions is not None
+            rotations = rotations._replace(read=rows_of(rotations.read, self.positions.clamp(min=0).long()))
+        key, value = cache.update(key, value, module.layer_idx)
+        softening = self.softening()
+        output = module.attend(query, key, value, mask, rotations, dropout)
+        sums = None
+        if softening is not None:
+            sums = column_sums(query, key, parameters, rotations.read, mask, softening, self.newest)
+        self.finish(sums)
+        return output
 
     @property
     def positions(self) -> Tensor | None:
@@ -325,3 +360,11 @@ class EvictingLayer(PolicyLayer):
                 setattr(self, name, function(tensor))
         for codes in self._codes:
             codes.map(function)
+
+
+def _groups_of_heads(parameters: AttentionParameters) -> Tensor:
+    """[num_heads], the group of each query head, heads in the model's order."""
+    groups = parameters.layout.groups
+    of_kv_head = {head: index for index, group in enumerate(groups) for head in group.kv_heads}
+    of_each = torch.tensor([of_kv_head[head] for head in range(len(of_kv_head))])
+    return of_each.repeat_interleave(parameters.shape.heads_per_kv)

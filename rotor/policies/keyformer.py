@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..column_sums import Softening
+from .column_sums import Softening
 from .evicting_layer import EvictingLayer
 from .eviction import ScoringEviction
 

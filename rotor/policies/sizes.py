@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...format.layout import LayerLayout
+from ..format.layout import LayerLayout
 from .policy import Policy
 
 LONG_TOKENS = 32768

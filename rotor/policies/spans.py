@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...format.layout import LayerLayout
+from ..format.layout import LayerLayout
 
 
 def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, slice]]:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...format.layout import LayerLayout
+from ..format.layout import LayerLayout
 from .layer import PolicyLayer
 from .policy import Policy
 from .tier_index import TierIndex

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
-from ...format.layout import LayerLayout
+from ..errors import UsageError
+from ..format.layout import LayerLayout
+from ..kernels.joining import join
+from ..kernels.parameters import AttentionParameters, seq_len_of
+from ..kernels.reference import partial_attention
+from ..kernels.rotary import Rotation
+from ..runtime.attention import RotorAttention
+from ..runtime.rope import Rotations
+from ..runtime.rotary_table import rows_of
 from .codec import tensor_bytes
 from .layer import PolicyLayer, mask_of_places
 from .tier_index import HIGH, LOW, TierIndex
@@ -48,6 +55,8 @@ class TieredLayer(PolicyLayer):
     keys, values: rows of important tokens; low_keys, low_values: of the others.
     """
 
+    in_pytorch = True
+
     def __init__(self, policy: Tiers, index: TierIndex, chooses: bool) -> None:
         super().__init__()
         self.policy, self.index, self.chooses = policy, index, chooses
@@ -64,6 +73,25 @@ class TieredLayer(PolicyLayer):
         self._length = length
         if self.chooses:
             self.index.append(mask, batch_size, length, device)
+
+    def attend(
+        self,
+        module: RotorAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Any,
+        mask: Tensor | None,
+        rotations: Rotations,
+        dropout: float,
+        kernels: bool,
+    ) -> Tensor:
+        self.begin(mask, value.shape[0], seq_len_of(query), query.device)
+        self.follow(module.layout, module.shape.heads_per_kv, query.dtype)
+        cache.update(key, value, module.layer_idx)
+        output, log_sums = attend_to_tiers(module.parameters_of_attention(), self, query, mask, rotations.read)
+        self.finish_step(log_sums)
+        return output
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the rows of new tokens; `blocks` are then what this step's attention sees. Returns the rows."""
@@ -221,3 +249,46 @@ def _rows(states: Tensor, index: Tensor) -> Tensor:
     """The rows `index`, [batch_size, slots], of [batch_size, 1, *, width]; any row for an index below 0."""
     index = index.clamp(min=0).to(states.device)[:, None, :, None]
     return states.gather(2, index.expand(-1, 1, -1, states.shape[3]))
+
+
+def attend_to_tiers(
+    parameters: AttentionParameters,
+    layer: TieredLayer,
+    query: Tensor,
+    mask: Tensor | None,
+    key_rotation: Rotation | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to all blocks that a layer holds.
+
+    Args:
+        parameters: of the layer, whole.
+        query, mask, key_rotation: as in `reference.attention`, over all tokens so far.
+    Returns:
+        [batch_size, seq_len, sum over query heads of value width] in query's dtype, and the log-sum-exp of each query
+        head's logits, [batch_size, seq_len, num_heads].
+    """
+    widths = [group.values.width for group in parameters.layout.groups for _ in range(parameters.heads_per_group)]
+    outputs, log_sums = [], []
+    for block in layer.blocks:
+        output, log_sum = _block_attention(parameters, block, query, layer.mask_of(block, mask), key_rotation)
+        if output.shape[-1] < sum(widths):  # what is cut is 0
+            whole = output.new_zeros(*output.shape[:-1], sum(widths))
+            output = whole.index_copy_(-1, block.rows.output, output)
+        outputs.append(output)
+        log_sums.append(log_sum)
+    found, log_sum = (outputs[0], log_sums[0]) if len(outputs) == 1 else join(outputs, log_sums, widths)
+    return found.to(query.dtype), log_sum
+
+
+def _block_attention(
+    parameters: AttentionParameters, block: Block, query: Tensor, mask: Tensor | None, key_rotation: Rotation | None
+) -> tuple[Tensor, Tensor]:
+    rows, basis = block.rows, parameters.query_basis
+    if basis is None:
+        query = query[..., rows.query]
+    else:
+        basis = basis[:, rows.basis]
+    own = replace(parameters, layout=rows.layout, query_basis=basis)
+    if key_rotation is not None and block.places is not None:
+        key_rotation = rows_of(key_rotation, block.places.clamp(min=0).unsqueeze(1))
+    return partial_attention(query, block.key, block.value, own, key_rotation, mask)

@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
-from ..column_sums import Softening
+from ..errors import UsageError
 from .budgets import SqueezeBudgets, squeeze_shares
+from .column_sums import Softening
 from .evicting_layer import EvictingLayer
 from .layer import PolicyLayer
 from .policy import LayerSample, Policy
@@ -27,7 +27,7 @@ class Eviction(Policy):
         share: of the prompt's tokens that are the budget. tokens: the budget in tokens, in place of a share.
         scope: `group`: each KV head (of a compressed model each group of heads) keeps tokens of its own; `layer`: all
             of a layer the same.
-        squeeze: p of SqueezeAttention, by which budgets differ between layers; see rotor.runtime.cache.budgets.
+        squeeze: p of SqueezeAttention, by which budgets differ between layers; see rotor.policies.budgets.
         squeeze_on: what its cosines are measured on: each `prompt`, or text once before, at `calibration`, which gives
             layer_shares.
         bits, group: codes of the rows that are kept, as the policy `per-token` has them: 16 (none), 8, 4, 3 or 2, in

@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from ...errors import UnsupportedModelError, UsageError
-from ..families import FAMILIES, Family, attention_shape, find_family
+from ..errors import UnsupportedModelError
+from ..runtime.cache_hook import attending_layer
+from ..runtime.families import FAMILIES, Family, attention_shape, find_family
 from .bundled import find_policy
 from .evicting_layer import EvictingLayer
 from .layer import PolicyLayer, check_left
@@ -46,43 +47,6 @@ def make_cache(policy: Policy, config: Any, attention_mask: Tensor | None = None
             if isinstance(layer, CodedLayer):
                 layer.padding = (attention_mask == 0).sum(-1)
     return Cache(layers=layers)  # type: ignore[arg-type]
-
-
-def adopt(cache: Any, policy: Policy, config: Any) -> None:
-    """Put the policy's layers in place of those of a cache that holds nothing; do nothing if it has some already.
-
-    Raises:
-        UsageError: a cache of another kind (static, sliding, quantised), or one that was filled without the policy.
-        UnsupportedModelError: see make_cache.
-    """
-    layers: list[Any] = cache.layers
-    if layers and isinstance(layers[0], PolicyLayer):
-        return
-    for index, layer in enumerate(layers):
-        if type(layer) is not DynamicLayer:
-            raise UsageError(
-                f"cache policy {policy.method}: layer {index} of the cache is a {type(layer).__name__}, expected "
-                "one that grows.",
-                "Leave cache_implementation out, or load the model with the policy `none`.",
-            )
-        if layer.get_seq_length():
-            raise UsageError(
-                f"cache policy {policy.method}: the cache holds {layer.get_seq_length()} tokens that were stored "
-                "without it.",
-                "Begin with an empty cache.",
-            )
-    layers[:] = policy.layers(check_config(policy, config))
-
-
-def policy_layer(cache: Any, index: int, policy: Policy | None, config: Any) -> PolicyLayer | None:
-    """The layer of a cache, if it follows a policy: its own, or `policy`, which it then adopts; None if neither."""
-    if cache is None:
-        return None
-    if policy is not None:
-        adopt(cache, policy, config)
-    layers = getattr(cache, "layers", [])
-    found = layers[index] if index < len(layers) else None
-    return found if isinstance(found, PolicyLayer) else None
 
 
 def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
@@ -194,8 +158,8 @@ class _AttentionHooks:
         self.policy = policy
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        layer = policy_layer(_cache_of(kwargs), module.layer_idx, self.policy, module.config)
-        if layer is None:
+        layer = attending_layer(_cache_of(kwargs), module.layer_idx, self.policy, module.config)
+        if not isinstance(layer, PolicyLayer):
             return None
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)
         layer.begin(mask, states.shape[0], states.shape[1], states.device)

@@ -10,7 +10,7 @@ alone. `generate` needs no patch:
 
 from __future__ import annotations
 
-from .adoption import adopt, cache_policy, make_cache, policy_layer, policy_of, use_cache_policy
+from .adoption import attach_stored, cache_policy, make_cache, policy_of, use_cache_policy
 from .bundled import METHODS, bundled_policies, find_policy, read_stored
 from .evicting_layer import EvictingLayer
 from .eviction import Eviction
@@ -57,13 +57,12 @@ __all__ = [
     "TieredLayer",
     "Tiers",
     "Window",
-    "adopt",
+    "attach_stored",
     "bundled_policies",
     "cache_policy",
     "find_policy",
     "make_cache",
     "packed_bytes_per_token",
-    "policy_layer",
     "policy_of",
     "read_policy",
     "read_stored",

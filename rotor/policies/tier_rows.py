@@ -14,9 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...format.channels import NIBBLE_BITS, PLANE, WIDTHS, Channels, Latent, Numbers
-from ...format.layout import GroupLayout, LayerLayout
-from ...kernels.rows import cut_layer
+from ..format.channels import NIBBLE_BITS, PLANE, WIDTHS, Channels, Latent, Numbers
+from ..format.layout import GroupLayout, LayerLayout
+from ..kernels.rows import cut_layer
 
 
 @dataclass(frozen=True)

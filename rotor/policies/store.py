@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
+from ..errors import UsageError
 from .codec import Codec, Parts, tensor_bytes
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...errors import UsageError
+from ..errors import UsageError
 from .layer import PolicyLayer
 from .levels import weighted_means
 from .policy import LayerSample
