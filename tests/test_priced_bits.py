@@ -55,7 +55,7 @@ def path_of(
     layers: list[dict[str, LayerCodes]], device: Device, weight: float = 1.0, step: DecodeStep | None = None
 ) -> PricedBitsPath:
     objective = Objective(weight, device, SHAPE, step or DecodeStep(32768, 8))
-    return PricedBitsPath(layers, SHAPE, BITS, 2, RunCosts(objective, KINDS, len(layers)).channels)
+    return PricedBitsPath(layers, SHAPE, BITS, 2, RunCosts(objective, KINDS, len(layers)).group)
 
 
 def predicted_loss(layers: list[dict[str, LayerCodes]], plan: RankPlan) -> float:
@@ -116,14 +116,12 @@ def test_at_a_price_every_group_takes_the_best_of_all_rows() -> None:
     for plan in priced.steps()[:: len(priced.steps()) // 8]:
         (chosen,) = (plan.channels or [])[0]
         best = min(
-            keys.loss[p]
-            + values.loss[q]
-            + plan.parameter * costs.channels("pre-4", keys.channels(p), values.channels(q))
+            keys.loss[p] + values.loss[q] + plan.parameter * costs.group("pre-4", keys.channels(p), values.channels(q))
             for p, q in itertools.product(range(1, len(keys.loss)), range(1, len(values.loss)))
         )
         assert chosen[1] is not None
         at = keys.loss[chosen[0].width // 16] + values.loss[chosen[1].width // 16]
-        assert at + plan.parameter * costs.channels("pre-4", *chosen) == pytest.approx(best, rel=1e-9)
+        assert at + plan.parameter * costs.group("pre-4", *chosen) == pytest.approx(best, rel=1e-9)
 
 
 def test_what_a_plan_saves_is_what_its_groups_cost() -> None:
@@ -131,7 +129,7 @@ def test_what_a_plan_saves_is_what_its_groups_cost() -> None:
     costs = RunCosts(Objective(1.0, ALIKE, SHAPE, DecodeStep(32768, 8)), KINDS, 2)
     for plan in path_of(layers, ALIKE).steps()[::25]:
         chosen = zip(plan.choice, plan.channels or [], strict=True)
-        cost = sum(costs.channels(key, *pair) for key, groups in chosen for pair in groups)
+        cost = sum(costs.group(key, *pair) for key, groups in chosen for pair in groups)
         assert plan.saving == pytest.approx(1 - cost)
 
 
@@ -145,7 +143,7 @@ def test_no_other_plan_of_its_kind_is_faster_at_its_loss() -> None:
     for key in KINDS:
         alone = BitsPath([{key: layer[key]} for layer in layers], SHAPE, BITS, 2)
         for plan in alone.steps()[::10]:
-            cost = sum(costs.channels(key, *pair) for groups in plan.channels or [] for pair in groups)
+            cost = sum(costs.group(key, *pair) for groups in plan.channels or [] for pair in groups)
             as_good = savings[losses <= predicted_loss(layers, plan) * (1 + 1e-9)]
             if len(as_good):
                 assert as_good.max() >= 1 - cost - 0.05

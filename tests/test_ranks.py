@@ -1,5 +1,6 @@
 """Equation 1 on spectra computed by hand, rounding, and the path of rank plans."""
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from rotor.allocation.plan import Spectra, round_rank
 from rotor.allocation.removal_rate import RemovalRatePath, removal_rate_ranks, tail_shares
 from rotor.allocation.uniform import UniformPath
 from rotor.allocation.water_filling import WaterFillingPath, interpolated
+from rotor.format.channels import Numbers
 from rotor.format.layout import AttentionShape, compression
 
 
@@ -120,16 +122,24 @@ def constant(qk: float, vo: float) -> tuple[list[tuple[int, float]], list[tuple[
     return [(16, qk)], [(16, vo)]
 
 
+@dataclass
+class ColumnCosts:
+    """A column costs one part in `whole`, times a candidate's factor."""
+
+    whole: int
+    factors: dict[str, float] = field(default_factory=dict)
+
+    def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
+        costs = [self.factors.get(key, 1.0) * rank / self.whole for rank in ranks]
+        return costs, costs
+
+    def group(self, key: str, keys: Numbers, values: Numbers) -> float:
+        return self.factors.get(key, 1.0) * (keys.rank + values.rank) / self.whole
+
+
 def water_filling(multiple_of: int = 16, sensitivities=((3.0, 1.0), (0.5, 2.0))) -> WaterFillingPath:
-    whole = 2 * 2 * 2 * 64
-    return WaterFillingPath(
-        spectra(),
-        SHAPE,
-        multiple_of,
-        [{"post-1": constant(*pair)} for pair in sensitivities],
-        lambda key, ranks: ([r / whole for r in ranks], [r / whole for r in ranks]),
-        lambda key, qk, v: (qk + v) / whole,
-    )
+    probed = [{"post-1": constant(*pair)} for pair in sensitivities]
+    return WaterFillingPath(spectra(), SHAPE, multiple_of, probed, ColumnCosts(2 * 2 * 2 * 64))
 
 
 def predicted_loss(ranks: list[list[tuple[int, int]]], sensitivities=((3.0, 1.0), (0.5, 2.0))) -> float:
@@ -183,16 +193,7 @@ def test_water_filling_chooses_the_candidate_that_pays() -> None:
     candidates = [{"post-1": Spectra(flat, flat), "pre-1": Spectra(sharp, sharp)}]
     sensitivities = [{"post-1": constant(1.0, 1.0), "pre-1": constant(1.0, 1.0)}]
     for dear, expected in ((1.0, "pre-1"), (100.0, "post-1")):
-        path = WaterFillingPath(
-            candidates,
-            shape,
-            8,
-            sensitivities,
-            lambda key, ranks, dear=dear: tuple(
-                [r / 64 * (dear if key == "pre-1" else 1) for r in ranks] for _ in "kv"
-            ),
-            lambda key, qk, v, dear=dear: (qk + v) / 64 * (dear if key == "pre-1" else 1),
-        )
+        path = WaterFillingPath(candidates, shape, 8, sensitivities, ColumnCosts(64, {"pre-1": dear}))
         chosen = {plan.choice for plan in path._plans() if plan.stored > 0.5}
         assert chosen == {(expected,)}
 
@@ -224,8 +225,7 @@ def test_water_filling_leaves_no_plan_out_that_one_change_gives() -> None:
         shape,
         2,
         [{"post-1": constant(1.0, 1.0001)}, {"post-1": constant(1.0002, 1.0003)}],
-        lambda key, ranks: ([r / 16 for r in ranks], [r / 16 for r in ranks]),
-        lambda key, qk, v: (qk + v) / 16,
+        ColumnCosts(16),
     )
     assert [plan.stored for plan in path.steps()] == [0.0, 0.125, 0.25, 0.375, 0.5]
 
@@ -245,8 +245,7 @@ def test_water_filling_heeds_a_layer_that_breaks_at_a_low_rank() -> None:
         SHAPE,
         8,
         [{"post-1": (steep, flat)}, {"post-1": (flat, flat)}],
-        lambda key, ranks: ([r / 512 for r in ranks], [r / 512 for r in ranks]),
-        lambda key, qk, v: (qk + v) / 512,
+        ColumnCosts(512),
     )
     plan = path.at_compression(0.7)
     assert plan is not None

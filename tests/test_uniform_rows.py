@@ -1,19 +1,15 @@
-"""Rows of one width in all layers: the least loss of each width, for numbers and for codes, as far as checkpoints."""
+"""Rows of one width in all layers: the least loss of each width, as far as checkpoints."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import SHORT_TEXT, calibrated
 from test_priced_bits import predicted_loss, side
 
 from rotor.allocation.bits import BitsPath
-from rotor.allocation.plan import Spectra
-from rotor.allocation.water_filling import UniformRowsPath
 from rotor.calibration.calibrate import calibrate
 from rotor.codes.allocation import equal_path
 from rotor.codes.layer import LayerCodes, channels_bytes
@@ -26,59 +22,6 @@ from rotor.search.search import rank_path
 
 UNIFORM = "ranks.rows=uniform"
 SHAPE = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64)
-SENSITIVITIES = ((3.0, 1.0), (0.5, 2.0))
-
-
-def spectra() -> list[dict[str, Spectra]]:
-    """Two candidates a layer: each head's own latent, and one for both."""
-    generator = torch.Generator().manual_seed(3)
-
-    def values(groups: int, columns: int) -> torch.Tensor:
-        found = torch.rand(groups, columns, dtype=torch.float64, generator=generator)
-        return found.pow(3).sort(descending=True).values
-
-    return [
-        {"post-1": Spectra(values(2, 16), values(2, 16)), "pre-2": Spectra(values(1, 32), values(1, 32))}
-        for _ in range(SHAPE.num_layers)
-    ]
-
-
-def ranks_path(multiple_of: int) -> UniformRowsPath:
-    sensitivities = [dict.fromkeys(("post-1", "pre-2"), ([(8, qk)], [(8, vo)])) for qk, vo in SENSITIVITIES]
-    return UniformRowsPath(
-        spectra(),
-        SHAPE,
-        multiple_of,
-        sensitivities,
-        lambda key, ranks: ([r / 128 for r in ranks], [r / 128 for r in ranks]),
-        lambda key, qk, v: (qk + v) / 128,
-    )
-
-
-def test_ranks_of_one_width_lose_the_least_of_all() -> None:
-    """Against enumeration of every layer's candidates and ranks, apart."""
-    expected: dict[int, float] = {}
-    for layer, pair in zip(spectra(), SENSITIVITIES, strict=True):
-        best: dict[int, float] = {}
-        for values in layer.values():
-            sides = [(s, own) for side, s in zip((values.qk, values.vo), pair, strict=True) for own in side]
-            choices = range(8, values.qk.shape[-1] + 1, 8)
-            for ranks in itertools.product(choices, repeat=len(sides)):
-                loss = sum(s * float(own[r:].square().sum()) for (s, own), r in zip(sides, ranks, strict=True))
-                best[sum(ranks)] = min(best.get(sum(ranks), np.inf), loss)
-        expected = best if not expected else {w: expected[w] + best[w] for w in expected.keys() & best.keys()}
-    steps = ranks_path(8).steps()
-    assert [plan.stored for plan in steps] == pytest.approx([1 - w / 64 for w in sorted(expected, reverse=True)])
-    for plan in steps:
-        widths = [sum(qk + v for qk, v in layer) for layer in plan.rounded]
-        assert len(set(widths)) == 1
-        loss = 0.0
-        for layer, key, ranks, pair in zip(spectra(), plan.choice, plan.rounded, SENSITIVITIES, strict=True):
-            for group, (qk, v) in enumerate(ranks):
-                loss += pair[0] * float(layer[key].qk[group, qk:].square().sum())
-                loss += pair[1] * float(layer[key].vo[group, v:].square().sum())
-        assert loss == pytest.approx(expected[widths[0]], abs=1e-9)
-    assert {key for plan in steps for key in plan.choice} == {"post-1", "pre-2"}
 
 
 def test_as_many_words_for_each_curve_are_those_that_each_can_fill() -> None:
@@ -139,19 +82,14 @@ def test_a_checkpoint_of_codes_has_rows_of_one_width(coded_run, tmp_path: Path) 
         assert all(layout.coded for layout in checkpoint.layouts)
 
 
-def test_a_checkpoint_of_numbers_has_rows_of_one_width(tiny, tmp_path: Path) -> None:
+def test_uniform_ranks_have_rows_of_one_width(tiny, tmp_path: Path) -> None:
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
-    method = ["ranks.method=global", "ranks.probe_tokens=128"]
-    for rows, kinds in (("ragged", 2), ("uniform", 1)):
-        out = export(run.folder, tmp_path / rows, compression=0.5, overrides=[f"ranks.rows={rows}", *method])
-        layouts = CompressedCheckpoint(out.folder).layouts
-        assert len({sum(layout.row_bytes(4)) for layout in layouts}) == kinds
     path = rank_path(run.bases(), run, override(run.recipe, [UNIFORM, "ranks.method=uniform"]))
     assert all(len({sum(map(sum, layer)) for layer in plan.rounded}) == 1 for plan in path.steps())
 
 
 def test_methods_that_give_each_layer_its_own_width_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"ranks\.rows.*ragged, as ranks\.method is removal-rate: uniform or global"):
+    with pytest.raises(RecipeError, match=r"ranks\.rows.*ragged, as ranks\.method is removal-rate: uniform, or bits"):
         load_recipe("fdc", [UNIFORM])
     with pytest.raises(RecipeError, match=r"ranks\.rows.*ragged, as objective\.kind is latency"):
         load_recipe("rotor", [UNIFORM, "objective.kind=latency"])

@@ -26,10 +26,10 @@ from rotor.kernels.rows import pack_layer
 from rotor.plugins.vllm.attention import RotorSelfAttention
 from rotor.plugins.vllm.pages import PagedLayer, Step, within
 from rotor.plugins.vllm.reference import alike
-from rotor.plugins.vllm.served import ARCHITECTURES, TESTED, refusal, served_name
-from rotor.plugins.vllm.shards import Shard, check_size, dividing_sizes, padded_rows, row_bytes, shard_of
+from rotor.plugins.vllm.served import TESTED, refusal, served_name
+from rotor.plugins.vllm.shards import Shard, check_size, padded_rows, row_bytes, shard_of
 from rotor.plugins.vllm.stores import OPTION, SEED, hash_seed, keep_apart, prefix_mark
-from rotor.runtime.families import FAMILIES
+from rotor.runtime.families import FAMILIES, architectures
 
 ROOT = Path(__file__).parent.parent
 
@@ -180,7 +180,6 @@ def test_groups_of_codes_begin_at_whole_sectors_only_where_there_are_several() -
 def test_a_size_that_divides_nothing_is_refused_with_those_that_do() -> None:
     numbers = Numbers(16), Numbers(8)
     layouts = [layout_of(3, [numbers] * 2), layout_of(2, [numbers] * 3)]
-    assert dividing_sizes(layouts, 6) == [1, 2, 3, 6]
     with pytest.raises(UsageError, match=r"size 4: layer 0 has 2 group\(s\) of 3 KV.*\nChoose one of 1, 2, 3, 6\."):
         check_size(layouts, AttentionShape(2, 12, 6, 16, 64), 4)
 
@@ -235,7 +234,8 @@ def test_rows_are_padded_to_the_widest_of_their_kind_only_where_there_are_two() 
 
 
 def test_architectures_are_of_known_families() -> None:
-    assert set(ARCHITECTURES.values()) <= set(FAMILIES)
+    assert {"LlamaForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"} <= architectures()
+    assert len(architectures()) == len(FAMILIES)
     assert served_name("LlamaForCausalLM") == "RotorLlamaForCausalLM"
 
 

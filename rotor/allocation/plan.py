@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from ..codes.layer import GroupChannels
+from ..format.channels import Latent
 from ..format.layout import AttentionShape, LayerRanks, compression
 
 SideSensitivity = list[tuple[int, float]]
@@ -19,20 +20,18 @@ in nats per token. Empty where no rank drops any energy."""
 Sensitivity = dict[str, tuple[SideSensitivity, SideSensitivity]]
 """Of qk and of vo, for each candidate of a layer."""
 
-Cost = Callable[[str, list[int]], tuple[list[float], list[float]]]
-"""(candidate, ranks) -> what one group of that candidate costs on its key side and on its value side at these ranks."""
-
-GroupCost = Callable[[str, int, int], float]
-"""(candidate, qk rank, v rank) -> what one group costs, as a share of the uncompressed model."""
+GroupCost = Callable[[str, Latent, Latent | None], float]
+"""(candidate, keys, values or None where these are in the key latent) -> what one group costs, as a share of the
+uncompressed model."""
 
 
 class Costs(Protocol):
-    """What groups cost, by sides and whole."""
+    """What groups cost under an objective."""
 
     def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
-        """A Cost."""
+        """Of one group of a candidate, its key side and its value side at these ranks of numbers."""
 
-    def numbers(self, key: str, key_rank: int, value_rank: int) -> float:
+    def group(self, key: str, keys: Latent, values: Latent | None) -> float:
         """A GroupCost."""
 
 
@@ -91,8 +90,7 @@ class RankInputs:
     multiple_of: stored ranks are multiples of this (or all columns).
     squares: a removal rate is a share of squared singular values.
     gradients: per layer the summed squared gradients of W_k and W_v of each group, each [num_groups].
-    sensitivities: per layer, by candidate. costs: `cost` and `group_cost` of WaterFillingPath.
-    uniform_rows: all layers store rows of one width.
+    sensitivities: per layer, by candidate.
     """
 
     spectra: Sequence[dict[str, Spectra]]
@@ -102,7 +100,6 @@ class RankInputs:
     gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]]
     sensitivities: Sequence[Sensitivity] | None
     costs: Callable[[], Costs]
-    uniform_rows: bool = False
 
 
 def round_rank(rank: int, multiple_of: int, columns: int) -> int:

@@ -63,7 +63,6 @@ _METHODS = (
         "water_filling",
         frozenset({"sensitivities"}),
         chooses=True,
-        uniform_rows=True,
     ),
 )
 

@@ -139,7 +139,7 @@ def _spread_cache(
         if not (config.use_cache if use_cache is None else use_cache):
             return None, None
         cache = DynamicCache()
-    if type(cache) is not DynamicCache:
+    if not isinstance(cache, DynamicCache):
         raise UsageError(
             f"a {type(cache).__name__} cannot be spread over processes.",
             "Leave past_key_values and cache_implementation out, or give a DynamicCache.",

@@ -108,7 +108,8 @@ class RotorAttention(nn.Module):
         rotations = self._rope(place, position_embeddings, hidden_states, kernels)
         if self.rotary is not None and self.layout.in_blocks and self.spread is None:
             positions = kwargs.get("position_ids")
-            self.rotary.check_positions(positions, attention_mask, cache, place.query_offset, place.kv_offset)
+            where = self.layer_idx, len(hidden_states), place.query_offset, place.kv_offset
+            self.rotary.check_positions(positions, attention_mask, cache, *where)
 
         query, key, value = self._projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):

@@ -231,6 +231,14 @@ FAMILIES: dict[str, Family] = {
 }
 """Supported `config.model_type`s."""
 
+
+def architectures() -> set[str]:
+    """Names of the causal models of all families, as in `architectures` of config.json."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES}
+
+
 _REFUSED = ("reorder_and_upcast_attn", "add_cross_attention", "alibi", "use_bidirectional_attention")
 """Config fields that change attention in a way that rotor does not follow."""
 

@@ -1,15 +1,18 @@
 """Whether the positions that a model is given are what indices in the cache say, up to what attention cannot see.
 
 Keys that are stored before RoPE are rotated by their index in the cache. Only differences of positions matter, and only
-between a query and the keys that it sees: padding on the left shifts a whole row, documents packed with a mask of their
-own each have their own shift. Where a query sees a key of another shift (a hole in the middle of a sequence with
+between a query and the keys that it sees: padding on the left shifts a whole sequence, documents packed with a mask of
+their own each have their own shift. Where a query sees a key of another shift (a hole in the middle of a sequence with
 positions that skip it, documents packed without such a mask), the result would be wrong without a word.
+
+A cache keeps the shifts of what it holds, so that its copies have them too (`ShiftedCache`).
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,23 +23,75 @@ QUERIES = 512
 """Queries that are compared with all keys at a time."""
 
 
-class PositionCheck:
-    """Compares positions with cache indices, once a forward pass, for all layers that share it.
+class ShiftedCache:
+    """Mixed into the class of a cache that a model with keys before RoPE has filled.
 
-    shifts: of each cache that is alive, the shift (position - index) of what was put into it, [batch_size, n].
+    shifts: position less index of its tokens, [batch_size, n]; tokens behind these have the last one's.
     """
 
+    base: Any
+    shifts: Tensor
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.shifts = self.shifts[:, :0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self.shifts = self.shifts[:, : int(self.get_seq_length())]  # type: ignore[attr-defined]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self.shifts = self.shifts[beam_idx.to(self.shifts.device)]
+
+    def batch_select_indices(self, indices: Any) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self.shifts = self.shifts[indices]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self.shifts = self.shifts.repeat_interleave(repeats, 0)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty, (self.base,), self.__dict__
+
+
+@lru_cache(maxsize=64)
+def _shifted(base: Any) -> Any:
+    return type(base.__name__, (ShiftedCache, base), {"base": base, "__module__": base.__module__})
+
+
+def _empty(base: Any) -> Any:
+    kind = _shifted(base)
+    return kind.__new__(kind)
+
+
+def _keep(cache: Any, shifts: Tensor) -> None:
+    if not isinstance(cache, ShiftedCache):
+        base: Any = type(cache)
+        cache.__class__ = _shifted(base)
+    cache.shifts = shifts
+
+
+class PositionCheck:
+    """Compares positions with cache indices, once a forward pass, for all layers that share it."""
+
     def __init__(self) -> None:
-        self._pass: tuple[Any, ...] = ()
+        self._layer = -1
         self._masks: list[Any] = []
-        self._shifts: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a model begins anew: it has caches of its own."""
         return type(self), ()
 
     def __call__(
-        self, positions: Tensor | None, mask: Tensor | None, cache: Any, query_offset: Any, kv_offset: Any
+        self,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        cache: Any,
+        layer_idx: int,
+        batch_size: int,
+        query_offset: Any,
+        kv_offset: Any,
     ) -> None:
         """Compare.
 
@@ -48,79 +103,80 @@ class PositionCheck:
             cache: the cache that keys go into, or None. query_offset: index there of the first query.
             kv_offset: index of the first key that the mask has.
         Raises:
-            UsageError: a query sees a key whose distance differs from the one that their positions say.
+            UsageError: a query sees a key whose distance differs from the one that their positions say; or the cache
+                holds tokens whose positions nobody knows.
         """
-        if positions is None or torch.compiler.is_compiling() or (positions.is_cuda and positions.shape[-1] == 1):
+        if positions is None or torch.compiler.is_compiling() or self._was_compared(mask, layer_idx):
             return
-        start, seq_len = int(query_offset), positions.shape[-1]
-        if self._was_compared(positions, mask, cache, start):
+        seq_len, compares = positions.shape[-1], not positions.is_cuda or positions.shape[-1] > 1
+        if not compares and (isinstance(cache, ShiftedCache) or torch.cuda.is_current_stream_capturing()):
             return
+        start = int(query_offset)
         index = torch.arange(start, start + seq_len, device=positions.device)
-        shifts = self._with_known(positions - index, cache, start)
-        if bool((shifts == shifts[:, :1]).all()):
+        new = (positions - index).expand(batch_size, -1)
+        shifts = torch.cat([_known(cache, start, batch_size).to(new.device), new], dim=1) if start else new
+        alike = not compares or bool((shifts == shifts[:, :1]).all())
+        if cache is not None:
+            _keep(cache, shifts[:, :1].clone() if alike else shifts)
+        if alike:
             return
         first = int(kv_offset)
         for begin in range(0, seq_len, QUERIES):
-            rows = range(start + begin, start + min(begin + QUERIES, seq_len))
-            self._compare(shifts, rows, first, _seen(mask, begin, len(rows)))
+            queries = range(start + begin, start + min(begin + QUERIES, seq_len))
+            _compare(shifts, queries, first, _seen(mask, begin, len(queries)))
 
-    def _was_compared(self, positions: Tensor, mask: Tensor | None, cache: Any, start: int) -> bool:
-        """Whether another layer of this forward pass has seen to it; layers may differ in their masks."""
-        before = tuple(None if known is None else known() for known in self._pass[:2])
-        if not before or before[0] is not positions or before[1] is not cache or self._pass[2] != start:
-            self._pass, self._masks = (ref(positions), _reference(cache), start), []
-        if any(
-            (None if known is None else known()) is mask and (known is None) == (mask is None) for known in self._masks
-        ):
+    def _was_compared(self, mask: Tensor | None, layer_idx: int) -> bool:
+        """Whether another layer of this pass has seen to this mask; layers come in their order, a pass begins anew."""
+        if layer_idx <= self._layer:
+            self._masks = []
+        self._layer = layer_idx
+        if any(known is None if mask is None else known is not None and known() is mask for known in self._masks):
             return True
-        self._masks.append(_reference(mask))
+        self._masks.append(None if mask is None else ref(mask))
         return False
 
-    def _with_known(self, new: Tensor, cache: Any, start: int) -> Tensor:
-        """The shifts of all indices so far, [batch_size, start + seq_len]; steps left out had the one before."""
-        if cache is None:
-            return new
-        known = self._shifts.get(cache)
-        if known is not None and len(new) == 1:
-            new = new.expand(len(known), -1)
-        if known is None or start == 0 or (len(known) != len(new) and len(new) % len(known)):
-            known = new[:, :1]
-        if len(known) != len(new):  # rows repeated for beams, or one row of positions for all
-            known = known.repeat_interleave(len(new) // len(known), 0)
-        known = known[:, :start]
-        missing = start - known.shape[1]
-        if missing:
-            last = known[:, -1:] if known.shape[1] else new[:, :1]
-            known = torch.cat([known, last.expand(-1, missing)], dim=1)
-        shifts = torch.cat([known, new], dim=1)
-        self._shifts[cache] = shifts
-        return shifts
 
-    def _compare(self, shifts: Tensor, rows: range, first: int, seen: Tensor | None) -> None:
-        """Raises UsageError if one of the queries at the indices `rows` sees a key of another shift.
+def _known(cache: Any, start: int, batch_size: int) -> Tensor:
+    """The shifts of all that a cache holds, [batch_size, start]."""
+    known = cache.shifts if isinstance(cache, ShiftedCache) else None
+    if known is not None and len(known) != batch_size and bool((known == known[:1]).all()):
+        known = known[:1].expand(batch_size, -1)  # no matter which sequences were taken
+    if known is None or len(known) != batch_size or not known.shape[1]:
+        raise UsageError(
+            f"the cache holds {start} tokens whose positions are unknown, and this checkpoint stores keys before RoPE, "
+            "which it rotates by their place in the cache.",
+            "Fill an empty cache by this model, copy it as a whole (copy.deepcopy, torch.save), and change its batch "
+            "by its own methods (batch_select_indices, batch_repeat_interleave, reorder_cache).",
+        )
+    known = known[:, :start]
+    return torch.cat([known, known[:, -1:].expand(-1, start - known.shape[1])], dim=1)
 
-        Args:
-            first: index of the first column of `seen`. seen: [batch_size, len(rows), keys]; None is causal.
-        """
-        keys = shifts[:, first:]
-        differs = shifts[:, rows.start : rows.stop, None] != keys[:, None]
-        count = keys.shape[1]
-        if seen is None:
-            query = torch.arange(rows.start, rows.stop, device=shifts.device)
-            seen = torch.arange(first, first + count, device=shifts.device) <= query[:, None]
-        else:
-            own = torch.arange(len(rows), device=seen.device)
-            seen = seen[..., :count] & seen[:, own, own + rows.start - first, None]  # padding does not see itself
-        wrong = differs & seen
-        if bool(wrong.any()):
-            row, query, key = wrong.nonzero()[0].tolist()
-            raise UsageError(
-                f"row {row}: the tokens at {first + key} and {rows.start + query} of the cache are "
-                f"{rows.start + query - first - key} apart there, but not by position_ids, and this checkpoint stores "
-                "keys before RoPE, which it rotates by their place in the cache.",
-                "Leave no holes inside a row (pad on the left), give packed documents a mask that parts them, or use a "
-                "checkpoint with keys compressed after RoPE (rotor calibrate --set groups.domain=post).",
-            )
+
+def _compare(shifts: Tensor, queries: range, first: int, seen: Tensor | None) -> None:
+    """Raises UsageError if one of the queries at these indices sees a key of another shift.
+
+    Args:
+        first: index of the first key of `seen`. seen: [batch_size, len(queries), keys]; None is causal.
+    """
+    keys = shifts[:, first:]
+    differs = shifts[:, queries.start : queries.stop, None] != keys[:, None]
+    count = keys.shape[1]
+    if seen is None:
+        query = torch.arange(queries.start, queries.stop, device=shifts.device)
+        seen = torch.arange(first, first + count, device=shifts.device) <= query[:, None]
+    else:
+        own = torch.arange(len(queries), device=seen.device)
+        seen = seen[..., :count] & seen[:, own, own + queries.start - first, None]  # padding does not see itself
+    wrong = differs & seen
+    if bool(wrong.any()):
+        sequence, query, key = wrong.nonzero()[0].tolist()
+        raise UsageError(
+            f"sequence {sequence}: the tokens at {first + key} and {queries.start + query} of the cache are "
+            f"{queries.start + query - first - key} apart there, but not by position_ids, and this checkpoint stores "
+            "keys before RoPE, which it rotates by their place in the cache.",
+            "Leave no holes inside a sequence (pad on the left), give packed documents a mask that parts them, or use "
+            "a checkpoint with keys compressed after RoPE (rotor calibrate --set groups.domain=post).",
+        )
 
 
 def _seen(mask: Tensor | None, begin: int, count: int) -> Tensor | None:
@@ -130,7 +186,3 @@ def _seen(mask: Tensor | None, begin: int, count: int) -> Tensor | None:
     part = mask[:, :, begin : begin + count]
     seen = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
     return seen.any(1)
-
-
-def _reference(value: Any) -> Any:
-    return None if value is None else ref(value)

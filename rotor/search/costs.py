@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..calibration.run import Run
-from ..format.channels import Channels, Latent, Numbers
+from ..format.channels import Latent, Numbers
 from ..format.layout import Candidate
 from ..recipe import Recipe
 
@@ -38,17 +38,12 @@ class RunCosts:
 
     def sides(self, key: str, ranks: list[int]) -> tuple[list[float], list[float]]:
         """Of the key side and of the value side at each rank of numbers."""
-        candidate, latents = self.candidates[key], [Numbers(rank) for rank in ranks]
-        keys = [self.objective.key_cost(candidate, latent) / self.layers for latent in latents]
-        return keys, [self.objective.value_cost(candidate, latent) / self.layers for latent in latents]
+        found = [
+            [cost(self.candidates[key], Numbers(rank)) / self.layers for rank in ranks]
+            for cost in (self.objective.key_cost, self.objective.value_cost)
+        ]
+        return found[0], found[1]
 
-    def numbers(self, key: str, key_rank: int, value_rank: int) -> float:
-        """Of a whole group of numbers."""
-        return self._group(key, Numbers(key_rank), Numbers(value_rank))
-
-    def channels(self, key: str, keys: Channels, values: Channels | None) -> float:
-        """Of a whole group of codes; values is None where they are in the key latent."""
-        return self._group(key, keys, values)
-
-    def _group(self, key: str, keys: Latent, values: Latent | None) -> float:
+    def group(self, key: str, keys: Latent, values: Latent | None) -> float:
+        """Of a whole group; values is None where they are in the key latent."""
         return self.objective.group_cost(self.candidates[key], keys, values) / self.layers

@@ -41,54 +41,10 @@ class ExportJob:
         settings.check()
         opened, out = Run.open(settings.run), OutputFolder.at(settings.out, "checkpoint")
         recipe = settings.override(opened.recipe)
-        if recipe.coded and not opened.has_codes:
-            raise UsageError(
-                f"codes.bits {list(recipe.codes.bits)}: {opened.folder} was calibrated without codes.",
-                f"Calibrate again with --set codes.bits={json.dumps(recipe.codes.bits)}.",
-            )
-        if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
-            raise UsageError(
-                f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
-                f"run's is {recipe.ranks.method}.",
-                f"Give --set ranks.method={CHOOSING}, or leave the objective at memory.",
-            )
-        if settings.goal.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
-            what = f"codes.bits {list(recipe.codes.bits)}" if recipe.coded else f"ranks.method {recipe.ranks.method}"
-            raise UsageError(
-                f"--removal-rate: {what} does not choose ranks by a removal rate.",
-                "Give --accuracy or --compression.",
-            )
-        if not settings.measure and "sensitivities" in recipe.rank_needs:
-            raise UsageError(
-                f"--no-measure: ranks.method {recipe.ranks.method} chooses ranks by what is measured of every layer.",
-                "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
-            )
-        if recipe.cache.tiers is not None and (settings.cache or settings.goal.accuracy is not None):
-            raise UsageError(
-                f"cache.tiers {recipe.cache.tiers:g} chooses ratios per token for ranks that are known, got "
-                f"{f'--cache {settings.cache}' if settings.cache else '--accuracy'} beside it.",
-                "Give --compression or --removal-rate, and no --cache.",
-            )
-        if recipe.cache.tiers is not None and not settings.measure:
-            raise UsageError(
-                f"--no-measure: cache.tiers {recipe.cache.tiers:g} asks for ratios that are measured.",
-                "Leave --no-measure out, or give --cache tiers-50.",
-            )
+        _check_recipe(recipe, opened, settings)
         out.check(settings.overwrite, [opened.model_folder, opened.folder])
         checkpoint = Checkpoint(opened.fetch_model())
-        policy = None if settings.cache is None else find_policy(settings.cache)
-        if policy is not None:
-            count = check_config(policy, checkpoint.config)
-            if policy.needs_samples:
-                _check_fitting(policy, settings)
-            else:
-                policy.layers(count)  # what it cannot serve is said now
-            policy.check_rows(recipe.coded)
-            if recipe.evaluation.metric.startswith(LM_EVAL):
-                raise UsageError(
-                    f"--cache {settings.cache}: {recipe.evaluation.metric} does not read what such a cache stores.",
-                    "Choose another --set evaluation.metric.",
-                )
+        policy = None if settings.cache is None else _checked_policy(settings.cache, recipe, checkpoint, settings)
         job = cls(settings, opened, recipe, checkpoint, out, policy)
         check_space(out.path, job.needed_bytes)
         job.check_nothing_added()
@@ -143,10 +99,68 @@ class ExportJob:
             )
 
 
-def _check_fitting(policy: Policy, settings: ExportSettings) -> None:
-    """Raises UsageError where a policy that is fitted to the compressed model cannot be."""
-    if not settings.measure:
+def _check_recipe(recipe: Recipe, run: Run, settings: ExportSettings) -> None:
+    """Raises UsageError where the recipe does not fit the run or the goal."""
+    bits, method, tiers = (
+        f"codes.bits {list(recipe.codes.bits)}",
+        f"ranks.method {recipe.ranks.method}",
+        recipe.cache.tiers,
+    )
+    if recipe.coded and not run.has_codes:
+        raise UsageError(
+            f"{bits}: {run.folder} was calibrated without codes.",
+            f"Calibrate again with --set codes.bits={json.dumps(recipe.codes.bits)}.",
+        )
+    if recipe.objective.weight > 0 and not recipe.coded and not recipe.ranks.rule.chooses:
+        raise UsageError(
+            f"objective {recipe.objective.kind}: only ranks.method {CHOOSING} weighs anything but bytes, this "
+            f"run's is {recipe.ranks.method}.",
+            f"Give --set ranks.method={CHOOSING}, or leave the objective at memory.",
+        )
+    if settings.goal.removal_rate is not None and (recipe.coded or recipe.ranks.method != "removal-rate"):
+        what = bits if recipe.coded else method
+        raise UsageError(
+            f"--removal-rate: {what} does not choose ranks by a removal rate.", "Give --accuracy or --compression."
+        )
+    if not settings.measure and "sensitivities" in recipe.rank_needs:
+        raise UsageError(
+            f"--no-measure: {method} chooses ranks by what is measured of every layer.",
+            "Leave --no-measure out, or give another method (see `rotor recipes`) with --set ranks.method=NAME.",
+        )
+    if tiers is not None and (settings.cache or settings.goal.accuracy is not None):
+        beside = f"--cache {settings.cache}" if settings.cache else "--accuracy"
+        raise UsageError(
+            f"cache.tiers {tiers:g} chooses ratios per token for ranks that are known, got {beside} beside it.",
+            "Give --compression or --removal-rate, and no --cache.",
+        )
+    if tiers is not None and not settings.measure:
+        raise UsageError(
+            f"--no-measure: cache.tiers {tiers:g} asks for ratios that are measured.",
+            "Leave --no-measure out, or give --cache tiers-50.",
+        )
+
+
+def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings: ExportSettings) -> Policy | None:
+    """The cache policy of a name, if it is not `none`.
+
+    Raises:
+        UsageError: it cannot serve the model, its rows, or the metric.
+    """
+    policy = find_policy(name)
+    if policy is None:
+        return None
+    count = check_config(policy, checkpoint.config)
+    if not policy.needs_samples:
+        policy.layers(count)  # what it cannot serve is said now
+    elif not settings.measure:
         raise UsageError(
             f"--no-measure: cache policy {policy.method} is found by running the compressed model over text.",
             "Leave --no-measure out, or take another --cache.",
         )
+    policy.check_rows(recipe.coded)
+    if recipe.evaluation.metric.startswith(LM_EVAL):
+        raise UsageError(
+            f"--cache {name}: {recipe.evaluation.metric} does not read what such a cache stores.",
+            "Choose another --set evaluation.metric.",
+        )
+    return policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 from ..allocation.plan import RankPlan
 from ..codes.layer import GroupChannels, as_pair
@@ -17,27 +17,25 @@ from ..format.schemas import CompressionInfo, PointRanks
 from ..typed import Reader
 
 
-class _PointInfo(TypedDict):
+@dataclass(frozen=True)
+class _PointFile:
+    """A Point in JSON; a split that was not measured is absent."""
+
     parameter: float
     compression: CompressionInfo
     choice: list[str]
     ranks: PointRanks
-
-
-class PointInfo(_PointInfo, total=False):
-    """A Point in a JSON file; a split that was not measured is absent."""
-
-    search: dict[str, Any]
-    report: dict[str, Any]
+    search: dict[str, Any] | None = None
+    report: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Point:
     """A plan and its fidelity on each split that it was measured on.
 
-    parameter: what the rank method's knob was. planned, stored: share of the KV cache removed by exact, stored ranks.
-    choice: key of the candidate of each layer. exact, ranks: of each layer's groups, as given by the method and stored.
-    channels: of each layer's groups, where they are codes.
+    parameter: the rank method's own (a removal rate, a price). planned, stored: share of the KV cache removed by exact
+    and by stored ranks. choice: key of the candidate of each layer. exact, ranks: of each layer's groups, as given by
+    the method and as stored. channels: of each layer's groups, where they are codes.
     """
 
     parameter: float
@@ -100,31 +98,19 @@ class Point:
     @classmethod
     def from_json(cls, data: Any, name: str, reader: Reader) -> Point:
         """Raises the reader's error, with the field's name, if it is not what to_json gives."""
-        found: Any = reader.read(PointInfo, data, name)
-        splits = {
-            split: Fidelity.from_json(found[split], f"{name}.{split}", reader)
-            for split in ("search", "report")
-            if split in found
-        }
-        exact, stored = (
-            [[(qk, v) for qk, v in layer] for layer in found["ranks"][kind]] for kind in ("exact", "stored")
-        )
+        found: _PointFile = reader.read(_PointFile, data, name)
+        exact, stored = ([[(qk, v) for qk, v in layer] for layer in found.ranks[kind]] for kind in ("exact", "stored"))
         channels = None
-        if "channels" in found["ranks"]:
-            channels = channels_from_json(found["ranks"]["channels"], f"{reader.where}: {name}.ranks.channels")
+        if "channels" in found.ranks:
+            channels = _channels_from(found.ranks["channels"], f"{reader.where}: {name}.ranks.channels")
             if [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels] != stored:
-                raise reader.fail(f"{name}.ranks.channels", found["ranks"]["channels"], "as many as ranks.stored says")
-        compression = found["compression"]
-        return cls(
-            found["parameter"],
-            compression["planned"],
-            compression["stored"],
-            tuple(found["choice"]),
-            exact,
-            stored,
-            channels=channels,
-            **splits,
+                raise reader.fail(f"{name}.ranks.channels", found.ranks["channels"], "as many as ranks.stored says")
+        planned, share = found.compression["planned"], found.compression["stored"]
+        search, report = (
+            None if one is None else Fidelity.from_json(one, f"{name}.{split}", reader)
+            for split, one in (("search", found.search), ("report", found.report))
         )
+        return cls(found.parameter, planned, share, tuple(found.choice), exact, stored, search, report, channels)
 
 
 def plan_key(choice: Sequence[str], ranks: list[LayerRanks], channels: list[GroupChannels] | None = None) -> str:
@@ -138,21 +124,16 @@ def channels_json(channels: list[GroupChannels]) -> list[list[list[dict[str, int
     return [[[side.to_dict() for side in pair if side] for pair in layer] for layer in channels]
 
 
-def channels_from_json(found: list[list[list[dict[str, int]]]], where: str) -> list[GroupChannels]:
+def _channels_from(found: list[list[list[dict[str, int]]]], where: str) -> list[GroupChannels]:
     """Read what `channels_json` gave; raises CheckpointError, naming `where`, if there is no such latent."""
-    for layer, groups in enumerate(found):
-        for latents in groups:
-            if len(latents) not in (1, 2):
-                raise Reader(where, CheckpointError, "Export again.").fail(
-                    f"[{layer}]", latents, "channels of keys and of values of each group, or of both together"
-                )
-    return [[as_pair([_channels(side, where) for side in group]) for group in layer] for layer in found]
-
-
-def _channels(side: dict[str, int], where: str) -> Channels:
-    found = latent_from(side, where)
-    assert isinstance(found, Channels)  # of a dict
-    return found
+    layers = []
+    for layer in found:
+        latents = [[latent_from(side, where) for side in group] for group in layer]
+        pairs = [[side for side in group if isinstance(side, Channels)] for group in latents]
+        if not all(len(pair) in (1, 2) for pair in pairs):
+            raise CheckpointError(f"{where}: expected channels of keys and of values of each group, or of both.")
+        layers.append([as_pair(pair) for pair in pairs])
+    return layers
 
 
 def as_lists(ranks: list[LayerRanks]) -> list[list[list[int]]]:

@@ -33,13 +33,13 @@ CandidateBases = Sequence[dict[str, LayerBases]]
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe: one side (`qk` or `vo`) of one candidate of a layer at a rank, everything else whole.
+    """A probe: one side (0: keys, 1: values) of one candidate of a layer at a rank, everything else whole.
 
     rank: of the side. ranks: of the layer. dropped: energy (squared singular values) beyond the rank.
     """
 
     key: str
-    side: str
+    side: int
     rank: int
     ranks: LayerRanks
     dropped: float
@@ -50,11 +50,12 @@ def probes_of(layer: dict[str, LayerBases], settings: Ranks) -> list[Probe]:
     probes = []
     for key, bases in layer.items():
         full = full_ranks(bases)
-        for index, (side, pair) in enumerate((("qk", bases.qk), ("vo", bases.vo))):
-            width = full[index]
-            shares = settings.probe_shares
-            for rank in sorted({round_rank(int(width * share), settings.multiple_of, width) for share in shares}):
-                ranks = (rank, full[1]) if side == "qk" else (full[0], rank)
+        for side, pair in enumerate((bases.qk, bases.vo)):
+            shares = [
+                round_rank(int(full[side] * share), settings.multiple_of, full[side]) for share in settings.probe_shares
+            ]
+            for rank in sorted(set(shares)):
+                ranks = (full[0], rank) if side else (rank, full[1])
                 dropped = float(pair.singular_values[:, rank:].square().sum())
                 if dropped > 0:
                     probes.append(Probe(key, side, rank, [ranks] * len(pair.singular_values), dropped))
@@ -66,78 +67,61 @@ def full_ranks(bases: LayerBases) -> tuple[int, int]:
     return bases.qk.singular_values.shape[-1], bases.vo.singular_values.shape[-1]
 
 
-class Prober:
-    """Probes the layers of a model in order.
+def probe(
+    network: CompressibleModel, bases: CandidateBases, settings: Ranks, rows: Tensor, start: int, advance: Advance
+) -> Iterator[list[Sensitivity]]:
+    """Sensitivities of the layers from `start` on, in order, some layers at a time.
 
     Args:
-        rows: [n, seq_len] tokens.
-        start: layers whose sensitivities are known.
+        rows: [n, seq_len] tokens. start: layers whose sensitivities are known.
     """
+    layers = network.shape.num_layers
+    network.restore()
+    reference, entering = network.final_states(rows), network.embed(rows)
+    for index in range(start):
+        with network.layer(index):
+            network.run(index, entering, entering)
+    together = _together(network, bases, settings, rows)
+    for first in range(start, layers, together):
+        last = min(layers, first + together)
+        yield _probe_layers(network, bases, settings, rows, range(first, last), entering, reference)
+        advance(last - first)
 
-    def __init__(
-        self,
-        network: CompressibleModel,
-        bases: CandidateBases,
-        settings: Ranks,
-        rows: Tensor,
-        start: int,
-        advance: Advance,
-    ) -> None:
-        self.network, self.bases, self.settings, self.rows = network, bases, settings, rows
-        self.start, self.advance = start, advance
 
-    def sensitivities(self) -> Iterator[list[Sensitivity]]:
-        """Those of the layers from `start` on, some layers at a time."""
-        network, layers = self.network, self.network.shape.num_layers
-        network.restore()
-        reference = network.final_states(self.rows)
-        entering = network.embed(self.rows)
-        for index in range(self.start):
-            self._advance(index, [entering])
-        first = self.start
-        while first < layers:
-            last = min(layers, first + self._together())
-            yield self._chunk(first, last, entering, reference)
-            first = last
+def _together(network: CompressibleModel, bases: CandidateBases, settings: Ranks, rows: Tensor) -> int:
+    """Layers that are probed together: more than one only where that saves reading weights."""
+    if not network.source.streamed:
+        return 1
+    states = rows.numel() * network.shape.hidden_size * network.dtype.itemsize
+    return max(1, int(PROBE_STATES_BYTES // (states * 2 * len(settings.probe_shares) * len(bases[0]))))
 
-    def _together(self) -> int:
-        """Layers that are probed together: more than one only where that saves reading weights."""
-        if not self.network.source.streamed:
-            return 1
-        states = self.rows.numel() * self.network.shape.hidden_size * self.network.dtype.itemsize
-        probes = 2 * len(self.settings.probe_shares) * len(self.bases[0])
-        return max(1, int(PROBE_STATES_BYTES // (states * probes)))
 
-    def _chunk(self, first: int, last: int, entering: Tensor, reference: Tensor) -> list[Sensitivity]:
-        """Sensitivities of the layers first ... last - 1; `entering` is brought from the first to `last`."""
-        begun: list[tuple[int, Probe, Tensor]] = []
-        for index in range(first, self.network.shape.num_layers):
-            with self.network.layer(index):
-                for _, _, states in begun:
-                    self.network.run(index, states, states)
-                if index < last:
-                    begun += self._begin(index, entering)
-                    self.network.run(index, entering, entering)
-        found: list[Sensitivity] = [{key: ([], []) for key in self.bases[index]} for index in range(first, last)]
-        for layer, probe, states in begun:
-            scores = score(self.network, self.rows, reference=reference, states=states)
-            assert scores.kl_div is not None
-            loss = max(float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div)), KL_NOISE)
-            found[layer - first][probe.key][0 if probe.side == "qk" else 1].append((probe.rank, loss / probe.dropped))
-        self.advance(last - first)
-        return found
-
-    def _begin(self, index: int, entering: Tensor) -> list[tuple[int, Probe, Tensor]]:
-        """What leaves a layer, whose weights are loaded, under each of its probes."""
-        begun, bases = [], self.bases[index]
-        for probe in probes_of(bases, self.settings):
-            states = self.network.states_like(self.rows)
-            with self.network.compressed_layer(index, bases[probe.key], probe.ranks):
-                self.network.run(index, entering, states)
-            begun.append((index, probe, states))
-        return begun
-
-    def _advance(self, index: int, several: list[Tensor]) -> None:
-        with self.network.layer(index):
-            for states in several:
-                self.network.run(index, states, states)
+def _probe_layers(
+    network: CompressibleModel,
+    bases: CandidateBases,
+    settings: Ranks,
+    rows: Tensor,
+    layers: range,
+    entering: Tensor,
+    reference: Tensor,
+) -> list[Sensitivity]:
+    """Sensitivities of some layers; `entering` is brought from the first of them to the one behind the last."""
+    begun: list[tuple[int, Probe, Tensor]] = []
+    for index in range(layers.start, network.shape.num_layers):
+        with network.layer(index):
+            for _, _, states in begun:
+                network.run(index, states, states)
+            if index in layers:
+                for one in probes_of(bases[index], settings):
+                    states = network.states_like(rows)
+                    with network.compressed_layer(index, bases[index][one.key], one.ranks):
+                        network.run(index, entering, states)
+                    begun.append((index, one, states))
+                network.run(index, entering, entering)
+    found: list[Sensitivity] = [{key: ([], []) for key in bases[index]} for index in layers]
+    for index, one, states in begun:
+        scores = score(network, rows, reference=reference, states=states)
+        assert scores.kl_div is not None
+        loss = max(float(scores.kl_div.sum()) / (scores.tokens * len(scores.kl_div)), KL_NOISE)
+        found[index - layers.start][one.key][one.side].append((one.rank, loss / one.dropped))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -31,16 +32,20 @@ class _Unmeasured(Exception):
 
 
 class RankSearch:
-    """The ranks that an export's goal asks for."""
+    """The ranks that an export's goal asks for.
+
+    Args:
+        network: the job's model, where it is loaded already.
+    """
 
     def __init__(
         self, job: ExportJob, times: StageTimes, progress: Progress, network: CompressibleModel | None = None
     ) -> None:
-        """network: the job's model, where it is loaded already."""
         self.job, self.times, self.progress = job, times, progress
-        self._network = network
         self.bases = job.run.bases()
-        self._known = 0
+        self.measured_points = 0
+        """How often a plan was measured on a split."""
+        self._network = network
         self._measurer: Measurer | None = None
         self._path: RankPath | None = None
 
@@ -57,22 +62,14 @@ class RankSearch:
     def table(self) -> RankTable:
         """Of the context that the job measures in."""
         device, dtype = self._device_and_dtype()
-        table = RankTable.open(
-            self.job.run, Context.of(self.job.recipe.evaluation, self.data, dtype, device, self.job.policy)
-        )
-        self._known = _measurements(table)
-        return table
+        context = Context.of(self.job.recipe.evaluation, self.data, dtype, device, self.job.policy)
+        return RankTable.open(self.job.run, context)
 
     @cached_property
     def probes(self) -> ProbeTable:
         """Of the settings that the job probes with."""
         ranks, (device, dtype) = self.job.recipe.ranks, self._device_and_dtype()
         return ProbeTable.open(self.job.run, ranks, probe_rows(ranks, self.data.search), dtype, device)
-
-    @property
-    def measured_points(self) -> int:
-        """How often a plan was measured on a split."""
-        return 0 if self.job.unmeasured else _measurements(self.table) - self._known
 
     @property
     def needs_probes(self) -> bool:
@@ -115,22 +112,11 @@ class RankSearch:
         Raises:
             AccuracyError: no point reaches the accuracy. UsageError: the compression cannot be reached.
         """
-        if self.needs_probes:
-            measurer = self._measuring()
-            with self.times.stage("probe"):
-                measurer.probe(self.job.recipe)
-        path, goal = self.path(), self.job.goal
-        assert path is not None
+        self._probe()
+        goal = self.job.goal
         plan = self.known() if goal.accuracy is None else self._plan_at(goal.accuracy)
         assert plan is not None
-        if self.job.unmeasured:
-            return Point.of(plan)
-        known = self.table.find(plan)
-        if known is not None and known.has("search") and known.has("report"):
-            return known
-        measurer = self._measuring()
-        with self.times.stage("measure"):
-            return measurer.measure(plan)
+        return Point.of(plan) if self.job.unmeasured else self._measure(plan, SPLITS)
 
     def with_tiers(self) -> RankSearch:
         """The search of the same job with the cache policy that `cache.tiers` asks for, chosen for the goal's ranks.
@@ -147,9 +133,7 @@ class RankSearch:
                 f"cache.tiers {settings.tiers:g}: {job.unmeasured}, and ratios per token are chosen by measuring.",
                 "Give --cache tiers-50, or the path of a policy.",
             )
-        if self.needs_probes:
-            with self.times.stage("probe"):
-                self._measuring().probe(job.recipe)
+        self._probe()
         plan, network = self.known(), self._loaded()
         assert plan is not None
         if network.source.streamed:
@@ -186,25 +170,41 @@ class RankSearch:
         """The model is not needed any more."""
         self._measurer = self._network = None
 
+    def _probe(self) -> None:
+        if self.needs_probes:
+            measurer = self._measuring()
+            with self.times.stage("probe"):
+                measurer.probe(self.job.recipe)
+
+    def _measure(self, plan: RankPlan, splits: Sequence[str]) -> Point:
+        """The point of a plan, measured on the splits where it is not yet."""
+        point = self.table.find(plan)
+        missing = [split for split in splits if point is None or not point.has(split)]
+        if point is not None and not missing:
+            return point
+        measurer = self._measuring()
+        with self.times.stage("measure"):
+            self.measured_points += len(missing)
+            return measurer.measure(plan, missing)
+
     def _plan_at(self, target: float) -> RankPlan:
         """The plan of a target, measured where the table lacks something."""
         path, recipe = self.path(), self.job.recipe
         assert path is not None
+        most, seconds = most_points(recipe.search.resolution), list[float]()
 
         def fidelity(plan: RankPlan) -> Fidelity:
-            known = self.table.find(plan)
-            if known is not None and known.search is not None:
-                return known.search
-            measurer, start = self._measuring(), time.perf_counter()
-            with self.times.stage("measure"):
-                found = measurer.measure(plan, ["search"]).fidelity("search")
-            seconds.append(time.perf_counter() - start)
-            if len(seconds) == 1 and most > 1:
-                left = in_time((most - 1) * seconds[0])
-                self.progress.message(f"accuracy {target:g}: at most {most - 1} more point(s) to measure, about {left}")
+            before, start = self.measured_points, time.perf_counter()
+            found = self._measure(plan, ["search"]).fidelity("search")
+            if self.measured_points > before:
+                seconds.append(time.perf_counter() - start)
+                if len(seconds) == 1 and most > 1:
+                    left = in_time((most - 1) * seconds[0])
+                    self.progress.message(
+                        f"accuracy {target:g}: at most {most - 1} more point(s) to measure, about {left}"
+                    )
             return found
 
-        most, seconds = most_points(recipe.search.resolution), list[float]()
         return search_target(self.table, path, recipe, target, fidelity, self.job.goal.confidence)
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
@@ -244,7 +244,3 @@ class RankSearch:
                 with self.progress.task("load model", None, ""):
                     self._network = place.model(checkpoint, job.run.folder)
         return self._network
-
-
-def _measurements(table: RankTable) -> int:
-    return sum(point.has(split) for point in table.points for split in SPLITS)

@@ -28,7 +28,7 @@ from ..recipe import Ranks, Recipe
 from ..rewriting.compressible import CompressibleModel
 from .costs import RunCosts
 from .point import Point
-from .probe import Prober
+from .probe import probe
 from .table import ProbeTable, RankTable, Request
 
 
@@ -45,7 +45,7 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
         sizes = run.shape, recipe.codes.bits, int(run.info["element_bytes"])
         if recipe.objective.weight == 0:
             return BitsPath(codes, *sizes, uniform_rows=recipe.ranks.uniform_rows)
-        return PricedBitsPath(codes, *sizes, RunCosts.of(run, recipe).channels)
+        return PricedBitsPath(codes, *sizes, RunCosts.of(run, recipe).group)
     if any(candidate.joint for candidate in run.candidates.values()):
         raise UsageError(
             f"codes.bits {list(recipe.codes.bits)}: in this run keys and values share latents, whose channels are "
@@ -62,7 +62,6 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
         gradients=lambda: _gradients(run),
         sensitivities=sensitivities,
         costs=lambda: RunCosts.of(run, recipe),
-        uniform_rows=ranks.uniform_rows,
     )
     return ranks.rule.path(inputs)
 
@@ -106,8 +105,7 @@ class Measurer:
             return
         rows = probe_rows(recipe.ranks, self.meter.context.rows["search"])
         with self.progress.task("probe", layers - len(known), "layers") as advance:
-            prober = Prober(self.network, self.bases, recipe.ranks, rows, len(known), advance)
-            for found in prober.sensitivities():
+            for found in probe(self.network, self.bases, recipe.ranks, rows, len(known), advance):
                 known += found
                 self.probes.save()
 

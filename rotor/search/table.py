@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from ..calibration.run import Run
 from ..data.splits import EvaluationData
 from ..errors import CheckpointError
 from ..format.json_files import read_json
-from ..format.layout import LayerRanks
 from ..format.manifest import read_checked_json, write_checked_json
 from ..policies import Policy
 from ..recipe import Evaluation, Ranks
@@ -90,32 +88,23 @@ class Request:
     point: str | None
 
 
-class _TableInfo(TypedDict):
-    context: dict[str, Any]
+@dataclass(frozen=True)
+class _TableFile:
+    """A RankTable in JSON."""
+
+    version: int
+    context: Context
     base: dict[str, dict[str, Any]]
     left_out: dict[str, dict[str, str]]
-    requests: list[dict[str, Any]]
+    requests: list[Request]
     points: list[dict[str, Any]]
 
 
-class _ContextInfo(TypedDict):
-    metric: str
-    settings: dict[str, Any]
-    data: str
-    data_sha256: str
-    dtype: str
-    device_type: str
-    excluded: list[str]
+@dataclass(frozen=True)
+class _ProbesFile:
+    """A ProbeTable in JSON."""
 
-
-class _RequestInfo(TypedDict):
-    target: float
-    confidence: float | None
-    method: str
-    point: str | None
-
-
-class _ProbesInfo(TypedDict):
+    version: int
     sensitivities: list[dict[str, tuple[list[tuple[int, float]], list[tuple[int, float]]]]]
 
 
@@ -135,71 +124,40 @@ class RankTable:
 
     @classmethod
     def open(cls, run: Run, context: Context) -> RankTable:
-        """The table of this context, or an empty one; raises CheckpointError if it is damaged."""
-        path = _table_path(run, context.key)
-        return cls.read(run, path) or cls(run, context)
+        """The table of this context, or an empty one; raises as `named`."""
+        return cls.named(run, context.key) or cls(run, context)
 
     @classmethod
     def latest(cls, run: Run) -> RankTable | None:
         """The table that was used last; None if there is none."""
-        path = run.folder / TABLES / LATEST
-        if not path.is_file():
-            return None
-        data = read_checked_json(path, HINT)
-        name = Reader(str(path), CheckpointError, HINT).read(dict[str, str], data).get("table", "")
-        return cls.read(run, _table_path(run, Path(name).name))
-
-    @property
-    def is_latest(self) -> bool:
-        """Whether it is the one that was used last."""
-        path = self.run.folder / TABLES / LATEST
-        return path.is_file() and read_json(path, HINT).get("table") == self.context.key
+        key = _latest(run)
+        return None if key is None else cls.named(run, key)
 
     @classmethod
     def named(cls, run: Run, key: str) -> RankTable | None:
-        """The table of a context's key; None if there is none."""
-        return cls.read(run, _table_path(run, Path(key).name))
-
-    @classmethod
-    def read(cls, run: Run, path: Path) -> RankTable | None:
-        """A table's file; None if it is not there, or of another version.
+        """The table of a context's key; None if it is not there, or of another version.
 
         Raises:
             CheckpointError: damaged, or of another run.
         """
-        data = _read(path)
+        path = _path(run, TABLES, key)
+        data, reader = _read(path), Reader(str(path), CheckpointError, HINT)
         if data is None:
             return None
-        reader = Reader(str(path), CheckpointError, HINT)
-        info: Any = reader.read(_TableInfo, data)
-        stored: Any = reader.read(_ContextInfo, info["context"], "context")
-        context = Context(
-            **{name: stored[name] for name in _ContextInfo.__annotations__} | {"excluded": tuple(stored["excluded"])}
-        )
-        points = [Point.from_json(p, f"points[{i}]", reader) for i, p in enumerate(info["points"])]
+        found: _TableFile = reader.read(_TableFile, data)
+        points = [Point.from_json(point, f"points[{i}]", reader) for i, point in enumerate(found.points)]
         for index, point in enumerate(points):
-            _check_choice(point.choice, f"points[{index}].choice", run, reader)
-            _check_ranks(point.ranks, f"points[{index}].ranks.stored", point.choice, run, reader)
-        requests = [
-            Request(**{name: found[name] for name in _RequestInfo.__annotations__})
-            for found in (reader.read(_RequestInfo, r, f"requests[{i}]") for i, r in enumerate(info["requests"]))
-        ]
-        return cls(run, context, points, requests, info["base"], info["left_out"])
+            _check_point(point, f"points[{index}]", run, reader)
+        return cls(run, found.context, points, found.requests, found.base, found.left_out)
 
     def save(self) -> None:
         """Write the table, and that it is the last one used."""
         self.points.sort(key=lambda p: (p.stored, p.key))
-        data = {
-            "version": TABLE_VERSION,
-            "context": asdict(self.context),
-            "base": self.base,
-            "left_out": self.left_out,
-            "requests": [asdict(request) for request in self.requests],
-            "points": [point.to_json() for point in self.points],
-        }
-        path = _table_path(self.run, self.context.key)
-        _write(path, data)
-        _write(path.with_name(LATEST), {"table": self.context.key})
+        points = [point.to_json() for point in self.points]
+        content = _TableFile(TABLE_VERSION, self.context, self.base, self.left_out, self.requests, points)
+        path = _path(self.run, TABLES, self.context.key)
+        _write(path, asdict(content))
+        _write(path.with_name(LATEST), {"version": TABLE_VERSION, "table": self.context.key})
 
     def find(self, plan: RankPlan) -> Point | None:
         """What is known of a plan."""
@@ -216,11 +174,31 @@ class RankTable:
 
     def note(self, request: Request) -> None:
         """Keep what a request led to, and save; a run that cannot be written stays as it is."""
-        if (request in self.requests and self.is_latest) or not self.run.writable:
+        if (request in self.requests and _latest(self.run) == self.context.key) or not self.run.writable:
             return
         same = request.target, request.confidence, request.method
         self.requests = [r for r in self.requests if (r.target, r.confidence, r.method) != same] + [request]
         self.save()
+
+
+def _latest(run: Run) -> str | None:
+    """Key of the table that was used last."""
+    path = run.folder / TABLES / LATEST
+    data = _read(path)
+    return None if data is None else str(data.get("table"))
+
+
+def _check_point(point: Point, name: str, run: Run, reader: Reader) -> None:
+    """Raises the reader's error if a point is not of this run: its layers, candidates, groups and columns."""
+    if len(point.choice) != run.shape.num_layers or not set(point.choice) <= set(run.candidates):
+        raise reader.fail(f"{name}.choice", list(point.choice), f"one of {', '.join(run.candidates)} for every layer")
+    sizes = [run.columns(run.candidates[key]) for key in point.choice]
+    fits = [
+        len(layer) == groups and all(1 <= rank <= columns for pair in layer for rank in pair)
+        for layer, (groups, columns) in zip(point.ranks, sizes, strict=False)
+    ]
+    if len(point.ranks) != len(sizes) or not all(fits):
+        raise reader.fail(f"{name}.ranks.stored", point.ranks, f"(groups, most ranks) of each layer as {sizes}")
 
 
 @dataclass
@@ -249,7 +227,7 @@ class ProbeTable:
         return len(self.sensitivities) == self.run.shape.num_layers
 
     def save(self) -> None:
-        _write(self.run.folder / PROBES / f"{self.key}.json", probes_json(self.sensitivities))
+        _write(_path(self.run, PROBES, self.key), probes_json(self.sensitivities))
 
 
 def probes_json(sensitivities: list[Sensitivity]) -> dict[str, Any]:
@@ -263,61 +241,25 @@ def read_probes(run: Run, key: str) -> list[Sensitivity] | None:
     Raises:
         CheckpointError: damaged, or of another run.
     """
-    path = run.folder / PROBES / f"{Path(key).name}.json"
-    data = _read(path)
+    path = _path(run, PROBES, key)
+    data, reader = _read(path), Reader(str(path), CheckpointError, HINT)
     if data is None:
         return None
-    reader = Reader(str(path), CheckpointError, HINT)
-    found: list[Sensitivity] = reader.read(_ProbesInfo, data)["sensitivities"]
-    _check_sensitivities(found, run, reader)
+    found: list[Sensitivity] = reader.read(_ProbesFile, data).sensitivities
+    if len(found) > run.shape.num_layers or any(set(layer) != set(run.candidates) for layer in found):
+        expected = f"{', '.join(run.candidates)} of at most {run.shape.num_layers} layers"
+        raise reader.fail("sensitivities", [list(layer) for layer in found], expected)
     return found
 
 
 def any_probes(run: Run) -> list[Sensitivity] | None:
     """Complete sensitivities of a run, for a report: of the first file that has them."""
-    for path in sorted((run.folder / PROBES).glob("*.json")):
-        found = read_probes(run, path.stem)
-        if found is not None and len(found) == run.shape.num_layers:
-            return found
-    return None
+    tables = (ProbeTable(run, p.stem, read_probes(run, p.stem) or []) for p in sorted((run.folder / PROBES).glob("*")))
+    return next((table.sensitivities for table in tables if table.complete), None)
 
 
-# What the types do not express: that a file is of this run.
-
-
-def _check_sensitivities(found: Sequence[Mapping[str, Any]], run: Run, reader: Reader) -> None:
-    """What the types of a probes file do not express: that it is of this run's layers and candidates."""
-    candidates = run.info["candidates"]
-    for index, layer in enumerate(found):
-        if set(layer) != set(candidates):
-            raise reader.fail(f"sensitivities[{index}]", list(layer), f"one for each of {', '.join(candidates)}")
-    if len(found) > run.shape.num_layers:
-        raise reader.fail("sensitivities", len(found), f"at most {run.shape.num_layers} layers")
-
-
-def _check_choice(choice: Sequence[str], name: str, run: Run, reader: Reader) -> None:
-    """One of the run's candidates for every layer."""
-    candidates = run.info["candidates"]
-    if len(choice) != run.shape.num_layers or not set(choice) <= set(candidates):
-        raise reader.fail(name, list(choice), f"one of {', '.join(candidates)} for every layer")
-
-
-def _check_ranks(ranks: list[LayerRanks], name: str, choice: Sequence[str], run: Run, reader: Reader) -> None:
-    """Ranks of the groups that the choice has."""
-    shape, candidates = run.shape, run.candidates
-    if len(ranks) != shape.num_layers:
-        raise reader.fail(name, len(ranks), f"{shape.num_layers} layers")
-    for layer, (groups, key) in enumerate(zip(ranks, choice, strict=True)):
-        count, columns = run.columns(candidates[key])
-        if len(groups) != count:
-            raise reader.fail(f"{name}[{layer}]", len(groups), f"{count} groups")
-        for pair in groups:
-            if not all(1 <= rank <= columns for rank in pair):
-                raise reader.fail(f"{name}[{layer}]", pair, f"ranks from 1 to {columns}")
-
-
-def _table_path(run: Run, key: str) -> Path:
-    return run.folder / TABLES / f"{key}.json"
+def _path(run: Run, kind: str, key: str) -> Path:
+    return run.folder / kind / f"{Path(key).name}.json"
 
 
 def _hash(parts: list[Any]) -> str:

@@ -6,7 +6,8 @@ transformers' integration, and nothing of the offline half.
 
 from __future__ import annotations
 
-from .served import ARCHITECTURES, refusal, served_name
+from ...runtime.families import architectures
+from .served import refusal, served_name
 
 
 def register() -> None:
@@ -25,8 +26,8 @@ def register() -> None:
         return
     from .adapter import watch
 
-    known = ModelRegistry.get_supported_archs()
-    for name in ARCHITECTURES:
+    known = set(ModelRegistry.get_supported_archs())
+    for name in architectures() & known:
         if served_name(name) not in known:
             # By name: a model's module is imported only where such a checkpoint is loaded.
             ModelRegistry.register_model(served_name(name), f"{__name__}.adapter:{served_name(name)}")

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.registry import ModelRegistry
 
 from ...errors import UnsupportedModelError, UsageError
 from ...format.section import METHOD, is_compressed
-from .served import ARCHITECTURES, PREFIX, served_name
+from .served import PREFIX, served_name
 
 
 @register_quantization_config(METHOD)
@@ -60,12 +61,13 @@ class RotorQuantization(QuantizationConfig):
         if cls.refusal is not None:
             raise UsageError(cls.refusal, "Install one of these, or serve with transformers.")
         if hf_config is not None:
+            served = {name.removeprefix(PREFIX) for name in ModelRegistry.models if name.startswith(PREFIX)}
             names = list(hf_config.architectures or [])
-            unknown = [name for name in names if name.removeprefix(PREFIX) not in ARCHITECTURES]
+            unknown = [name for name in names if name.removeprefix(PREFIX) not in served]
             if unknown or not names:
                 raise UnsupportedModelError(
                     f"{', '.join(unknown) or 'a model without `architectures`'}: not served compressed by vLLM.",
-                    f"Served: {', '.join(sorted(ARCHITECTURES))}; transformers loads all that rotor compresses.",
+                    f"Served: {', '.join(sorted(served))}; transformers loads all that rotor compresses.",
                 )
             hf_config.architectures = [served_name(name.removeprefix(PREFIX)) for name in names]
         return METHOD

@@ -29,23 +29,6 @@ def _text(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Phi3ForCausalLM": "phi3",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "FalconForCausalLM": "falcon",
-    "OPTForCausalLM": "opt",
-    "GPT2LMHeadModel": "gpt2",
-}
-"""Name in config.json -> family. GPT-NeoX is not among them: vLLM dropped it."""
-
 PREFIX = "Rotor"
 
 

@@ -61,16 +61,11 @@ class Shard:
         return {name: tuple(self.part(name, tensor).shape) for name, tensor in whole}
 
 
-def dividing_sizes(layouts: Sequence[LayerLayout], most: int) -> list[int]:
-    """Sizes of tensor parallelism up to `most` that every layer can be split into."""
-    return [size for size in range(1, most + 1) if all(_parts(layout, size) is not None for layout in layouts)]
-
-
 def check_size(layouts: Sequence[LayerLayout], shape: AttentionShape, size: int) -> None:
     """Raises UsageError, naming the sizes that divide, where a layer cannot be split into `size` ranks."""
     for index, layout in enumerate(layouts):
         if _parts(layout, size) is None:
-            sizes = dividing_sizes(layouts, shape.num_kv_heads)
+            sizes = [n for n in range(1, shape.num_kv_heads + 1) if all(_parts(own, n) is not None for own in layouts)]
             raise UsageError(
                 f"tensor parallel size {size}: layer {index} has {len(layout.groups)} group(s) of {layout.group_size} "
                 "KV head(s), which so many ranks cannot share.",
@@ -141,11 +136,5 @@ def _parts(layout: LayerLayout, size: int) -> int | None:
 
 def _dealt(layout: LayerLayout, parts: int) -> list[list[int]]:
     """Groups for each part, as many each: the widest first, to and fro, so that the sums are close."""
-    widths = [sum(latent.row_bytes() for latent in group.latents) for group in layout.groups]
-    order = sorted(range(len(widths)), key=lambda i: (-widths[i], i))
-    dealt: list[list[int]] = [[] for _ in range(parts)]
-    for turn, start in enumerate(range(0, len(order), parts)):
-        some = order[start : start + parts]
-        for part, group in zip(dealt, some if turn % 2 == 0 else reversed(some), strict=True):
-            part.append(group)
-    return [sorted(part) for part in dealt]
+    order = sorted(range(len(layout.groups)), key=lambda i: -sum(own.row_bytes() for own in layout.groups[i].latents))
+    return [sorted(order[p :: 2 * parts] + order[2 * parts - 1 - p :: 2 * parts]) for p in range(parts)]
