@@ -31,6 +31,7 @@ from ..format.hashes import file_sha256
 from ..format.locks import exclusive
 from ..format.publishing import check_space, recover
 from ..logs import log_file
+from ..models.hardware import fit_threads
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import read_attention
@@ -106,6 +107,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
     with processes.together():
         job = CalibrationJob.check(settings, processes)
         streamed, line = job.streams()
+    fit_threads(job.checkpoint.total_bytes())
     partial = PartialRun(job.out)
     streamed = processes.from_first(streamed)
     with ExitStack() as held:

@@ -30,10 +30,11 @@ def print_inspection(found: Any) -> None:
         ),
         *(("keys", f"{key}: {what}") for key, what in found.keys.items()),
         ("calibrate", _needs(found.calibrate) + f", run folder {in_bytes(found.calibrate.kept_disk_bytes)}"),
+        ("export", _needs(found.export)),
         (
-            "export",
-            f"{_needs(found.export)}, checkpoint up to {in_bytes(found.export_disk_bytes)} where the model has "
-            f"{in_bytes(found.weight_bytes)}: bases come beside its projections",
+            "checkpoint",
+            f"up to {in_bytes(found.export_disk_bytes)}, {in_bytes(found.weight_bytes)} before: it grows because bases "
+            "are stored beside projections",
         ),
         ("available", in_bytes(found.available_host_bytes) + device),
     )
@@ -41,27 +42,25 @@ def print_inspection(found: Any) -> None:
 
 
 def _print_decode_times(found: Any) -> None:
-    """Candidates down, shares of the bytes removed across: instructions a key and KV head, and time as a share of the
-    uncompressed model's; "memory" for keys that are rebuilt there.
-    """
-    times = {(t.candidate, t.scenario): t for t in found.decode_times}
-    candidates = list(dict.fromkeys(t.candidate for t in found.decode_times))
+    """Candidates down, shares of the bytes removed across; without layouts that no kernel attends to."""
+    served = {(t.candidate, t.scenario): t for t in found.decode_times if t.instructions_per_key}
     scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
     rows = []
-    for candidate in candidates:
-        cells = [times[candidate, scenario] for scenario in scenarios]
-        issued = (f"{t.instructions_per_key:.0f}" if t.instructions_per_key else "memory" for t in cells)
-        rows.append((candidate, *(f"{n}: {t.share:.2f}" for n, t in zip(issued, cells, strict=True))))
+    for candidate in dict.fromkeys(name for name, _ in served):
+        cells = [served.get((candidate, scenario)) for scenario in scenarios]
+        mark = "* " if any(t and t.chosen for t in cells) else "  "
+        rows.append((mark + candidate, *(f"{t.share:.2f}" if t else "-" for t in cells)))
     load = found.objective
     title = (
-        "Predicted attention of a decode step: instructions a key and KV head, and time over the uncompressed model's, "
-        f"by the share of bytes removed ({load.device} at {found.instructions_per_cycle:g} instructions a cycle and "
-        f"SM, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
+        "Predicted time of attention in a decode step, as a share of the uncompressed model's, by the share of the "
+        f"cache removed ({load.device}, {load.batch_size} x {load.context_tokens} tokens, "
+        f"{found.instructions_per_cycle:g} instructions a cycle and SM; arithmetic, not measured)"
     )
-    print_table(title, ("codes of keys and values, heads a group",), scenarios, rows)
+    print_table(title, ("  layout of the cache",), scenarios, rows)
     say(
-        "Time below 1: faster than the uncompressed model. joint: keys and values in one latent; fast: rotary planes "
-        "that attention rebuilds; then the KV heads that share a latent."
+        "Below 1: faster than the uncompressed model. *: what the recipe takes. joint: keys and values in one latent; "
+        "apart: in one each. fast planes: of keys, stored pre-RoPE and rebuilt by attention. heads: KV heads that "
+        "share a latent. -, and what is left out: no kernel attends to it."
     )
 
 

@@ -143,7 +143,7 @@ def inspect(
         keys={key: _keys(candidate, shape) for key, candidate in candidates.items()},
         objective=load,
         instructions_per_cycle=rates.instructions_per_cycle,
-        decode_times=decode_times(shape, rates, step),
+        decode_times=decode_times(shape, rates, step, candidates.values()),
         calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
         export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
         export_disk_bytes=int(stored * 1.1),
