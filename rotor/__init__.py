@@ -39,12 +39,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .runtime.registration import register_with_transformers
+from .versions import __version__
 
 # In a source checkout kernels/ and recipes/ lie beside this folder; an installed rotor has them inside it.
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .calibration.calibrate import calibrate

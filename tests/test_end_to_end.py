@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import read_statistics
+from rotor.data.splits import digests
 from rotor.errors import CheckpointError
 from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
@@ -137,7 +138,7 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
         "layer-0000.safetensors",
         "layer-0001.safetensors",
     ]
-    from rotor.calibration.collect import layer_statistics
+    from rotor.calibration.capture import layer_statistics
     from rotor.data.tokens import calibration_tokens
     from rotor.models.checkpoint import Checkpoint
     from rotor.models.layerwise import LayerwiseModel
@@ -167,6 +168,20 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
     # RoPE is a rotation: it moves no energy between keys before and after it.
     norms = [whole[1].sums[name].diagonal(dim1=-2, dim2=-1).sum() for name in (before, "key_post")]
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
+
+
+def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 500)
+    settings = ["tokens.source=text", f"tokens.path={tmp_path / 'text.txt'}", "tokens.count=1024", *FAST_EVALUATION]
+    run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", settings)
+    documents = run.info["tokens"].pop("documents_sha256")
+    assert documents == digests([(tmp_path / "text.txt").read_text()])
+    assert run.info["tokens"] == {
+        "source": "text",
+        "count": 1024,
+        "rows": 2,
+        "seq_len": 512,
+    }
 
 
 def test_shards_are_kept_and_a_layer_may_be_spread_over_them(tmp_path: Path, tiny) -> None:
@@ -274,7 +289,7 @@ def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Pat
     ],
 )
 def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, tiny, tmp_path: Path) -> None:
-    small = ["tokens.count=512", "tokens.seq_len=64", "prune.kmeans=32" if recipe == "zdc" else "prune.seed=1"]
+    small = ["tokens.count=512", "tokens.seq_len=64"]
     ranks = ["ranks.multiple_of=4", "ranks.probe_tokens=256", "ranks.fisher_tokens=128", *FAST_EVALUATION, *SHORT_TEXT]
     run = calibrate(tiny(family), tmp_path / "run", recipe, [*small, *ranks])
     report = export(run.folder, tmp_path / "out", compression=0.3).report

@@ -37,7 +37,7 @@ from rotor.calibration.calibrate import calibrate
 from rotor.errors import CheckpointError, NumericsError
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
-from rotor.models.fit import check_fit
+from rotor.models.loading import check_fit
 from rotor.models.projections import read_attention
 from rotor.runtime.families import attention_shape, find_family
 

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import CONFIGS, DEMO_MODEL, FAST_EVALUATION, build_tiny, close, relative_error
-from safetensors.torch import load_file
+from large_checkpoint import make_checkpoint
+from safetensors.torch import load_file, save_file
 
 from rotor.bases.layer import layer_bases
 from rotor.bases.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.collect import layer_statistics
+from rotor.calibration.capture import layer_statistics
 from rotor.errors import CheckpointError, UsageError
 from rotor.evaluation.scoring import batch_logits, score
 from rotor.export.export import export
 from rotor.format.layout import Candidate, KeyForm
 from rotor.models import layerwise, memory
 from rotor.models.checkpoint import Checkpoint
-from rotor.models.estimate import Estimate, weight_sizes
+from rotor.models.estimate import Estimate, Estimates, weight_sizes
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
-from rotor.models.memory import available_host_bytes, stream_weights
+from rotor.models.memory import WholeModel, available_host_bytes, stream_weights
 from rotor.models.projections import read_attention
 from rotor.models.weights import StreamedWeights
+from rotor.planning.dry_run import plan_calibration
+from rotor.planning.inspection import inspect
+from rotor.recipe.settings import CalibrationSettings
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.rewrite import layer_layout, rewrite_layer
 from rotor.runtime.families import FAMILIES, attention_shape
@@ -104,7 +110,8 @@ def test_only_the_unit_in_use_is_in_memory(family: str, sharded, rows: torch.Ten
 
 def test_calibration_and_measuring_do_not_depend_on_where_weights_are(sharded, tmp_path: Path) -> None:
     folder = sharded("qwen3")
-    settings = [*SMALL, *FAST_EVALUATION, "evaluation.metric=kl_div"]
+    """Nor does the text that the model writes."""
+    settings = [*SMALL, *FAST_EVALUATION, "evaluation.metric=kl_div", "tokens.source=synthetic"]
     runs = {
         offload: calibrate(folder, tmp_path / offload, "rotor-16", settings, offload=offload)
         for offload in ("never", "always")
@@ -167,11 +174,6 @@ def test_large_hidden_states_go_to_a_file_that_goes_away(tmp_path: Path, monkeyp
 
 
 def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
@@ -189,11 +191,9 @@ def test_tensors_that_do_not_fit_the_config_are_named(tiny, tmp_path: Path) -> N
 
 def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: Path) -> None:
     model, out = tiny("llama"), tmp_path / "run"
-    with pytest.raises(UsageError, match=r"tokens\.source synthetic .* needs the whole model") as caught:
-        calibrate(model, out, "rotor-16", offload="always")
-    assert "--set tokens.source=text --set tokens.path=FILE" in caught.value.hint
-    with pytest.raises(UsageError, match=r"ranks\.method fisher .*--offload always was given"):
+    with pytest.raises(UsageError, match=r"ranks\.method fisher .*--offload always was given") as caught:
         calibrate(model, out, "palu", ["tokens.source=random"], offload="always")
+    assert "--set ranks.method=global" in caught.value.hint
     with pytest.raises(UsageError, match="--offload sometimes: expected one of auto, never, always"):
         calibrate(model, out, "fdc", offload="sometimes")
     assert list(tmp_path.iterdir()) == []
@@ -205,16 +205,32 @@ def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: P
 def test_weights_are_read_layer_by_layer_when_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 10_000_000_000)
     small, large = (Estimate({"weights": size}, {}, {}) for size in (2_000_000_000, 9_000_000_000))
-    assert stream_weights("auto", small, small, CPU, 1, None, "")[0] is False
-    stream, line = stream_weights("auto", large, small, CPU, 1, None, "")
+    assert stream_weights("auto", Estimates(small, small), CPU)[0] is False
+    stream, line = stream_weights("auto", Estimates(large, small), CPU)
     assert stream
-    assert line == ("memory: about 2.0 GB, one layer of weights at a time (weights 2.0); 10.0 GB available")
-    assert stream_weights("auto", small, small, CPU, 5, None, "")[0] is True  # five processes on one machine
-    assert "this may not be enough" in stream_weights("never", large, small, CPU, 1, None, "")[1]
-    with pytest.raises(
-        UsageError, match=r"x needs the whole model in memory, but it takes 9\.0 GB \(10\.0 GB available\)"
-    ):
-        stream_weights("auto", large, small, CPU, 1, "x", "y")
+    there = "10.0 GB available, of which at most 80% are filled"
+    assert line == f"memory: about 2.0 GB, one layer of weights at a time (weights 2.0); {there}"
+    assert "this may not be enough" in stream_weights("never", Estimates(large, small), CPU)[1]
+    with pytest.raises(UsageError, match=rf"x needs the whole model in memory, but it takes 9\.0 GB \({there}\)"):
+        stream_weights("auto", Estimates(large, small), CPU, WholeModel("x", "y"))
+
+
+def test_inspection_dry_run_and_calibration_share_one_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an 8B on a machine with 24 GB: its text is written layer by layer."""
+    make_checkpoint(tmp_path / "model", layers=1, vocab_size=1024)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "8b").mkdir()
+    (tmp_path / "8b" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 32, "vocab_size": 128256}))
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 21_500_000_000)
+    needs = {dtype: inspect(tmp_path / "8b", dtype=dtype).calibrate for dtype in ("float32", "bfloat16")}
+    assert [needs[dtype].streamed for dtype in needs] == [True, True]
+    assert needs["bfloat16"].host_bytes < needs["float32"].host_bytes < 0.8 * 21.5e9
+    for size in (1_000_000_000, 100_000_000_000):
+        monkeypatch.setattr(memory, "available_host_bytes", lambda size=size: size)
+        shown = inspect(tmp_path / "model").calibrate
+        plan = plan_calibration(CalibrationSettings(tmp_path / "model", tmp_path / "run")).needs
+        assert (shown.streamed, shown.host_bytes) == (plan.streamed, sum(plan.host_bytes.values()))
+        assert (shown.streamed, shown.disk_bytes) == (size < 2e9, plan.disk_bytes)
 
 
 def test_available_memory_is_that_of_the_tightest_limit() -> None:

@@ -12,7 +12,7 @@ from test_cli import expect_error, rotor
 
 from rotor.calibration.run import Run
 from rotor.data.documents import read_documents
-from rotor.data.readiness import check_text, judged_on
+from rotor.data.readiness import check_text, describe_evaluation
 from rotor.data.rows import rows_in, text_rows
 from rotor.data.splits import held_out_documents
 from rotor.errors import DataError
@@ -53,7 +53,7 @@ def test_one_flag_is_for_all_splits_which_share_nothing(
     run, out = tmp_path / "run", tmp_path / "out"
     code, _, error = rotor(capsys, "calibrate", model, "-o", run, "--recipe", "fdc", "--text", "words", *SET)
     assert code == 0, error
-    assert "text: calibrates on 512 tokens of text words; accuracy is judged on text words" in error
+    assert "text: calibrates on 512 tokens of text words; accuracy is measured on text words" in error
     opened = Run.open(run)
     assert (opened.recipe.tokens.source, opened.recipe.evaluation.source) == ("text", "text")
     assert opened.recipe.tokens.path == opened.recipe.evaluation.path == str(words)
@@ -66,7 +66,7 @@ def test_one_flag_is_for_all_splits_which_share_nothing(
     monkeypatch.chdir(ROOT)
     code, printed, error = rotor(capsys, "export", run, "-o", out, "--compression", "0.3")
     assert code == 0, error
-    assert "text: accuracy is judged on text words" in error
+    assert "text: accuracy is measured on text words" in error
     assert "search split) of text words" in printed
     code, printed, error = rotor(capsys, "validate", out, "--text", words)
     assert code == 0, error
@@ -131,13 +131,13 @@ def test_python_source_for_a_chat_model_is_warned_of(model: Path, words: Path) -
     """With the fix, and not where the text is the user's."""
     tokenizer = Checkpoint(model).tokenizer
     spec = load_recipe("fdc").evaluation
-    assert judged_on(spec, tokenizer).endswith("standard library (modules held out)")
+    assert describe_evaluation(spec, tokenizer).endswith("standard library (modules held out)")
     tokenizer.chat_template = "{{ messages }}"
-    assert "chat template" in judged_on(spec, tokenizer)
-    assert "--text FILE" in judged_on(spec, tokenizer)
+    assert "chat template" in describe_evaluation(spec, tokenizer)
+    assert "--text FILE" in describe_evaluation(spec, tokenizer)
     own = load_recipe("fdc", text_overrides(words, ("evaluation",))).evaluation
-    assert judged_on(own, tokenizer) == "accuracy is judged on text words"
-    assert "no tokenizer" in judged_on(spec, None)
+    assert describe_evaluation(own, tokenizer) == "accuracy is measured on text words"
+    assert "no tokenizer" in describe_evaluation(spec, None)
 
 
 def test_a_path_with_any_characters_is_one_value(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_clas
 from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.prediction.devices import bundled_devices
 from rotor.progress import Progress
-from rotor.recipe import Tokens, load_recipe
+from rotor.recipe import load_recipe
 from rotor.recipe.settings import Compute
 from rotor.report.axes import shown_loss
 from rotor.search.search import rank_path
-from rotor.study import curves_plot, plots
+from rotor.study import curves_plot
 from rotor.study import front as study_front
 from rotor.study import parts as study_parts
 from rotor.study import tables as study_tables
@@ -53,8 +53,6 @@ def small(tmp_path_factory: pytest.TempPathFactory):
     patch = pytest.MonkeyPatch()
     patch.setattr(study_parts, "COMPRESSIONS", (0.3, 0.6))
     patch.setattr(study_parts, "HELD_OUT_TOKENS", 64)
-    patch.setattr(study_parts, "PRUNE_SHARES", (0.0, 0.5))
-    patch.setattr(study_parts, "CENTROIDS", (16,))
     out = tmp_path_factory.mktemp("study") / "study"
     arguments = {
         "recipes": ["fdc", "rotor"],
@@ -321,37 +319,6 @@ def test_plots_are_written(small) -> None:
         assert png in result.files
         assert png.read_bytes().startswith(b"\x89PNG")
         assert b"<svg" in png.with_suffix(".svg").read_bytes()
-
-
-def test_pruning_measures_shares_and_centroids(small) -> None:
-    result, _ = small
-    found = {key: r for key, r in result.records.items() if key.startswith("pruning/")}
-    assert [(r["share"], r["kmeans"]) for r in found.values()] == [(0.0, None), (0.5, None), (0.5, 16)]
-    assert all("skipped" in r or r["report"]["kl_div"] > 0 for r in found.values())
-
-
-def test_pruning_tables_and_plots(tmp_path: Path) -> None:
-    """From records as the part leaves them."""
-    pytest.importorskip("matplotlib")
-    from rotor.study.tables import write_summary
-
-    settings = {
-        "model": {"name": "m"},
-        "dtype": "float32",
-        "tokens": vars(Tokens()),
-        "evaluation": load_recipe("fdc").to_dict()["evaluation"],
-    }
-    store = StudyStore.open(tmp_path / "study", settings)
-    spectra = {"qk": [1.0, 0.5], "vo": [1.0, 0.1]}
-    for label, share, kmeans in (("share-0", 0.0, None), ("share-0.5", 0.5, None), ("kmeans-16", 0.5, 16)):
-        report = {"accuracy": 0.99, "kl_div": 0.01 + share}
-        record = {"recipe": "zdc", "share": share, "kmeans": kmeans, "report": report}
-        store.put(f"pruning/zdc/{label}/p0.50", {**record, "seconds": {"capture": 1.5}, "bases": spectra})
-    store.put("pruning/zdc/kmeans-64/p0.50", {"recipe": "zdc", "share": 0.5, "kmeans": 64, "skipped": "too few"})
-    text = write_summary(store).read_text()
-    assert "| `zdc` | 0.5 | 16 | p = 0.50 | 0.9900 | 0.51000 | 1.50 |" in text
-    assert "not measured: too few" in text
-    assert {p.stem for p in plots.write_plots(store)} == {"pruning", "pruning-spectra"}
 
 
 def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,9 +114,3 @@ def test_parts_that_look_at_one_side_take_two_latents(monkeypatch: pytest.Monkey
     recipe = load_recipe("rotor")
     assert recipe.joins_latents
     assert not any(variant.joins_latents for variant in driver._token_variants(recipe).values())
-    measured: list[bool] = []
-    driver.store = {}  # type: ignore[assignment]
-    driver.at = 0.5
-    monkeypatch.setattr(driver, "_measure_variant", lambda key, r, *_: measured.append(r.joins_latents), raising=False)
-    driver.pruning("rotor", recipe)
-    assert set(measured) == {False}

@@ -106,7 +106,6 @@ def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatc
     assert parts["tokens"] == (3 * 2, 3 * 2)  # `other-text` is there from the sources
     assert parts["degradation"] == (0, 2 * 2)
     assert parts["ablation"] == (1, 2 + 3 * searched)
-    assert parts["pruning"] == (len(study_parts.PRUNE_SHARES) + len(study_parts.CENTROIDS),) * 2
     code, out, _ = rotor(capsys, *arguments, "--dry-run")
     assert code == 0
     assert "nothing is written in a dry run" in " ".join(out.split())

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..calibration.calibrate import versions
+from ..versions import versions
 
 
 def provenance(command: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Observe queries, keys and values inside attention while a model runs."""
+"""Observe queries, keys and values inside attention while a model runs, and sum their second moments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,12 +12,15 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from ..bases.moments import LayerStatistics
 from ..format.layout import AttentionShape
 from ..kernels.reference import attend
 from ..kernels.rotary import rotate
-from ..models.projections import keys_before_rope, split_activations
+from ..models.layerwise import LayerwiseModel
+from ..models.projections import split_activations
+from ..progress import Advance
 from ..runtime.families import Family
-from .turning import StoredKeys, reads_before_rope
+from .stored_keys import StoredKeys
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Called with the layer index and activations of one batch: `query` [tokens, num_heads, head_dim]; `value` and keys
@@ -25,33 +28,85 @@ Observer = Callable[[int, dict[str, Tensor]], None]
 [tokens, num_heads, group_size * head_dim], the group's stacked values averaged with each query head's attention
 weights."""
 
-CAPTURE = "rotor_capture"
+OBSERVED = "rotor_observed"
+"""The name of the observed attention in transformers' interface."""
+
+Attention = Callable[..., tuple[Tensor, None]]
+
+
+def layer_statistics(
+    network: LayerwiseModel,
+    layer: int,
+    states: Tensor,
+    out: Tensor,
+    group_size: int,
+    wanted: frozenset[str],
+    advance: Advance = lambda done: None,
+) -> LayerStatistics:
+    """Put hidden states through a layer and sum the second moments of what its attention sees, on the CPU.
+
+    Args:
+        states, out: [rows, seq_len, hidden_size], what enters the layer and room for what leaves it.
+        wanted: names of the moments (see LayerStatistics).
+    """
+    statistics = LayerStatistics(network.shape, group_size)
+
+    def observe(index: int, activations: dict[str, Tensor]) -> None:
+        assert index == layer
+        statistics.add(activations)
+
+    observed = capture(network.model, network.family, network.shape, group_size, wanted, observe)
+    with torch.inference_mode(), network.layer(layer), observed:
+        network.run(layer, states, out, advance)
+    statistics.sums = {name: total.cpu() for name, total in statistics.sums.items()}
+    return statistics
 
 
 @contextmanager
 def capture(
-    model: Any,
-    family: Family,
-    shape: AttentionShape,
-    group_size: int,
-    wanted: frozenset[str],
-    observe: Observer,
+    model: Any, family: Family, shape: AttentionShape, group_size: int, wanted: frozenset[str], observe: Observer
 ) -> Iterator[None]:
     """While active, every forward pass of `model` reports the `wanted` activations of each layer to `observe`.
 
+    Run the model with use_cache=False and without padding.
+    """
+    stored = StoredKeys(model, family, shape)
+
+    def seen(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
+        activations = stored.of(sorted(wanted - {"query", "output"}), layer, output.shape[1], tensors)
+        if "query" in wanted:
+            activations["query"] = tensors["query"].transpose(1, 2).flatten(0, 1)
+        if "output" in wanted:
+            activations["output"] = output.flatten(0, 1)
+        observe(layer, activations)
+
+    layers = range(shape.num_layers)
+    with observed_attention(model, family, shape, layers, seen, group_size if "output" in wanted else 1):
+        yield
+
+
+@contextmanager
+def observed_attention(
+    model: Any,
+    family: Family,
+    shape: AttentionShape,
+    layers: range,
+    seen: Callable[[int, dict[str, Tensor], Tensor], None],
+    group_size: int = 1,
+) -> Iterator[None]:
+    """While active, the attention of some layers reports the very tensors that it computes with.
+
     Queries, keys after RoPE and values come from transformers' attention interface; keys before RoPE from a hook on
     the key projection, or on the key norm where there is one. A family that bypasses the interface gets a forward that
-    calls it. Run the model with use_cache=False and without padding.
+    calls it.
+
+    Args:
+        seen: is called with the layer; `query`, `key_post` and `value`, [batch_size, heads, seq_len, head_dim], and
+            where there is RoPE `key_pre` as its module has it; and the output, [batch_size, seq_len, num_heads,
+            group_size * head_dim], each query head's average of the stacked values of its KV head's group.
     """
-    pending: dict[int, Tensor] = {}
-    stored = StoredKeys(model, family, shape)
-    reads_before = reads_before_rope(wanted)
-
-    def hook_for(layer: int) -> Callable[..., None]:
-        def hook(module: Any, inputs: Any, output: Tensor) -> None:
-            pending[layer] = keys_before_rope(family, output, shape).unflatten(-1, (-1, shape.head_dim))
-
-        return hook
+    before: dict[int, Tensor] = {}
+    modules = {layer: family.attention_module(model, layer) for layer in layers}
 
     def attention(
         module: Any,
@@ -64,53 +119,26 @@ def capture(
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer = module.layer_idx
-        by_token = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-        keys = pending.pop(layer) if reads_before else None, *by_token[1:]
-        activations = {
-            name: by_token[0] if name == "query" else stored.of(name, layer, query.shape[2], *keys)
-            for name in sorted(wanted - {"output"})
-        }
-        size = group_size if "output" in wanted else 1
-        output = attend(query, key, _stacked(value, size), scaling, attention_mask, softcap=softcap)
+        output = attend(query, key, _stacked(value, group_size), scaling, attention_mask, softcap=softcap)
         output = output.unflatten(-1, (shape.num_heads, -1))
-        if "output" in wanted:
-            activations["output"] = output.flatten(0, 1)
-        observe(layer, activations)
-        return _own_block(output, shape, size), None
+        tensors = {"query": query, "key_post": key, "value": value}
+        if layer in before:
+            tensors["key_pre"] = before.pop(layer)
+        seen(layer, tensors, output)
+        return _own_block(output, shape, group_size), None
+
+    def keep(layer: int) -> Callable[..., None]:
+        return lambda module, inputs, output: before.update({layer: output})
 
     handles: list[Any] = []
-    modules = [family.attention_module(model, layer) for layer in range(shape.num_layers)]
-    if reads_before:
-        for layer, module in enumerate(modules):
-            handles.append(module.get_submodule(family.key_source).register_forward_hook(hook_for(layer)))
-    try:
-        with attention_replaced(CAPTURE, attention, model.config, modules, family, shape):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def attention_replaced(
-    name: str,
-    attention: Callable[..., tuple[Tensor, None]],
-    config: Any,
-    modules: Sequence[Any],
-    family: Family,
-    shape: AttentionShape,
-) -> Iterator[None]:
-    """While active, `attention` serves a model's layers, as transformers' attention interface knows it by `name`.
-
-    Args:
-        config: the model's. modules: those of attention that are run; in a family that bypasses the interface they get
-            a forward that calls it.
-    """
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, sdpa_mask)  # without it transformers drops the mask silently
-    before = config._attn_implementation
-    config._attn_implementation = name
-    replaced = modules if family.bypasses_interface else ()
+    if family.rotary is not None:
+        for layer, module in modules.items():
+            handles.append(module.get_submodule(family.key_source).register_forward_hook(keep(layer)))
+    AttentionInterface.register(OBSERVED, attention)
+    AttentionMaskInterface.register(OBSERVED, sdpa_mask)  # without it transformers drops the mask silently
+    implementation = model.config._attn_implementation
+    model.config._attn_implementation = OBSERVED
+    replaced = list(modules.values()) if family.bypasses_interface else []
     for module in replaced:
         module.forward = partial(_forward_through_interface, module, family, shape, attention)
     try:
@@ -118,14 +146,16 @@ def attention_replaced(
     finally:
         for module in replaced:
             del module.forward
-        config._attn_implementation = before
+        model.config._attn_implementation = implementation
+        for handle in handles:
+            handle.remove()
 
 
 def _forward_through_interface(
     module: Any,
     family: Family,
     shape: AttentionShape,
-    attention: Callable[..., tuple[Tensor, None]],
+    attention: Attention,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,

@@ -14,9 +14,7 @@ gradients: a model whose weights are read layer by layer needs no more memory fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,16 +23,11 @@ from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
 from ..codes.quantiser import SAMPLES
 from ..errors import NumericsError
 from ..format.layout import AttentionShape
-from ..kernels.reference import attend
 from ..models.layerwise import LayerwiseModel, logit_batches
-from ..models.projections import keys_before_rope
 from ..progress import Advance
-from .capture import attention_replaced
-from .clipping import GradientClip
-from .samples import SampleKeeper, TokenSamples
-from .turning import StoredKeys
-
-FISHER = "rotor_fisher"
+from .capture import observed_attention
+from .samples import GradientClip, SampleKeeper, TokenSamples
+from .stored_keys import StoredKeys
 
 
 @dataclass(frozen=True)
@@ -109,16 +102,13 @@ def fisher_information(
     """
     states = [network.embed(rows)]
     for index in range(network.shape.num_layers):
-        states.append(network.states_like(rows))
-        with torch.inference_mode(), network.layer(index):
-            network.run(index, states[index], states[index + 1], advance)
+        out = network.states_like(rows)
+        with network.layer(index):
+            network.run(index, states[-1], out, advance)
+        states.append(out)
     gradient = _head_gradient(network, rows, states.pop())
-    stored = StoredKeys(network.model, network.family, network.shape)
     for index in reversed(range(network.shape.num_layers)):
-        yield (
-            index,
-            _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance, stored),
-        )
+        yield index, _layer_backward(network, index, states.pop(), gradient, group_size, wanted, samples, advance)
 
 
 def _head_gradient(network: LayerwiseModel, rows: Tensor, states: Tensor) -> Tensor:
@@ -144,7 +134,6 @@ def _layer_backward(
     wanted: frozenset[str],
     samples: int,
     advance: Advance,
-    stored: StoredKeys,
 ) -> LayerFisher:
     """Information of one layer; `gradient`, by what leaves it, becomes that by what enters it.
 
@@ -152,29 +141,32 @@ def _layer_backward(
         states: what enters the layer, [n, seq_len, hidden_size].
     """
     information, excess = (LayerStatistics(network.shape, group_size) for _ in range(2))
-    tokens = states.shape[0] * states.shape[1]
+    tokens, seq_len = states.shape[0] * states.shape[1], states.shape[1]
     kept = {name: SampleKeeper(tokens, samples, index) for name in sorted(wanted)}
     clips = {name: GradientClip(tokens) for name in kept}
+    stored = StoredKeys(network.model, network.family, network.shape)
+    seen: dict[str, Tensor] = {}
 
-    def of_latents(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        by_token = {name: _by_token(network, name, tensor) for name, tensor in parts.items()}
-        sides = [by_token.get(name) for name in ("key_pre", "key_post", "value")]
-        return {name: stored.of(name, index, states.shape[1], *sides) for name in kept}
+    def observe(layer: int, tensors: dict[str, Tensor], output: Tensor) -> None:
+        seen.update({name: tensor for name, tensor in tensors.items() if name != "query"})
 
-    with network.layer(index), _keys_and_values(network, index) as seen, torch.enable_grad():
+    observed = observed_attention(network.model, network.family, network.shape, range(index, index + 1), observe)
+    with network.layer(index), observed, torch.enable_grad():
         for part in network.batches(states):
             hidden = states[part].to(network.device).clone().requires_grad_()
             output = network.through(index, hidden)
-            tensors = [seen[name] for name in sorted(seen)]
-            entering, *parts = torch.autograd.grad(output, [hidden, *tensors], gradient[part].to(output.device))
-            gradient[part] = entering.to(gradient.device)
-            if not all(torch.isfinite(g).all() for g in parts):
+            names = sorted(seen)
+            by_all = torch.autograd.grad(
+                output, [hidden, *(seen[name] for name in names)], gradient[part].to(output.device)
+            )
+            gradient[part] = by_all[0].to(gradient.device)
+            if not all(torch.isfinite(g).all() for g in by_all[1:]):
                 raise NumericsError(
                     f"layer {index}: a gradient of the loss by its keys or values is not finite.",
                     "Calibrate with --dtype float32.",
                 )
-            gradients = of_latents(dict(zip(sorted(seen), parts, strict=True)))
-            vectors = of_latents({name: tensor.detach() for name, tensor in seen.items()})
+            gradients = stored.of(kept, index, seq_len, dict(zip(names, by_all[1:], strict=True)))
+            vectors = stored.of(kept, index, seq_len, {name: tensor.detach() for name, tensor in seen.items()})
             information.add(gradients)
             for name, by_them in gradients.items():
                 kept[name].add(vectors[name], by_them)
@@ -187,46 +179,3 @@ def _layer_backward(
     return LayerFisher(
         information, {name: TokenSamples(part.vectors, shortened[name], part.share) for name, part in found.items()}
     )
-
-
-def _by_token(network: LayerwiseModel, name: str, tensor: Tensor) -> Tensor:
-    """Keys or values, or their gradients, as their module has them -> [tokens, num_kv_heads, head_dim]."""
-    if name == "key_pre":
-        return keys_before_rope(network.family, tensor, network.shape).unflatten(-1, (-1, network.shape.head_dim))
-    return tensor.transpose(1, 2).flatten(0, 1)
-
-
-@contextmanager
-def _keys_and_values(network: LayerwiseModel, index: int) -> Iterator[dict[str, Tensor]]:
-    """A dict that holds `key_post`, `value` and, in a model with RoPE, `key_pre` of the batch that last went through
-    the layer: the very tensors that its output depends on, as gradients are wanted by them."""
-    seen: dict[str, Tensor] = {}
-    family, shape = network.family, network.shape
-
-    def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        seen.update(key_post=key, value=value)
-        output = attend(query, key, value, scaling, attention_mask, softcap=softcap)
-        return output.unflatten(-1, (shape.num_heads, -1)), None
-
-    def keep_keys(module: Any, inputs: Any, output: Tensor) -> None:
-        seen["key_pre"] = output
-
-    module = family.attention_module(network.model, index)
-    handles: list[Any] = []
-    if family.rotary is not None:
-        handles.append(module.get_submodule(family.key_source).register_forward_hook(keep_keys))
-    try:
-        with attention_replaced(FISHER, attention, network.config, [module], family, shape):
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..format.layout import AttentionShape
 from ..format.places import OutputFolder
 from ..models.checkpoint import Checkpoint
+from ..models.estimate import Estimates
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import ModelSource
 from ..models.memory import stream_weights
@@ -20,8 +21,7 @@ from ..recipe import Recipe
 from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
 from .candidates import Candidates, wanted_moments
-from .outline import Estimates, ModelOutline
-from .processes import Processes
+from .outline import ModelOutline, needs_whole_model
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,9 @@ class CalibrationJob:
     group_size: int
     device: torch.device
     dtype: torch.dtype
-    processes: Processes
 
     @classmethod
-    def check(cls, settings: CalibrationSettings, processes: Processes, *, fetch: bool = True) -> CalibrationJob:
+    def check(cls, settings: CalibrationSettings, *, fetch: bool = True) -> CalibrationJob:
         """Raises RotorError where the request cannot be carried out.
 
         Args:
@@ -61,17 +60,7 @@ class CalibrationJob:
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
         candidates = outline.candidates(recipe)
-        if processes.count > 1 and recipe.prune.kmeans is not None:
-            raise UsageError(
-                f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
-                "Run it in one process, or give --set prune.kmeans=null.",
-            )
-        if settings.compute.device_map is not None and processes.count > 1:
-            raise UsageError(
-                f"--device-map with {processes.count} processes: each of them would spread the model over the GPUs.",
-                "Choose one of the two.",
-            )
-        device = pick_device(processes.device(settings.compute.device))
+        device = pick_device(settings.compute.device)
         job = cls(
             settings,
             out,
@@ -84,11 +73,9 @@ class CalibrationJob:
             max(candidate.group_size for candidate in candidates.values()),
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
-            processes,
         )
         job.check_out()
-        if processes.is_first:  # a tokenizer that cannot be loaded, or too little text, is refused before any work
-            check_text(recipe, checkpoint.config, checkpoint.tokenizer)
+        check_text(recipe, checkpoint.config, checkpoint.tokenizer)  # also refuses a tokenizer that cannot be loaded
         return job
 
     def check_out(self) -> None:
@@ -106,17 +93,9 @@ class CalibrationJob:
 
     def streams(self) -> tuple[bool, str]:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
-        whole, instead = None, ""
-        if self.recipe.tokens.source == "synthetic":
-            whole = "tokens.source synthetic (text that the model writes)"
-            instead = "Choose other tokens: --set tokens.source=text --set tokens.path=FILE, or tokens.source=random."
-        elif "gradients" in self.recipe.rank_needs:
-            whole = f"ranks.method {self.recipe.ranks.method} (gradients)"
-            instead = "Choose another method, e.g. --set ranks.method=global."
-        elif self.settings.compute.device_map is not None:
-            whole, instead = f"--device-map {self.settings.compute.device_map}", "Leave it out."
-        offload, count = check_offload(self.settings.compute.offload), self.processes.local_count
-        return stream_weights(offload, *self.estimates(), self.device, count, whole, instead)
+        compute = self.settings.compute
+        offload, whole = check_offload(compute.offload), needs_whole_model(self.recipe, compute.device_map)
+        return stream_weights(offload, self.estimates(), self.device, whole)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..format.layout import AttentionShape
 from ..models.checkpoint import Checkpoint
 from ..models.estimate import (
-    Estimate,
+    Estimates,
+    ForwardPass,
     WeightSizes,
-    calibration_estimate,
-    evaluation_estimate,
+    calibration_estimates,
+    evaluation_estimates,
     feed_forward_width,
     weight_sizes,
 )
+from ..models.memory import WholeModel
 from ..models.projections import longest_row
 from ..recipe import Recipe
 from ..runtime.families import Family, attention_shape, find_family
 from ..runtime.rotary_frequencies import rotary_frequencies
 from .candidates import Candidates, Frequencies, candidates_of, wanted_moments
-
-
-class Estimates(NamedTuple):
-    """Estimates of a command with all weights in memory, and with one layer of them at a time."""
-
-    resident: Estimate
-    streamed: Estimate
 
 
 @dataclass(frozen=True)
@@ -73,39 +68,22 @@ class ModelOutline:
 
     def calibration(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, batch_tokens: int) -> Estimates:
         """Estimate calibrating."""
-        candidates = self.candidates(recipe)
-        resident, streamed = (
-            calibration_estimate(
-                self.sizes,
-                self.shape,
-                recipe,
-                candidates,
-                wanted_moments(recipe, candidates),
-                feed_forward=feed_forward_width(self.config),
-                compute_bytes=dtype.itemsize,
-                streamed=streamed,
-                batch_tokens=batch_tokens,
-                seq_len=longest_row(recipe.tokens.seq_len, self.config),
-                on_gpu=device.type == "cuda",
-            )
-            for streamed in (False, True)
-        )
-        return Estimates(resident, streamed)
+        candidates, row = self.candidates(recipe), longest_row(recipe.tokens.seq_len, self.config)
+        moments = wanted_moments(recipe, candidates)
+        return calibration_estimates(self._forward(device, dtype), recipe, candidates, moments, batch_tokens, row)
 
     def evaluation(self, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
         """Estimate measuring accuracy."""
-        resident, streamed = (
-            evaluation_estimate(
-                self.sizes,
-                self.shape,
-                recipe,
-                self.candidates(recipe),
-                feed_forward=feed_forward_width(self.config),
-                compute_bytes=dtype.itemsize,
-                streamed=streamed,
-                vocab_size=int(self.config.vocab_size),
-                on_gpu=device.type == "cuda",
-            )
-            for streamed in (False, True)
-        )
-        return Estimates(resident, streamed)
+        return evaluation_estimates(self._forward(device, dtype), recipe, self.candidates(recipe))
+
+    def _forward(self, device: torch.device, dtype: torch.dtype) -> ForwardPass:
+        width, vocab_size = feed_forward_width(self.config), int(self.config.vocab_size)
+        return ForwardPass(self.sizes, self.shape, width, vocab_size, dtype.itemsize, device.type == "cuda")
+
+
+def needs_whole_model(recipe: Recipe, device_map: str | None = None) -> WholeModel | None:
+    """What of a calibration needs all weights in memory, if anything does."""
+    if "gradients" in recipe.rank_needs:
+        request = f"ranks.method {recipe.ranks.method} (gradients)"
+        return WholeModel(request, "Choose another method, e.g. --set ranks.method=global.")
+    return None if device_map is None else WholeModel(f"--device-map {device_map}", "Leave it out.")

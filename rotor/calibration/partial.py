@@ -28,6 +28,7 @@ from ..logs import log
 from ..models.layerwise import new_states
 
 FINGERPRINT, PROGRESS, WORK = "fingerprint.json", "progress.json", "work"
+LAYER_FOLDERS = ("statistics", "bases", "codes")
 START_AGAIN = "Give --overwrite to start again."
 
 
@@ -48,16 +49,15 @@ class PartialRun:
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Raises UsageError if there is an unfinished run and it was not said what to do with it, or something else."""
-        if not self.exists:
-            if resume:
-                log.info("--resume: no unfinished run is at %s; this one begins at the start.", self.folder)
-            return
-        if not resume and not overwrite:
+        if self.exists and not resume and not overwrite:
             raise UsageError(
                 f"{self.folder}: an unfinished run is there.",
                 "Give --resume to go on with it, or --overwrite to start again.",
             )
-        check_removable(self.folder, "run")
+        if self.exists:
+            check_removable(self.folder, "run")
+        elif resume:
+            log.info("--resume: no unfinished run is at %s; this one begins at the start.", self.folder)
 
     def open(self, resume: bool) -> None:
         """Make the folder, or go on with the one that is there.
@@ -77,9 +77,7 @@ class PartialRun:
                 f"{self.folder}: cannot be written ({error.strerror}).", "Choose another place."
             ) from error
         for name, digest in self._done().items():
-            path = self.folder / name
-            if not path.is_file() or file_sha256(path) != digest:
-                raise CheckpointError(f"{path}: is not what was written when its layer was finished.", START_AGAIN)
+            _check(self.folder / name, digest, "its layer was finished")
 
     def agree(self, fingerprint: dict[str, Any]) -> None:
         """Keep what the run depends on, or compare with what was kept.
@@ -110,49 +108,44 @@ class PartialRun:
 
     def commit(self, finished_layers: int) -> None:
         """All files of the layers before are on disk, and so are the states that enter the next."""
-        known = self._done()
-        new = [name for name in entries_below(self.folder) if name.endswith(".safetensors") and name not in known]
-        files = known | {
-            name: file_sha256(self.folder / name)
-            for name in new
-            if name.split("/")[0] in ("statistics", "bases", "codes")
-        }
+        files = self._done()
+        for name in entries_below(self.folder):
+            if name.split("/")[0] in LAYER_FOLDERS and name.endswith(".safetensors") and name not in files:
+                files[name] = file_sha256(self.folder / name)
         sync(self.work)
         write_json(self.work / PROGRESS, {"finished_layers": finished_layers, "files": files})
 
-    def states(self, layer: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room for the hidden states that enter a layer, of one process's rows."""
-        return new_states(shape, dtype, self._states(layer, rank))
+    def states(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room for the hidden states that enter a layer."""
+        return new_states(shape, dtype, self._states(layer))
 
-    def keep_states(self, layer: int, rank: int) -> None:
+    def keep_states(self, layer: int) -> None:
         """The hidden states that enter a layer are complete: they are on the disk when this returns."""
-        path = self._states(layer, rank)
+        path = self._states(layer)
         sync(path)
         write_json(path.with_suffix(".json"), {"sha256": file_sha256(path)})
 
-    def kept_states(self, layer: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The hidden states that enter a layer, as they were kept; others of this process are removed.
+    def kept_states(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The hidden states that enter a layer, as they were kept; others are removed.
 
         Raises:
             CheckpointError: they are gone, or not what was kept.
         """
-        path = self._states(layer, rank)
-        kept = path.with_suffix(".json")
-        if not path.is_file() or read_json(kept, START_AGAIN).get("sha256") != file_sha256(path):
-            raise CheckpointError(f"{path}: is not what was written when layer {layer} was to begin.", START_AGAIN)
-        for other in self.work.glob(f"states-{rank}-*"):
+        path = self._states(layer)
+        _check(path, read_json(path.with_suffix(".json"), START_AGAIN).get("sha256"), f"layer {layer} was to begin")
+        for other in self.work.glob("states-*"):
             if other.stem != path.stem:
                 other.unlink()
-        return self.states(layer, rank, shape, dtype)
+        return self.states(layer, shape, dtype)
 
-    def drop_states(self, layer: int, rank: int) -> None:
+    def drop_states(self, layer: int) -> None:
         """The hidden states that entered a layer, once what comes after it is done for good."""
-        path = self._states(layer, rank)
+        path = self._states(layer)
         path.unlink(missing_ok=True)
         path.with_suffix(".json").unlink(missing_ok=True)
 
-    def _states(self, layer: int, rank: int) -> Path:
-        return self.work / f"states-{rank}-{layer:04d}.bin"
+    def _states(self, layer: int) -> Path:
+        return self.work / f"states-{layer:04d}.bin"
 
     def _progress(self) -> dict[str, Any]:
         path = self.work / PROGRESS
@@ -183,3 +176,8 @@ class PartialRun:
     def remove(self) -> None:
         if self.exists:
             remove(self.folder, "run")
+
+
+def _check(path: Path, digest: Any, when: str) -> None:
+    if not path.is_file() or file_sha256(path) != digest:
+        raise CheckpointError(f"{path}: is not what was written when {when}.", START_AGAIN)

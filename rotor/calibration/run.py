@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +24,7 @@ from ..bases.layer import LayerBases, check_stored
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
 from ..bases.pair import BasisPair
 from ..codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
-from ..errors import CheckpointError, MissingError, NumericsError, UsageError
+from ..errors import CheckpointError, MissingError, UsageError
 from ..format.atomic import replacing
 from ..format.file_names import RECIPE
 from ..format.json_files import check_regular
@@ -93,34 +94,22 @@ def _load(path: Path, names: list[str] | None = None) -> tuple[dict[str, Tensor]
         raise CheckpointError(f"{path}: not readable ({error}).", CALIBRATE_AGAIN) from error
 
 
-def write_fisher(folder: Path, information: list[tuple[Tensor, Tensor]]) -> None:
-    """Fisher information of keys and of values in each layer; raises NumericsError if it is not finite."""
-    for index, pair in enumerate(information):
-        _check_fisher(pair, f"layer {index}")
-    tensors = {
-        f"layers.{i}.{side}": t for i, pair in enumerate(information) for side, t in zip("kv", pair, strict=True)
-    }
-    _write(folder / FISHER, tensors)
+def write_fisher(folder: Path, information: Tensor) -> None:
+    """Fisher information of the weights of keys and of values, [num_layers, 2, num_kv_heads], if it is finite."""
+    check_stored(information, tuple(information.shape), "the Fisher information of the weights")
+    _write(folder / FISHER, {"information": information})
 
 
-def read_fisher(folder: Path, layer: int) -> tuple[Tensor, Tensor]:
-    """Fisher information of keys and of values, each [num_kv_heads]; raises UsageError if the run has none."""
-    if not (folder / FISHER).is_file():
+def read_fisher(folder: Path, shape: AttentionShape) -> Tensor:
+    """As `write_fisher` had it; raises UsageError if the run has none."""
+    path = folder / FISHER
+    if not path.is_file():
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    tensors, _ = _load(folder / FISHER)
-    found = tensors.get(f"layers.{layer}.k"), tensors.get(f"layers.{layer}.v")
-    if found[0] is None or found[1] is None:
-        raise CheckpointError(f"{folder / FISHER}: nothing of layer {layer}.", CALIBRATE_AGAIN)
-    _check_fisher((found[0], found[1]), f"{folder / FISHER}: layer {layer}")
-    return found[0], found[1]
-
-
-def _check_fisher(found: tuple[Tensor, Tensor], where: str) -> None:
-    for side, values in zip(("keys", "values"), found, strict=True):
-        if not torch.isfinite(values).all():
-            raise NumericsError(f"{where}: Fisher information of {side} is not finite.", CALIBRATE_AGAIN)
+    found = _load(path)[0].get("information", torch.empty(0))
+    check_stored(found, (shape.num_layers, 2, shape.num_kv_heads), f"{path}: information")
+    return found
 
 
 def write_bases(folder: Path, layer: int, bases: dict[str, LayerBases]) -> None:
@@ -231,33 +220,34 @@ class Run:
         """
         path = bases_path(self.folder, layer)
         tensors, _ = _load(path)
-        outputs = read_statistics(self.folder, layer, self.shape) if self.recipe.bases.refit else None
-        try:
-            found = {key: self._candidate(tensors, layer, key, outputs) for key in self.info["candidates"]}
-        except KeyError as error:
-            raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
+        statistics = read_statistics(self.folder, layer, self.shape) if self.recipe.bases.refit else None
+        found = {}
+        with _complete(path):
+            for key, candidate in self.candidates.items():
+                pairs = []
+                for side in SIDES:
+                    encode, values = tensors[f"{key}.{side}.encode"], tensors[f"{key}.{side}.singular_values"]
+                    pairs.append(BasisPair(encode, tensors.get(f"{key}.{side}.decode", encode), values))
+                outputs = None if statistics is None else statistics.moment("output", candidate.group_size)
+                bases = LayerBases(candidate.form, candidate.group_size, pairs[0], pairs[1], outputs, candidate.joint)
+                bases.check(self.shape, f"{path}: {key}")
+                found[key] = bases
         self.verify(path)
-        if outputs is not None:
+        if statistics is not None:
             self.verify(statistics_path(self.folder, layer))
         return found
 
     def layer_codes(self, layer: int) -> dict[str, LayerCodes]:
-        """What is known of the codes of one layer's candidates, by key.
-
-        Raises:
-            CheckpointError: the file is missing, damaged or does not fit run.json.
-        """
+        """What is known of the codes of one layer's candidates, by key; raises likewise."""
         path = codes_path(self.folder, layer)
         tensors, _ = _load(path)
         found = {}
-        try:
+        with _complete(path):
             for key, candidate in self.candidates.items():
-                qk = self._side_codes(tensors, f"{key}.qk", candidate, path)
-                found[key] = LayerCodes(
-                    qk, None if candidate.joint else self._side_codes(tensors, f"{key}.vo", candidate, path)
-                )
-        except KeyError as error:
-            raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
+                sides = [
+                    self._side_codes(tensors, f"{key}.{side}", candidate, path) for side in SIDES[: 2 - candidate.joint]
+                ]
+                found[key] = LayerCodes(sides[0], None if candidate.joint else sides[1])
         self.verify(path)
         return found
 
@@ -282,30 +272,20 @@ class Run:
         size = candidate.group_size
         return self.shape.num_kv_heads // size, size * self.shape.head_dim * (2 if candidate.joint else 1)
 
-    def _candidate(
-        self, tensors: dict[str, Tensor], layer: int, key: str, statistics: LayerStatistics | None
-    ) -> LayerBases:
-        candidate = self.candidates[key]
-        pairs = {}
-        for side in ("qk", "vo"):
-            encode = tensors[f"{key}.{side}.encode"]
-            decode = tensors.get(f"{key}.{side}.decode", encode)
-            pairs[side] = BasisPair(encode, decode, tensors[f"{key}.{side}.singular_values"])
-        outputs = None if statistics is None else statistics.moment("output", candidate.group_size)
-        bases = LayerBases(candidate.form, candidate.group_size, pairs["qk"], pairs["vo"], outputs, candidate.joint)
-        bases.check(self.shape, f"{bases_path(self.folder, layer)}: {key}")
-        return bases
+
+@contextmanager
+def _complete(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where a tensor is looked for that a file has not."""
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"{path}: tensor {error} is missing.", CALIBRATE_AGAIN) from error
 
 
 def candidate_info(candidate: Candidate) -> CandidateInfo:
     """A candidate as run.json has it."""
-    form = candidate.form
-    return {
-        "rope_block": form.rope_block,
-        "fast_planes": form.fast_planes,
-        "group_size": candidate.group_size,
-        "joint": candidate.joint,
-    }
+    form, group_size, joint = candidate
+    return {**form._asdict(), "group_size": group_size, "joint": joint}  # type: ignore[typeddict-item]
 
 
 class RunBases(Sequence[dict[str, LayerBases]]):
@@ -317,13 +297,7 @@ class RunBases(Sequence[dict[str, LayerBases]]):
     def __len__(self) -> int:
         return self.run.shape.num_layers
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, LayerBases]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, LayerBases]]: ...
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
         return self.run.layer_bases(range(len(self))[index])
 
     def spectra(self, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -354,13 +328,7 @@ class ChosenBases(Sequence[LayerBases]):
     def __len__(self) -> int:
         return len(self.bases)
 
-    @overload
-    def __getitem__(self, index: int) -> LayerBases: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[LayerBases]: ...
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]
         key = self.choice[index]
         found = self.bases[index][key]

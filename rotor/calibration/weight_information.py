@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..format.layout import AttentionShape
 from ..progress import Progress
@@ -12,29 +13,28 @@ from ..runtime.families import Family
 
 
 def weight_information(
-    model: Any, family: Family, shape: AttentionShape, tokens: torch.Tensor, count: int, progress: Progress
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    model: Any, family: Family, shape: AttentionShape, tokens: Tensor, count: int, progress: Progress
+) -> Tensor:
     """Sum of squared gradients of the next-token loss with respect to W_k and W_v of each KV head.
 
     The gradient is taken row by row of tokens and squared before it is summed.
 
     Returns:
-        Per layer two tensors [num_kv_heads], float64: for keys and for values.
+        [num_layers, 2, num_kv_heads], float64: for keys and for values.
     Source: Palu, arXiv 2407.21118, section 3.2.
     """
     rows = tokens[: max(1, count // tokens.shape[1])]
-    zeros = torch.zeros(shape.num_kv_heads, dtype=torch.float64)
-    totals = [(zeros.clone(), zeros.clone()) for _ in range(shape.num_layers)]
+    totals = torch.zeros(shape.num_layers, 2, shape.num_kv_heads, dtype=torch.float64)
     parameters = [family.kv_parameters(model, layer) for layer in range(shape.num_layers)]
+    distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}
     with progress.task("gradients", rows.numel(), "tokens") as advance:
         for row in rows.split(1):
             ids = row.to(model.device)
             loss = model(ids, labels=ids, use_cache=False).loss
-            distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}
             gradients = dict(zip(distinct, torch.autograd.grad(loss, list(distinct.values())), strict=True))
             for layer, pair in enumerate(parameters):
                 for side, (parameter, part) in enumerate(pair):
                     squared = part(gradients[id(parameter)]).double().square()
-                    totals[layer][side].add_(squared.reshape(shape.num_kv_heads, -1).sum(-1).cpu())
+                    totals[layer, side] += squared.reshape(shape.num_kv_heads, -1).sum(-1).cpu()
             advance(row.numel())
     return totals

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from .. import __version__
 from ..errors import Interrupted, MissingError, UsageError
 from ..format.json_files import json_text
 from ..installing import documentation
+from ..versions import __version__
 from .console import stdout
 from .options import with_options
 

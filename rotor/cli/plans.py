@@ -36,7 +36,10 @@ def print_inspection(found: Any) -> None:
             f"up to {in_bytes(found.export_disk_bytes)}, {in_bytes(found.weight_bytes)} before: it grows because bases "
             "are stored beside projections",
         ),
-        ("available", in_bytes(found.available_host_bytes) + device),
+        (
+            "available",
+            _available(found) + device,
+        ),
     )
     _print_decode_times(found)
 
@@ -62,6 +65,10 @@ def _print_decode_times(found: Any) -> None:
         "apart: in one each. fast planes: of keys, stored pre-RoPE and rebuilt by attention. heads: KV heads that "
         "share a latent. -, and what is left out: no kernel attends to it."
     )
+
+
+def _available(found: Any) -> str:
+    return f"{in_bytes(found.available_host_bytes)} (at most {in_bytes(found.usable_host_bytes)} are filled)"
 
 
 def _needs(needs: Any) -> str:
@@ -135,7 +142,7 @@ def _planned_needs(needs: Any) -> list[tuple[str, str]]:
     for where, parts in (("memory", needs.host_bytes), ("GPU memory", needs.device_bytes)):
         if parts:
             named = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
-            there = f"; {in_bytes(needs.available_host_bytes)} available" if where == "memory" else ""
+            there = f"; {_available(needs)} available" if where == "memory" else ""
             rows.append((where, f"about {in_bytes(sum(parts.values()))} ({named}){there}"))
     disk = f"up to {in_bytes(needs.disk_bytes)}, of which {in_bytes(needs.kept_disk_bytes)} stay"
     rows.append(("disk", f"{disk}; {in_bytes(needs.free_disk_bytes)} free"))

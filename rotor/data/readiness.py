@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DataError
 from ..installing import pip_install
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
-from .documents import Document, read_topics, require_tokenizer
+from .documents import read_documents, require_tokenizer
 from .rows import rows_in
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
 
@@ -19,7 +18,16 @@ CHAT_ADVICE = (
     "the model has a chat template, and Python source is hardly what it is for: give text of your own with --text FILE "
     "or --set evaluation.source=text --set evaluation.path=FILE"
 )
-WRITERS = {"random": "random tokens", "synthetic": "text that the model writes"}
+
+
+class _Rows(NamedTuple):
+    """Rows that there are of a text, and how many a field of the recipe asks for."""
+
+    what: str
+    field: str
+    found: int
+    needed: int
+    seq_len: int
 
 
 def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
@@ -40,54 +48,57 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
         _check_dataset(str(tokens.dataset))
     if tokenizer is None:
         return
-    found: list[tuple[str, str, int, int, int]] = []  # what, field, documents' rows, needed rows, row length
-    calibrated: list[str] = []
+
+    def rows(what: str, field: str, documents: list[str], count: int, seq_len: int) -> _Rows:
+        length = longest_row(seq_len, config)
+        needed = -(-count // length)
+        return _Rows(what, field, rows_in(documents, tokenizer, length, needed), needed, length)
+
+    texts, calibrated = [], []
     if tokens.source == "text":
-        documents = _calibration_documents(recipe)
+        documents = read_documents(Path(tokens.path or ""))
         if evaluation.source == "text":  # a study calibrates on the standard library's splits too, never to measure
-            calibrated = digests([document.text for document in documents])
-        length = longest_row(tokens.seq_len, config)
-        needed = -(-tokens.count // length)
-        texts = [document.text for document in documents]
-        found.append(("calibration", "tokens.count", rows_in(texts, tokenizer, length, needed), needed, length))
+            documents = calibration_share(documents, evaluation)
+            calibrated = digests(documents)
+        texts.append(rows("calibration", "tokens.count", documents, tokens.count, tokens.seq_len))
     held_out = held_out_documents(evaluation, calibrated)
-    length = longest_row(evaluation.seq_len, config)
     for split in SPLITS:
-        field = f"{split}_tokens"
-        needed = -(-getattr(evaluation, field) // length)
-        rows = rows_in(getattr(held_out, split), tokenizer, length, needed)
-        found.append((f"the {split} split", f"evaluation.{field}", rows, needed, length))
-    short = [entry for entry in found if entry[2] < entry[3]]
+        field, found = f"{split}_tokens", getattr(held_out, split)
+        count = getattr(evaluation, field)
+        texts.append(rows(f"the {split} split", f"evaluation.{field}", found, count, evaluation.seq_len))
+    short = [text for text in texts if text.found < text.needed]
     if not short:
         return
-    said = ", ".join(
-        f"{what} has {rows * length} of {needed * length} tokens" for what, _, rows, needed, length in short
+    said = ", ".join(f"{t.what} has {t.found * t.seq_len} of {t.needed * t.seq_len} tokens" for t in short)
+    hint = "Give a longer text, or ask for what there is: " + " ".join(
+        f"--set {text.field}={text.found * text.seq_len}" for text in short
     )
-    raise DataError(f"{_names(recipe)}: too short: {said}.", _how_to_fit(short))
+    if any(text.found == 0 for text in short):
+        hint = "Give a longer text: a third of it is calibrated on, a third searches, a third reports."
+    raise DataError(f"{_names(recipe)}: too short: {said}.", hint)
 
 
-def told(recipe: Recipe, tokenizer: Any) -> str:
-    """One line: the text that is calibrated on and the text that accuracy is judged on; a warning for a chat model."""
+def describe_text(recipe: Recipe, tokenizer: Any) -> str:
+    """One line: the text that is calibrated on and the text that accuracy is measured on."""
     tokens = recipe.tokens
-    named = {"text": f"text {Path(tokens.path or '').name}", "dataset": f"data set {tokens.dataset}"}
-    source = WRITERS.get(tokens.source) or named[tokens.source]
-    return f"text: calibrates on {tokens.count} tokens of {source}; {judged_on(recipe.evaluation, tokenizer)}"
+    source = {
+        "random": "random tokens",
+        "synthetic": "text that the model writes",
+        "text": f"text {Path(tokens.path or '').name}",
+        "dataset": f"data set {tokens.dataset}",
+    }[tokens.source]
+    measured = describe_evaluation(recipe.evaluation, tokenizer)
+    return f"text: calibrates on {tokens.count} tokens of {source}; {measured}"
 
 
-def judged_on(spec: Evaluation, tokenizer: Any) -> str:
-    """What accuracy is judged on; a warning where a chat model would be judged on source code."""
+def describe_evaluation(spec: Evaluation, tokenizer: Any) -> str:
+    """What accuracy is measured on; a warning where that of a chat model would be measured on source code."""
     if tokenizer is None:
-        return "accuracy cannot be judged, as the model has no tokenizer to read text with"
-    line = f"accuracy is judged on {description_of(spec)}"
+        return "accuracy cannot be measured, as the model has no tokenizer to read text with"
+    line = f"accuracy is measured on {description_of(spec)}"
     if spec.source == "stdlib" and getattr(tokenizer, "chat_template", None):
         return f"{line}; {CHAT_ADVICE}"
     return line
-
-
-def _calibration_documents(recipe: Recipe) -> list[Document]:
-    assert recipe.tokens.path is not None
-    documents = read_topics(Path(recipe.tokens.path))
-    return documents if recipe.evaluation.source != "text" else calibration_share(documents, recipe.evaluation)
 
 
 def _check_dataset(name: str) -> None:
@@ -106,13 +117,3 @@ def _names(recipe: Recipe) -> str:
     texts = [recipe.tokens.path] if recipe.tokens.source == "text" else []
     texts += [recipe.evaluation.path if recipe.evaluation.source == "text" else "the Python standard library's source"]
     return "text " + " and ".join(dict.fromkeys(str(text) for text in texts))
-
-
-def _how_to_fit(short: Iterable[tuple[str, str, int, int, int]]) -> str:
-    """Settings that fit the text, where each split has at least a row."""
-    entries = list(short)
-    if any(rows == 0 for _, _, rows, _, _ in entries):
-        return "Give a longer text: a third of it is calibrated on, a third searches, a third reports."
-    return "Give a longer text, or ask for what there is: " + " ".join(
-        f"--set {field}={rows * length}" for _, field, rows, _, length in entries
-    )

@@ -18,19 +18,19 @@ from torch import Tensor
 from ..errors import DataError
 from ..models.projections import longest_row
 from ..recipe import Evaluation
-from .documents import Document, read_documents, stdlib_documents
+from .documents import read_documents, stdlib_documents
 from .rows import spread_rows, text_rows
 
 SPLITS = ("search", "report")
-FEW, PIECES = 3, 6
-"""Of fewer documents than FEW each is cut into PIECES, which are then the documents."""
+FEW, PARTS = 3, 6
+"""Of fewer documents than FEW each is cut into PARTS, which are then the documents."""
 
 
 @dataclass(frozen=True)
 class EvaluationData:
     """Held-out rows of tokens. `search` chooses the ranks; only `report` gives the numbers that are reported.
 
-    search, report: [rows, seq_len], from different documents (or different pieces of a single one).
+    search, report: [rows, seq_len], from different documents (or different parts of a single one).
     description: what the text is. excluded: digests of documents left out, as they were calibrated on.
     """
 
@@ -74,10 +74,13 @@ def evaluation_data(spec: Evaluation, config: Any, tokenizer: Any, calibrated: C
     """
     seq_len = longest_row(spec.seq_len, config)
     found = held_out_documents(spec, calibrated)
-    counts = -(-spec.search_tokens // seq_len), -(-spec.report_tokens // seq_len)
     search, report = (
-        spread_rows(text_rows(part, tokenizer, seq_len), count, f"evaluation, {name} split of {found.description}")
-        for part, count, name in zip((found.search, found.report), counts, SPLITS, strict=True)
+        spread_rows(
+            text_rows(getattr(found, split), tokenizer, seq_len),
+            -(-getattr(spec, f"{split}_tokens") // seq_len),
+            f"evaluation, {split} split of {found.description}",
+        )
+        for split in SPLITS
     )
     return EvaluationData(search, report, found.description, found.excluded)
 
@@ -90,37 +93,35 @@ def held_out_documents(spec: Evaluation, calibrated: Collection[str] = ()) -> Do
     Raises:
         DataError: there is no text, or all of a split was calibrated on.
     """
-    read, description = _read(spec)
+    read = stdlib_documents() if spec.source == "stdlib" else read_documents(Path(spec.path or ""))
+    description = description_of(spec)
     documents = list(dict.fromkeys(read))  # copies of one document would fall into different splits
-    units = divided(documents)
-    cut = len(units) > len(documents)
-    if cut:  # neighbours stay together, so that as few sentences as possible are torn
+    units, known = divided(documents), set(calibrated)
+    if len(units) > len(documents):  # neighbours stay together, so that as few sentences as possible are torn
         step = -(-len(units) // 3)
-        parts = [units[start : start + step] for start in range(0, 3 * step, step)]
+        splits = [units[start : start + step] for start in range(0, 3 * step, step)]
+        known |= {digest(part) for d in documents if digest(d) in known for part in divided([d])}
     else:
-        ordered = in_order(units, spec.seed)
-        parts = [ordered[start::3] for start in range(3)]
-    known = set(calibrated)
-    if cut:
-        known |= {digest(p) for d in documents if digest(d) in known for p in divided([d])}
-    kept = [[unit for unit in part if digest(unit) not in known] for part in parts[1:]]
-    excluded = tuple(sorted({digest(unit) for part in parts[1:] for unit in part} & known))
+        ranked = sorted(units, key=digest)  # so that the order given does not matter
+        order = torch.randperm(len(ranked), generator=torch.Generator().manual_seed(spec.seed)).tolist()
+        splits = [[ranked[i] for i in order[start::3]] for start in range(3)]
+    kept = [[unit for unit in split if digest(unit) not in known] for split in splits[1:]]
+    excluded = tuple(sorted({digest(unit) for split in splits[1:] for unit in split} & known))
     if not all(kept) and not excluded:
         raise DataError(
             f"evaluation, {description}: too little text for three splits, {sum(map(len, documents))} characters.",
             "Give a longer text.",
         )
     if not all(kept):
-        empty = "report" if kept[0] else "search"
         raise DataError(
-            f"evaluation, {description}: the {empty} split has no document left that was not calibrated on "
-            f"({len(excluded)} were).",
+            f"evaluation, {description}: the {'report' if kept[0] else 'search'} split has no document left that was "
+            f"not calibrated on ({len(excluded)} were).",
             "Name other text with --set evaluation.path=FILE, or the standard library's with evaluation.source=stdlib.",
         )
-    return Documents(parts[0], kept[0], kept[1], description, excluded)
+    return Documents(splits[0], kept[0], kept[1], description, excluded)
 
 
-def calibration_share(documents: list[Document], spec: Evaluation) -> list[Document]:
+def calibration_share(documents: list[str], spec: Evaluation) -> list[str]:
     """Those of a calibration text that are in neither of the splits that search and report.
 
     Args:
@@ -128,31 +129,22 @@ def calibration_share(documents: list[Document], spec: Evaluation) -> list[Docum
     """
     held = held_out_documents(spec)
     others = {digest(unit) for unit in (*held.search, *held.report)}
-    units = [Document(piece, d.topic) for d in documents for piece in _pieces(d.text)]
-    if len(documents) >= FEW or not others & {digest(unit.text) for unit in units}:
+    units = divided(documents)
+    if not others & set(map(digest, units)):
         units = documents
-    return [unit for unit in units if digest(unit.text) not in others]
+    return [unit for unit in units if digest(unit) not in others]
 
 
 def digests(documents: Sequence[str]) -> list[str]:
-    """Digests of documents that are calibrated on, and of the pieces that few of them are cut into."""
+    """Digests of documents that are calibrated on, and of the parts that few of them are cut into."""
     return sorted({digest(unit) for unit in (*documents, *divided(documents))})
 
 
 def divided(documents: Sequence[str]) -> list[str]:
-    """The documents; where there are fewer than FEW, each in PIECES of equal length."""
-    return list(documents) if len(documents) >= FEW else [piece for d in documents for piece in _pieces(d)]
-
-
-def _pieces(text: str) -> list[str]:
-    step = -(-len(text) // PIECES)
-    return [text[start : start + step] for start in range(0, len(text), step)]
-
-
-def in_order(documents: Sequence[str], seed: int) -> list[str]:
-    """In a seeded order that does not depend on the order given."""
-    ranked = sorted(documents, key=digest)
-    return [ranked[i] for i in torch.randperm(len(ranked), generator=torch.Generator().manual_seed(seed)).tolist()]
+    """The documents; where there are fewer than FEW, each in PARTS of equal length."""
+    if len(documents) >= FEW:
+        return list(documents)
+    return [d[i : i + step] for d in documents if (step := -(-len(d) // PARTS)) for i in range(0, len(d), step)]
 
 
 def digest(document: str) -> str:
@@ -165,10 +157,3 @@ def description_of(spec: Evaluation) -> str:
     if spec.source == "stdlib":
         return "source of the Python standard library (modules held out)"
     return f"text {Path(spec.path or '').name}"
-
-
-def _read(spec: Evaluation) -> tuple[list[str], str]:
-    if spec.source == "stdlib":
-        return stdlib_documents(), description_of(spec)
-    assert spec.path is not None
-    return read_documents(Path(spec.path)), description_of(spec)

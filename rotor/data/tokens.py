@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +12,44 @@ from torch import Tensor
 from transformers import StaticCache
 
 from ..errors import DataError, NumericsError
+from ..models.estimate import SAMPLING_TOKENS
 from ..models.projections import longest_row
 from ..models.tokenizer import check_ids
+from ..models.weights import Weights
 from ..numerics import first_not_finite
 from ..progress import Advance, Progress
 from ..recipe import Tokens
-from .documents import Document, dataset_documents, read_topics
-from .rows import CalibrationTokens, separator_token, spread_indices, topic_rows
+from .documents import dataset_documents, read_documents
+from .rows import separator_token, spread_rows, text_rows
 
-SAMPLING_TOKENS = 32768
-"""Tokens whose keys and values are in memory at once while the model writes; a constant, so that what is drawn does not
-depend on a command's flags."""
+SPAN, TIMES = 32, 2
+"""Tokens that are stated again in some rows, and how often."""
+
+
+@dataclass(frozen=True)
+class CalibrationTokens:
+    """Rows of tokens to calibrate on, [num_rows, seq_len], and the texts that they were taken from, if any."""
+
+    rows: Tensor
+    documents: tuple[str, ...] = ()
 
 
 def calibration_tokens(
     spec: Tokens,
     config: Any,
     tokenizer: Any,
-    model: Any = None,
+    weights: Weights | None = None,
     progress: Progress | None = None,
-    select: Callable[[list[Document]], list[Document]] = lambda documents: documents,
+    select: Callable[[list[str]], list[str]] = lambda documents: documents,
 ) -> CalibrationTokens:
     """Sequences to calibrate on.
 
     Args:
         spec: what the recipe asks for.
-        select: which documents of a text may be taken; held-out ones may not.
         config: the model's transformers config (vocabulary size, longest sequence).
         tokenizer: the model's tokenizer, or None if the folder has none.
-        model: the causal model itself; only the source `synthetic` runs it.
+        weights: of the model; only the source `synthetic` runs it.
+        select: which documents of a text may be taken; held-out ones may not.
     Returns:
         At least spec.count tokens in rows of spec.seq_len, or of the model's longest sequence if that is shorter.
     Raises:
@@ -50,25 +60,22 @@ def calibration_tokens(
     count = -(-spec.count // seq_len)
     progress = progress or Progress()
     if spec.source == "random":
-        rows = random_tokens(count, seq_len, config, tokenizer, spec.seed)
-    elif spec.source == "synthetic":
+        return CalibrationTokens(random_tokens(count, seq_len, config, tokenizer, spec.seed))
+    if spec.source == "synthetic":
+        assert weights is not None
         with progress.task("sample", count * seq_len, "tokens") as advance:
-            rows = synthetic_tokens(model, count, seq_len, config, tokenizer, spec.seed, advance)
+            return CalibrationTokens(synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance))
+    if spec.source == "text":
+        assert spec.path is not None
+        documents, what = read_documents(Path(spec.path)), f"tokens.path {spec.path}"
     else:
-        if spec.source == "text":
-            assert spec.path is not None
-            documents, what = read_topics(Path(spec.path)), f"tokens.path {spec.path}"
-        else:
-            with progress.task("read data set", count * seq_len, "tokens") as advance:
-                documents = dataset_documents(spec, tokenizer, count * seq_len, advance)
-            what = f"tokens.dataset {spec.dataset}"
-        documents = select(documents)
-        cut = topic_rows(documents, tokenizer, seq_len)
-        check_ids(cut.rows, config.vocab_size)
-        chosen = spread_indices(cut.rows, count, what)
-        topics, texts = tuple(cut.topics[i] for i in chosen.tolist()), tuple(document.text for document in documents)
-        return CalibrationTokens(cut.rows[chosen], topics, texts)
-    return CalibrationTokens(rows, (spec.source,) * count)
+        with progress.task("read data set", count * seq_len, "tokens") as advance:
+            documents = dataset_documents(spec, tokenizer, count * seq_len, advance)
+        what = f"tokens.dataset {spec.dataset}"
+    documents = select(documents)
+    rows = text_rows(documents, tokenizer, seq_len)
+    check_ids(rows, config.vocab_size)
+    return CalibrationTokens(spread_rows(rows, count, what), tuple(documents))
 
 
 def ordinary_tokens(config: Any, tokenizer: Any) -> Tensor:
@@ -99,7 +106,7 @@ def random_tokens(rows: int, seq_len: int, config: Any, tokenizer: Any, seed: in
 
 @torch.inference_mode()
 def synthetic_tokens(
-    model: Any,
+    weights: Weights,
     rows: int,
     seq_len: int,
     config: Any,
@@ -107,41 +114,78 @@ def synthetic_tokens(
     seed: int,
     advance: Advance = lambda done: None,
 ) -> Tensor:
-    """Text sampled from the model at temperature 1: [rows, seq_len], int64.
+    """Text sampled from the model at temperature 1: [rows, seq_len], int64; the same wherever its weights are.
 
     Every second row starts with the token that text starts with, where there is one, the others with a random ordinary
     token: what attention does with such a first token, often a sink, must be in the statistics. Other special tokens
-    are never drawn, so a row does not end early. transformers' `generate` would draw from the global
-    generator; this draws from its own.
+    are never drawn, so a row does not end early. transformers' `generate` would draw from the global generator; this
+    draws from its own.
 
     Raises:
         NumericsError: the model's logits are not finite.
     Source: ZACK calibrates on sentences that the model generates from random starts.
     """
+    model, device = weights.model, weights.device
     allowed = ordinary_tokens(config, tokenizer)
     starts = random_tokens(rows, 1, config, tokenizer, seed)
     first = separator_token(tokenizer)
     if first is not None:
         starts[::2] = first
-    allowed_there = allowed.to(model.device)
-    generator = torch.Generator(model.device).manual_seed(seed)
+    allowed_there = allowed.to(device)
+    generator = torch.Generator(device).manual_seed(seed)
     written = []
-    for batch in starts.split(max(1, SAMPLING_TOKENS // seq_len)):
-        last = batch.to(model.device)
-        steps = [last]
-        cache = StaticCache(config=model.config, max_cache_len=seq_len)  # a growing one would be copied at every step
-        advance(len(batch))
-        for _ in range(seq_len - 1):
-            logits = model(last, past_key_values=cache, use_cache=True).logits[:, -1, allowed_there].float()
-            if not torch.isfinite(logits).all():
-                place = first_not_finite(model, lambda: model(torch.cat(steps, dim=1), use_cache=False))  # noqa: B023
-                raise NumericsError(
-                    f"the model's logits are not finite while it writes token {len(steps)} of its calibration text"
-                    f"{place}.",
-                    "Calibrate with --dtype float32, or on other tokens with --set tokens.source=random.",
-                )
-            last = allowed_there[torch.multinomial(logits.softmax(-1), 1, generator=generator)]
-            steps.append(last)
+    with weights.whole():
+        for batch in starts.split(max(1, SAMPLING_TOKENS // seq_len)):
+            steps = [batch.to(device)]
+            cache = StaticCache(config=model.config, max_cache_len=seq_len)  # a growing one would be copied each step
             advance(len(batch))
-        written.append(torch.cat(steps, dim=1).cpu())
+            for _ in range(seq_len - 1):
+                logits = model(steps[-1], past_key_values=cache, use_cache=True).logits[:, -1, allowed_there].float()
+                if not torch.isfinite(logits).all():
+                    place = first_not_finite(model, lambda: model(torch.cat(steps, dim=1), use_cache=False))  # noqa: B023
+                    raise NumericsError(
+                        f"the model's logits are not finite while it writes token {len(steps)} of its calibration text"
+                        f"{place}.",
+                        "Calibrate with --dtype float32, or on other tokens with --set tokens.source=random.",
+                    )
+                steps.append(allowed_there[torch.multinomial(logits.softmax(-1), 1, generator=generator)])
+                advance(len(batch))
+            written.append(torch.cat(steps, dim=1).cpu())
     return torch.cat(written)
+
+
+def with_repeats(rows: Tensor, share: float, seed: int, vocabulary: Tensor) -> Tensor:
+    """State a span early in a row, and again further on, in a share of the rows, the last ones.
+
+    Text seldom asks for what stands far back, so that its gradients say little of the channels by which a model finds
+    it: those look cheap, and go first. A span that is repeated is predicted by looking back for it. Every second span
+    is of the text; the others are tokens drawn at random, as what is looked up is often rare.
+
+    Args:
+        rows: [n, seq_len]. Spans of text come from places drawn in all rows; one is written over the first quarter of
+            a row and, TIMES times, over equal parts of the rest, at drawn places. First tokens of rows stay. Rows that
+            are too short for it stay as they are.
+        vocabulary: [m], the tokens to draw from; with none all spans are of the text.
+    Returns:
+        [n, seq_len], new.
+    """
+    count, seq_len = rows.shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=generator))
+
+    found, early, part = rows.clone(), seq_len // 4, (seq_len - seq_len // 4) // TIMES
+    span = min(SPAN, early - 1)
+    if span < 2 or part < span:
+        return found
+    for row in range(count - round(share * count), count):
+        source, start = drawn(count), drawn(seq_len - span + 1)
+        text = rows[source, start : start + span]
+        if row % 2 and len(vocabulary):
+            text = vocabulary[torch.randint(len(vocabulary), (span,), generator=generator)]
+        places = [1 + drawn(early - span)]
+        places += [early + time * part + drawn(part - span + 1) for time in range(TIMES)]
+        for place in places:
+            found[row, place : place + span] = text
+    return found

@@ -10,7 +10,7 @@ import torch
 from ..calibration.outline import ModelOutline
 from ..models.checkpoint import Checkpoint
 from ..models.hardware import fit_threads, pick_device, pick_dtype
-from ..models.memory import stream_weights
+from ..models.memory import WholeModel, stream_weights
 from ..progress import Progress
 from ..recipe import Recipe
 from ..recipe.metric_registry import LM_EVAL
@@ -37,13 +37,13 @@ class Placement:
         outline, device = ModelOutline.of(checkpoint), pick_device(compute.device)
         fit_threads(outline.sizes.stored_bytes)
         dtype = pick_dtype(compute.dtype, outline.dtype, device)
-        whole, instead = None, ""
+        whole = None
         if recipe.evaluation.metric.startswith(LM_EVAL):
-            whole, instead = f"evaluation.metric {recipe.evaluation.metric}", "Choose another metric, e.g. kl_div."
+            whole = WholeModel(f"evaluation.metric {recipe.evaluation.metric}", "Choose another metric, e.g. kl_div.")
         elif compute.device_map is not None:
-            whole, instead = f"--device-map {compute.device_map}", "Leave it out."
+            whole = WholeModel(f"--device-map {compute.device_map}", "Leave it out.")
         estimates = outline.evaluation(recipe, device, dtype)
-        stream, line = stream_weights(check_offload(compute.offload), *estimates, device, 1, whole, instead)
+        stream, line = stream_weights(check_offload(compute.offload), estimates, device, whole)
         progress.message(line)
         return cls(device, dtype, stream, compute.device_map)
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints: shards, configuration, tokenizer. What is written is in rotor.publishing."""
+"""Reading checkpoints: shards, configuration, tokenizer, and the files beside them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from .tokenizer import load_tokenizer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-NUMBERED = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d+)\.safetensors")
+NUMBERED = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors")
 """Names of the shards of one model."""
+
+AGAIN = "Download it again."
+NOT_ONE_MODEL = "Index and shards are not of one model; download it again."
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LARGEST_POINTER = 1024
@@ -48,15 +51,13 @@ class Checkpoint:
             raise MissingError(f"{folder}: {said}.", "Give the folder of a downloaded model.")
         if any("\udc80" <= character <= "\udcff" for character in str(folder)):
             raise CheckpointError(f"{folder}: is not UTF-8.", "safetensors opens no other names; rename the folder.")
-        _refuse_pointers(self.folder)
         _refuse_other_formats(self.folder)
         for file in self.folder.iterdir():
             check_regular(file, "Replace it by the model's own file.")
         self.config_dict = read_json(self.folder / "config.json", self._kind())
         check_config(self.folder / "config.json", self.config_dict)
-        self.file_of = self._locate()
         self._handles: dict[str, Any] = {}
-        self._check_index()
+        self.file_of = self._locate()
 
     def _kind(self) -> str:
         """What to do where there is no config.json that can be read."""
@@ -124,10 +125,6 @@ class Checkpoint:
     def shape_of(self, name: str) -> list[int]:
         return list(self._open(self.file_of[name]).get_slice(name).get_shape())
 
-    def stored_names(self, file: str) -> list[str]:
-        """Names of all tensors in a shard, also those that the index does not know."""
-        return sorted(self._open(file).keys())
-
     def names_in(self, file: str) -> list[str]:
         return sorted(name for name, where in self.file_of.items() if where == file)
 
@@ -141,7 +138,7 @@ class Checkpoint:
         return [*own, *self.sidecars()]
 
     def sidecars(self) -> list[str]:
-        """Names of the files to take along unchanged; see rotor.sidecars."""
+        """Names of the files to take along unchanged."""
         return sidecars(self.folder)
 
     def changes(self, recorded: dict[str, str]) -> list[str]:
@@ -164,77 +161,71 @@ class Checkpoint:
     def total_bytes(self) -> int:
         return sum((self.folder / file).stat().st_size for file in self.files)
 
-    def _check_index(self) -> None:
-        """The index names what the shards hold, no more and no less: transformers reads all that is in them."""
-        holder: dict[str, str] = {}
-        for file in self.files:
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> shard file name: what the shards hold, which is what the index names, no more and no less."""
+        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
+        if index.is_file():
+            named = self._read_index(index)
+        elif single.is_file():
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        else:
+            pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+            if pickles:
+                raise CheckpointError(
+                    f"{self.folder / pickles[0]}: a pickle checkpoint, which can run code when loaded.",
+                    "Convert it with transformers' save_pretrained, which writes safetensors.",
+                )
+            raise CheckpointError(
+                f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
+            )
+        held: dict[str, str] = {}
+        for file in sorted(set(named.values())):
             for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
-                if name in holder:
+                if name in held:
                     raise CheckpointError(
-                        f"{self.folder}: tensor {name} is in {holder[name]} and again in {file}.",
+                        f"{self.folder}: tensor {name} is in {held[name]} and again in {file}.",
                         "Only one of them can be meant; download the model again.",
                     )
-                holder[name] = file
-        for name, file in self.file_of.items():
-            if holder.get(name) != file:
-                where = f"it is in {holder[name]}" if name in holder else "no shard has it"
+                held[name] = file
+        for name, file in named.items():
+            if held.get(name) != file:
+                where = f"it is in {held[name]}" if name in held else "no shard has it"
                 raise CheckpointError(
-                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it; {where}.",
-                    "Download it again.",
+                    f"{self.folder / file}: tensor {name} is missing, but {INDEX_FILE} names it; {where}.", AGAIN
                 )
-        unnamed = sorted(holder.keys() - self.file_of.keys())
-        if unnamed:
+        unnamed = sorted(held.keys() - named.keys())
+        if unnamed:  # transformers reads all that is in a shard
             raise CheckpointError(
-                f"{self.folder / holder[unnamed[0]]}: tensor {unnamed[0]} is not in the index ({INDEX_FILE}), though "
+                f"{self.folder / held[unnamed[0]]}: tensor {unnamed[0]} is not in the index ({INDEX_FILE}), though "
                 "transformers would load it.",
-                "Index and shards are not of one model; download it again.",
+                NOT_ONE_MODEL,
             )
+        return held
 
-    def _locate(self) -> dict[str, str]:
-        """Tensor name -> shard file name."""
-        index = self.folder / INDEX_FILE
-        if index.is_file():
-            weight_map = read_json(index, "Download it again.").get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{index}: no weight_map in it.", "Download it again.")
-            for name, file in weight_map.items():
-                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                    raise CheckpointError(
-                        f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
-                    )
-                if not (self.folder / file).is_file():
-                    raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", "Download it again.")
-            if (self.folder / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
+    def _read_index(self, index: Path) -> dict[str, str]:
+        """What the index names: files of this folder alone, and all of a numbered series."""
+        weight_map = read_json(index, AGAIN).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: no weight_map in it.", AGAIN)
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                 raise CheckpointError(
-                    f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
-                    f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
+                    f"{index}: {name} is in {shorten(file)}, expected a file name in this folder, *.safetensors."
                 )
-            self._check_numbered(set(weight_map.values()))
-            return dict(weight_map)
-        single = self.folder / SINGLE_FILE
-        if single.is_file():
-            with _safetensors(single) as handle:
-                return {name: SINGLE_FILE for name in handle.keys()}  # noqa: SIM118 (not a dict)
-        pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
-        if pickles:
+            if not (self.folder / file).is_file():
+                raise CheckpointError(f"{self.folder / file}: missing shard (holds {name}).", AGAIN)
+        files = set(weight_map.values())
+        if (self.folder / SINGLE_FILE).is_file() and files != {SINGLE_FILE}:
             raise CheckpointError(
-                f"{self.folder / pickles[0]}: a pickle checkpoint, which can run code when loaded; rotor refuses it.",
-                "Convert it with transformers' save_pretrained, which writes safetensors.",
+                f"{self.folder}: {SINGLE_FILE}, which transformers would read, beside an index of other files.",
+                f"Remove the one that is not meant: {SINGLE_FILE}, or {INDEX_FILE} with its shards.",
             )
-        raise CheckpointError(
-            f"{self.folder}: no {SINGLE_FILE} and no {INDEX_FILE}.", "Give a folder that save_pretrained wrote."
-        )
-
-    def _check_numbered(self, indexed: set[str]) -> None:
-        """No shard of a numbered series is left out of the index: what it holds would be made up at random."""
-        series = {(match["stem"], match["total"]) for file in indexed if (match := NUMBERED.fullmatch(file))}
+        series = {match.groups() for file in files if (match := NUMBERED.fullmatch(file))}
         for path in sorted(self.folder.glob("*.safetensors")):
             match = NUMBERED.fullmatch(path.name)
-            if match and (match["stem"], match["total"]) in series and path.name not in indexed:
-                raise CheckpointError(
-                    f"{path}: a shard that is not in the index ({INDEX_FILE}).",
-                    "Index and shards are not of one model; download it again.",
-                )
+            if match and match.groups() in series and path.name not in files:  # it would be made up at random
+                raise CheckpointError(f"{path}: a shard that is not in the index ({INDEX_FILE}).", NOT_ONE_MODEL)
+        return dict(weight_map)
 
     def _open(self, file: str) -> Any:
         if file not in self._handles:
@@ -265,26 +256,18 @@ def config_of(folder: Path) -> Any:
 
 
 def _refuse_other_formats(folder: Path) -> None:
-    """Raises UnsupportedModelError for folders whose weights are not a model's own: adapters and quantised formats."""
+    """Raises UnsupportedModelError for weights that are not a model's own, CheckpointError for pointers to them."""
+    original = "Give the original safetensors checkpoint."
+    merge = "Merge it into its base model (peft's merge_and_unload, then save_pretrained) and give that folder."
     for name, what, hint in (
-        (
-            "adapter_config.json",
-            "a LoRA adapter, not a whole model",
-            "Merge it into its base model (peft's merge_and_unload, then save_pretrained) and give that folder.",
-        ),
-        ("quantize_config.json", "an already quantised checkpoint (GPTQ or AWQ)", "Give the original checkpoint."),
-        ("hf_quant_config.json", "an already quantised checkpoint (ModelOpt)", "Give the original checkpoint."),
+        ("adapter_config.json", "a LoRA adapter, not a whole model", merge),
+        ("quantize_config.json", "an already quantised checkpoint (GPTQ or AWQ)", original),
+        ("hf_quant_config.json", "an already quantised checkpoint (ModelOpt)", original),
     ):
         if (folder / name).is_file():
             raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
     if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
-        raise UnsupportedModelError(
-            f"{folder}: a GGUF model, which rotor cannot compress.", "Give the original safetensors checkpoint."
-        )
-
-
-def _refuse_pointers(folder: Path) -> None:
-    """Raises CheckpointError for a file that a clone without Git LFS has left a pointer."""
+        raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", original)
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.stat().st_size <= LARGEST_POINTER and os.access(path, os.R_OK):
             with path.open("rb") as file:
@@ -308,7 +291,7 @@ def _safetensors(path: Path) -> Any:
     except SafetensorError as error:
         raise CheckpointError(
             f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {_one_line(error)}",
-            "Download it again.",
+            AGAIN,
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +14,11 @@ from ..format.kernel_config import KernelConfig
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.schemas import CheckpointInfo, read_file
 from ..format.section import CompressedSection, is_compressed
-from ..policies import Policy, read_stored
 from ..runtime.families import attention_shape
 from .checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from ..policies import Policy
 
 HINT = "Give a folder that `rotor export` wrote."
 
@@ -59,6 +62,8 @@ class CompressedCheckpoint(Checkpoint):
     @cached_property
     def policy(self) -> Policy | None:
         """The policy that its cache follows, if it stores one."""
+        from ..policies import read_stored  # which calibration, that opens models too, does not load
+
         return read_stored(getattr(self.section, "cache", None))
 
     @property

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, MissingError, UsageError
+from ..errors import CheckpointError, MissingError, RotorError, UsageError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 """What can be the id of a hub repository: `name` or `owner/name`."""
@@ -62,8 +62,49 @@ def find_model(model: str | Path, revision: str | None = None, *, weights: bool 
     """
     if check_name(model, revision):
         return ModelSource(Path(model))
-    path = _fetch(str(model), revision, [*SIDECARS, *([WEIGHTS] if weights else [])])
-    return ModelSource(path, str(model), path.name)
+    from huggingface_hub import is_offline_mode, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    hub_id, patterns = str(model), [*SIDECARS, *([WEIGHTS] if weights else [])]
+    offline = is_offline_mode()  # some versions would ask the hub for the files of a cached commit
+    try:
+        found = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=LEFT_ALONE,
+            local_files_only=offline,
+        )
+        commit = Path(found).name
+        snapshot_download(hub_id, revision=commit, allow_patterns=TEMPLATES, local_files_only=offline)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise _explained(error, hub_id if revision is None else f"{hub_id} at revision {revision}", offline) from error
+    return ModelSource(Path(found), hub_id, commit)
+
+
+def _explained(error: Exception, name: str, offline: bool) -> RotorError:
+    """Why a repository is not to be had."""
+    from huggingface_hub import errors
+
+    where = f"{name}: no such folder, and"
+    if isinstance(error, errors.GatedRepoError):
+        return CheckpointError(f"{where} a gated model on the hub.", "Ask for access on its page, and set HF_TOKEN.")
+    if isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)):
+        return MissingError(f"{where} not on the hub, or private.", "Check the name; a private model needs HF_TOKEN.")
+    if offline:
+        return MissingError(
+            f"{where} not in the hub's cache; HF_HUB_OFFLINE forbids to fetch it.",
+            "Unset HF_HUB_OFFLINE to fetch it, or give the folder of a downloaded model.",
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return MissingError(
+            f"{where} not in the hub's cache; the hub cannot be reached.",
+            "Check the path or the connection; without one, give a folder or a model in the hub's cache.",
+        )
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return CheckpointError(
+        f"{where} not to be had from the hub: {reason}", "Check the name; download it first, and give its folder."
+    )
 
 
 def tensor_headers(source: ModelSource) -> tuple[dict[str, list[int]], int]:
@@ -86,48 +127,3 @@ def tensor_headers(source: ModelSource) -> tuple[dict[str, list[int]], int]:
     tensors = {name: info for file in found.files_metadata.values() for name, info in file.tensors.items()}
     shapes = {name: list(info.shape) for name, info in tensors.items()}
     return shapes, sum(info.data_offsets[1] - info.data_offsets[0] for info in tensors.values())
-
-
-def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
-    """The snapshot folder, whose name is the commit."""
-    from huggingface_hub import is_offline_mode, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        path = snapshot_download(
-            hub_id,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=LEFT_ALONE,
-            local_files_only=is_offline_mode(),  # some versions would ask the hub for the files of a cached commit
-        )
-        snapshot_download(
-            hub_id, revision=Path(path).name, allow_patterns=TEMPLATES, local_files_only=is_offline_mode()
-        )
-        return Path(path)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        where = f"{hub_id if revision is None else f'{hub_id} at revision {revision}'}: no such folder, and"
-        if isinstance(error, GatedRepoError):
-            raise CheckpointError(
-                f"{where} a gated model on the hub.", "Ask for access on its page, and set HF_TOKEN."
-            ) from error
-        if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)):
-            hint = "Check the name; a private model needs HF_TOKEN."
-            raise MissingError(f"{where} not on the hub, or private.", hint) from error
-        if is_offline_mode():
-            hint = "Unset HF_HUB_OFFLINE to fetch it, or give the folder of a downloaded model."
-            raise MissingError(f"{where} not in the hub's cache; HF_HUB_OFFLINE forbids to fetch it.", hint) from error
-        if isinstance(error, LocalEntryNotFoundError):
-            hint = "Check the path or the connection; without one, give a folder or a model in the hub's cache."
-            raise MissingError(f"{where} not in the hub's cache; the hub cannot be reached.", hint) from error
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise CheckpointError(
-            f"{where} not to be had from the hub: {reason}", "Check the name; download it first, and give its folder."
-        ) from error

@@ -8,6 +8,7 @@ Rows have equal lengths and no padding, and nothing is cached.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -56,19 +57,12 @@ class LayerwiseModel:
         self.decoder = self.model.get_submodule(self.family.decoder)
         self.layers: list[nn.Module] = list(self.decoder.get_submodule(self.family.layers))[: self.shape.num_layers]
         self._calls: dict[CallKey, list[Call]] = {}
+        self.device, self.dtype = source.device, source.dtype
 
     @classmethod
     def of(cls, model: Any, batch_tokens: int = 2048) -> LayerwiseModel:
         """A model that is in memory."""
         return cls(ResidentWeights(model), batch_tokens)
-
-    @property
-    def device(self) -> torch.device:
-        return getattr(self.source, "device", None) or self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(self.source, "dtype", None) or self.model.dtype
 
     def states_like(self, rows: Tensor) -> Tensor:
         """Room for the hidden states of rows [n, seq_len]: [n, seq_len, hidden_size] on the CPU."""
@@ -125,15 +119,15 @@ class LayerwiseModel:
         return result[0] if isinstance(result, tuple) else result
 
     def final_states(self, rows: Tensor, advance: Advance = lambda done: None) -> Tensor:
-        """Hidden states that leave the last layer, [n, seq_len, hidden_size].
-
-        Args:
-            advance: is called with shares of the number of tokens in `rows`.
-        """
+        """Hidden states that leave the last layer, [n, seq_len, hidden_size]."""
         return self.final_states_of([rows], advance)[0]
 
     def final_states_of(self, parts: Sequence[Tensor], advance: Advance = lambda done: None) -> list[Tensor]:
-        """`final_states` of several [n, seq_len], each with a seq_len of its own; every layer is loaded once."""
+        """`final_states` of several [n, seq_len], each with a seq_len of its own; every layer is loaded once.
+
+        Args:
+            advance: is called with shares of the number of tokens.
+        """
         found = [self.embed(rows) for rows in parts]
         for index in range(self.shape.num_layers):
             with self.layer(index):
@@ -177,9 +171,8 @@ class LayerwiseModel:
             with torch.no_grad(), self._without_layers(record):
                 self.decoder(inputs_embeds=nothing, use_cache=False)
             assert len(calls) == self.shape.num_layers
-            for known in [known for known in self._calls if known[2:] != (batch_size, seq_len)]:
-                if len(self._calls) > 8:  # masks of sizes that are no longer used
-                    del self._calls[known]
+            if len(self._calls) > 8:  # masks of sizes that are no longer used
+                self._calls.clear()
             self._calls[key] = calls
         return self._calls[key][index]
 
@@ -218,19 +211,13 @@ def new_states(
     Raises:
         CheckpointError: the disk is too small.
     """
-    size = dtype.itemsize
-    for dim in shape:
-        size *= dim
-    if path is None and size <= STATES_IN_MEMORY_BYTES:
-        return torch.empty(shape, dtype=dtype)
+    size = math.prod(shape) * dtype.itemsize
     if path is not None:
         return _mapped(path, shape, dtype, size)
-    descriptor, name = tempfile.mkstemp(prefix="rotor-states-", dir=folder)
-    os.close(descriptor)
-    try:
-        return _mapped(Path(name), shape, dtype, size)
-    finally:
-        os.unlink(name)  # the mapping stays
+    if size <= STATES_IN_MEMORY_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    with tempfile.NamedTemporaryFile(prefix="rotor-states-", dir=folder) as file:  # its name goes, the mapping stays
+        return _mapped(Path(file.name), shape, dtype, size)
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> Tensor:
@@ -244,8 +231,7 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype, size: int) -
                     file.truncate(size)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}; {size / 1e9:.2f} GB needed.", "Free space.") from error
-    count = size // dtype.itemsize
-    return torch.from_file(str(path), shared=True, size=count, dtype=dtype).reshape(shape)
+    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).reshape(shape)
 
 
 def logit_batches(network: LayerwiseModel, rows: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint's weights: all of them, or one layer at a time."""
+"""Loading a checkpoint's weights, all of them or one layer at a time, once they are known to fit its config."""
 
 from __future__ import annotations
 
@@ -9,13 +9,61 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import is_accelerate_available
 
 from ..errors import CheckpointError, RotorError, UsageError
+from ..format.section import is_compressed
 from ..numerics import check_parameters
 from ..runtime.families import FAMILIES, find_family
 from ..runtime.integration import replace_attention
 from .checkpoint import Checkpoint
 from .compressed import CompressedCheckpoint
-from .fit import check_fit
 from .weights import ResidentWeights, StreamedWeights, Weights, keep_softcap
+
+BELONGS = "Check that config.json belongs to these weights."
+LARGEST_SHARE = 4
+"""How many times the elements that the shards hold a model may have: a compressed one has lost some, tied ones are
+stored once. Without the bound a damaged config.json could ask for more memory than there is."""
+
+SMALLEST_BOUND = 1 << 26
+"""Elements that any model may have; buffers of position tables may outweigh a tiny model."""
+
+
+def check_fit(checkpoint: Checkpoint) -> None:
+    """Compare the shapes that the config implies with those of the shards, on the meta device.
+
+    Raises:
+        CheckpointError: a tensor has another shape than config.json implies (names it, with both), or the model would
+            be far larger than the shards.
+    """
+    where = checkpoint.folder / "config.json"
+    try:
+        with torch.device("meta"):
+            # eager, since Falcon looks its attention class up by the implementation, which may be rotor's
+            model: Any = AutoModelForCausalLM.from_config(
+                checkpoint.config, trust_remote_code=False, attn_implementation="eager"
+            )
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a model's own code makes of sizes that it does not expect
+        text = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{where}: transformers cannot build this model: {type(error).__name__}: {text}",
+            "Check config.json, or install a version of transformers that knows this model.",
+        ) from error
+    held = sum(torch.Size(checkpoint.shape_of(name)).numel() for name in checkpoint.names)
+    for kind, tensors in (("parameters", model.parameters()), ("buffers", model.buffers())):
+        wanted = sum(tensor.numel() for tensor in tensors)
+        if wanted > max(LARGEST_SHARE * held, SMALLEST_BOUND):
+            raise CheckpointError(
+                f"{where}: describes a model of {wanted} elements in {kind}, the shards hold {held}.", BELONGS
+            )
+    if is_compressed(checkpoint.config_dict):
+        return  # its modules have other shapes, which the quantiser checks
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in checkpoint.names and list(parameter.shape) != checkpoint.shape_of(name):
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {name} has shape {checkpoint.shape_of(name)}, config.json implies "
+                f"{list(parameter.shape)}.",
+                BELONGS,
+            )
 
 
 def load_model(
@@ -34,21 +82,17 @@ def load_model(
         CheckpointError: the folder cannot be loaded.
     """
     check_fit(Checkpoint(folder))
+    changes = dict(config_changes or {})
     if device_map is not None:
         if not is_accelerate_available():
             raise UsageError(
                 f"--device-map {device_map}: the package accelerate is not installed.",
                 "Install it: pip install accelerate",
             )
-        config_changes = {**(config_changes or {}), "device_map": device_map}
+        changes["device_map"] = device_map
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **(config_changes or {}),
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **changes
         )
     except RotorError:
         raise
@@ -57,10 +101,8 @@ def load_model(
     model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):
-            raise CheckpointError(
-                f"{folder}: {kind.replace('_', ' ')} on loading: {', '.join(map(str, sorted(report[kind])))[:300]}.",
-                "Check that config.json belongs to these weights.",
-            )
+            shown = ", ".join(map(str, sorted(report[kind])))[:300]
+            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')} on loading: {shown}.", BELONGS)
     check_parameters(model, str(folder))
     keep_softcap(model)
     if device_map is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ..errors import UsageError
 from ..recipe.settings import Offload
-from .estimate import Estimate
+from .estimate import Estimate, Estimates
 
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.9
 """Shares of the free memory that `auto` fills: estimates are not exact, and other programs need some."""
@@ -23,12 +24,17 @@ CGROUPS = (
 for versions 2 and 1."""
 
 
+class WholeModel(NamedTuple):
+    """A request that needs all weights in memory, and what to ask for instead."""
+
+    request: str
+    instead: str
+
+
 def available_host_bytes() -> int:
     """Memory that this process may still take: of the machine, its control groups and its limits."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        found += [int(line.split()[1]) << 10 for line in _lines(meminfo) if line.startswith("MemAvailable:")]
+    found += [int(line.split()[1]) << 10 for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         for controller, mount, limit_file, used in CGROUPS:
@@ -61,57 +67,52 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def usable_host_bytes() -> int:
+    """What `auto` fills of it."""
+    return int(HOST_SHARE * available_host_bytes())
+
+
 def available_device_bytes(device: torch.device) -> int | None:
     """Free memory of a GPU; None for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def fits(estimate: Estimate, device: torch.device, processes: int = 1) -> bool:
+def fits(estimate: Estimate, device: torch.device) -> bool:
     """Whether an estimate leaves some of what there is for others."""
     free = available_device_bytes(device)
     on_device = free is None or estimate.device_bytes <= DEVICE_SHARE * free
-    return estimate.host_bytes * processes <= HOST_SHARE * available_host_bytes() and on_device
+    return estimate.host_bytes <= usable_host_bytes() and on_device
 
 
 def stream_weights(
-    offload: Offload,
-    resident: Estimate,
-    streamed: Estimate,
-    device: torch.device,
-    processes: int,
-    whole_model_for: str | None,
-    instead: str,
+    offload: Offload, estimates: Estimates, device: torch.device, whole: WholeModel | None = None
 ) -> tuple[bool, str]:
     """Whether to read weights layer by layer, and one line with the estimate against what there is.
 
     Args:
-        resident, streamed: estimates with all weights in memory and with one part.
-        processes: on this machine; each holds its own.
-        whole_model_for: what was asked for that needs the whole model in memory, if anything does.
-        instead: what to ask for instead.
+        whole: what was asked for that needs the whole model in memory, if anything does.
     Raises:
         UsageError: the whole model is needed, and does not fit or is not to be in memory.
     """
-    host, free = available_host_bytes(), available_device_bytes(device)
-    stream = offload == "always" or (offload == "auto" and not fits(resident, device, processes))
-    if stream and whole_model_for is not None:
-        why = "--offload always was given" if offload == "always" else f"it takes {_needs(resident, processes)}"
+    there = _there(device)
+    stream = offload == "always" or (offload == "auto" and not fits(estimates.resident, device))
+    if stream and whole is not None:
+        why = "--offload always was given" if offload == "always" else f"it takes {_needs(estimates[0])}"
         raise UsageError(
-            f"{whole_model_for} needs the whole model in memory, but {why} ({_there(host, free)}).",
-            f"{instead} Or give --offload never to try all the same.",
+            f"{whole.request} needs the whole model in memory, but {why} ({there}).",
+            f"{whole.instead} Or give --offload never to try all the same.",
         )
-    chosen = streamed if stream else resident
+    chosen = estimates[stream]
     kind = "one layer of weights at a time" if stream else "all weights in memory"
-    line = f"memory: about {_needs(chosen, processes)}, {kind} ({_parts(chosen)}); {_there(host, free)}"
-    if not fits(chosen, device, processes):
+    line = f"memory: about {_needs(chosen)}, {kind} ({_parts(chosen)}); {there}"
+    if not fits(chosen, device):
         line += "; this may not be enough: lower --batch-tokens, or use a machine with more"
     return stream, line
 
 
-def _needs(estimate: Estimate, processes: int) -> str:
-    times = f" in each of {processes} processes" if processes > 1 else ""
+def _needs(estimate: Estimate) -> str:
     gpu = f" and {estimate.device_bytes / 1e9:.1f} GB of GPU memory" if estimate.device else ""
-    return f"{estimate.host_bytes / 1e9:.1f} GB{gpu}{times}"
+    return f"{estimate.host_bytes / 1e9:.1f} GB{gpu}"
 
 
 def _parts(estimate: Estimate) -> str:
@@ -119,5 +120,8 @@ def _parts(estimate: Estimate) -> str:
     return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size >= 5e7)
 
 
-def _there(host: int, device: int | None) -> str:
-    return f"{host / 1e9:.1f} GB available" + ("" if device is None else f", {device / 1e9:.1f} GB on the GPU")
+def _there(device: torch.device) -> str:
+    """What is available, and how much of it rotor fills."""
+    gpu = available_device_bytes(device)
+    said = f"{available_host_bytes() / 1e9:.1f} GB available, of which at most {HOST_SHARE:.0%} are filled"
+    return said if gpu is None else f"{said}, and {gpu / 1e9:.1f} GB on the GPU ({DEVICE_SHARE:.0%})"

@@ -11,18 +11,15 @@ from ..runtime.families import find_family
 from .checkpoint import config_of
 from .hub import ModelSource, find_model
 
-ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model."
-DEQUANTISE = "or load it with transformers in bfloat16 ({}), save_pretrained, and give that folder."
+ORIGINAL = "Give the checkpoint that it was made from; its README.md usually names it as base_model"
+DEQUANTISE = "; or load it with transformers in bfloat16 ({}), save_pretrained, and give that folder"
 QUANTISED = {
-    "awq": ("integers of AWQ", ORIGINAL),
-    "gptq": ("integers of GPTQ", ORIGINAL),
-    "fp8": (
-        "numbers of 8 bits (FP8)",
-        f"{ORIGINAL[:-1]}; {DEQUANTISE.format('quantization_config=FineGrainedFP8Config(dequantize=True)')}",
-    ),
-    "bitsandbytes": ("quantised by bitsandbytes", f"{ORIGINAL[:-1]}; {DEQUANTISE.format('then model.dequantize()')}"),
+    "awq": ("integers of AWQ", ""),
+    "gptq": ("integers of GPTQ", ""),
+    "fp8": ("numbers of 8 bits (FP8)", DEQUANTISE.format("quantization_config=FineGrainedFP8Config(dequantize=True)")),
+    "bitsandbytes": ("quantised by bitsandbytes", DEQUANTISE.format("then model.dequantize()")),
 }
-"""What weights are by `quant_method`, and what to do."""
+"""What weights are by `quant_method`, and what else to do."""
 
 
 def find_source(model: str | Path, revision: str | None = None, *, weights: bool = True) -> ModelSource:
@@ -48,6 +45,6 @@ def _check(folder: Path) -> None:
         )
     if isinstance(section, dict):
         method = str(section.get("quant_method"))
-        what, hint = QUANTISED.get(method, (f"quantised ({method[:40]})", ORIGINAL))
-        raise UnsupportedModelError(f"{folder}: already quantised: its weights are {what}.", hint)
+        what, else_ = QUANTISED.get(method, (f"quantised ({method[:40]})", ""))
+        raise UnsupportedModelError(f"{folder}: already quantised: its weights are {what}.", f"{ORIGINAL}{else_}.")
     find_family(config_of(folder))

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
 
 from ..errors import CheckpointError
 from ..runtime.families import FAMILIES, Family
@@ -27,13 +28,18 @@ Part = int | Literal["embedding", "head"]
 
 
 class Weights(Protocol):
-    """A causal model and the promise that a part's weights are on their device inside `loaded`."""
+    """A causal model, its device and dtype, and the promise that weights are there while they are used."""
 
     model: Any
     streamed: bool
+    device: torch.device
+    dtype: torch.dtype
 
     def loaded(self, part: Part) -> Any:
-        """A context manager."""
+        """A context manager, in which a part's weights are on their device."""
+
+    def whole(self) -> Any:
+        """A context manager, in which the model itself can be called."""
 
 
 class ResidentWeights:
@@ -42,11 +48,15 @@ class ResidentWeights:
     streamed = False
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self.device, self.dtype = model, model.device, model.dtype
 
     @contextmanager
     def loaded(self, part: Part) -> Iterator[None]:
         del part
+        yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
         yield
 
 
@@ -55,7 +65,7 @@ class StreamedWeights:
 
     Args:
         checkpoint: where the weights are read from.
-        device, dtype: what they are turned into when they are read.
+        device, dtype: where and as what they are read.
         prepare: changes the model before anything is read, e.g. its attention modules; all parameters stay on meta.
     Raises:
         CheckpointError: the tensors of a part do not fit the config (when it is loaded).
@@ -89,8 +99,7 @@ class StreamedWeights:
         self._names: dict[Part | None, list[str]] = {}
         for name in sorted(checkpoint.names):
             self._names.setdefault(self._part_of(name), []).append(name)
-        tied = not self._names.get("head")
-        self._sources: dict[Part, Part] = {"head": "embedding"} if tied else {}
+        self._sources: dict[Part, Part] = {} if self._names.get("head") else {"head": "embedding"}  # a tied head
         for name, buffer in self.model.named_buffers():
             _set(self.model, name, buffer.to(device))
         self._load(None)
@@ -98,79 +107,84 @@ class StreamedWeights:
 
     @contextmanager
     def loaded(self, part: Part) -> Iterator[None]:
-        part = self._sources.get(part, part)
         try:
             self._load(part)
             yield
         finally:
             self._drop(part)
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Each part is read when its module is called, and dropped when that returns."""
+        modules: dict[Part, nn.Module] = dict(enumerate(self.model.get_submodule(self._layers[:-1])))
+        modules |= {"embedding": self.model.get_input_embeddings(), "head": self.model.get_output_embeddings()}
+        handles = []
+        for part, module in modules.items():
+            handles += [
+                module.register_forward_pre_hook(lambda *_, part=part: self._load(part)),
+                module.register_forward_hook(lambda *_, part=part: self._drop(part), always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _check_head(self) -> None:
         """A head is in the shards or tied to the embedding; transformers would make up a random one."""
         name = self._vocabulary["head"] + "weight"
         tied = any(name in group for group in self._aliases)
         if "head" in self._sources and not tied and self.model.get_parameter(name).is_meta:
-            raise CheckpointError(
-                f"{self.checkpoint.folder}: missing on loading: {name}, which config.json does not tie.",
-                "Check that config.json belongs to these weights.",
-            )
+            raise self._misfit(f"missing on loading: {name}, which config.json does not tie")
 
     def _part_of(self, name: str) -> Part | None:
         """The part of a parameter, or of a tensor of the checkpoint; the names of a bare model lack the first part."""
-        part = self._part_of_full(name)
-        return self._part_of_full(f"{self._base}.{name}") if part is None else part
-
-    def _part_of_full(self, name: str) -> Part | None:
-        if name.startswith(self._layers):
-            index = name[len(self._layers) :].partition(".")[0]
-            return int(index) if index.isdigit() else None
-        for part, prefix in self._vocabulary.items():
-            if name.startswith(prefix):
-                return part  # type: ignore[return-value]
+        for full in (name, f"{self._base}.{name}"):
+            if full.startswith(self._layers):
+                index = full[len(self._layers) :].partition(".")[0]
+                return int(index) if index.isdigit() else None
+            for part, prefix in self._vocabulary.items():
+                if full.startswith(prefix):
+                    return part  # type: ignore[return-value]
         return None
 
     def _parameters(self, part: Part | None) -> list[str]:
         return [name for name, _ in self.model.named_parameters() if self._part_of(name) == part]
 
     def _load(self, part: Part | None) -> None:
-        names = self._names.get(part, [])
-        report, _ = convert_and_load_state_dict_in_model(
-            self.model,
-            {name: self.checkpoint.unchecked_tensor(name) for name in names},
-            LoadStateDictConfig(
-                dtype=self.dtype,
-                dtype_plan=self._dtype_plan,
-                device_map={"": self.device},
-                weight_mapping=self._mapping,  # type: ignore[arg-type]
-            ),
+        part = part if part is None else self._sources.get(part, part)
+        tensors = {name: self.checkpoint.unchecked_tensor(name) for name in self._names.get(part, [])}
+        loading = LoadStateDictConfig(
+            dtype=self.dtype,
+            dtype_plan=self._dtype_plan,
+            device_map={"": self.device},
+            weight_mapping=self._mapping,  # type: ignore[arg-type]
         )
+        with _no_bar():
+            report, _ = convert_and_load_state_dict_in_model(self.model, tensors, loading)
         where = "the weights outside of the layers" if part is None else f"part {part}"
         for kind in ("unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
             found = getattr(report, kind)
             if found:
                 shown = ", ".join(sorted(str(item[0] if isinstance(item, tuple) else item) for item in found))
-                raise CheckpointError(
-                    f"{self.checkpoint.folder}: {where}: {kind.replace('_', ' ')} on loading: {shown[:300]}.",
-                    "Check that config.json belongs to these weights.",
-                )
+                raise self._misfit(f"{where}: {kind.replace('_', ' ')} on loading: {shown[:300]}")
         for group in self._aliases:
             first = next((p for p in map(self.model.get_parameter, group) if not p.is_meta), None)
             for name in group if first is not None else ():
                 _set(self.model, name, first)
         missing = [name for name in self._parameters(part) if self.model.get_parameter(name).is_meta]
         if missing:
-            raise CheckpointError(
-                f"{self.checkpoint.folder}: {where}: missing on loading: {', '.join(missing)[:300]}.",
-                "Check that config.json belongs to these weights.",
-            )
+            raise self._misfit(f"{where}: missing on loading: {', '.join(missing)[:300]}")
 
     def _drop(self, part: Part) -> None:
-        for name in self._parameters(part):
-            parameter = self.model.get_parameter(name)
-            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        for name in self._parameters(self._sources.get(part, part)):
+            empty = nn.Parameter(self.model.get_parameter(name).detach().to("meta"), requires_grad=False)
             for alias in next((group for group in self._aliases if name in group), [name]):
                 _set(self.model, alias, empty)
         self.checkpoint.release()
+
+    def _misfit(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.checkpoint.folder}: {what}.", "Check that config.json belongs to these weights.")
 
 
 def keep_softcap(model: Any) -> None:
@@ -180,14 +194,23 @@ def keep_softcap(model: Any) -> None:
         model.set_attn_implementation("eager")
 
 
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """transformers shows one for each part, of which there are many."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
 class _EmptyOnMeta(TorchFunctionMode):
     """`torch.empty`, which layers make their weights with, gives tensors without storage."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
+        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:

@@ -18,7 +18,6 @@ from .attention import attend_by_heads, attend_by_rows, attend_to_spread_rows, v
 from .cache import SpreadLayer, windows_of
 from .forward import Pass, begin_pass
 from .plan import pieces, plan_layer
-from .rotary import whole_positions
 from .wire import Wire
 
 Exchange = Literal["auto", "heads", "rows"]
@@ -204,8 +203,9 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
             all), or `auto`, layer by layer whichever sends fewer bytes.
     Raises:
         UsageError: torch.distributed is not initialised, the model is not compressed, is spread already, keeps its
-            cache by a policy or lies on several devices. In passes: the processes were given different inputs, a cache
-            of a kind that cannot be spread or that was filled elsewhere, a mask that is not two-dimensional, labels.
+            cache by a policy, lies on several devices, or has a RoPE whose frequencies depend on the length. In passes:
+            the processes were given different inputs, a cache of a kind that cannot be spread or that was filled
+            elsewhere, a mask that is not two-dimensional, labels.
         RotorError: in passes: another process ended, or did not answer within the group's timeout.
     Source: ZDC section 5.3; PyTorch's `context_parallel` for the shape of the call.
     """
@@ -228,6 +228,11 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
             "the model keeps its cache by a policy, which looks at tokens that other processes have.",
             "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
         )
+    if any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers):
+        raise UsageError(
+            "RoPE's frequencies depend on the length (dynamic, longrope), and a process has only some positions.",
+            "Run this model in one process.",
+        )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise UsageError(
@@ -240,7 +245,6 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
     state = SequenceParallel(model, Wire(group, devices.pop()), exchange)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(whole_positions(state, model, family))
         for handle in (
             model.register_forward_pre_hook(state.before_forward, with_kwargs=True),
             model.get_submodule(family.decoder).register_forward_hook(state.after_decoder),

@@ -21,7 +21,6 @@ from ..calibration.candidates import Candidates
 from ..calibration.job import CalibrationJob
 from ..calibration.outline import ModelOutline
 from ..calibration.partial import PartialRun
-from ..calibration.processes import Processes
 from ..calibration.run import candidate_info
 from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
@@ -29,7 +28,7 @@ from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
 from ..models.estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
 from ..models.hardware import matmul_rate
-from ..models.memory import available_host_bytes
+from ..models.memory import available_host_bytes, usable_host_bytes
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.shards import ShardContents, planned_layouts
@@ -43,6 +42,7 @@ from ..search.search import most_points
 class Needs:
     """Memory by what it is for, disk, and the time of the matrix products alone, by stage.
 
+    usable_host_bytes: of what is available, where weights are to stay in memory.
     disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
     """
 
@@ -50,6 +50,7 @@ class Needs:
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
     available_host_bytes: int
+    usable_host_bytes: int
     disk_bytes: int
     kept_disk_bytes: int
     free_disk_bytes: int
@@ -118,7 +119,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     Raises:
         RotorError: as calibrate would at its start. UsageError: the weights of a hub id are not in the hub's cache.
     """
-    job = CalibrationJob.check(settings, Processes(), fetch=False)
+    job = CalibrationJob.check(settings, fetch=False)
     out, partial, resume = job.out.path, PartialRun(job.out), settings.resume
     partial.check(resume, settings.overwrite)
     streamed, _ = job.streams()
@@ -273,4 +274,5 @@ def _needs(estimate: Estimate, streamed: bool, out: Path, disk: int, kept: int, 
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    return Needs(streamed, estimate.host, estimate.device, available_host_bytes(), disk, kept, free, seconds)
+    memory = available_host_bytes(), usable_host_bytes()
+    return Needs(streamed, estimate.host, estimate.device, *memory, disk, kept, free, seconds)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..calibration.outline import Estimates, ModelOutline
+from ..calibration.outline import ModelOutline, needs_whole_model
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
+from ..models.estimate import Estimates
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import tensor_headers
-from ..models.memory import available_device_bytes, available_host_bytes, fits
+from ..models.memory import WholeModel, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
 from ..models.source import find_source
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
@@ -44,9 +45,9 @@ class Needs:
     kept_disk_bytes: int
 
     @classmethod
-    def of(cls, estimates: Estimates, device: torch.device) -> Needs:
-        """With all weights in memory where that fits, else streamed."""
-        streamed = not fits(estimates.resident, device)
+    def of(cls, estimates: Estimates, device: torch.device, whole: WholeModel | None = None) -> Needs:
+        """As the command itself decides; where it would refuse, what it lacks."""
+        streamed, _ = stream_weights("auto" if whole is None else "never", estimates, device)
         estimate = estimates[streamed]
         return cls(streamed, estimate.host_bytes, estimate.device_bytes, estimate.disk_bytes, estimate.kept_disk_bytes)
 
@@ -60,6 +61,7 @@ class Inspection:
     objective: device and load for which decode times are predicted; instructions_per_cycle: that an SM of it is taken
         to issue. decode_times: of every group size, at a few numbers of bytes; a prediction.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
+    usable_host_bytes: of what is available, where weights are to stay in memory.
     calibrate, export: what the commands take on this machine, as they would be run.
     """
 
@@ -85,6 +87,7 @@ class Inspection:
     export: Needs
     export_disk_bytes: int
     available_host_bytes: int
+    usable_host_bytes: int
     available_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,10 +147,13 @@ def inspect(
         objective=load,
         instructions_per_cycle=rates.instructions_per_cycle,
         decode_times=decode_times(shape, rates, step, candidates.values()),
-        calibrate=Needs.of(outline.calibration(spec, target, compute_dtype, batch_tokens), target),
+        calibrate=Needs.of(
+            outline.calibration(spec, target, compute_dtype, batch_tokens), target, needs_whole_model(spec)
+        ),
         export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
         export_disk_bytes=int(stored * 1.1),
         available_host_bytes=available_host_bytes(),
+        usable_host_bytes=usable_host_bytes(),
         available_device_bytes=available_device_bytes(target),
     )
 

@@ -30,7 +30,7 @@ LARGEST: dict[str, int] = {
         ),
         1 << 26,
     ),
-    **dict.fromkeys(("tokens.seq_len", "evaluation.seq_len", "prune.kmeans"), 1 << 20),
+    **dict.fromkeys(("tokens.seq_len", "evaluation.seq_len"), 1 << 20),
     **dict.fromkeys(("groups.size", "groups.fast_planes", "ranks.multiple_of", "objective.batch_size"), 1 << 16),
     **dict.fromkeys(
         ("evaluation.lookup_prompts", "evaluation.lookup_keys", "evaluation.copy_prompts", "evaluation.copy_tokens"),
@@ -73,9 +73,6 @@ _positive, _at_least_two = _above(0), _above(1)
 RANGES: dict[str, tuple[Test, str]] = {
     "tokens.count": (_positive, "a positive number of tokens"),
     "tokens.seq_len": (_at_least_two, "at least 2 tokens"),
-    "prune.share": (lambda share: 0 <= share < 1, "a share from 0 to below 1"),
-    "prune.kmeans": (_unless_null(_positive), "null or a positive number"),
-    "prune.seed": (_seed, "a number from 0"),
     "tokens.seed": (_seed, "a number from 0"),
     "evaluation.seed": (_seed, "a number from 0"),
     "groups.size": (_unless_word(_positive), "all, auto, any or a positive number of KV heads"),

@@ -10,7 +10,7 @@ import yaml
 
 from ..allocation.registry import Need
 from ..format.channels import WIDTHS
-from .sections import Bases, CacheSettings, Codes, Evaluation, Groups, ObjectiveSettings, Prune, Ranks, Search, Tokens
+from .sections import Bases, CacheSettings, Codes, Evaluation, Groups, ObjectiveSettings, Ranks, Search, Tokens
 
 EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective", "cache")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
@@ -27,7 +27,6 @@ class Recipe:
     name: str
     summary: str
     tokens: Tokens = field(default_factory=Tokens)
-    prune: Prune = field(default_factory=Prune)
     groups: Groups = field(default_factory=Groups)
     bases: Bases = field(default_factory=Bases)
     ranks: Ranks = field(default_factory=Ranks)

@@ -19,14 +19,13 @@ class Tokens:
 
     source: `random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
         `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K);
-        `text` reads the file or folder `path`; in a folder, each sub-folder is a topic, and each file beside them;
+        `text` reads the file or folder `path`;
         `dataset` reads `column` of a `split` of `dataset`.
     path: of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`.
     dataset: of `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder.
     split: of the data set.
     column: of the data set, with the text.
-    topic_column: of the data set, with the topics that `prune` goes by; null for none.
-    count: tokens in all, before any are pruned.
+    count: tokens in all.
     seq_len: tokens in a row, or the model's longest sequence if that is shorter.
     seed: of what is drawn: random tokens, the text that the model writes, the order of a data set.
     """
@@ -36,26 +35,8 @@ class Tokens:
     dataset: str | None = None
     split: str = "train"
     column: str = "text"
-    topic_column: str | None = None
     count: int = 8192
     seq_len: int = 512
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Prune:
-    """Pruning of calibration data, and centroids that stand for the rest (ZDC section 5.1).
-
-    share: share of the sequences dropped within each topic, at random (ZDC: 0.5).
-    kmeans: centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
-        which are both better and cheaper.
-    weighted: each centroid counts as often as there are vectors in its cluster, instead of each alike.
-    seed: of which sequences are dropped, and of the first centroids.
-    """
-
-    share: float = 0.0
-    kmeans: int | None = None
-    weighted: bool = True
     seed: int = 0
 
 

@@ -29,6 +29,7 @@ from .rotary_table import RotaryTable
 from .spread import Spread
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
+NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
 
 
 class RotorAttention(nn.Module):
@@ -272,4 +273,4 @@ def refuse_others(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor,
 
 def _refuse_gradients(gradient: Tensor) -> None:
     """Keys and values get no gradient through their codes: what is left of it would train something else."""
-    raise UsageError(NO_GRADIENTS, "Export a run of rows of numbers (recipe rotor-16), and train that.")
+    raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)

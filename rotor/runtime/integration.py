@@ -22,7 +22,7 @@ from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
-from .attention import NO_GRADIENTS, RotorAttention, refuse_others
+from .attention import NO_GRADIENTS, NO_GRADIENTS_HINT, RotorAttention, refuse_others
 from .cache_hook import stored_policies
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
@@ -78,6 +78,9 @@ class RotorQuantizer(HfQuantizer):
         for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
             module.kernels = kernels
+            module.register_load_state_dict_pre_hook(refuse_adapter_of_source)
+        if self.quantization_config.coded:  # type: ignore[attr-defined]
+            model.register_forward_pre_hook(refuse_training)
         if self.cache_policy is not None:
             try:
                 stored_policies().attach_stored(model, network, self.cache_policy)
@@ -115,6 +118,24 @@ class RotorQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def refuse_training(model: Any, *_: Any) -> None:
+    """Raises UsageError before the first step of training a checkpoint of codes."""
+    if model.training and torch.is_grad_enabled():
+        raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)
+
+
+def refuse_adapter_of_source(module: RotorAttention, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raises UsageError where a LoRA that was trained on the source is loaded into a compressed layer."""
+    own = {prefix + name: parameter.shape for name, parameter in module.named_parameters()}
+    for name in own.keys() & state.keys():
+        if ".lora_" in name and own[name] != state[name].shape:
+            raise UsageError(
+                f"{name} is {list(state[name].shape)}, this checkpoint takes {list(own[name])}: the adapter was trained "
+                "on the uncompressed model.",
+                "Merge it into that model (peft's merge_and_unload), then calibrate and export the result.",
+            )
 
 
 def with_head(model: Any) -> Any:

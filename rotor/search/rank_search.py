@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from ..allocation.plan import RankPath, RankPlan
-from ..data.readiness import judged_on
+from ..data.readiness import describe_evaluation
 from ..data.splits import SPLITS, EvaluationData, evaluation_data
 from ..errors import AccuracyError, UsageError
 from ..evaluation.fidelity import Fidelity, FidelityMeter
@@ -222,7 +222,7 @@ class RankSearch:
                     f"{job.run.folder}: cannot be written, and what this export has to measure first is kept there.",
                     f"Copy the run (cp -r {job.run.folder} COPY), and export from the copy.",
                 )
-            self.progress.message(f"text: {judged_on(job.recipe.evaluation, checkpoint.tokenizer)}")
+            self.progress.message(f"text: {describe_evaluation(job.recipe.evaluation, checkpoint.tokenizer)}")
             network, spec = self._loaded(), job.recipe.evaluation
             meter = FidelityMeter(
                 EvaluationContext(spec, self.data.rows, checkpoint.tokenizer, checkpoint.config),

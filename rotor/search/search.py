@@ -69,8 +69,8 @@ def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sen
 def _gradients(run: Run) -> list[tuple[Tensor, Tensor]]:
     """Summed squared gradients of W_k and W_v of each layer's groups; see FisherPath."""
     size = next(iter(run.info["candidates"].values()))["group_size"]
-    both = (read_fisher(run.folder, layer) for layer in range(run.shape.num_layers))
-    return [(keys.reshape(-1, size).sum(-1), values.reshape(-1, size).sum(-1)) for keys, values in both]
+    groups = read_fisher(run.folder, run.shape).unflatten(-1, (-1, size)).sum(-1)
+    return [(keys, values) for keys, values in groups]
 
 
 class Measurer:

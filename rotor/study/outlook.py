@@ -129,12 +129,6 @@ class Outlook:
             self._run(tally, f"sources/{name}/text", _from(recipe, "text"))
             tally.small += len(missing)
 
-    def pruning(self, tally: Tally, name: str, recipe: Recipe) -> None:
-        labels = [*(f"share-{share:g}" for share in parts.PRUNE_SHARES), *(f"kmeans-{k}" for k in parts.CENTROIDS)]
-        missing = [label for label in labels if f"pruning/{name}/{label}/p{self.at:.2f}" not in self.records]
-        tally.calibrations += [recipe] * len(missing)
-        tally.whole += len(missing)
-
     def front(self, tally: Tally, name: str, recipe: Recipe) -> None:
         missing = [weight for weight in WEIGHTS if f"front/{name}/w{weight:.2f}" not in self.records]
         if missing:

@@ -43,11 +43,6 @@ TARGETS = (0.99, 0.95, 0.90)
 ANGLE_SHARES = (0.25, 0.5)
 """Shares of the columns that are kept where subspaces are compared."""
 
-PRUNE_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-CENTROIDS = (64, 256, 1024, 4096)
-PRUNED_SHARE = 0.5
-"""Share of the sequences dropped before K-means (ZDC section 5.1)."""
-
 HELD_OUT_TOKENS = 2048
 """Tokens of each part of the held-out data on which degradation is measured (ZDC section 4.3)."""
 
@@ -183,24 +178,6 @@ class StudyParts:
         Source: ZDC section 5.2.
         """
         TiersPart(self.subject, self.store, None).measure(name, recipe, partial(self._run, name, recipe))
-
-    def pruning(self, name: str, recipe: Recipe) -> None:
-        """Error, seconds and spectra by the share of sequences dropped, and by the number of centroids.
-
-        Source: ZDC figures 15 and 26.
-        """
-        plans = {f"share-{share:g}": {"share": share, "kmeans": None} for share in PRUNE_SHARES}
-        plans |= {f"kmeans-{k}": {"share": PRUNED_SHARE, "kmeans": k} for k in CENTROIDS}
-        for label, fields in plans.items():
-            key = f"pruning/{name}/{label}/p{self.at:.2f}"
-            if self.store.get(key):
-                continue
-            values = ("null" if value is None else value for value in fields.values())
-            changes = [f"prune.{field}={value}" for field, value in zip(fields, values, strict=True)]
-            try:
-                self._measure_variant(key, override(_of_two_latents(recipe), changes), {"recipe": name, **fields}, None)
-            except DataError as error:
-                self.store.put(key, {"recipe": name, **fields, "skipped": error.message})
 
     def _reads_tokens(self, name: str, recipe: Recipe, part: str) -> bool:
         """Whether calibration tokens decide anything of a recipe; if not, it says so: there is nothing to measure."""

@@ -60,7 +60,6 @@ def write_plots(store: StudyStore) -> list[Path]:
             ("spectra", lambda figure: _draw_spectra(figure, curves(store, "curves"), of)),
             ("tokens", lambda figure: _draw_tokens(figure, store.part("tokens"))),
             ("degradation", lambda figure: _draw_degradation(figure, store.part("degradation"))),
-            ("pruning", lambda figure: _draw_pruning(figure, store.part("pruning"))),
             ("front", lambda figure: _draw_front(figure, store.part("front"))),
             ("peers", lambda figure: draw_peers(figure, peer_records(store))),
             ("tiers", lambda figure: draw_tiers(figure, tiers_of_recipes(store))),
@@ -68,7 +67,6 @@ def write_plots(store: StudyStore) -> list[Path]:
             ("evict", lambda figure: draw_evict(figure, store)),
             ("budgets", lambda figure: draw_budgets(figure, store)),
             ("combine", lambda figure: draw_combine(figure, store)),
-            ("pruning-spectra", lambda figure: _draw_pruning_spectra(figure, store.part("pruning"), of)),
         ):
             figure = Figure(figsize=SIZES.get(name, (11, 4.5)), dpi=120)
             if draw(figure):
@@ -170,40 +168,6 @@ def _draw_degradation(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
     return True
 
 
-def _draw_pruning(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
-    """KL and seconds against the share dropped, and against the number of centroids."""
-    found = [r for r in records.values() if "skipped" not in r]
-    if not found:
-        return False
-    figure.suptitle("pruning and K-means (ZDC figure 26)")
-    left, right = figure.subplots(1, 2)
-    recipes = list(dict.fromkeys(r["recipe"] for r in found))
-    for axes, by, label in (
-        (left, "share", "share of the sequences dropped"),
-        (right, "kmeans", "centroids a group (after dropping half)"),
-    ):
-        seconds = axes.twinx()
-        seconds.grid(False)
-        for index, recipe in enumerate(recipes):
-            chosen = [r for r in found if r["recipe"] == recipe and (r["kmeans"] is not None) == (by == "kmeans")]
-            chosen = sorted(chosen, key=lambda r: r[by])
-            if chosen:
-                x = [r[by] for r in chosen]
-                _line(axes, index, x, [r["report"]["kl_div"] for r in chosen], f"{recipe}, KL")
-                time = [sum(r["seconds"].values()) for r in chosen]
-                _line(seconds, index, x, time, f"{recipe}, seconds", linestyle="--", fillstyle="none")
-                axes.plot([], [], color=f"C{index % 10}", linestyle="--", label=f"{recipe}, seconds (right axis)")
-        axes.set(xlabel=label, ylabel="KL divergence (nats per token)")
-        axes.set_ylim(bottom=0)
-        seconds.set_ylabel("seconds to calibrate")
-        seconds.set_ylim(bottom=0)
-    if any(r["kmeans"] is not None for r in found):
-        right.set_xscale("log", base=2)
-        right.xaxis.set_major_formatter("{x:.0f}")
-    _legend(left)
-    return True
-
-
 def _draw_front(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
     """Predicted time against bytes, both as shares of the uncompressed model; one line for each target accuracy."""
     series: dict[str, list[tuple[float, float, float]]] = {}
@@ -232,17 +196,3 @@ def _draw_front(figure: Any, records: dict[str, dict[str, Any]]) -> bool:
     axes.set(ylabel="predicted attention time (share)")
     _legend(axes, title="numbers: weight of latency", title_fontsize=8)
     return True
-
-
-def _draw_pruning_spectra(figure: Any, records: dict[str, dict[str, Any]], quantity: Quantity) -> bool:
-    """ZDC figure 15: mean singular values without pruning, with half dropped, and with K-means after that."""
-    labels = {"share-0": "all sequences", "share-0.5": "half dropped"}
-    spectra, recipes = {}, {}
-    for key, record in records.items():
-        recipe, what = key.split("/")[:2]
-        if "bases" in record and (what in labels or what.startswith("kmeans-")):
-            label = labels.get(what, f"half dropped, {record['kmeans']} centroids")
-            name = f"{recipe}, {label}"
-            spectra[name], recipes[name] = record["bases"], recipe
-    figure.suptitle("mean singular values with and without pruning and K-means (ZDC figure 15)")
-    return draw_spectra(figure, spectra, lambda name, side: quantity(recipes[name], side))

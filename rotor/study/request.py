@@ -18,7 +18,7 @@ CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
 ON_REQUEST = ("peers", *CACHE_PARTS, "tiers")
 """Parts that take longest, and are only run when they are named."""
 
-PARTS = ("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front", *ON_REQUEST)
+PARTS = ("curves", "sources", "tokens", "degradation", "ablation", "front", *ON_REQUEST)
 """What a study can measure, in the order in which it does."""
 
 DEFAULT_PARTS = ("curves", "ablation")

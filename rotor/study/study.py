@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..data.readiness import judged_on
+from ..data.readiness import describe_evaluation
 from ..errors import UsageError
 from ..evaluation.placement import Placement
 from ..format.hashes import file_sha256
@@ -91,7 +91,7 @@ def study(
         focus: names of the recipes for all parts but `curves`, `ablation`, `peers` and CACHE_PARTS; by default the
             first.
         ablations: overrides of the recipe `ablation_base` by name.
-        at: compression at which `tokens` and `pruning` are measured.
+        at: compression at which `tokens` is measured.
         counts: numbers of calibration tokens for `tokens`.
         sizes: bytes of cache per token at which `peers` measures the recipes; by default shares of the uncompressed
             model's.
@@ -123,7 +123,7 @@ def study(
         checkpoint = Checkpoint(source.folder)
         compute = Compute(device, dtype, offload, device_map)
         placement = Placement.choose(checkpoint, request.first, compute, progress)
-        progress.message(f"text: {judged_on(request.first.evaluation, checkpoint.tokenizer)}")
+        progress.message(f"text: {describe_evaluation(request.first.evaluation, checkpoint.tokenizer)}")
         subject = StudySubject(checkpoint, request.first.evaluation, placement, Path(out), progress)
         store = StudyStore.open(Path(out), _settings(request, source.name, checkpoint, placement))
         held.enter_context(log_file(Path(out), "study"))
@@ -223,7 +223,6 @@ _PARTS: dict[str, Callable[[StudyParts, StudyPlan], None]] = {
     "sources": _each(StudyParts.sources),
     "tokens": _tokens,
     "degradation": _each(StudyParts.degradation),
-    "pruning": _each(StudyParts.pruning),
     "ablation": _ablation,
     "front": _front,
     "peers": _peers,
@@ -274,7 +273,6 @@ _OUTLOOKS: dict[str, Callable[[Outlook, StudyPlan, Tally], None]] = {
     "sources": _outlook_each(Outlook.sources),
     "tokens": _outlook_tokens,
     "degradation": _outlook_each(Outlook.degradation),
-    "pruning": _outlook_each(Outlook.pruning),
     "ablation": _outlook_ablation,
     "front": _outlook_front,
     "peers": lambda outlook, plan, tally: outlook.peers(tally, plan.recipes, plan.sizes),

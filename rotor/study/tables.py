@@ -61,7 +61,6 @@ def write_summary(store: StudyStore) -> Path:
         ("sources", "Bases by source of the calibration tokens", lambda records: _sources(store, records)),
         ("tokens", "Error by number of calibration tokens", lambda records: _tokens(store, records)),
         ("degradation", "Degradation of the attention outputs (ZDC figure 14)", _degradation),
-        ("pruning", "Pruning and K-means (ZDC figure 26)", _pruning),
         ("front", "Bytes of cache against predicted decode time", _front),
         ("peers", "Caches against quantisers, at their bytes", lambda _: _peers(store)),
     ):
@@ -235,22 +234,6 @@ def _degradation(records: dict[str, dict[str, Any]]) -> list[str]:
         "Relative difference of the outputs of the attention layers, one side compressed by the same share everywhere, "
         "with bases from text.",
         *table(["recipe", "side", "p", "text calibrated on", "other text, by part"], rows),
-    ]
-
-
-def _pruning(records: dict[str, dict[str, Any]]) -> list[str]:
-    rows = []
-    for key, record in records.items():
-        start = [f"`{record['recipe']}`", f"{record['share']:g}", str(record["kmeans"] or "none")]
-        start.append(f"p = {key.rpartition('/p')[2]}")
-        if "skipped" in record:
-            rows.append([*start, "", "", f"not measured: {record['skipped']}"])
-        else:
-            rows.append([*start, *_point_cells(record), f"{sum(record['seconds'].values()):.2f}"])
-    return [
-        "",
-        "Report split.",
-        *table(["recipe", "share dropped", "centroids", "compression", "accuracy", "KL", "seconds"], rows),
     ]
 
 

@@ -14,7 +14,6 @@ from ..format.json_differences import differences
 from ..format.layout import compression, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.manifest import Manifest
 from ..format.tensors import layer_tensors
-from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
 from ..progress import Progress
 from ..runtime.families import FAMILIES
@@ -94,10 +93,9 @@ def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Ca
     """Files against rotor.json: names, shapes, dtypes, hashes, finiteness; JSON files against each other."""
     report = checkpoint.report
     recorded = report["tensors"]
-    stored = {name for file in checkpoint.files for name in checkpoint.stored_names(file)}
+    stored = set(checkpoint.names)
     problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
-    problems += [f"{name} in {_holder(checkpoint, name)} is unexpected" for name in sorted(stored - set(recorded))]
-    problems += [f"{name} is not in the index" for name in sorted(stored & set(recorded) - checkpoint.names)]
+    problems += [f"{name} in {checkpoint.file_of[name]} is unexpected" for name in sorted(stored - set(recorded))]
     result.add_problems("tensor names", problems, f"{len(recorded)} tensors")
     wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
     for file in checkpoint.files:
@@ -140,10 +138,6 @@ def _check_manifest(result: Validation, digest: str | None) -> None:
         same = manifest.digest == digest.strip().lower()
         result.add("digest", same, manifest.digest if same else f"is {manifest.digest}, expected {shorten(digest)}")
     result.summary["digest"] = manifest.digest
-
-
-def _holder(checkpoint: Checkpoint, name: str) -> str:
-    return next(file for file in checkpoint.files if name in checkpoint.stored_names(file))
 
 
 def _kind(shape: list[int], dtype: str, file: str) -> str:
