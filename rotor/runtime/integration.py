@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -132,8 +133,8 @@ def refuse_adapter_of_source(module: RotorAttention, state: dict[str, Any], pref
     for name in own.keys() & state.keys():
         if ".lora_" in name and own[name] != state[name].shape:
             raise UsageError(
-                f"{name} is {list(state[name].shape)}, this checkpoint takes {list(own[name])}: the adapter was trained "
-                "on the uncompressed model.",
+                f"{name} is {list(state[name].shape)}, this checkpoint takes {list(own[name])}: the adapter was "
+                "trained on the uncompressed model.",
                 "Merge it into that model (peft's merge_and_unload), then calibrate and export the result.",
             )
 
