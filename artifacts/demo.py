@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rotor  # noqa: F401  (lets transformers load OUT)
 
-PROMPT, NEW_TOKENS, CONTEXT = "def main(", 48, 32768
+PROMPT, NEW_TOKENS, CONTEXT = "import unittest\n\n\nclass Test", 40, 32768
 
 
 def continued(folder: Path) -> str:

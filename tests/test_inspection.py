@@ -37,7 +37,8 @@ def test_the_bundled_model() -> None:
     assert found.parameters == with_weights
     assert list(found.keys) == ["64_13-2"]
     assert not found.calibrate.streamed
-    assert found.calibrate.host_bytes < found.available_host_bytes
+    assert sum(found.calibrate.host_bytes.values()) < found.calibrate.available_host_bytes
+    assert found.calibrate.product_seconds.keys() >= {"text", "statistics"}
 
 
 def test_weights_are_not_read(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_a_config_alone_is_enough(tiny, tmp_path: Path) -> None:
         alone, whole = inspect(folder / "config.json"), inspect(model)
         assert (alone.shape, alone.keys, alone.parameters) == (whole.shape, whole.keys, whole.parameters)
         assert alone.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.02)
-        assert alone.calibrate.host_bytes == pytest.approx(whole.calibrate.host_bytes, rel=0.02)
+        assert alone.calibrate.host_bytes == pytest.approx(whole.calibrate.host_bytes, rel=0.1)
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     shutil.copy(DEMO_MODEL / "config.json", pickled)
