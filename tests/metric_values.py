@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from rotor.data.splits import evaluation_data
-from rotor.evaluation.metrics import EvaluationContext
-from rotor.evaluation.scoring import Tally
+from rotor.evaluation.metrics import EvaluationContext, Outputs
+from rotor.evaluation.scoring import Scores, position_scores
 from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation
 
@@ -18,11 +19,18 @@ OTHER = torch.tensor([[[0.25, 0.5, 0.25], [0.2, 0.7, 0.1]], [[0.1, 0.1, 0.8], [0
 ROWS = torch.tensor([[0, 0, 1], [0, 2, 1]])
 
 
-def tally(logits: torch.Tensor, reference: torch.Tensor | None = None):
-    result = Tally()
-    for i in range(len(logits)):
-        result.add(logits[i], ROWS[i, 1:], None if reference is None else reference[i])
-    return result.scores(len(logits))
+def scores(logits: torch.Tensor, reference: torch.Tensor | None = None) -> Scores:
+    none = [None] * len(logits)
+    parts = [
+        position_scores(own, row[1:], theirs)
+        for own, row, theirs in zip(logits, ROWS, none if reference is None else reference, strict=True)
+    ]
+    return Scores.of(parts, len(logits))
+
+
+def outputs(text: Scores, network: Any = None) -> Outputs:
+    """Of the text alone."""
+    return Outputs(network, text, torch.empty(0), {})
 
 
 def context(spec: Evaluation | None = None, checkpoint: Checkpoint | None = None) -> EvaluationContext:

@@ -184,13 +184,13 @@ def test_moments_of_smaller_groups_are_blocks_of_the_larger() -> None:
     torch.testing.assert_close(large.moment("value", 1), singles)
 
 
-def test_centring_removes_exactly_what_softmax_does_not_see() -> None:
+def test_centred_moments_are_those_less_the_mean() -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=4)
     keys = random(50, 1, 4) + 7
     statistics = LayerStatistics(shape, 1)
     statistics.add({"key_post": keys, "query": random(50, 2, 4, seed=3)})
     weights = AttentionWeights(random(8, 4), random(4, 4), random(4, 4), random(4, 8))
-    centred = Inputs(statistics, weights, shape, POST_ROPE, 1).centred_keys()[0]
+    centred = Inputs(statistics, weights, shape, POST_ROPE, 1).centred("key_post")[0]
     rows = keys[:, 0] - keys[:, 0].mean(0)
     torch.testing.assert_close(centred, rows.T @ rows)
 

@@ -142,7 +142,7 @@ CASES = [
     ("llama", "rotor", ()),
     ("llama", "rotor", ("groups.size=1",)),
     ("llama", "rotor", ("groups.size=2", "groups.rope_block=4", "groups.fast_planes=3")),
-    ("llama", "rotor-post", ("groups.domain=post", "bases.qk=kq-centred")),
+    ("llama", "rotor-post", ("groups.domain=post", "bases.qk=kq")),
     ("llama", "rotor-post", ("groups.rope_block=4",)),
     ("llama", "rotor", ("groups.joint=false",)),
     ("llama", "rotor-smallest", ()),

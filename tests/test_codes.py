@@ -19,7 +19,7 @@ from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.codes.allocation import bit_curve, bit_path
 from rotor.codes.fold import FoldedCode, fold_code
 from rotor.codes.layer import layer_codes
-from rotor.codes.quantiser import ChannelCode, measure_channels
+from rotor.codes.quantiser import ChannelCode, ChannelFit, measure_channels
 from rotor.errors import NumericsError
 from rotor.format.channels import PLANE, Channels
 from rotor.format.layout import POST_ROPE, AttentionShape, KeyForm
@@ -35,6 +35,12 @@ WIDTHS = (0, 4, 8, 12, 16)
 
 def normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def code_of(fit: ChannelFit, *bits: int) -> ChannelCode:
+    """Of a fit at WIDTHS."""
+    index, channels = torch.tensor([WIDTHS.index(b) for b in bits]), torch.arange(len(bits))
+    return ChannelCode(torch.tensor(bits), fit.mean[index, channels], fit.scale[index, channels])
 
 
 def test_distortion_of_a_gaussian_is_that_of_the_best_uniform_quantiser():
@@ -66,9 +72,9 @@ def test_the_fit_follows_shift_and_unit_of_a_channel():
 def test_distortion_is_what_encode_and_decode_leave():
     latents = normal(1000, len(WIDTHS)) * torch.tensor([1.0, 5.0, 0.1, 30.0, 2.0]) + 4
     statistics = measure_channels(latents, None, WIDTHS)
-    code = statistics.code(torch.tensor(WIDTHS))
+    code = code_of(statistics, *WIDTHS)
     codes = code.encode(latents)
-    expected = statistics.errors()[torch.arange(5), torch.arange(5)]
+    expected = (statistics.distortion * statistics.variance).diagonal()
     left = (code.decode(codes) - latents).square().mean(0)
     assert relative_error(left[:3], expected[:3]) < 1e-9
     assert (left[3:] < expected[3:]).all()  # which count the rounding of a projection in bfloat16
@@ -78,8 +84,8 @@ def test_distortion_is_what_encode_and_decode_leave():
 
 def test_a_constant_channel_costs_nothing_at_any_width():
     statistics = measure_channels(torch.full((64, 1), 3.0, dtype=torch.float64), None, WIDTHS)
-    assert statistics.errors().max() < 1e-12
-    assert float(statistics.code(torch.tensor([0])).decode(torch.zeros(1, 1))) == 3.0
+    assert (statistics.distortion * statistics.variance).max() < 1e-12
+    assert float(code_of(statistics, 0).decode(torch.zeros(1, 1))) == 3.0
 
 
 def test_a_sample_of_weight_two_is_two_samples():
@@ -217,8 +223,8 @@ def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor
     read = normal(64, dim, seed=seed + 3)
     pair = closed_form((read.T @ read)[None], (x.T @ x)[None])
     encode, decode = pair.encode[0], pair.decode[0]
-    bits = torch.tensor([*CHANNELS.bits, 0, 0, 0, 0])
-    return x, encode, decode, measure_channels(x @ encode, None, WIDTHS).code(bits)
+    code = code_of(measure_channels(x @ encode, None, WIDTHS), *CHANNELS.bits, 0, 0, 0, 0)
+    return x, encode, decode, code
 
 
 def rows_of(folded: FoldedCode, projected: Tensor) -> Tensor:

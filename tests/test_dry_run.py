@@ -43,7 +43,7 @@ def stored_sizes(folder: Path) -> dict[str, int]:
         ("llama", "post", {}),
         ("phi3", "pre", {}),
         ("gpt2", "none", {}),
-        ("qwen2", "post", {"qk": "kq-centred"}),
+        ("qwen2", "post", {"qk": "kq"}),
         ("qwen3", "pre", {}),
     ],
 )

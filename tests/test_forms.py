@@ -12,8 +12,8 @@ from torch import Tensor
 from rotor.bases.layer import LayerBases
 from rotor.bases.pair import BasisPair
 from rotor.codes.layer import CodedBases
-from rotor.codes.quantiser import measure_channels
-from rotor.format.channels import WIDTHS, Channels, Numbers
+from rotor.codes.quantiser import ChannelCode, measure_channels
+from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import POST_ROPE, AttentionShape, KeyForm
 from rotor.format.tensors import layer_tensors
 from rotor.kernels.parameters import AttentionParameters
@@ -68,8 +68,8 @@ def bases_of(form: KeyForm, shape: AttentionShape, joint: bool, coded: bool) -> 
     if not coded:
         return bases
     columns = sides[0].encode.shape[-1]
-    spread = measure_channels(8 * normal(600, columns, seed=40), None, (0, *reversed(WIDTHS)))
-    code = spread.code(torch.full((columns,), 16))
+    fit = measure_channels(8 * normal(600, columns, seed=40), None, (16,))
+    code = ChannelCode(torch.full((columns,), 16), fit.mean[0], fit.scale[0])
     channels = Channels(n16=columns)
     return CodedBases(
         form,

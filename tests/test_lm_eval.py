@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from metric_values import BASE, context, tally
+from metric_values import BASE, context, outputs, scores
 
 from rotor.errors import DataError, UsageError
-from rotor.evaluation.metrics import Seen, make_metric
+from rotor.evaluation.metrics import make_metric
 from rotor.export.export import export
 from rotor.recipe import Evaluation
 from rotor.validation.validate import validate
@@ -68,10 +68,10 @@ def test_lm_eval_task_of_local_files(lookup_task: Path, demo, run_copy, tmp_path
     metric = make_metric(spec.metric, context(spec, checkpoint))
     assert metric._documents("search") == {"rotor_lookup": list(range(0, 20, 2))}
     assert metric._documents("report") == {"rotor_lookup": list(range(1, 20, 2))}
-    base = metric.measure_base(Seen(model, tally(BASE)), "report")
+    base = metric.measure_base(outputs(scores(BASE), model), "report")
     assert "%|" not in capsys.readouterr().err  # no bars but rotor's own
     assert base["score"] >= 0.8  # four choices: 0.25 by chance
-    found = metric.measure(Seen(model, tally(BASE)), "report")
+    found = metric.measure(outputs(scores(BASE), model), "report")
     assert found.value == 1
     assert found.fields == {
         "compressed_score": base["score"],

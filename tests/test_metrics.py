@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import in_memory
-from metric_values import BASE, OTHER, context, tally
+from metric_values import BASE, OTHER, context, outputs, scores
 
 from rotor.errors import RecipeError
 from rotor.evaluation import scoring as evaluation
 from rotor.evaluation.fidelity import FidelityMeter
-from rotor.evaluation.metrics import Measurement, Seen, make_metric, smallest
+from rotor.evaluation.metrics import Measurement, make_metric, smallest
 from rotor.evaluation.scoring import Scores, batch_logits, position_kl_div, quantiles, resample
 from rotor.export.export import export
 from rotor.progress import Progress
@@ -27,7 +27,7 @@ from rotor.validation.validate import validate
 
 
 def test_scores_by_hand() -> None:
-    base, other = tally(BASE), tally(OTHER, BASE)
+    base, other = scores(BASE), scores(OTHER, BASE)
     assert base.tokens == 2
     assert base.correct.tolist() == [2, 1]
     assert other.correct.tolist() == [1, 2]
@@ -41,12 +41,12 @@ def test_scores_by_hand() -> None:
 
 def measured(name: str, base: Scores, other: Scores) -> Measurement:
     metric = make_metric(name, context())
-    metric.measure_base(Seen(None, base), "report")  # type: ignore[arg-type]
-    return metric.measure(Seen(None, other), "report")  # type: ignore[arg-type]
+    metric.measure_base(outputs(base), "report")
+    return metric.measure(outputs(other), "report")
 
 
 def test_ratios_by_hand() -> None:
-    base, other = tally(BASE), tally(OTHER, BASE)
+    base, other = scores(BASE), scores(OTHER, BASE)
     agreement = measured("top1_agreement", base, other)
     assert agreement.value == 0.5
     assert agreement.interval == (0.5, 0.5)  # one of two positions in either row

@@ -68,9 +68,9 @@ def test_a_recipe_is_frozen() -> None:
         ("tokens=3", "tokens: got 3, expected a mapping"),
         ("ranks.probe_shares=[0.9, 1.5]", "ranks.probe_shares"),
         ("groups.fast_planes=-1", "groups.fast_planes: got -1, expected quarter, all, auto or a number of planes"),
-        ("groups.domain=pre", "got 'svd', expected one of whitened, kq, kq-centred, fisher, palu, identity"),
+        ("groups.domain=pre", "got 'svd', expected one of whitened, kq, fisher, palu, identity"),
         ("groups.size=any", "ranks.method: got 'removal-rate', expected global, as only it, or bits of codes, chooses"),
-        ("bases.qk=kq-centered", "bases.qk: got 'kq-centered', expected one of svd, whitened, kq, kq-centred"),
+        ("bases.qk=kqq", "bases.qk: got 'kqq', expected one of svd, whitened, kq, fisher"),
         (
             "bases.vo=output",
             "bases.vo: got 'output', expected one of svd, whitened, kq, kq-output, fisher, palu",
@@ -145,6 +145,6 @@ def test_names_are_those_of_the_registered_methods() -> None:
 def test_a_basis_for_either_domain_must_work_in_both() -> None:
     with pytest.raises(
         RecipeError,
-        match=r"bases\.qk: got 'svd', expected one of kq, kq-centred, fisher, identity, as groups\.domain is any",
+        match=r"bases\.qk: got 'svd', expected one of kq, fisher, identity, as groups\.domain is any",
     ):
         load_recipe("rotor", ["groups.domain=any", "bases.qk=svd"])

@@ -60,10 +60,6 @@ def of_keys(inputs: Inputs) -> BasisPair:
     return closed_form(inputs.queries(), inputs.keys(), inputs.group_size)
 
 
-def of_centred_keys(inputs: Inputs) -> BasisPair:
-    return closed_form(inputs.queries(), inputs.centred_keys(), inputs.group_size)
-
-
 def of_values(inputs: Inputs) -> BasisPair:
     return closed_form(inputs.readers(), inputs.values(), inputs.group_size)
 

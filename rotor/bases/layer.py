@@ -12,8 +12,8 @@ from ..format.layout import AttentionShape, Candidate, KeyForm
 from ..numerics import one_thread
 from ..runtime.families import AttentionWeights
 from . import fisher
-from .method import Gradients, Inputs, Moments
-from .moments import stored_name
+from .method import Gradients, Inputs
+from .moments import LayerStatistics, stored_name
 from .pair import BasisPair, stacked_pair
 from .registry import QK_METHODS, VO_METHODS
 
@@ -93,7 +93,7 @@ def needed_statistics(
 
 
 def layer_bases(
-    statistics: Moments,
+    statistics: LayerStatistics,
     weights: AttentionWeights,
     shape: AttentionShape,
     candidate: Candidate,

@@ -10,18 +10,7 @@ from torch import Tensor
 
 from ..format.layout import AttentionShape, KeyForm
 from ..runtime.families import AttentionWeights
-from .moments import stored_name
-
-
-class Moments(Protocol):
-    """Second moments of one layer: what rotor.statistics gathers."""
-
-    @property
-    def tokens(self) -> int: ...
-
-    def moment(self, name: str, group_size: int) -> Tensor: ...
-
-    def mean(self, group_size: int, name: str) -> Tensor: ...
+from .moments import LayerStatistics, stored_name
 
 
 class Gradients(Protocol):
@@ -45,7 +34,7 @@ class Gradients(Protocol):
 class Inputs:
     """The view of one layer that a method computes from; gradients where a method reads them."""
 
-    statistics: Moments
+    statistics: LayerStatistics
     weights: AttentionWeights
     shape: AttentionShape
     form: KeyForm
@@ -71,10 +60,6 @@ class Inputs:
         """E[g g^T] of the gradients by keys or values, [num_groups, n, n]."""
         assert self.gradients is not None  # who makes the inputs has looked at `BasisMethod.gradients`
         return self.gradients.per_token(name, self.group_size)
-
-    def centred_keys(self) -> Tensor:
-        """The same after RoPE of keys less their mean: softmax does not see what is added to a whole row of logits."""
-        return self.keys() if self.form.rope_block is not None else self.centred(self.key_name)
 
     def queries(self) -> Tensor:
         """Moments of queries [num_groups, n, n], block-diagonal; averaged over relative positions, but after RoPE."""

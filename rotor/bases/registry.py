@@ -26,7 +26,7 @@ class BasisMethod:
     """A way to compute the basis of one side, under the name that recipes give it.
 
     summary: one line, for help and tables; papers by their short names (see rotor).
-    implementation: MODULE:FUNCTION in this package, from Inputs to a BasisPair.
+    implementation: MODULE:FUNCTION, from Inputs to a BasisPair; a module of this package.
     domains: where keys may be compressed with it.
     gradients: it reads the gradients of the model's loss by keys or values, too.
     moments: names of the second moments that it reads: `query`, `key` (as keys are stored), `value`, `output`.
@@ -62,7 +62,7 @@ METHODS = (
         "SVD of the stacked queries and keys, one rotation for both (FDC section 5.1)",
         "svd:of_queries_and_keys",
         _READS_BOTH,
-        ("post",),
+        domains=("post",),
     ),
     BasisMethod(
         "qk",
@@ -70,7 +70,32 @@ METHODS = (
         "SVD of the keys, which is that of W_k whitened by its input (Palu section 3.3)",
         "svd:of_keys",
         _READS_KEYS,
-        ("pre",),
+        domains=("pre",),
+    ),
+    BasisMethod(
+        "qk",
+        "kq",
+        "least error of the logits, in closed form (KQ-SVD); before RoPE weighted by the query per rotary frequency",
+        "kq:of_keys",
+        _READS_BOTH,
+    ),
+    # With all heads of a group as one reader, the loss and the latents are both diagonal in these bases; what codes
+    # leave of each channel adds up.
+    BasisMethod(
+        "qk",
+        "fisher",
+        "least loss of the model to second order: E[g g^T] of its gradients by the keys, against the centred keys",
+        "fisher:of_keys",
+        _READS_KEYS,
+        gradients=True,
+    ),
+    BasisMethod("qk", "palu", "SVD of W_k, without data (Palu)", "palu:of_key_projection", domains=("pre",)),
+    BasisMethod(
+        "qk",
+        "identity",
+        "keys as they are, channels in the order of their share of the logits; to compare with",
+        "identity:of_keys",
+        _READS_BOTH,
     ),
     BasisMethod(
         "vo",
@@ -87,21 +112,6 @@ METHODS = (
         _READS_VALUES,
     ),
     BasisMethod(
-        "qk",
-        "kq",
-        "least error of the logits, in closed form (KQ-SVD); before RoPE weighted by the query per rotary frequency",
-        "kq:of_keys",
-        _READS_BOTH,
-    ),
-    # Before RoPE a constant key is no constant in the logits: there nothing is centred.
-    BasisMethod(
-        "qk",
-        "kq-centred",
-        "the same of keys less their mean, which softmax does not see; before RoPE exactly kq",
-        "kq:of_centred_keys",
-        _READS_BOTH,
-    ),
-    BasisMethod(
         "vo",
         "kq",
         "least error of what W_o makes of the values, in closed form (KQ-SVD)",
@@ -115,44 +125,8 @@ METHODS = (
         "kq:of_outputs",
         frozenset({"output"}),
     ),
-    # With all heads of a group as one reader, the loss and the latents are both diagonal in these bases; what codes
-    # leave of each column adds up.
-    BasisMethod(
-        "qk",
-        "fisher",
-        "least loss of the model to second order: E[g g^T] of its gradients by the keys, against the centred keys",
-        "fisher:of_keys",
-        _READS_KEYS,
-        gradients=True,
-    ),
-    BasisMethod(
-        "vo",
-        "fisher",
-        "the same of the values",
-        "fisher:of_values",
-        _READS_VALUES,
-        gradients=True,
-    ),
-    BasisMethod(
-        "qk",
-        "palu",
-        "SVD of W_k, without data (Palu)",
-        "palu:of_key_projection",
-        domains=("pre",),
-    ),
-    BasisMethod(
-        "vo",
-        "palu",
-        "SVD of W_v, without data (Palu)",
-        "palu:of_value_projection",
-    ),
-    BasisMethod(
-        "qk",
-        "identity",
-        "keys as they are, channels in the order of their share of the logits; to compare with",
-        "identity:of_keys",
-        _READS_BOTH,
-    ),
+    BasisMethod("vo", "fisher", "the same of the values", "fisher:of_values", _READS_VALUES, gradients=True),
+    BasisMethod("vo", "palu", "SVD of W_v, without data (Palu)", "palu:of_value_projection"),
     BasisMethod(
         "vo",
         "identity",

@@ -12,7 +12,7 @@ from ..bases.layer import LayerBases
 from ..bases.method import Gradients
 from ..bases.pair import BasisPair
 from ..format.channels import WIDTHS, Channels, aligned
-from .quantiser import ChannelCode, ChannelStatistics, measure_channels
+from .quantiser import ChannelCode, measure_channels
 
 MEASURED = (0, *reversed(WIDTHS))
 """Bits at which every channel is measured, so that any of them can be allocated later."""
@@ -41,7 +41,7 @@ class SideCodes:
 
     weight: [num_groups, channels], what a squared error of 1 in each channel costs in nats per token. variance:
     likewise, each token weighed by its squared gradient. mean, scale, distortion: [widths, num_groups, channels], at
-    the bits of MEASURED; see ChannelStatistics.
+    the bits of MEASURED; see ChannelFit.
     """
 
     weight: Tensor
@@ -64,14 +64,8 @@ class SideCodes:
         order = self.order(group)
         bits = torch.zeros(len(order), dtype=torch.int64)
         bits[: channels.rank] = torch.tensor(channels.bits)
-        statistics = ChannelStatistics(
-            MEASURED,
-            self.variance[group, order],
-            self.mean[:, group, order],
-            self.scale[:, group, order],
-            self.distortion[:, group, order],
-        )
-        return order, statistics.code(bits)
+        index = torch.tensor([MEASURED.index(width) for width in bits.tolist()])
+        return order, ChannelCode(bits, self.mean[index, group, order], self.scale[index, group, order])
 
 
 @dataclass(frozen=True)
@@ -126,28 +120,19 @@ def _side(name: str, pair: BasisPair, group_size: int, gradients: Gradients) -> 
     costs = share[:, None] * (OWN * squares + (1 - OWN) * mean)
     latents = vectors @ pair.encode
     fits = [measure_channels(*of_group, MEASURED) for of_group in zip(latents, costs, strict=True)]
-    return SideCodes(
-        weight.clamp(min=0),
-        torch.stack([fit.variance for fit in fits]),
-        *(torch.stack([getattr(fit, part) for fit in fits], dim=1) for part in ("mean", "scale", "distortion")),
-    )
+    variance, *at_widths = zip(*fits, strict=True)
+    return SideCodes(weight.clamp(min=0), torch.stack(variance), *(torch.stack(parts, dim=1) for parts in at_widths))
 
 
 def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -> CodedBases:
     """Order the columns of each group by what they are worth, and code them as a plan says."""
-    orders: dict[str, list[Tensor]] = {"qk": [], "vo": []}
-    found: dict[str, list[ChannelCode]] = {"qk": [], "vo": []}
-    for group, (of_keys, of_values) in enumerate(channels):
-        of_sides = {"qk": codes.qk.code(group, of_keys)}
-        of_sides["vo"] = of_sides["qk"]
-        if of_values is not None:
-            assert codes.vo is not None
-            of_sides["vo"] = codes.vo.code(group, of_values)
-        for side, (order, code) in of_sides.items():
-            orders[side].append(order)
-            found[side].append(code)
+    of_keys = [codes.qk.code(group, keys) for group, (keys, _) in enumerate(channels)]
+    of_values = of_keys
+    if codes.vo is not None:
+        of_values = [codes.vo.code(group, values) for group, (_, values) in enumerate(channels) if values is not None]
 
-    def ordered(pair: BasisPair, order: Tensor) -> BasisPair:
+    def ordered(pair: BasisPair, orders: list[Tensor]) -> BasisPair:
+        order = torch.stack(orders)
         index = order.unsqueeze(1).expand_as(pair.encode)
         return BasisPair(
             pair.encode.gather(-1, index), pair.decode.gather(-1, index), pair.singular_values.gather(-1, order)
@@ -156,11 +141,11 @@ def coded_bases(bases: LayerBases, codes: LayerCodes, channels: GroupChannels) -
     return CodedBases(
         bases.form,
         bases.group_size,
-        ordered(bases.qk, torch.stack(orders["qk"])),
-        ordered(bases.vo, torch.stack(orders["vo"])),
+        ordered(bases.qk, [order for order, _ in of_keys]),
+        ordered(bases.vo, [order for order, _ in of_values]),
         bases.outputs,
         joint=bases.joint,
         channels=tuple(channels),
-        key_codes=tuple(found["qk"]),
-        value_codes=tuple(found["vo"]),
+        key_codes=tuple(code for _, code in of_keys),
+        value_codes=tuple(code for _, code in of_values),
     )

@@ -66,32 +66,20 @@ class ChannelCode:
         return tuple(n.to(tensor.device, tensor.dtype) for n in (self.mean, self.scale, self.levels))
 
 
-class ChannelStatistics(NamedTuple):
-    """Of every channel of a latent, measured on samples, at every width.
+class ChannelFit(NamedTuple):
+    """The best code of every channel at every width, on samples; means are weighted.
 
-    Means over samples are weighted. variance: [channels]. mean, scale: [widths, channels].
-    distortion: [widths, channels], the mean squared error as a share of the variance; 1 at 0 bits; 0 where the variance
-        is.
+    variance: [channels]. mean, scale: [widths, channels]. distortion: likewise, the mean squared error as a share of
+    the variance; 1 at 0 bits; 0 where the variance is.
     """
 
-    widths: tuple[int, ...]
     variance: Tensor
     mean: Tensor
     scale: Tensor
     distortion: Tensor
 
-    def code(self, bits: Tensor) -> ChannelCode:
-        """The code at the given bits of each channel, [channels]; every one of them must be among `widths`."""
-        index = torch.tensor([self.widths.index(b) for b in bits.tolist()])
-        channels = torch.arange(len(bits))
-        return ChannelCode(bits.clone(), self.mean[index, channels], self.scale[index, channels])
 
-    def errors(self) -> Tensor:
-        """Mean squared error of each channel at each width, [widths, channels]."""
-        return self.distortion * self.variance
-
-
-def measure_channels(latents: Tensor, weights: Tensor | None, widths: tuple[int, ...]) -> ChannelStatistics:
+def measure_channels(latents: Tensor, weights: Tensor | None, widths: tuple[int, ...]) -> ChannelFit:
     """Fit mean and scale of every channel at every width by the weighted squared error on samples.
 
     Scales come from a grid of clips, halved around the best; mean and scale then by Lloyd's method with its levels kept
@@ -122,7 +110,7 @@ def measure_channels(latents: Tensor, weights: Tensor | None, widths: tuple[int,
                 fits.append(_fit(latents, weights, bits, (fits[-1], before) if before and bits > GRID_BITS else None))
     means, scales, errors = (torch.stack(parts) for parts in zip(*fits, strict=True))
     distortion = torch.where(variance > 0, errors / variance.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-    return ChannelStatistics(widths, variance, means, scales, distortion)
+    return ChannelFit(variance, means, scales, distortion)
 
 
 _Fit = tuple[Tensor, Tensor, Tensor]
@@ -169,9 +157,9 @@ def _fit(latents: Tensor, weights: Tensor, bits: int, narrower: tuple[_Fit, int]
             keep(mean, middle * 2.0 ** (side * 0.5 ** (halving + 1)))
     for _ in range(REFITS):
         at = levels(best_mean, best_scale)
-        spread = at - (weights * at).sum(0)
-        power = (weights * spread.square()).sum(0)
-        slope = (weights * spread * latents).sum(0) / power.clamp(min=tiny)
+        centred = at - (weights * at).sum(0)
+        power = (weights * centred.square()).sum(0)
+        slope = (weights * centred * latents).sum(0) / power.clamp(min=tiny)
         slope = torch.where((power > 0) & (slope > 0), slope, best_scale)
         keep((weights * (latents - slope * at)).sum(0), slope)
     return best_mean, best_scale, best

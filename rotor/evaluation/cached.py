@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..errors import DataError, NumericsError, UsageError
+from ..errors import DataError, UsageError
 from ..models.layerwise import LayerwiseModel
 from ..policies import Policy, cache_policy, stored_bytes
 from ..progress import Advance
-from .scoring import AnswerScores, position_kl_div
+from .scoring import AnswerScores, finite, position_scores
 
 REFERENCE_LOGIT_BYTES = 1 << 28
-"""Memory that the reference's float32 logits may take at a time."""
+"""Memory that the reference's float32 logits of a batch may take."""
 
 PREFILL_SHARE = 4
 """One part in so many of a row of text is the prompt; the rest is scored behind it."""
@@ -33,7 +33,7 @@ LONGEST_CHUNK = 64
 class CachedScores:
     """Results of each scored position; column j predicts token `first` + j of its row.
 
-    nll: [rows, scored] float64, negative log-likelihoods in nats. top1: [rows, scored] int64, the argmax.
+    nll: [rows, scored] float64, negative log-likelihoods in nats. top1: [rows, scored] int32, the argmax.
     correct: [rows, scored] bool, whether it is the token. kl_div: [rows, scored] float64, KL(reference || model) in
     nats; None without a reference.
     kv_bytes_per_token: bytes of all the cache's tensors over its tokens, when the rows are complete.
@@ -97,8 +97,7 @@ def score_through_cache(
         prefill: tokens of the first step.
         chunk: tokens of each later step. Tokens of a step may see each other as they came, so that 1 is exact for every
             cache; Policy.longest_step is as exact, and faster.
-        reference: the model that KL is measured against; it has an ordinary cache and runs beside, its logits are never
-            all in memory.
+        reference: the model that KL is measured against, over whole rows, without a cache.
         batch_size: rows at a time. advance: told the tokens that are done.
     Raises:
         DataError: there are no rows, or fewer than two tokens behind the prefill.
@@ -110,51 +109,33 @@ def score_through_cache(
             f"cached scoring: rows of shape {list(rows.shape)} and a prefill of {prefill} tokens; expected rows, and "
             "two tokens or more behind the prefill."
         )
-    batches = [
-        _score_batch(model, batch, make_cache(), prefill, chunk, reference, advance) for batch in rows.split(batch_size)
-    ]
-    names = ("nll", "top1", "correct") if reference is None else ("nll", "top1", "correct", "kl_div")
-    columns = {name: torch.cat([columns[name] for columns, _ in batches]) for name in names}
+    if reference is not None:
+        vocab_size = reference.config.get_text_config().vocab_size
+        batch_size = min(batch_size, max(1, REFERENCE_LOGIT_BYTES // (4 * seq_len * vocab_size)))
+    found: dict[str, list[Tensor]] = {}
+    stored = 0
+    for batch in rows.split(batch_size):
+        cache, inputs = make_cache(), batch.to(model.device)
+        expected = None if reference is None else reference(input_ids=inputs).logits
+        parts = []
+        _step(model, inputs[:, :prefill], cache, keep=1)
+        advance(len(batch) * prefill)
+        for start in range(prefill, seq_len, chunk):
+            labels = batch[:, start + 1 : start + 1 + chunk]
+            logits = _step(model, inputs[:, start : start + chunk], cache, keep=0)
+            count = labels.shape[1]  # the last token of a row completes the cache and predicts nothing
+            if count:
+                theirs = None if expected is None else expected[:, start : start + count].float().flatten(0, 1)
+                of_step = position_scores(logits[:, :count].float().flatten(0, 1), labels.flatten(), theirs)
+                parts.append({name: values.reshape(labels.shape) for name, values in of_step.items()})
+            advance(len(batch) * logits.shape[1])
+        stored += stored_bytes(cache)
+        for name in parts[0]:
+            found.setdefault(name, []).append(torch.cat([part[name] for part in parts], dim=1))
+    columns = {name: torch.cat(values) for name, values in found.items()}
     return CachedScores(
-        first=prefill + 1,
-        kl_div=columns.pop("kl_div", None),
-        kv_bytes_per_token=sum(size for _, size in batches) / rows.numel(),
-        **columns,
+        prefill + 1, kl_div=columns.pop("kl_div", None), kv_bytes_per_token=stored / rows.numel(), **columns
     )
-
-
-def _score_batch(
-    model: Any, rows: Tensor, cache: Cache, prefill: int, chunk: int, reference: Any, advance: Advance
-) -> tuple[dict[str, Tensor], int]:
-    """The columns of CachedScores for a batch; and the bytes of the cache of complete rows."""
-    rows = rows.to(model.device)
-    expected = None if reference is None else _Reference(reference, rows, prefill)
-    parts: dict[str, list[Tensor]] = {}
-    _step(model, rows[:, :prefill], cache, keep=1)
-    advance(len(rows) * prefill)
-    for start in range(prefill, rows.shape[1], chunk):
-        inputs = rows[:, start : start + chunk]
-        logits = _step(model, inputs, cache, keep=0)
-        labels = rows[:, start + 1 : start + 1 + chunk]
-        logits = logits[
-            :, : labels.shape[1]
-        ].float()  # the last token of a row completes the cache and predicts nothing
-        if labels.shape[1]:
-            top1 = logits.argmax(-1)
-            found = {
-                "nll": torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), labels.flatten(), reduction="none"
-                ).double(),
-                "top1": top1,
-                "correct": top1 == labels,
-            }
-            if expected is not None:
-                theirs = expected.logits(start, start + labels.shape[1])
-                found["kl_div"] = position_kl_div(theirs.flatten(0, 1).to(logits.device), logits.flatten(0, 1)).double()
-            for name, values in found.items():
-                parts.setdefault(name, []).append(values.reshape(labels.shape).cpu())
-        advance(inputs.numel())
-    return {name: torch.cat(values, dim=1) for name, values in parts.items()}, stored_bytes(cache)
 
 
 @torch.no_grad()
@@ -181,33 +162,9 @@ def same_beginning(first: Tensor, second: Tensor) -> float:
     return float((first == second).long().cumprod(-1).double().mean())
 
 
-class _Reference:
-    """The reference's logits of a batch from the prefill on, a block of positions at a time."""
-
-    def __init__(self, model: Any, rows: Tensor, prefill: int) -> None:
-        self._model, self._rows = model, rows.to(model.device)
-        self._cache = DynamicCache(config=model.config)
-        self._block = max(1, REFERENCE_LOGIT_BYTES // (4 * len(rows) * model.config.get_text_config().vocab_size))
-        self._start = self._end = prefill
-        self._logits = _step(model, self._rows[:, :prefill], self._cache, keep=1)[:, :0].float()
-
-    def logits(self, start: int, end: int) -> Tensor:
-        """float32 logits at positions start ... end - 1, which follow those asked for before."""
-        self._logits = self._logits[:, start - self._start :]
-        self._start = start
-        while self._end < end:
-            inputs = self._rows[:, self._end : self._end + self._block]
-            self._logits = torch.cat([self._logits, _step(self._model, inputs, self._cache, keep=0).float()], dim=1)
-            self._end += inputs.shape[1]
-        return self._logits[:, : end - start]
-
-
 def _step(model: Any, inputs: Tensor, cache: Cache, keep: int) -> Tensor:
     """Logits of the last `keep` positions (0: of all), [batch_size, keep, vocab_size]."""
-    logits: Tensor = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
-    if not torch.isfinite(logits).all():
-        raise NumericsError("the model's logits are not finite on the evaluation rows.", "Evaluate in float32.")
-    return logits
+    return finite(model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits)
 
 
 def check_in_memory(network: LayerwiseModel, policy: Policy) -> None:

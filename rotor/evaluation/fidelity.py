@@ -7,7 +7,7 @@ metric needs, on the report split everything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
 
@@ -19,16 +19,17 @@ from ..recipe.metric_registry import METRICS, accuracy_field, metric_info, primi
 from ..typed import Reader
 from .cached import PREFILL_SHARE, check_in_memory, final_states_through_cache
 from .fitting import fit_cache_policy
-from .metrics import EvaluationContext, Measurement, Metric, Seen, make_metric, smallest
-from .scoring import Scores, score
+from .metrics import EvaluationContext, Measurement, Metric, Outputs, make_metric, smallest
+from .scoring import score
 
 TEXT = METRICS["text"].parts
 AT_CHANCE = 0.9
 """A model whose perplexity is at least this share of the vocabulary's size guesses."""
 
 
-class FidelityInfo(TypedDict):
-    """A Fidelity in a JSON file."""
+@dataclass(frozen=True)
+class _FidelityFile:
+    """A Fidelity in JSON."""
 
     accuracy: float
     interval_95: tuple[float, float] | None
@@ -40,7 +41,7 @@ class Fidelity:
     """What was measured of a model on one split.
 
     accuracy: of the recipe's metric; 1 is equal to the uncompressed model, below 1 is worse.
-    interval: its 95 % interval, or None if it cannot be told.
+    interval: its 95 % interval, or None where there is none.
     values: each measured ratio under its own name, and what is recorded beside it.
     """
 
@@ -55,12 +56,10 @@ class Fidelity:
     @classmethod
     def from_json(cls, data: Any, name: str, reader: Reader) -> Fidelity:
         """Raises the reader's error, with the field's name, if it is not what to_json gives."""
-        found: Any = reader.read(FidelityInfo, data, name)
-        interval = found["interval_95"]
-        values = {
-            key: reader.read(float | None, value, f"{name}.values.{key}") for key, value in found["values"].items()
-        }
-        return cls(found["accuracy"], None if interval is None else (interval[0], interval[1]), values)
+        found: _FidelityFile = reader.read(_FidelityFile, data, name)
+        values = reader.read(dict[str, float | None], found.values, f"{name}.values")
+        low_high = found.interval_95
+        return cls(found.accuracy, None if low_high is None else (low_high[0], low_high[1]), values)
 
     @property
     def lower(self) -> float | None:
@@ -79,15 +78,6 @@ class Fidelity:
         if self.interval[1] >= target:
             return True, "the value is below the target, its 95 % interval is not"
         return False, "the whole 95 % interval is below the target"
-
-
-@dataclass(frozen=True)
-class View:
-    """What a model made of a split: final states of the text [rows, seq_len, hidden_size], and what metrics see."""
-
-    states: Tensor
-    text: Scores
-    seen: dict[str, Seen]
 
 
 class FidelityMeter:
@@ -113,7 +103,7 @@ class FidelityMeter:
         self._references: dict[str, Tensor] = {}
         self.base: dict[str, dict[str, Any]] = {}
         self.left_out: dict[str, dict[str, str]] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def measure_base(self, network: LayerwiseModel, split: str) -> None:
         """Run the uncompressed model.
@@ -128,19 +118,24 @@ class FidelityMeter:
                 rows[name] = self._made(name).rows(split)
             except DataError as error:
                 self._leave_out(name, split, error)
-        view = self._run(network, split, rows, None, None)
-        found = view.text.as_dict()
+        outputs = self._run(network, split, rows, None, None)
+        found = outputs.text.as_dict()
         for name in rows:
             try:
-                found |= self._made(name).measure_base(view.seen[name], split)
+                found |= self._made(name).measure_base(outputs, split)
             except DataError as error:
                 self._leave_out(name, split, error)
         if any(self._made(name).needs_reference for name in self.measured(split)):
-            self._references[split] = view.states
+            self._references[split] = outputs.states
         vocab_size = int(self.context.config.vocab_size)
         if found["perplexity"] >= AT_CHANCE * vocab_size:
             found["at_chance"] = True
-            self._tell_of_chance(found["perplexity"], vocab_size)
+            self._warn(
+                "chance",
+                f"the uncompressed model is at chance on this text: perplexity {found['perplexity']:.0f}, where "
+                f"guessing among the {vocab_size} tokens has {vocab_size}; ratios to it mean nothing. Is it trained "
+                "for such text?",
+            )
         self.base[split] = found
 
     def measured(self, split: str) -> list[str]:
@@ -158,7 +153,7 @@ class FidelityMeter:
         """The uncompressed model's final hidden states of the text."""
         return self._references[split]
 
-    def look(self, network: LayerwiseModel, split: str) -> View:
+    def outputs(self, network: LayerwiseModel, split: str) -> Outputs:
         """Run a compressed model over a split's text and prompts."""
         rows = {name: self._made(name).rows(split) for name in self.measured(split)}
         return self._run(network, split, rows, self._references.get(split), self.fitted_policy(network))
@@ -174,9 +169,9 @@ class FidelityMeter:
         check_in_memory(network, self.policy)
         return fit_cache_policy(network.model, self.policy, self.context.rows["search"])
 
-    def judge(self, view: View, split: str) -> Fidelity:
-        """Compare what a compressed model made of a split with the uncompressed one."""
-        found = {name: self._made(name).measure(view.seen[name], split) for name in self.measured(split)}
+    def compare(self, outputs: Outputs, split: str) -> Fidelity:
+        """Compare what a compressed model put out on a split with the uncompressed one."""
+        found = {name: self._made(name).measure(outputs, split) for name in self.measured(split)}
         values: dict[str, float | None] = {}
         for name, one in found.items():
             values |= {accuracy_field(name): one.value, **one.fields}
@@ -185,12 +180,12 @@ class FidelityMeter:
             if parts and set(info.parts) <= {*found, *self.left_out[split]}:
                 values[name] = smallest(parts).value
         result = found[self.metric] if self.metric in found else smallest(self._parts(self.metric, found))
-        values |= {f"compressed_{name}": value for name, value in view.text.as_dict().items()}
+        values |= {f"compressed_{name}": value for name, value in outputs.text.as_dict().items()}
         return Fidelity(result.value, result.interval, values)
 
     def measure(self, network: LayerwiseModel, split: str) -> Fidelity:
-        """`look`, then `judge`."""
-        return self.judge(self.look(network, split), split)
+        """`outputs`, then `compare`."""
+        return self.compare(self.outputs(network, split), split)
 
     def _parts(self, name: str, found: dict[str, Measurement]) -> list[Measurement]:
         return [found[part] for part in metric_info(name).parts if part in found]
@@ -201,21 +196,18 @@ class FidelityMeter:
         return self._metrics[name]
 
     def _leave_out(self, name: str, split: str, error: DataError) -> None:
-        """One ratio of several may be missing, which is told once; the recipe's own metric may not."""
+        """One ratio of several may be missing, which is said once; the recipe's own metric may not."""
         if name == self.metric:
             raise error
         self.left_out[split][name] = error.message
-        if name not in self._told and name in primitive_metrics(self.metric):
-            self._told.add(name)
-            self.progress.message(f"accuracy leaves out `{name}`: {error.message}")
+        if name in primitive_metrics(self.metric):
+            self._warn(name, f"accuracy leaves out `{name}`: {error.message}")
 
-    def _tell_of_chance(self, perplexity: float, vocab_size: int) -> None:
-        if "chance" not in self._told:
-            self._told.add("chance")
-            self.progress.message(
-                f"the uncompressed model is at chance on this text: perplexity {perplexity:.0f}, where guessing among "
-                f"the {vocab_size} tokens has {vocab_size}; ratios to it mean nothing. Is it trained for such text?"
-            )
+    def _warn(self, of: str, text: str) -> None:
+        """Say something once."""
+        if of not in self._warned:
+            self._warned.add(of)
+            self.progress.message(text)
 
     def _run(
         self,
@@ -224,7 +216,7 @@ class FidelityMeter:
         rows: dict[str, Tensor | None],
         reference: Tensor | None,
         policy: Policy | None,
-    ) -> View:
+    ) -> Outputs:
         """One pass through the layers for the text and for all rows that metrics ask for; with a policy, in steps."""
         text, start = self.context.rows[split], self._prefill(split)
         asked = {name: prompts for name, prompts in rows.items() if prompts is not None}
@@ -238,5 +230,4 @@ class FidelityMeter:
                 states, *own = (final_states_through_cache(network, rows, policy, p, advance) for rows, p in pairs)
         states = states[:, start:]
         scores = score(network, self.text(split), reference=reference, states=states)
-        seen = dict(zip(asked, own, strict=True))
-        return View(states, scores, {name: Seen(network, scores, seen.get(name)) for name in rows})
+        return Outputs(network, scores, states, dict(zip(asked, own, strict=True)))

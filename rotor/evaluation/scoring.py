@@ -1,8 +1,8 @@
-"""What a model makes of rows of tokens: next-token scores, answers to prompts, and bootstrap resamples of both."""
+"""Scores of rows of tokens: next-token predictions, answers to prompts, and bootstrap resamples of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,13 @@ class Scores:
     top1: np.ndarray | None = None
     kl_div: np.ndarray | None = None
 
+    @classmethod
+    def of(cls, parts: Sequence[dict[str, Tensor]], rows: int) -> Scores:
+        """From the `position_scores` of all positions of rows, one row behind the other."""
+        columns = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1).numpy() for name in parts[0]}
+        top1 = columns.pop("top1")
+        return cls(tokens=top1.shape[1], top1=top1, **{name: values.sum(-1) for name, values in columns.items()})
+
     def as_dict(self) -> dict[str, float]:
         total = self.tokens * len(self.nll)
         return {
@@ -50,10 +57,11 @@ def batch_logits(network: LayerwiseModel, rows: Tensor) -> Tensor:
     """float32 logits of all positions but the last, [batch_size, seq_len - 1, vocab_size]; all of them in memory."""
     states = network.final_states(rows)
     with network.head() as head:
-        return _finite(head(states[:, :-1]).float())
+        return finite(head(states[:, :-1]).float())
 
 
-def _finite(logits: Tensor) -> Tensor:
+def finite(logits: Tensor) -> Tensor:
+    """The same; raises NumericsError where there is a NaN or Inf."""
     if not torch.isfinite(logits).all():
         raise NumericsError("the model's logits are not finite on the evaluation text.", "Evaluate in float32.")
     return logits
@@ -76,35 +84,22 @@ def position_kl_div(reference: Tensor, logits: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-class Tally:
-    """Gathers the scores of one model, position by position of each row."""
+def position_scores(logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> dict[str, Tensor]:
+    """What a model makes of positions, on the CPU, [positions] each: `correct`, `nll`, `top1`, and `kl_div`.
 
-    def __init__(self) -> None:
-        self._columns: dict[str, list[Tensor]] = {}
-
-    def add(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> None:
-        """Add positions.
-
-        Args:
-            logits: [n, vocab_size] float32. labels: [n], the tokens that come next.
-            reference: the uncompressed model's logits, if KL is wanted.
-        """
-        labels = labels.to(logits.device)
-        top1 = logits.argmax(-1)
-        columns = {
-            "correct": top1 == labels,
-            "nll": torch.nn.functional.cross_entropy(logits, labels, reduction="none").double(),
-            "top1": top1.int(),
-        }
-        if reference is not None:
-            columns["kl_div"] = position_kl_div(reference, logits).double()
-        for name, values in columns.items():
-            self._columns.setdefault(name, []).append(values.cpu())
-
-    def scores(self, rows: int) -> Scores:
-        columns = {name: torch.cat(parts).reshape(rows, -1) for name, parts in self._columns.items()}
-        sums = {name: values.sum(-1).numpy() for name, values in columns.items() if name != "top1"}
-        return Scores(tokens=columns["top1"].shape[1], top1=columns["top1"].numpy(), **sums)
+    Args:
+        logits: [positions, vocab_size] float32. labels: [positions], the tokens that come next.
+        reference: the uncompressed model's logits, if KL is wanted.
+    """
+    labels, top1 = labels.to(logits.device), logits.argmax(-1)
+    found = {
+        "correct": top1 == labels,
+        "nll": torch.nn.functional.cross_entropy(logits, labels, reduction="none").double(),
+        "top1": top1.int(),
+    }
+    if reference is not None:
+        found["kl_div"] = position_kl_div(reference.to(logits.device), logits).double()
+    return {name: values.cpu() for name, values in found.items()}
 
 
 def score(
@@ -122,14 +117,14 @@ def score(
     """
     if states is None:
         states = network.final_states(rows, advance)
-    tally = Tally()
+    parts = []
     with network.head() as head:
         for batch, positions in logit_batches(network, rows):
             labels = rows[batch, positions.start + 1 : positions.stop + 1].flatten()
-            logits = _finite(head(states[batch, positions]).float().flatten(0, 1))
+            logits = finite(head(states[batch, positions]).float().flatten(0, 1))
             expected = None if reference is None else head(reference[batch, positions]).float().flatten(0, 1)
-            tally.add(logits, labels, expected)
-    return tally.scores(len(rows))
+            parts.append(position_scores(logits, labels, expected))
+    return Scores.of(parts, len(rows))
 
 
 def logit_errors(network: LayerwiseModel, rows: Tensor, reference: Tensor, states: Tensor) -> Tensor:
@@ -180,7 +175,7 @@ def answer_scores(network: LayerwiseModel, rows: Tensor, answers: Tensor, states
     hits, probability = [], []
     with network.head() as head:
         for part, wanted in zip(chosen.split(step), labels.split(step), strict=True):
-            logits = _finite(head(part[:, None]).float())[:, 0].cpu()  # each a row: a model has only so many positions
+            logits = finite(head(part[:, None]).float())[:, 0].cpu()  # each a row: a model has only so many positions
             hits.append(logits.argmax(-1) == wanted)
             probability.append(logits.double().softmax(-1).gather(-1, wanted[:, None])[:, 0])
 

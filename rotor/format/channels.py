@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 from ..errors import CheckpointError
 
 WIDTHS = (16, 12, 8, 4)
-"""Bits of a channel, in the order of a row."""
+"""Bits of a channel, in the order of a row and of the fields of Channels."""
 
 NIBBLE_BITS = 4
 PLANE = 16
@@ -38,7 +38,7 @@ EDITED = "The folder was edited or is from another version of rotor; export it a
 
 @dataclass(frozen=True, order=True)
 class Channels:
-    """Counts of a latent's channels at 16, 12, 8 and 4 bits.
+    """Counts of a latent's channels at each of WIDTHS.
 
     Raises:
         CheckpointError: a count is negative; there is no channel.
@@ -57,10 +57,10 @@ class Channels:
     def coded(self) -> bool:
         return True
 
-    @property
-    def counts(self) -> tuple[int, int, int, int]:
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
         """By width, in the order of WIDTHS."""
-        return self.n16, self.n12, self.n8, self.n4
+        return tuple(getattr(self, f"n{bits}") for bits in WIDTHS)
 
     @property
     def rank(self) -> int:

@@ -248,9 +248,9 @@ class _Numerics:
     def _check_accuracy(self, meter: FidelityMeter, compressed: LayerwiseModel) -> None:
         """The compressed model against the source over the report split: every ratio, KL, agreement, logit error."""
         result, target, base = self.result, self.checkpoint.report["accuracy"]["target"], meter.base["report"]
-        view = meter.look(compressed, "report")
-        found, rows = meter.judge(view, "report"), meter.text("report")
-        error = logit_errors(compressed, rows, meter.reference("report"), view.states).numpy()
+        outputs = meter.outputs(compressed, "report")
+        found, rows = meter.compare(outputs, "report"), meter.text("report")
+        error = logit_errors(compressed, rows, meter.reference("report"), outputs.states).numpy()
         result.summary["accuracy"] = {
             "metric": meter.metric,
             "value": found.accuracy,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 
 from ...recipe.metric_registry import metric_info
-from .base import EvaluationContext, Measurement, Metric, Seen, smallest
+from .base import EvaluationContext, Measurement, Metric, Outputs, smallest
 
-__all__ = ["EvaluationContext", "Measurement", "Metric", "Seen", "make_metric", "smallest"]
+__all__ = ["EvaluationContext", "Measurement", "Metric", "Outputs", "make_metric", "smallest"]
 
 
 def make_metric(name: str, context: EvaluationContext) -> Metric:

@@ -30,15 +30,17 @@ class EvaluationContext:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a model made of a split: results on its text, and what left the last layer on rows that a metric asked for.
+class Outputs:
+    """What a model put out on a split.
 
-    states: [prompts, seq_len, hidden_size]; None if it asked for none.
+    text: scores of the text. states: what left the last layer on it, [rows, seq_len, hidden_size]; None where no one
+    needs it. prompts: likewise on the rows that metrics asked for, by their names.
     """
 
     network: LayerwiseModel
     text: Scores
-    states: Tensor | None = None
+    states: Tensor
+    prompts: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Measurement:
     """The accuracy of one compressed model on one split.
 
     value: 1 is equal to the uncompressed model, below 1 is worse.
-    interval: its 95 % interval, or None if it cannot be told. resampled: values of bootstrap resamples, if there are.
+    interval: its 95 % interval, or None where there is none. resampled: values of bootstrap resamples, if there are.
     fields: what is recorded beside it.
     """
 
@@ -93,7 +95,7 @@ class Metric(ABC):
         return None
 
     @abstractmethod
-    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
+    def measure_base(self, outputs: Outputs, split: str) -> dict[str, Any]:
         """Look at the uncompressed model on a split, once, before any `measure`; returns what is to be recorded of it.
 
         Raises:
@@ -101,7 +103,7 @@ class Metric(ABC):
         """
 
     @abstractmethod
-    def measure(self, seen: Seen, split: str) -> Measurement:
+    def measure(self, outputs: Outputs, split: str) -> Measurement:
         """The accuracy of a compressed model on a split."""
 
 
@@ -112,6 +114,6 @@ class TextMetric(Metric):
         super().__init__(name, context)
         self._base: dict[str, Scores] = {}
 
-    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
-        self._base[split] = seen.text
+    def measure_base(self, outputs: Outputs, split: str) -> dict[str, Any]:
+        self._base[split] = outputs.text
         return {}

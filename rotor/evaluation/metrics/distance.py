@@ -21,7 +21,7 @@ from torch import Tensor
 from ...data.tokens import ordinary_tokens
 from ...errors import DataError
 from ..scoring import AnswerScores, answer_scores, resample
-from .base import EvaluationContext, Measurement, Metric, Seen
+from .base import EvaluationContext, Measurement, Metric, Outputs
 
 LEAST_BASE = 0.3
 """Below this mean probability the uncompressed model cannot do the task, and a ratio to it says nothing."""
@@ -73,9 +73,9 @@ class Distance(Metric):
         self.rows(split)
         return int(self._prompts[split].answers.any(0).nonzero()[0]) - 1
 
-    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
+    def measure_base(self, outputs: Outputs, split: str) -> dict[str, Any]:
         """Raises DataError if the mean probability is below LEAST_BASE."""
-        base = self._base[split] = self._scores(seen, split)
+        base = self._base[split] = self._scores(outputs, split)
         filler_tokens = self._prompts[split].filler_tokens
         check_base(self.name, base, f"over {filler_tokens} tokens of other text ({split} split)")
         return {
@@ -84,8 +84,8 @@ class Distance(Metric):
             f"{self.name}_filler_tokens": filler_tokens,
         }
 
-    def measure(self, seen: Seen, split: str) -> Measurement:
-        before, after = self._base[split], self._scores(seen, split)
+    def measure(self, outputs: Outputs, split: str) -> Measurement:
+        before, after = self._base[split], self._scores(outputs, split)
         ratio = resample(lambda a, b: b / a, before.probability, after.probability)
         absolute = {
             f"compressed_{self.name}": round(after.mean_probability, 6),
@@ -93,10 +93,9 @@ class Distance(Metric):
         }
         return Measurement.of(after.probability.sum() / before.probability.sum(), ratio, **absolute)
 
-    def _scores(self, seen: Seen, split: str) -> AnswerScores:
-        assert seen.states is not None
+    def _scores(self, outputs: Outputs, split: str) -> AnswerScores:
         prompts = self._prompts[split]
-        return answer_scores(seen.network, prompts.rows, prompts.answers, seen.states)
+        return answer_scores(outputs.network, prompts.rows, prompts.answers, outputs.prompts[self.name])
 
     def _generator(self, split: str) -> torch.Generator:
         return torch.Generator().manual_seed(2 * self.context.spec.seed + (split == "report"))
@@ -124,8 +123,8 @@ class Distance(Metric):
         if len(text) == 0:
             return []
         start = index * self.context.rows[split].shape[1] * 7 // 5 % len(text)
-        turned = torch.cat([text[start:], text[:start]])
-        return turned.repeat(-(-length // len(text)))[:length].tolist()
+        rolled = torch.cat([text[start:], text[:start]])
+        return rolled.repeat(-(-length // len(text)))[:length].tolist()
 
 
 class Lookup(Distance):

@@ -16,7 +16,7 @@ from ...errors import DataError, RotorError, UsageError
 from ...installing import pip_install
 from ...models.layerwise import LayerwiseModel
 from ...recipe.metric_registry import LM_EVAL
-from .base import EvaluationContext, Measurement, Metric, Seen
+from .base import EvaluationContext, Measurement, Metric, Outputs
 
 BATCH_SIZE = 8
 
@@ -61,15 +61,15 @@ class LMEval(Metric):
             ) from error
         self._base: dict[str, tuple[float, float | None]] = {}
 
-    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
+    def measure_base(self, outputs: Outputs, split: str) -> dict[str, Any]:
         """Raises DataError if the score is not positive."""
-        score, stderr = self._base[split] = self._score(seen.network, split)
+        score, stderr = self._base[split] = self._score(outputs.network, split)
         if score <= 0:
             raise DataError(f"{self.name}: the uncompressed model scores {score:g}, expected more than 0.")
         return {"score": score, "score_stderr": stderr}
 
-    def measure(self, seen: Seen, split: str) -> Measurement:
-        (before, before_error), (after, after_error) = self._base[split], self._score(seen.network, split)
+    def measure(self, outputs: Outputs, split: str) -> Measurement:
+        (before, before_error), (after, after_error) = self._base[split], self._score(outputs.network, split)
         value = round(after / before, 6)
         bounds = None
         if before_error is not None and after_error is not None:

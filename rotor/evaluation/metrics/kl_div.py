@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..scoring import resample
-from .base import Measurement, Metric, Seen
+from .base import Measurement, Metric, Outputs
 
 
 class KLDivergence(Metric):
@@ -23,12 +23,12 @@ class KLDivergence(Metric):
 
     needs_reference = True
 
-    def measure_base(self, seen: Seen, split: str) -> dict[str, Any]:
-        del seen, split
+    def measure_base(self, outputs: Outputs, split: str) -> dict[str, Any]:
+        del outputs, split
         return {}
 
-    def measure(self, seen: Seen, split: str) -> Measurement:
-        scores = seen.text
+    def measure(self, outputs: Outputs, split: str) -> Measurement:
+        scores = outputs.text
         assert scores.kl_div is not None
         total = scores.tokens * len(scores.kl_div)
         kl_div = float(scores.kl_div.sum() / total)
