@@ -13,6 +13,7 @@ from test_cli import rotor
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checked import Reader
 from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fidelity import Fidelity
@@ -23,7 +24,6 @@ from rotor.recipe import Evaluation, load_recipe
 from rotor.recipe.metric_registry import METRICS
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable, RankTable
-from rotor.typed import Reader
 from rotor.validation.validate import against_target
 
 CPU = torch.device("cpu")
@@ -201,7 +201,7 @@ def test_targets_are_searched_beside_and_noted(copied: Path) -> None:
     assert table is not None
     assert sorted(request.target for request in table.requests) == [0.8, 0.9, 0.95]
     assert sum(point.has("report") for point in table.points) == 1
-    with pytest.raises(UsageError, match="--targets 2: expected a share above 0"):
+    with pytest.raises(UsageError, match=r"--targets: \[0\]: got 2\.0, expected a finite number above 0"):
         export(copied / "run", copied / "x", accuracy=0.9, targets=[2.0])
     with pytest.raises(UsageError, match="searched beside an accuracy"):
         export(copied / "run", copied / "x", compression=0.3, targets=[0.9])
@@ -218,7 +218,7 @@ def test_confidence_asks_more_of_the_search_split(copied: Path, capsys) -> None:
     assert found["accuracy"]["measurements"]["search"]["interval_95"][0] >= 0.9
     assert found["compression"]["stored"] <= plain["compression"]["stored"]
     assert "for the lower end of the 95 % interval" in (copied / "sure" / "README.md").read_text()
-    with pytest.raises(UsageError, match=r"--confidence 0\.5: expected 0\.95, together with --accuracy"):
+    with pytest.raises(UsageError, match=r"--confidence: got 0\.5, expected 0\.95"):
         export(copied / "run", copied / "x", accuracy=0.9, confidence=0.5)
 
 

@@ -17,6 +17,7 @@ from rotor.allocation.bits import BitsPath
 from rotor.bases.pair import BasisPair
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, codes_path
+from rotor.checked import Reader
 from rotor.codes.layer import CodedBases
 from rotor.codes.quantiser import ChannelCode
 from rotor.errors import CheckpointError, RecipeError, UsageError
@@ -37,7 +38,6 @@ from rotor.runtime.cache_size import cache_bytes_per_token
 from rotor.search.point import Point, channels_json
 from rotor.search.search import rank_path
 from rotor.search.table import RankTable
-from rotor.typed import Reader
 from rotor.validation.validate import validate
 
 BITS = "codes.bits=[0,4,8]"
@@ -341,7 +341,7 @@ def test_damaged_codes_of_a_run_are_refused(coded_run, tmp_path: Path):
     tables = json.loads(next((copy / "tables").glob("[0-9a-f]*.json")).read_text())
     point = next(p for p in tables["points"] if "channels" in p["ranks"])
     point["ranks"]["channels"][0][0][0] = {"3": 8}
-    with pytest.raises(CheckpointError, match="channels of 3 bits"):
+    with pytest.raises(CheckpointError, match=r"got \{'3': 8\}, expected .* channels by bits"):
         Point.from_json(point, "points[0]", Reader("table", CheckpointError, ""))
     point["ranks"]["channels"][0][0][0] = {"4": 1600}
     with pytest.raises(CheckpointError, match=r"as many as ranks\.stored"):

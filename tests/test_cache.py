@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from rotor.checked import Reader
 from rotor.errors import CheckpointError, DataError, UnsupportedModelError, UsageError
 from rotor.evaluation.cached import prefill_of, score_through_cache
 from rotor.policies import (
@@ -24,7 +25,6 @@ from rotor.policies import (
     read_policy,
     stored_bytes,
 )
-from rotor.typed import Reader
 
 CODED = [
     PerToken(bits=4, group=8),

@@ -195,8 +195,8 @@ def test_wrong_requests_to_export(demo_run, tmp_path: Path, capsys) -> None:
     for arguments, code, text in (
         ([], 2, "got no goal"),
         (["--accuracy", "0.9", "--compression", "0.5"], 2, "got --accuracy and --compression"),
-        (["--accuracy", "1.2"], 2, "--accuracy 1.2: expected a share above 0"),
-        (["--compression", "1"], 2, "--compression 1.0: expected a share between 0 and 1"),
+        (["--accuracy", "1.2"], 2, "--accuracy: got 1.2, expected a finite number above 0"),
+        (["--compression", "1"], 2, "--compression: got 1.0, expected a finite number above 0"),
         (["--removal-rate", "-0.1"], 2, "--removal-rate -0.1"),
         (["--compression", "0.99"], 2, "the most that can be removed is 0.7500"),
         (["--compression", "0.5", "--set", "tokens.count=9"], 2, "Calibrate again with this setting"),

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from rotor.bench.problem import least_work
 from rotor.errors import RecipeError
 from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import POST_ROPE, AttentionShape, Candidate, GroupLayout, KeyForm, LayerLayout, pre_rope
@@ -152,16 +151,6 @@ def test_the_issues_goals_as_shares_of_the_uncompressed_time() -> None:
     assert H200.issue_seconds(28.2 * STEP.keys * 8) / base == pytest.approx(0.67, abs=0.005)
 
 
-def test_least_work_of_new_tokens() -> None:
-    layout = joint(64)
-    one = least_work(layout, LLAMA, 1, 2, past=99)
-    assert one.cache_bytes == 2 * 100 * 8 * 32
-    assert one.flops == 8 * 2 * 4 * (64 + 64) * 2 * 100
-    before = least_work(joint(64, form=pre_rope(LLAMA)), LLAMA, 10, 1)
-    assert before.flops == 8 * (2 * 4 * (128 + 64) * 55 + 2 * 64 * 128 * 10)
-    assert one.seconds(1e3, 1e12) == one.cache_bytes / 1e3
-
-
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 def test_groups_of_a_layer_cost_what_the_layer_costs(weight: float, table) -> None:
     objective = Objective(weight, H200, LLAMA, STEP)
@@ -223,12 +212,15 @@ def test_the_objective_can_be_changed_on_export_and_survives_yaml() -> None:
 @pytest.mark.parametrize(
     ("item", "text"),
     [
-        ("objective.kind=latncy", "expected one of memory, latency or a finite number; did you mean 'latency'?"),
-        ("objective.kind=1.5", "objective.kind: got 1.5, expected memory, latency or a number from 0"),
-        ("objective.kind=.nan", "objective.kind: got nan"),
-        ("objective.context_tokens=0", "objective.context_tokens: got 0, expected a positive number"),
-        ("objective.batch_size=-1", "objective.batch_size: got -1, expected a positive number"),
-        ("objective.devise=h200", "unknown key 'devise' in objective; did you mean 'device'?"),
+        (
+            "objective.kind=latncy",
+            "expected one of memory, latency or a finite number from 0 to 1; did you mean 'latency'?",
+        ),
+        ("objective.kind=1.5", "objective.kind: got 1.5, expected one of memory, latency or a finite number from 0"),
+        ("objective.kind=.nan", "objective.kind: got 'NaN'"),
+        ("objective.context_tokens=0", "objective.context_tokens: got 0, expected a whole number from 1 to"),
+        ("objective.batch_size=-1", "objective.batch_size: got -1, expected a whole number from 1 to"),
+        ("objective.devise=h200", "unknown key 'objective.devise'; did you mean 'device'?"),
     ],
 )
 def test_a_wrong_objective_says_what_is_wrong(item: str, text: str) -> None:
@@ -277,7 +269,10 @@ def test_a_device_file_adds_and_replaces(tmp_path) -> None:
         ("x: {source: measured}", "missing key 'x.bandwidth_bytes_per_s'"),
         (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected a finite number"),
         (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0.0, expected a positive number"),
-        (f"x: {{{FIELDS.replace('7.9e14', '.inf')}}}", "x.matmul_flops_per_s: got inf, expected a finite number"),
+        (
+            f"x: {{{FIELDS.replace('7.9e14', '.inf')}}}",
+            "x.matmul_flops_per_s: got 'Infinity', expected a",
+        ),
         (f"x: {{{FIELDS}, instructions_per_cycle: 5}}", "instructions_per_cycle: got 5.0, an SM issues at most 4."),
         (f"x: {{{FIELDS.replace('measured', 'guessed')}}}", "x.source: got 'guessed', expected one of data-sheet"),
     ],

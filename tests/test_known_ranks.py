@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
-from conftest import build_tiny, in_memory, relative_error
+from conftest import build_tiny, relative_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rotor.allocation.removal_rate import RemovalRatePath
 from rotor.calibration.calibrate import calibrate
 from rotor.export.export import export
-from rotor.search.search import rank_path
 
 HEAD_DIM, HEADS_PER_KV = 16, 2
 QK_RANKS = [[2, 6, 10, 16], [14, 4, 8, 12]]
@@ -41,45 +40,26 @@ def plant_ranks(folder: Path) -> Path:
     return folder
 
 
-def test_planted_ranks_are_found_at_a_tiny_removal_rate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("multiple_of", [1, 8])
+def test_planted_ranks_are_found_and_logits_stay(tmp_path: Path, multiple_of: int) -> None:
+    """At a tiny removal rate; exact ranks are kept beside the rounded ones."""
     model = plant_ranks(tmp_path / "model")
-    settings = ["tokens.count=4096", "tokens.seq_len=128", "ranks.multiple_of=1", "evaluation.seq_len=64"]
+    settings = ["tokens.count=4096", "tokens.seq_len=128", f"ranks.multiple_of={multiple_of}", "evaluation.seq_len=64"]
     small = ["evaluation.search_tokens=256", "evaluation.report_tokens=256"]
     run = calibrate(model, tmp_path / "run", "fdc", [*settings, *small])
-    path = rank_path(run.bases(), run, run.recipe)
-    assert isinstance(path, RemovalRatePath)
-    plan = path.plan(1e-6)
-    expected = [list(zip(qk, v, strict=True)) for qk, v in zip(QK_RANKS, V_RANKS, strict=True)]
-    assert plan.exact == expected
-
-    export(run.folder, tmp_path / "out", removal_rate=1e-6)
+    report = export(run.folder, tmp_path / "out", removal_rate=1e-6).report
+    exact = [[list(pair) for pair in zip(qk, v, strict=True)] for qk, v in zip(QK_RANKS, V_RANKS, strict=True)]
+    assert report["ranks"]["exact"] == exact
+    stored = [[[-(-rank // multiple_of) * multiple_of for rank in pair] for pair in layer] for layer in exact]
+    assert report["ranks"]["stored"] == stored
+    # Groups are ordered by class, widest first; the KV heads say which is which.
+    groups = report["layouts"][0]["groups"]
+    assert [group["kv_heads"] for group in groups] == (
+        [[2], [3], [1], [0]] if multiple_of == 8 else [[3], [2], [1], [0]]
+    )
+    assert all([group["key"], group["value"]] == stored[0][group["kv_heads"][0]] for group in groups)
     prompt = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         before = AutoModelForCausalLM.from_pretrained(model)(prompt).logits
-        after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(prompt).logits
-    assert relative_error(after, before) < 1e-5
-
-
-def test_exact_ranks_are_kept_beside_the_rounded_ones(tmp_path: Path) -> None:
-    model = plant_ranks(tmp_path / "model")
-    overrides = ["tokens.count=4096", "tokens.seq_len=128", "ranks.multiple_of=8", "evaluation.seq_len=64"]
-    run = calibrate(
-        model, tmp_path / "run", "fdc", [*overrides, "evaluation.search_tokens=256", "evaluation.report_tokens=256"]
-    )
-    report = export(run.folder, tmp_path / "out", removal_rate=1e-6).report
-    assert report["ranks"]["exact"][0] == [[2, 5], [6, 16], [10, 9], [16, 1]]
-    assert report["ranks"]["stored"][0] == [[8, 8], [8, 16], [16, 16], [16, 8]]
-    # Groups are ordered by class, widest first; the KV heads say which is which.
-    groups = report["layouts"][0]["groups"]
-    assert [(g["kv_heads"], g["key"], g["value"]) for g in groups] == [
-        ([2], 16, 16),
-        ([3], 16, 8),
-        ([1], 8, 16),
-        ([0], 8, 8),
-    ]
-    network = in_memory(run)
-    prompt = torch.randint(1, 4096, (1, 30), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        before = network.model(prompt).logits
         after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(prompt).logits
     assert relative_error(after, before) < 1e-5

@@ -12,7 +12,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.format", "rotor.typed", "rotor.installing")
+BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.format", "rotor.checked", "rotor.installing")
 
 
 def test_imports_go_down() -> None:
@@ -48,5 +48,5 @@ def test_loading_a_checkpoint_imports_nothing_of_the_offline_half() -> None:
         "print(sorted({n.split('.')[1] for n in sys.modules if n.startswith('rotor.')}))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    allowed = {"runtime", "format", "kernels", "errors", "typed", "logs", "numerics", "progress", "installing"}
+    allowed = {"runtime", "format", "kernels", "errors", "checked", "logs", "numerics", "progress", "installing"}
     assert set(ast.literal_eval(done.stdout)) <= allowed

@@ -194,7 +194,7 @@ def test_what_needs_the_whole_model_is_refused_before_any_work(tiny, tmp_path: P
     with pytest.raises(UsageError, match=r"ranks\.method fisher .*--offload always was given") as caught:
         calibrate(model, out, "palu", ["tokens.source=random"], offload="always")
     assert "--set ranks.method=global" in caught.value.hint
-    with pytest.raises(UsageError, match="--offload sometimes: expected one of auto, never, always"):
+    with pytest.raises(UsageError, match="--offload: got 'sometimes', expected one of auto, never, always"):
         calibrate(model, out, "fdc", offload="sometimes")
     assert list(tmp_path.iterdir()) == []
     run = calibrate(model, out, "fdc", SMALL)

@@ -18,7 +18,7 @@ from rotor.format.channels import Channels, Numbers
 from rotor.format.kernel_config import KernelConfig
 from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout, ordered_by_class
 from rotor.kernels.defaults import default_config
-from rotor.prediction.schedule import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
+from rotor.prediction.simulation import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
 
 
 def test_import_touches_no_gpu_and_brings_only_torch_and_transformers() -> None:

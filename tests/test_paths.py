@@ -17,7 +17,6 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import UsageError
 from rotor.export.export import export
-from rotor.format.manifest import Manifest
 from rotor.format.places import OutputFolder, check_removable, is_same_or_inside, mark_unfinished, remove
 
 SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
@@ -45,8 +44,7 @@ def notes(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_dots_after_a_link_remove_nothing(model: Path, tmp_path: Path, overwrite: bool) -> None:
+def test_dots_after_a_link_remove_nothing(model: Path, tmp_path: Path) -> None:
     """link/../notes is beside what the link leads to; by its text it would be beside the link."""
     elsewhere = tmp_path / "elsewhere" / "deep"
     elsewhere.mkdir(parents=True)
@@ -54,13 +52,13 @@ def test_dots_after_a_link_remove_nothing(model: Path, tmp_path: Path, overwrite
     for name in ("notes", "notes.partial", "run.partial"):
         notes(tmp_path / name)
     before = contents(tmp_path)
-    run = calibrate(model, tmp_path / "link" / ".." / "notes", "fdc", SETTINGS, overwrite=overwrite)
+    run = calibrate(model, tmp_path / "link" / ".." / "notes", "fdc", SETTINGS, overwrite=True)
     assert run.folder == tmp_path / "elsewhere" / "notes"
     assert before.items() <= contents(tmp_path).items()
-    calibrate(model, tmp_path / "link" / ".." / "model", "fdc", SETTINGS, overwrite=overwrite)
+    calibrate(model, tmp_path / "link" / ".." / "model", "fdc", SETTINGS, overwrite=True)
     assert before.items() <= contents(tmp_path).items()
     with pytest.raises(UsageError, match=r"run\.partial: is(: an unfinished run| not empty, and nothing)|unfinished"):
-        calibrate(model, tmp_path / "run", "fdc", SETTINGS, overwrite=overwrite)
+        calibrate(model, tmp_path / "run", "fdc", SETTINGS, overwrite=True)
     assert before.items() <= contents(tmp_path).items()
 
 
@@ -243,24 +241,16 @@ refused(rotor.calibrate, model, place / "L", overwrite=True)
 subprocess.run(["cp", "-r", model, place / "run" / "statistics" / "model"], check=True)
 bind(place / "run" / "statistics" / "model", place / "inner")
 refused(rotor.calibrate, place / "inner", place / "run", overwrite=True)
-# OUT and RUN as mount points, [ and blanks in their names, written twice.
-for name in ("out", "a [b] c"):
-    (place / "disk" / name).mkdir(parents=True)
-    bind(place / "disk" / name, place / name)
-    for compression in (0.3, 0.4):
-        print(rotor.export(run, place / name, compression=compression, overwrite=True).digest)
-bind(place / "disk" / "out", place / "again")
+# OUT and RUN as mount points, [ and blanks in their names; two aliases of one folder.
+(place / "disk").mkdir()
+bind(place / "disk", place / "a [b] c")
+refused(rotor.export, run, place / "a [b] c", compression=0.4, overwrite=True)
+refused(rotor.calibrate, model, place / "a [b] c", overwrite=True)
+bind(place / "disk", place / "again")
 from rotor.format.locks import exclusive
 with exclusive(place / "again", "export"):
-    refused(rotor.export, run, place / "out", compression=0.4, overwrite=True)
-(place / "out" / "mine.txt").write_text("keep")
-refused(rotor.export, run, place / "out", compression=0.4, overwrite=True)
-(place / "disk" / "newrun").mkdir()
-bind(place / "disk" / "newrun", place / "newrun")
-settings = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1"]
-rotor.calibrate(model, place / "newrun", "fdc", settings)
-rotor.calibrate(model, place / "newrun", "fdc", settings, overwrite=True)
-print(sorted(path.name for path in (place / "disk" / "newrun").iterdir()))
+    refused(rotor.export, run, place / "disk", compression=0.4, overwrite=True)
+print(list((place / "disk").iterdir()))
 """
 
 
@@ -269,7 +259,7 @@ print(sorted(path.name for path in (place / "disk" / "newrun").iterdir()))
     reason="mounting needs a namespace of its own",
 )
 def test_mounts(run: Run, tmp_path: Path) -> None:
-    """Aliases of the source by bind mounts are refused; a mount point is written file by file."""
+    """Aliases of the source by bind mounts are refused, and so is a mount point as OUT."""
     model = run.model_folder
     before = contents(model)
     place = tmp_path / "place"
@@ -282,13 +272,7 @@ def test_mounts(run: Run, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()
     assert [line.split(" ")[0] for line in said[:5]] == ["lies", "lies", "lies", "contains", "contains"]
-    whole = contents(run.folder.parent / "out")
-    for name, digest in (("out", said[6]), ("a [b] c", said[8])):
-        (place / "disk" / name / "mine.txt").unlink(missing_ok=True)
-        manifest = Manifest.read(place / "disk" / name)
-        assert (manifest.digest, manifest.problems()) == (digest, {})
-    assert contents(place / "disk" / "a [b] c").keys() == whole.keys()
-    assert "in use by" in said[9]
-    assert said[10] == "holds mine.txt, which rotor did not write."
-    assert said[11] == "['bases', 'log.txt', 'manifest.json', 'recipe.yaml', 'run.json', 'statistics']"
+    assert [line.startswith("is a mount point") for line in said[5:7]] == [True, True]
+    assert "in use by" in said[7]
+    assert said[8] == "[]"
     assert contents(model) == before

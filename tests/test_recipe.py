@@ -8,7 +8,7 @@ from conftest import ROOT
 from rotor.bases.registry import BasisMethod
 from rotor.errors import RecipeError
 from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
-from rotor.recipe.checks import NAMES
+from rotor.recipe.sections import NAMES
 
 
 def test_bundled_recipes_are_what_the_papers_say() -> None:
@@ -57,17 +57,17 @@ def test_a_recipe_is_frozen() -> None:
     ("item", "text"),
     [
         ("tokns.count=1", "unknown key 'tokns'; did you mean 'tokens'?"),
-        ("tokens.cout=1", "unknown key 'cout' in tokens; did you mean 'count'?"),
-        ("tokens.count=many", "tokens.count: got 'many', expected int"),
-        ("tokens.count=true", "tokens.count: got True, expected int"),
-        ("tokens.count=0", "tokens.count: got 0, expected a positive number"),
+        ("tokens.cout=1", "unknown key 'tokens.cout'; did you mean 'count'?"),
+        ("tokens.count=many", "tokens.count: got 'many', expected a whole number from 1 to"),
+        ("tokens.count=true", "tokens.count: got True, expected a whole number"),
+        ("tokens.count=0", "tokens.count: got 0, expected a whole number from 1 to 67108864"),
         ("tokens.source=randm", "expected one of random, synthetic, text, dataset; did you mean 'random'?"),
         ("tokens.count", "expected section.field=value"),
         ("tokens.count=[1", "not valid YAML"),
         ("tokens.source=text", "tokens.path: got None, expected a file or folder"),
         ("tokens=3", "tokens: got 3, expected a mapping"),
         ("ranks.probe_shares=[0.9, 1.5]", "ranks.probe_shares"),
-        ("groups.fast_planes=-1", "groups.fast_planes: got -1, expected quarter, all, auto or a number of planes"),
+        ("groups.fast_planes=-1", "got -1, expected a whole number from 0 to 65536 or one of quarter, all, auto."),
         ("groups.domain=pre", "got 'svd', expected one of whitened, kq, fisher, palu, identity"),
         ("groups.size=any", "ranks.method: got 'removal-rate', expected global, as only it, or bits of codes, chooses"),
         ("bases.qk=kqq", "bases.qk: got 'kqq', expected one of svd, whitened, kq, fisher"),
@@ -76,7 +76,7 @@ def test_a_recipe_is_frozen() -> None:
             "bases.vo: got 'output', expected one of svd, whitened, kq, kq-output, fisher, palu",
         ),
         ("ranks.method=removalrate", "did you mean 'removal-rate'?"),
-        ("name.x=1", "unknown key 'x' in name"),
+        ("name.x=1", "name: got {'x': 1}, expected text"),
     ],
 )
 def test_a_wrong_override_says_what_and_what_is_known(item: str, text: str) -> None:
@@ -100,12 +100,6 @@ def test_a_wrong_file_says_what_and_where(text: str, message: str) -> None:
         parse_recipe(text, "mine.yaml")
     assert message in str(error.value)
     assert "mine.yaml" in str(error.value)
-
-
-def test_an_unknown_name_lists_the_bundled_recipes() -> None:
-    with pytest.raises(RecipeError, match="did you mean 'fdc'") as error:
-        load_recipe("fcd")
-    assert "Bundled recipes: " in error.value.hint
 
 
 def test_calibration_settings_are_refused_on_export() -> None:
@@ -137,14 +131,6 @@ def test_the_documentation_lists_the_registered_methods() -> None:
     assert listed == methods_table()
 
 
-def test_names_are_those_of_the_registered_methods() -> None:
-    for methods in NAMES.values():
-        assert all(name == method.name for name, method in methods.items())
-
-
 def test_a_basis_for_either_domain_must_work_in_both() -> None:
-    with pytest.raises(
-        RecipeError,
-        match=r"bases\.qk: got 'svd', expected one of kq, fisher, identity, as groups\.domain is any",
-    ):
+    with pytest.raises(RecipeError, match=r"got 'svd', expected one of kq, fisher, identity, as groups\.domain is any"):
         load_recipe("rotor", ["groups.domain=any", "bases.qk=svd"])

@@ -259,10 +259,8 @@ def test_no_result_becomes_part_of_a_run_or_a_checkpoint(tmp_path: Path, capsys)
             check_file(tmp_path / kind / "page.html")
     check_file(tmp_path / "run" / "report.html")  # a run's own
     out, inside = tmp_path / "checkpoint", tmp_path / "checkpoint" / "results.json"
-    for command in (["bench", out, "-o"], ["bench", out, "--device-file"], ["traffic", out, "-o"], ["gpu", "-o"]):
+    for command in (["bench", out, "-o"], ["traffic", out, "-o"], ["gpu", "-o"]):
         expect_error(capsys, 2, "lies in the checkpoint", *command, inside)
-    for option in ("schedule", "traffic"):
-        expect_error(capsys, 2, "lies in the checkpoint", option, out, "--plot", inside)
 
 
 def test_errors_name_the_folder(tmp_path: Path) -> None:

@@ -17,8 +17,17 @@ from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout, ordered_by_class
 from rotor.prediction.devices import find_device
 from rotor.prediction.instructions import group_instructions
-from rotor.prediction.schedule import equal_slices, greedy_assignment, makespan, row_block_costs
-from rotor.prediction.simulation import TILE, layer_tasks, simulate, simulate_prefill
+from rotor.prediction.simulation import (
+    KEYS,
+    Tasks,
+    equal_slices,
+    layer_tasks,
+    longest_first,
+    makespan,
+    row_block_costs,
+    simulate,
+    simulate_prefill,
+)
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 H200 = find_device("h200", None)
@@ -31,32 +40,30 @@ def ragged_layout(seed: int = 0) -> LayerLayout:
     return ordered_by_class(groups, POST_ROPE)[0]
 
 
+def of_each_sm(parts: list[list[tuple[int, int]]], tasks: Tasks) -> list[float]:
+    return [sum(count * tasks.tile_seconds[task] for task, count in mine) for mine in parts]
+
+
 def test_the_papers_example() -> None:
     """FDC figure 8, ZACK figure 12: tasks k1 to k8, longest first, on three SMs; durations that lead to the figure."""
-    tasks = greedy_assignment([9, 7, 6, 4.5, 4, 3, 2, 1], 3)
-    assert [[i + 1 for i in mine] for mine in tasks] == [[1, 6], [2, 5, 8], [3, 4, 7]]
+    parts = longest_first(Tasks((1,) * 8, (9, 7, 6, 4.5, 4, 3, 2, 1)), 3)
+    assert [[task + 1 for task, _ in mine] for mine in parts] == [[1, 6], [2, 5, 8], [3, 4, 7]]
 
 
-def test_greedy_assigns_every_task_once_and_within_its_bound() -> None:
-    draw = random.Random(1)
-    costs = [draw.uniform(1, 50) for _ in range(200)]
-    tasks = greedy_assignment(costs, 7)
-    assert sorted(i for mine in tasks for i in mine) == list(range(200))
-    largest = max(sum(costs[i] for i in mine) for mine in tasks)
-    assert largest <= (4 / 3 - 1 / 21) * max(sum(costs) / 7, max(costs))  # Graham's bound
-
-
-@pytest.mark.parametrize("workers", [1, 3, 64, 500])
-def test_slices_cover_every_tile_once_in_order_and_evenly(workers: int) -> None:
+@pytest.mark.parametrize("workers", [1, 3, 7, 64, 500])
+def test_schedules_assign_every_tile_once_and_evenly(workers: int) -> None:
     draw = random.Random(2)
-    tiles = [draw.randrange(1, 40) for _ in range(30)]
-    costs = [draw.choice([16.0, 48.0, 80.0]) for _ in range(30)]
-    pieces = equal_slices(tiles, costs, workers)
-    seen = [(task, tile) for mine in pieces for task, first, n in mine for tile in range(first, first + n)]
-    assert seen == [(task, tile) for task, n in enumerate(tiles) for tile in range(n)]
-    share = sum(n * c for n, c in zip(tiles, costs, strict=True)) / workers
-    loads = [sum(n * costs[task] for task, _, n in mine) for mine in pieces]
-    assert max(abs(load - share) for load in loads) <= max(costs) + 1e-9
+    tasks = Tasks(
+        tuple(draw.randrange(1, 40) for _ in range(30)), tuple(draw.choice([16.0, 48.0, 80.0]) for _ in range(30))
+    )
+    whole = sum(tasks.seconds) / workers
+    greedy = longest_first(tasks, workers)
+    assert sorted(part for mine in greedy for part in mine) == list(enumerate(tasks.tiles))
+    assert max(of_each_sm(greedy, tasks)) <= (4 / 3) * max(whole, max(tasks.seconds))  # Graham's bound
+    slices = equal_slices(tasks, workers)
+    in_line = [task for mine in slices for task, count in mine for _ in range(count)]
+    assert in_line == [task for task, count in enumerate(tasks.tiles) for _ in range(count)]
+    assert max(abs(load - whole) for load in of_each_sm(slices, tasks)) <= max(tasks.tile_seconds) + 1e-9
 
 
 def test_tiles_cost_the_longer_of_reading_and_issuing() -> None:
@@ -64,11 +71,11 @@ def test_tiles_cost_the_longer_of_reading_and_issuing() -> None:
     tasks = layer_tasks(layout, SHAPE, [100], H200, 132, 2)
     assert tasks.tiles == (2,) * 8
     group = layout.groups[0]
-    read = TILE * (group.key.rank + group.values.rank) * 2 / H200.bandwidth_bytes_per_s
-    issued = TILE * H200.issue_seconds(group_instructions(layout, group, SHAPE))
+    read = KEYS * (group.key.rank + group.values.rank) * 2 / H200.bandwidth_bytes_per_s
+    issued = KEYS * H200.issue_seconds(group_instructions(layout, group, SHAPE))
     assert tasks.tile_seconds[0] == pytest.approx(132 * max(read, issued))
     coded = LayerLayout(tuple(GroupLayout((h,), Channels(n4=64), None) for h in range(8)), *KeyForm(64, 16))
-    issued = TILE * H200.issue_seconds(group_instructions(coded, coded.groups[0], SHAPE))
+    issued = KEYS * H200.issue_seconds(group_instructions(coded, coded.groups[0], SHAPE))
     assert layer_tasks(coded, SHAPE, [100], H200, 132, 2).tile_seconds[0] == pytest.approx(132 * issued)
 
 
@@ -129,17 +136,16 @@ def test_lengths() -> None:
 
 
 def test_command_line(demo_run, tmp_path: Path) -> None:
-    out, plot = tmp_path / "out", tmp_path / "balance.png"
+    out = tmp_path / "out"
     export(demo_run("fdc").folder, out, removal_rate=0.2)
     call = ["schedule", str(out), "--sms", "132", "--lengths", "4x8192,300", "--chunk", "600"]
-    done = CliRunner().invoke(app, [*call, "--json", "--plot", str(plot)])
+    done = CliRunner().invoke(app, [*call, "--json"])
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     assert [entry["schedule"] for entry in data["schedules"]] == ["none", "lpt", "stream"]
     assert data["sms"] == 132
     assert data["lengths"] == [8192] * 4 + [300]
     assert min(data["prefill"].values()) >= 1.0
-    assert plot.read_bytes().startswith(b"\x89PNG")
     text = CliRunner().invoke(app, call).output
     assert "largest over mean" in text
     assert f"{data['schedules'][0]['largest_over_mean']:.3f}" in text

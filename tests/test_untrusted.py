@@ -20,14 +20,15 @@ from test_cli import expect_error, rotor
 
 import rotor.models.tokenizer as tokenizer_module
 from rotor.calibration.calibrate import calibrate
+from rotor.checked import options
 from rotor.data.tokens import calibration_tokens
 from rotor.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UsageError
 from rotor.evaluation.scoring import logit_errors
 from rotor.export.export import export
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.tokenizer import check_ids
-from rotor.recipe import load_recipe, override
-from rotor.recipe.checks import LARGEST
+from rotor.recipe import Recipe, load_recipe, override
+from rotor.recipe.reference import recipe_fields
 from rotor.validation.trusted import TrustedEvaluation, trusted_evaluation
 from rotor.validation.validate import validate
 
@@ -288,16 +289,22 @@ def test_a_tokenizer_whose_every_token_is_special() -> None:
         calibration_tokens(load_recipe("fdc").tokens, config, Special())
 
 
-@pytest.mark.parametrize("name", sorted(LARGEST))
-def test_counts_of_recipes_are_bounded(name: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{name}: got 10+, expected"):
-        override(load_recipe("fdc"), [f"{name}=10000000000"])
-
-
-@pytest.mark.parametrize("name", ["ranks.probe_shares"])
-def test_lists_of_recipes_are_bounded(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"{name}: .*at most 256 values"):
-        override(load_recipe("rotor"), [f"{name}={[0.5] * 1000}"])
+def test_counts_of_recipes_are_bounded() -> None:
+    """One that is not would fill the memory before anything is said."""
+    names = [field.name for section in recipe_fields().values() for field in section]
+    unbounded = [
+        name
+        for name in names
+        for option in options(Recipe, name.split("."))
+        if option.get("type") == "integer" and not {"maximum", "expected"} & option.keys()
+    ]
+    assert unbounded == []
+    with pytest.raises(
+        RecipeError, match=r"tokens\.count: got 10000000000, expected a whole number from 1 to 67108864"
+    ):
+        override(load_recipe("fdc"), ["tokens.count=10000000000"])
+    with pytest.raises(RecipeError, match=r"ranks\.probe_shares: .*expected 1 to 256 shares"):
+        override(load_recipe("rotor"), [f"ranks.probe_shares={[0.5] * 1000}"])
 
 
 def test_a_run_begun_with_other_threads_is_not_resumed(tiny, tmp_path: Path, monkeypatch) -> None:

@@ -1,184 +1,276 @@
-"""Attention in the benchmark: every row is checked against float64, then all are timed together."""
+"""Attention of compressed layers beside PyTorch's on the uncompressed cache: every row is checked, then timed.
+
+Rows, on random inputs: rotor's kernel and its path in plain PyTorch; each backend of PyTorch's SDPA on keys and values
+of full width; and, as Palu does without a kernel, keys of the same ranks that are rebuilt in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from statistics import quantiles
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from ..errors import NumericsError
-from ..format.layout import AttentionShape, LayerLayout
-from ..progress import Progress
-from .clock import Clock, Rates, Seconds
-from .problem import (
-    Problem,
-    checked_output,
-    random_problem,
-    rebuilt_layout,
-    truth,
-    uncompressed_layout,
-    without_rope,
-)
-from .rows import Phase, Row, attention_rows, pytorch_path
-from .settings import BenchResult, BenchSettings
+from ..format.channels import Numbers
+from ..format.kernel_config import LayerKernels
+from ..format.layout import AttentionShape, LayerLayout, pre_rope
+from ..kernels import reference
+from ..kernels.defaults import default_layer
+from ..kernels.dispatch import layer_served
+from ..kernels.parameters import AttentionParameters, seq_len_of
+from ..kernels.rotary import Rotation, rotate, when_read
 
-ERROR_FLOOR = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Relative error that any row may have, by dtype: its epsilon in 16 bits; in float32 the order of sums matters more."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Relative error that a row may have against float64, by dtype."""
+
+CHECKED_QUERIES = 32
+"""The last ones of a prompt are compared: each needs logits against all keys in float64."""
+
+FLUSH_BYTES = 1 << 27
+"""Read before each timed call on a CPU, several times its caches."""
+
+Call = Callable[[], Tensor]
+"""What is timed; gives [batch_size, seq_len, sum over query heads of value width]."""
 
 
-def bench_attention(
-    result: BenchResult,
-    layouts: list[LayerLayout],
+@dataclass(frozen=True)
+class Problem:
+    """Attention of a layer: every sequence attends to all its keys, the last seq_len of them causally.
+
+    query: [batch_size, num_heads, seq_len, head_dim], rotated; in a model without RoPE [batch_size, seq_len, sum over
+        query heads of width].
+    key, value: rows, [batch_size, 1, kv_len, bytes] uint8, or of numbers [batch_size, 1, kv_len, width].
+    rotation: of layers in blocks: cos and sin by index, [kv_len, rotary_dim], float32.
+    """
+
+    parameters: AttentionParameters
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rotation: Rotation | None = None
+
+    @property
+    def layout(self) -> LayerLayout:
+        return self.parameters.layout
+
+    @property
+    def seq_len(self) -> int:
+        return seq_len_of(self.query)
+
+    @property
+    def kv_len(self) -> int:
+        return self.key.shape[2]
+
+    def mask(self, seq_len: int) -> Tensor | None:
+        """Of the last seq_len queries, [1, 1, seq_len, kv_len], bool; None where they are one, or as many as keys."""
+        if seq_len in (1, self.kv_len):
+            return None
+        return _lower_right(seq_len, self.kv_len, self.key.device)
+
+    def exact(self) -> Tensor:
+        """The float64 value of `checked`."""
+        count, p = min(self.seq_len, CHECKED_QUERIES), self.parameters
+
+        def wide(x: Tensor) -> Tensor:
+            return x.double() if x.is_floating_point() else x
+
+        bases = (None if x is None else x.double() for x in (p.query_basis, p.key_constant))
+        query = self.query[:, -count:] if self.query.dim() == 3 else self.query[:, :, -count:]
+        exact = replace(p, **dict(zip(("query_basis", "key_constant"), bases, strict=True)))
+        rotation = self.rotation and when_read((wide(self.rotation[0]), wide(self.rotation[1])), self.layout.form)
+        return reference.attention(
+            query.double(), wide(self.key), wide(self.value), exact, rotation, self.mask(count)
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def _lower_right(seq_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """One tensor for all layers, as in a model."""
+    every = torch.ones(seq_len, kv_len, dtype=torch.bool, device=device)
+    return every.tril(kv_len - seq_len)[None, None]
+
+
+def random_problem(
+    layout: LayerLayout,
     shape: AttentionShape,
-    settings: BenchSettings,
-    clock: Clock,
+    batch_size: int,
+    seq_len: int,
+    kv_len: int,
     dtype: torch.dtype,
-    progress: Progress,
-) -> None:
-    """Every row of both phases at every load."""
-    lengths: dict[Phase, tuple[int, ...]] = {"decode": settings.decode_lengths, "prefill": settings.prefill_lengths}
-    loads = [(phase, length, batch) for phase in lengths for length in lengths[phase] for batch in settings.batch_sizes]
-    generator = torch.Generator(clock.device).manual_seed(settings.seed)
-    with progress.task("attention", len(loads) * len(layouts), "layers") as advance:
-        for phase, length, batch_size in loads:
-            seq_len = 1 if phase == "decode" else length
-            load = {"phase": phase, "length": length, "batch_size": batch_size}
-            measured = []
-            for layout in layouts:
-                make = partial(
-                    random_problem,
-                    batch_size=batch_size,
-                    seq_len=seq_len,
-                    kv_len=length,
-                    dtype=dtype,
-                    generator=generator,
-                )
-                makers = _problem_makers(layout, shape, make)
-                measured.append(_bench_layer(result, phase, makers, load, clock, settings.repetitions))
-                advance(1)
-            result.attention += _sum_of_layers(measured, load, clock.device, result.rates)
+    generator: torch.Generator,
+) -> Problem:
+    """Random inputs on the generator's device, with logits of a few units, rounded to dtype."""
+    device = generator.device
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(size, generator=generator, device=device)
+
+    rotation = basis = constant = None
+    if shape.rotary_dim:
+        frequency = 1e4 ** (-torch.arange(0, shape.rotary_dim, 2, dtype=torch.float64) / shape.rotary_dim)
+        angle = torch.arange(kv_len, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
+        rotation = angle.cos().float().to(device), angle.sin().float().to(device)
+        query = normal(batch_size, shape.num_heads, seq_len, shape.head_dim, scale=2.0)
+        query = rotate(query, *(table[kv_len - seq_len :] for table in rotation))
+        of_nibble = 4.6 if layout.coded else 1.0
+        width = max(group.key.width for group in layout.groups)
+        basis = normal(layout.group_size * shape.head_dim, layout.key_width, scale=width**-0.5 / of_nibble).to(dtype)
+        if layout.coded:
+            constant = normal(shape.num_kv_heads, shape.head_dim, scale=0.5)
+    else:
+        query = normal(batch_size, seq_len, layout.group_size * shape.heads_per_kv * layout.key_width, scale=2.0)
+    rows = []
+    for size, width in zip(layout.row_bytes(dtype.itemsize), (layout.key_width, layout.value_width), strict=True):
+        if layout.coded:
+            own = (batch_size, 1, kv_len, size)
+            rows.append(torch.randint(256, own, generator=generator, device=device, dtype=torch.uint8))
+        else:
+            rows.append(normal(batch_size, 1, kv_len, width if size else 0).to(dtype))
+    parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, basis, constant)
+    return Problem(parameters, query.to(dtype), rows[0], rows[1], rotation if layout.in_blocks else None)
 
 
-def _problem_makers(
-    layout: LayerLayout, shape: AttentionShape, make: Callable[[LayerLayout, AttentionShape], Problem]
-) -> dict[str, Callable[[], Problem]]:
-    """What makes the random inputs of each kind of row, by kind."""
-    return {
-        "compressed": partial(make, layout, shape),
-        "uncompressed": partial(make, uncompressed_layout(shape), without_rope(shape)),
-        "rebuilt": partial(make, rebuilt_layout(layout, shape), shape),
-    }
+def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:
+    """The kernels as a layer of a model calls them: a step, some new tokens behind cached keys, or a prompt."""
+    from ..kernels.attention import attend
+
+    p = problem
+    options: dict[str, Any] = {"rotation": p.rotation, "attention_mask": p.mask(p.seq_len), "layer_idx": 0}
+    launches = kernels or default_layer(p.parameters.layout)
+    return lambda: attend(p.query, p.key, p.value, p.parameters, launches, **options)
 
 
-def _bench_layer(
-    result: BenchResult,
-    phase: Phase,
-    makers: dict[str, Callable[[], Problem]],
-    load: dict[str, Any],
-    clock: Clock,
-    repetitions: int,
-) -> dict[str, tuple[Seconds, Problem]]:
-    """Check every row of one layer, then time all of them together; seconds and problem of each by name."""
-    calls: dict[str, Callable[[], Tensor]] = {}
-    problems = {kind: make() for kind, make in makers.items()}
-    of_row: dict[str, Problem] = {}
-    for kind, problem in problems.items():
-        exact, limit = truth_and_limit(problem)
-        for row in attention_rows():
-            if row.kind != kind or phase not in row.phases:
-                continue
-            why = row.why_not(problem) or _try(row, problem, calls, result, exact, limit, load)
-            if why is None:
-                of_row[row.name] = problem
-            elif not any(s["row"] == row.name and s.get("phase") == phase for s in result.not_measured):
-                result.skip(row.name, why, phase=phase)
-    seconds = clock.interleaved(calls, repetitions)
-    return {name: (seconds[name], of_row[name]) for name in calls}
+def pytorch_path(problem: Problem) -> Call:
+    """rotor's own path where no kernel serves: keys rebuilt or queries absorbed, a block at a time."""
+    p, rotation, mask = problem, None, problem.mask(problem.seq_len)
+    if p.rotation is not None:
+        cos, sin = when_read(p.rotation, p.parameters.layout.form)
+        rotation = cos.to(p.query.dtype), sin.to(p.query.dtype)
+    return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation, mask)
 
 
-def _try(
-    row: Row,
-    problem: Problem,
-    calls: dict[str, Callable[[], Tensor]],
-    result: BenchResult,
-    exact: Tensor,
-    limit: float,
-    load: dict[str, Any],
-) -> str | None:
-    """Run a row once, compare it, and add it to `calls`; or the reason for which a backend refuses it.
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend) -> Call:
+    """PyTorch's attention with one backend, over [batch_size, heads, tokens, head_dim]; causal to the lower right."""
+    batch_size, _, seq_len, head_dim = query.shape
+    if seq_len == 1:  # query heads that share keys as rows of one query: the keys are read once, by every backend
+        query = query.reshape(batch_size, key.shape[1], -1, head_dim)
+    mask = causal_lower_right(seq_len, key.shape[2]) if 1 < seq_len < key.shape[2] else None
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": 1 < seq_len == key.shape[2]}
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            output = functional.scaled_dot_product_attention(query, key, value, **options)
+        return output.reshape(batch_size, 1, -1) if seq_len == 1 else output.transpose(1, 2).flatten(2)
+
+    return run
+
+
+def uncompressed_heads(
+    shape: AttentionShape, batch_size: int, seq_len: int, kv_len: int, dtype: torch.dtype, generator: torch.Generator
+) -> list[Tensor]:
+    """Query, key and value [batch_size, heads, tokens, head_dim], as an uncompressed model has them."""
+    sizes = (shape.num_heads, seq_len), (shape.num_kv_heads, kv_len), (shape.num_kv_heads, kv_len)
+    size = {"generator": generator, "device": generator.device}
+    return [torch.randn(batch_size, *of, shape.head_dim, **size).to(dtype) for of in sizes]  # type: ignore[call-overload]
+
+
+def bench_layer(
+    layout: LayerLayout, shape: AttentionShape, load: tuple[int, int, int], dtype: torch.dtype,
+    generator: torch.Generator, repetitions: int,
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:  # fmt: skip
+    """Seconds and error of every row for one layer, and why the others are not measured.
+
+    Args:
+        load: batch_size, seq_len, kv_len.
     Raises:
-        NumericsError: the result is wrong.
+        NumericsError: a row computes something wrong.
     """
-    try:
-        call = row.prepare(problem)
-        output = call()
-    except row.refusals as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    error_size = relative_error(checked_output(problem, output), exact)
-    where = f"{load['phase']}, {load['batch_size']} x {load['length']} tokens"
-    if not error_size <= limit:  # NaN is no number below the limit
-        raise NumericsError(
-            f"benchmark row {row.name!r} ({where}): relative error {error_size:.3g} against float64, allowed is "
-            f"{limit:.3g}; nothing is reported.",
-            "The row computes something wrong: a defect of rotor, of PyTorch or of the driver; report it.",
-        )
-    result.checks.append({"row": row.name, **load, "error": error_size, "limit": limit})
-    calls[row.name] = call
-    return None
-
-
-def truth_and_limit(problem: Problem) -> tuple[Tensor, float]:
-    """What of a problem is compared, in float64, and the relative error that a row may have there."""
-    exact = truth(problem)
-    plain = relative_error(checked_output(problem, pytorch_path(problem)()), exact)
-    return exact, max(2 * plain, ERROR_FLOOR[problem.dtype])
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """NaN where `got` has one."""
-    return float((got - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-def _sum_of_layers(
-    measured: list[dict[str, tuple[Seconds, Problem]]], load: dict[str, Any], device: torch.device, rates: Rates
-) -> list[dict[str, Any]]:
-    """One record a row that ran in every layer: the sum of its times, and the floor of the work it is for.
-
-    speed_up: over the fastest row of full width at the same load.
-    """
-    runs_of = {
-        name: [layer[name] for layer in measured] for name in measured[0] if all(name in layer for layer in measured)
+    device = generator.device
+    problem = random_problem(layout, shape, *load, dtype, generator)
+    of_numbers = (replace(g, key=Numbers(g.key.rank), value=Numbers(g.values.rank)) for g in layout.groups)
+    rebuilt = random_problem(LayerLayout(tuple(of_numbers), *pre_rope(shape)), shape, *load, dtype, generator)
+    query, key, value = uncompressed_heads(shape, *load, dtype, generator)
+    last = query[:, :, -CHECKED_QUERIES:].double(), key.double(), value.double()
+    compressed, uncompressed = problem.exact(), sdpa(*last, SDPBackend.MATH)()
+    calls, left_out = {}, {}
+    rows: dict[str, tuple[Callable[[], Call], Tensor]] = {
+        "rotor, kernel": (partial(kernel, problem), compressed),
+        "rotor, PyTorch path": (partial(pytorch_path, problem), compressed),
+        **{
+            f"SDPA {name}": (partial(sdpa, query, key, value, backend), uncompressed)
+            for name, backend in BACKENDS.items()
+        },
+        "keys rebuilt in memory, SDPA (Palu)": (partial(pytorch_path, rebuilt), rebuilt.exact()),
     }
-    kinds = {row.name: row.kind for row in attention_rows()}
-    medians = {name: sum(s.median for s, _ in runs) for name, runs in runs_of.items()}
-    fastest = min(medians[name] for name in medians if kinds[name] == "uncompressed")
-    records = []
-    for name, runs in runs_of.items():
-        floor = sum(problem.work.seconds(rates.copy_bytes_per_s, rates.matmul_flops_per_s) for _, problem in runs)
-        seconds, flops = medians[name], sum(problem.work.flops for _, problem in runs)
-        records.append(
-            {
-                "row": name,
-                "kind": kinds[name],
-                "device": device.type,
-                **load,
-                "seconds": {
-                    "median": seconds,
-                    "low": sum(s.low for s, _ in runs),
-                    "high": sum(s.high for s, _ in runs),
-                    "repetitions": runs[0][0].repetitions,
-                },
-                "layer_seconds": [s.median for s, _ in runs],
-                "bytes": sum(problem.work.cache_bytes for _, problem in runs),
-                "flops": flops,
-                "flops_per_s": flops / seconds,
-                "floor_seconds": floor,
-                "fraction_of_floor": floor / seconds,
-                "speed_up": fastest / seconds,
-            }
-        )
-    return records
+    if device.type != "cuda" or not layer_served(layout, shape, dtype, device):
+        del rows["rotor, kernel"]
+        left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
+    errors = {}
+    for name, (prepare, exact) in rows.items():
+        try:
+            call = prepare()
+            errors[name] = relative_error(call(), exact)
+        except (RuntimeError, NotImplementedError) as failure:  # PyTorch's way to say that a backend does not fit
+            if not name.startswith("SDPA"):
+                raise
+            left_out[name] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            continue
+        if not errors[name] <= TOLERANCE[dtype]:  # NaN is no number below it
+            raise NumericsError(
+                f"benchmark row {name!r}, {load[1]} of {load[2]} tokens: relative error {errors[name]:.3g} against "
+                f"float64, allowed is {TOLERANCE[dtype]:.3g}; nothing is reported.",
+                "The row computes something wrong: a defect of rotor, of PyTorch or of the driver; report it.",
+            )
+        calls[name] = call
+    seconds = timed(calls, device, repetitions)
+    return {name: {**seconds[name], "error": errors[name]} for name in calls}, left_out
+
+
+def relative_error(output: Tensor, exact: Tensor) -> float:
+    """Of the last queries, which `exact` has; NaN where `output` has one."""
+    got = output[:, -exact.shape[1] :].double()
+    return float((got - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def timed(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, repetitions: int
+) -> dict[str, dict[str, float]]:
+    """Median and quartiles of each call in seconds, with cold caches: on a GPU by triton.testing, on a CPU in turn."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        for name, call in calls.items():
+            times[name] = [1e-3 * of for of in do_bench(call, rep=10 * repetitions, return_mode="all")]
+        return {name: quartiles(of_call) for name, of_call in times.items()}
+    flush = torch.ones(FLUSH_BYTES // 4)
+    for _ in range(repetitions):
+        for name, call in calls.items():
+            flush.sum()
+            start = perf_counter()
+            call()
+            times[name].append(perf_counter() - start)
+    return {name: quartiles(of_call) for name, of_call in times.items()}
+
+
+def quartiles(times: list[float]) -> dict[str, float]:
+    low, median, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    return {"median": median, "low": low, "high": high}

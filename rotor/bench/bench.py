@@ -1,8 +1,10 @@
-"""Side-by-side benchmark of a compressed checkpoint; refuses to report while a row's result is wrong."""
+"""A compressed checkpoint side by side with its alternatives: attention of its layers, and whole models generating."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,35 @@ from ..errors import UsageError
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
-from ..policies import use_cache_policy
+from ..policies import stored_bytes, use_cache_policy
 from ..progress import Progress
-from .attention import bench_attention
-from .clock import Clock, measure_rates
-from .models import ModelLoad, check_models, measure_models, physical_memory
-from .provenance import provenance
-from .report import describe_device
-from .settings import BenchResult, BenchSettings
+from .attention import bench_layer, quartiles
+from .records import describe_device, provenance
 
-VERSION = 1
+GPU_LOADS = (32768,), (8192,), (1, 8)
+CPU_LOADS = (2048,), (512,), (1,)
+"""Cached tokens, tokens of a prompt, and sequences in a batch, where nothing is asked for."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is measured.
+
+    decode_lengths: cached tokens of each sequence. prefill_lengths: of prompts. layers: at most so many, spread over
+    the depth; times are their sum. new_tokens: that whole models generate, 0 to leave them out. memory_bytes: for the
+    largest batch; None: all that the device has. cache: the policy that the compressed model's cache follows; None: its
+    own.
+    """
+
+    decode_lengths: tuple[int, ...]
+    prefill_lengths: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    layers: int = 4
+    repetitions: int = 20
+    new_tokens: int = 32
+    memory_bytes: int | None = None
+    seed: int = 0
+    cache: str | None = None
 
 
 def bench(
@@ -37,8 +58,7 @@ def bench(
     """Measure a compressed checkpoint beside the alternatives, in one run.
 
     Args:
-        folder: what `rotor export` wrote.
-        model: the source model; by default where rotor.json says.
+        folder: what `rotor export` wrote. model: the source model; by default where rotor.json says.
         command: recorded.
     Returns:
         What is written as JSON.
@@ -47,48 +67,25 @@ def bench(
         CheckpointError: not a compressed checkpoint.
         UsageError: the device has not enough memory for it.
     """
-    try:
-        return _measured(folder, settings, model, device, dtype, command, progress or Progress())
-    except torch.OutOfMemoryError as error:
-        raise UsageError(
-            f"the device has too little memory: {error}", "Give a smaller --batch, --lengths or --layers."
-        ) from error
-
-
-def _measured(
-    folder: Path,
-    settings: BenchSettings,
-    model: Path | None,
-    device: str,
-    dtype: str,
-    command: str,
-    progress: Progress,
-) -> dict[str, Any]:
     checkpoint = CompressedCheckpoint(folder)
-    shape, layouts = checkpoint.shape, checkpoint.layouts
     target = pick_device(device)
     chosen = pick_dtype(dtype, checkpoint.dtype, target)
-    clock = Clock(target)
-    with torch.inference_mode():
-        rates = measure_rates(clock, chosen, settings.repetitions)
-        result = BenchResult(rates, spread_layers(len(layouts), settings.layers))
-        measured = [layouts[i] for i in result.layers]
-        bench_attention(result, measured, shape, settings, clock, chosen, progress)
-    clock.release()
-    if settings.new_tokens:
-        _bench_model(result, checkpoint, model, settings, target, chosen)
-    else:
-        result.skip("model", "left out by the request")
-    return {
-        "version": VERSION,
+    report: dict[str, Any] = {
         **provenance(command),
         "checkpoint": folder.name,
         "device": describe_device(target),
         "dtype": str(chosen).removeprefix("torch."),
         "settings": asdict(settings),
-        "flush_bytes": clock.flush_bytes,
-        **asdict(result),
+        "layers": spread_layers(len(checkpoint.layouts), settings.layers),
     }
+    try:
+        attention, left_out = _attention(checkpoint, settings, report["layers"], target, chosen, progress or Progress())
+        models = _models(checkpoint, model, settings, target, chosen, left_out) if settings.new_tokens else []
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"the device has too little memory: {error}", "Give a smaller --batch, --lengths or --layers."
+        ) from error
+    return {**report, "attention": attention, "model": models, "not_measured": left_out}
 
 
 def spread_layers(num_layers: int, wanted: int) -> list[int]:
@@ -97,32 +94,108 @@ def spread_layers(num_layers: int, wanted: int) -> list[int]:
     return sorted({round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count)})
 
 
-def _bench_model(
-    result: BenchResult,
+def _attention(
     checkpoint: CompressedCheckpoint,
-    model: Path | None,
+    settings: BenchSettings,
+    layers: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Every row at every load, times summed over layers; `over_stock` is over the fastest SDPA at the same load."""
+    lengths = [("decode", n) for n in settings.decode_lengths] + [("prefill", n) for n in settings.prefill_lengths]
+    loads = [(*phase, batch) for phase in lengths for batch in settings.batch_sizes]
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    records: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    with progress.task("attention", len(loads) * len(layers), "layers") as advance, torch.inference_mode():
+        for phase, length, batch in loads:
+            load, found = (batch, 1 if phase == "decode" else length, length), []
+            for layer in layers:
+                rows, why = bench_layer(
+                    checkpoint.layouts[layer], checkpoint.shape, load, dtype, generator, settings.repetitions
+                )
+                found.append(rows)
+                left_out |= why
+                advance(1)
+            sums = {
+                name: {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
+                for name in found[0]
+                if all(name in rows for rows in found)
+            }
+            stock = min(of["median"] for name, of in sums.items() if name.startswith("SDPA"))
+            about = {"phase": phase, "length": length, "batch_size": batch}
+            for name, seconds in sums.items():
+                errors = max(rows[name]["error"] for rows in found)
+                over = {"over_stock": seconds["median"] / stock, "largest_error": errors}
+                records.append({"row": name, **about, "seconds": seconds, **over})
+    return records, left_out
+
+
+def _models(
+    checkpoint: CompressedCheckpoint,
+    source: Path | None,
     settings: BenchSettings,
     device: torch.device,
     dtype: torch.dtype,
-) -> None:
-    """The compressed model and its source, generating side by side."""
-    source = model if model is not None else checkpoint.source_folder
-    folders = {"compressed": checkpoint.folder, "source": source}
-    if model is None and not source.is_dir():
-        result.skip("model, source", "the source model is not where rotor.json says; give --model")
-        del folders["source"]
+    left_out: dict[str, str],
+) -> list[dict[str, Any]]:
+    """The compressed model and its source in turn: transformers' generate at every load."""
+    folders = {"model, compressed": checkpoint.folder, "model, source": source or checkpoint.source_folder}
+    if not folders["model, source"].is_dir():
+        left_out["model, source"] = "the source model is not where rotor.json says; give --model"
+        del folders["model, source"]
     models = {name: load_model(path, device, dtype) for name, path in folders.items()}
+    compressed = models["model, compressed"]
     if settings.cache is not None:
-        use_cache_policy(models["compressed"], settings.cache)
-    generator = torch.Generator().manual_seed(settings.seed)
-    result.checks += check_models(models, folders, generator)
-    memory = settings.memory_bytes or physical_memory(device)
-    longest = getattr(models["compressed"].config, "max_position_embeddings", None)
+        use_cache_policy(compressed, settings.cache)
+    memory = settings.memory_bytes or int(describe_device(device)["memory_bytes"])
+    longest = getattr(compressed.config, "max_position_embeddings", None) or 1 << 30
+    records = []
     for length in sorted({*settings.decode_lengths, *settings.prefill_lengths}):
-        if longest is not None and length + settings.new_tokens + 1 > longest:
-            prompt = longest - settings.new_tokens - 1
-            result.skip("model", f"longer than the model's {longest} positions; up to {prompt} fits", length=length)
+        if length + settings.new_tokens + 1 > longest:
+            left_out[f"model, {length} tokens"] = f"longer than the model's {longest} positions"
             continue
-        for batch_size in settings.batch_sizes:
-            load = ModelLoad(length, batch_size, settings.new_tokens)
-            result.model += measure_models(models, load, max(1, settings.repetitions // 4), memory, generator)
+        for batch in settings.batch_sizes:
+            records += _generated(models, settings, length, batch, memory)
+    return records
+
+
+def _generated(
+    models: Mapping[str, Any], settings: BenchSettings, length: int, batch_size: int, memory_bytes: int
+) -> list[dict[str, Any]]:
+    """Time to the first token and between tokens, bytes of the cache, and how many such sequences would fit."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    vocabulary = min(model.config.vocab_size for model in models.values())
+    ids = torch.randint(vocabulary, (batch_size, length), generator=generator)
+    first: dict[str, list[float]] = {name: [] for name in models}
+    between: dict[str, list[float]] = {name: [] for name in models}
+    cached = {}
+    for repetition in range(1 + max(1, settings.repetitions // 4)):
+        for name, model in models.items():
+            to_first, _ = _generate(model, ids, 1)
+            whole, cached[name] = _generate(model, ids, 1 + settings.new_tokens)
+            if repetition:  # once to warm up
+                first[name].append(to_first)
+                between[name].append((whole - to_first) / settings.new_tokens)
+    records = []
+    for name, model in models.items():
+        weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        record = {"row": name, "length": length, "batch_size": batch_size, "new_tokens": settings.new_tokens}
+        record |= {"time_to_first_token_s": quartiles(first[name]), "time_between_tokens_s": quartiles(between[name])}
+        record |= {"kv_cache_bytes": cached[name], "weight_bytes": weights}
+        record["largest_batch"] = max(0, (memory_bytes - weights) * batch_size // cached[name])
+        records.append(record)
+    return records
+
+
+def _generate(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, int]:
+    """Seconds of one greedy generate, and the bytes of its cache at the end."""
+    ids = ids.to(model.device)
+    start = time.perf_counter()
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=new_tokens, max_new_tokens=new_tokens,
+        do_sample=False, pad_token_id=0, return_dict_in_generate=True,
+    )  # fmt: skip
+    output.sequences.cpu()  # waits for a GPU
+    return time.perf_counter() - start, stored_bytes(output.past_key_values)

@@ -1,31 +1,31 @@
 """A compressed checkpoint beside its source in vLLM: tokens of cache in equal memory, throughput, latency.
 
-Both engines run at once, each with a cache of the same bytes, and are measured in turn; nothing is reported while one's
-log-probabilities are not those of its model in float64.
+Each engine runs in a process of its own with a cache of the same bytes, and both are measured in turn.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from ..errors import NumericsError, UsageError
+from ..errors import RotorError, UsageError
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
+from ..installing import pip_install
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
-from ..models.loading import load_model
-from .clock import Seconds
-from .engine import Engine, EngineOptions, check_installed
-from .models import CHECKED_TOKENS, TOLERANCE
-from .provenance import provenance
-from .report import describe_device
-
-VERSION = 1
+from .attention import quartiles
+from .records import describe_device, provenance
 
 
 @dataclass(frozen=True)
@@ -59,114 +59,111 @@ def bench_serving(
     Returns:
         What is written as JSON.
     Raises:
-        NumericsError: an engine's log-probabilities are further from float64 than they may be.
         CheckpointError: not a compressed checkpoint.
         UsageError: vLLM is not installed, or there is no source model.
         RotorError: vLLM does not run one of the models.
     """
-    check_installed()
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError("--engine vllm: vLLM is not installed here.", pip_install("vllm"))
     checkpoint = CompressedCheckpoint(folder)
-    source = model if model is not None else checkpoint.source_folder
-    if not source.is_dir():
-        raise UsageError(f"the source model is not at {source}.", "Give it with --model.")
+    folders = {"source": model if model is not None else checkpoint.source_folder, "compressed": checkpoint.folder}
+    if not folders["source"].is_dir():
+        raise UsageError(f"the source model is not at {folders['source']}.", "Give it with --model.")
     device = pick_device("auto")
     chosen = pick_dtype(dtype, checkpoint.dtype, device)
-    name = str(chosen).removeprefix("torch.")
-    longest = settings.prompt_tokens + settings.new_tokens
-    folders = {"source": source, "compressed": checkpoint.folder}
-    checks, rows = [], []
-    with ExitStack() as stack:
-        most, eager = max(settings.concurrency), device.type == "cpu"
-        starting = {
-            row: Engine(EngineOptions(place, name, settings.cache_bytes, longest, most, eager))
-            for row, place in folders.items()
-        }
-        engines = {row: stack.enter_context(engine) for row, engine in starting.items()}
-        generator = torch.Generator().manual_seed(settings.seed)
-        for row, engine in engines.items():
-            checks.append(_checked(row, engine, folders[row], chosen, generator))
-        for concurrency in settings.concurrency:
-            rows += _measured(engines, concurrency, settings, checkpoint.config.vocab_size, generator)
-        cache = _cache(engines, checkpoint, chosen.itemsize)
-        version = engines["compressed"].version
+    options = {
+        "dtype": str(chosen).removeprefix("torch."),
+        "kv_cache_memory_bytes": settings.cache_bytes,
+        "max_model_len": settings.prompt_tokens + settings.new_tokens,
+        "max_num_seqs": max(settings.concurrency),
+        "enforce_eager": device.type == "cpu",  # torch.compile takes minutes there
+    }
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ExitStack() as stack:
+            engines = {row: stack.enter_context(ProcessPoolExecutor(1, context)) for row in folders}
+            started = {row: pool.submit(_start, str(folders[row]), options) for row, pool in engines.items()}
+            tokens = {row: each.result()[0] for row, each in started.items()}
+            version = started["compressed"].result()[1]
+            rows = _measured(engines, settings, checkpoint.config.vocab_size)
+    except (BrokenProcessPool, RuntimeError, ValueError) as error:  # what vLLM raises comes as it is
+        raise RotorError(f"vLLM: {type(error).__name__}: {error}", "What vLLM said stands above.") from error
+    before = uncompressed_kv_bytes_per_token(checkpoint.shape, chosen.itemsize)
+    after = kv_bytes_per_token(checkpoint.layouts, chosen.itemsize)
     about = provenance(command)
     about["versions"]["vllm"] = version
     return {
-        "version": VERSION,
         **about,
         "checkpoint": checkpoint.folder.name,
         "device": describe_device(device),
-        "dtype": name,
-        "settings": {**vars(settings), "enforce_eager": device.type == "cpu"},
-        "cache": cache,
+        **options,
+        "settings": asdict(settings),
+        "cache": {
+            "tokens": tokens,
+            "bytes_per_token": {"source": before, "compressed": after},
+            "ratio_of_tokens": tokens["compressed"] / tokens["source"],
+            "ratio_of_bytes": before / after,
+        },
         "serving": rows,
-        "checks": checks,
     }
-
-
-def _cache(engines: dict[str, Engine], checkpoint: CompressedCheckpoint, element_bytes: int) -> dict[str, Any]:
-    """Tokens that fit into equal memory, and what the bytes of their rows promise."""
-    tokens = {row: engine.cache_tokens for row, engine in engines.items()}
-    sizes = {
-        "source": uncompressed_kv_bytes_per_token(checkpoint.shape, element_bytes),
-        "compressed": kv_bytes_per_token(checkpoint.layouts, element_bytes),
-    }
-    return {
-        "tokens": tokens,
-        "bytes_per_token": sizes,
-        "ratio_of_tokens": tokens["compressed"] / tokens["source"],
-        "ratio_of_bytes": sizes["source"] / sizes["compressed"],
-    }
-
-
-def _checked(row: str, engine: Engine, folder: Path, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
-    """Log-probabilities of a short prompt against the model in float64 on the CPU."""
-    model = load_model(folder, torch.device("cpu"), torch.float64)
-    prompt = torch.randint(model.config.vocab_size, (CHECKED_TOKENS,), generator=generator)
-    with torch.inference_mode():
-        exact = model(prompt[None]).logits[0, :-1].log_softmax(-1).gather(-1, prompt[1:, None])[:, 0]
-    got = torch.tensor(engine.log_probabilities(prompt.tolist()), dtype=torch.float64)
-    error, limit = float((got - exact).norm() / exact.norm()), TOLERANCE[dtype]
-    if not error <= limit:
-        raise NumericsError(
-            f"vLLM, {row}: log-probabilities are off by {error:.3g}, allowed is {limit:.3g}; nothing is reported.",
-            "Run `rotor validate`; ROTOR_ATTENTION=reference tells whether a kernel is the cause.",
-        )
-    return {"row": f"vllm, {row}", "error": error, "limit": limit}
 
 
 def _measured(
-    engines: dict[str, Engine],
-    concurrency: int,
-    settings: ServingSettings,
-    vocabulary: int,
-    generator: torch.Generator,
+    engines: dict[str, ProcessPoolExecutor], settings: ServingSettings, vocabulary: int
 ) -> list[dict[str, Any]]:
     """The same prompts through each engine in turn, `repetitions` times over, after once to warm up."""
-    found: dict[str, list[dict[str, Any]]] = {row: [] for row in engines}
-    for repetition in range(1 + settings.repetitions):
-        prompts = torch.randint(vocabulary, (concurrency, settings.prompt_tokens), generator=generator).tolist()
-        for row, engine in engines.items():
-            result = engine.generate(prompts, settings.new_tokens)
-            if repetition:
-                found[row].append(result)
+    generator = torch.Generator().manual_seed(settings.seed)
     rows = []
-    for row, results in found.items():
-        seconds = Seconds.of([r["seconds"] for r in results])
-        rows.append(
-            {
-                "row": f"vllm, {row}",
-                "concurrency": concurrency,
-                "prompt_tokens": settings.prompt_tokens,
-                "new_tokens": settings.new_tokens,
-                "seconds": vars(seconds),
-                "tokens_per_s": concurrency * settings.new_tokens / seconds.median,
-                "time_to_first_token_s": vars(Seconds.of([s for r in results for s in r["first_token_s"]])),
-                "time_between_tokens_s": vars(Seconds.of([s for r in results for s in r["between_tokens_s"]])),
+    for concurrency in settings.concurrency:
+        found: dict[str, list[dict[str, Any]]] = {row: [] for row in engines}
+        for repetition in range(1 + settings.repetitions):
+            prompts = torch.randint(vocabulary, (concurrency, settings.prompt_tokens), generator=generator).tolist()
+            for row, engine in engines.items():
+                result = engine.submit(_generate, prompts, settings.new_tokens).result()
+                found[row] += [result] if repetition else []
+        each = {row: quartiles([r["seconds"] for r in results]) for row, results in found.items()}
+        for row, results in found.items():
+            times = {
+                kind: quartiles([s for r in results for s in r[kind]])
+                for kind in ("time_to_first_token_s", "time_between_tokens_s")
+            }
+            speed = {
+                "tokens_per_s": concurrency * settings.new_tokens / each[row]["median"],
+                "throughput_over_source": each["source"]["median"] / each[row]["median"],
                 "preemptions": median(r["preemptions"] for r in results),
             }
-        )
-    source = next(r for r in rows if r["row"] == "vllm, source")
-    for r in rows:
-        r["throughput_over_source"] = r["tokens_per_s"] / source["tokens_per_s"]
+            rows.append({"row": f"vllm, {row}", "concurrency": concurrency, "seconds": each[row], **times, **speed})
     return rows
+
+
+_engine: Any = None
+"""In an engine's process."""
+
+
+def _start(folder: str, options: dict[str, Any]) -> tuple[int, str]:
+    """Tokens that the cache has room for, and vLLM's version."""
+    global _engine
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    import vllm
+
+    # No prompt comes twice, so that there is nothing to cache of a prefix.
+    _engine = vllm.LLM(model=folder, enable_prefix_caching=False, disable_log_stats=False, **options)
+    cache = _engine.llm_engine.vllm_config.cache_config
+    return cache.num_gpu_blocks * cache.block_size, vllm.__version__
+
+
+def _generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """All prompts at once, greedy: seconds of the whole, and of each request."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = _engine.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+    seconds, stats = time.perf_counter() - start, [output.metrics for output in outputs]
+    return {
+        "seconds": seconds,
+        "time_to_first_token_s": [s.first_token_latency for s in stats],
+        "time_between_tokens_s": [(s.last_token_ts - s.first_token_ts) / max(1, new_tokens - 1) for s in stats],
+        "preemptions": sum(s.num_preemptions for s in stats),
+    }

@@ -67,7 +67,7 @@ def calibrate(
 ) -> Run:
     """Find the bases of a model's KV heads and write them, with their statistics, to a run folder.
 
-    The folder `OUT.partial` holds what is done until everything is (where OUT is a mount point, one inside).
+    The folder `OUT.partial` holds what is done until everything is.
 
     Args:
         model: folder of a transformers checkpoint with safetensors weights, only read; or a hub id.

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..bases.layer import LayerBases, check_stored
 from ..bases.moments import LayerStatistics, pack_symmetric, unpack_symmetric
 from ..bases.pair import BasisPair
+from ..checked import Reader
 from ..codes.layer import MEASURED, GroupChannels, LayerCodes, SideCodes, coded_bases
 from ..errors import CheckpointError, MissingError, UsageError
 from ..format.atomic import replacing
@@ -34,7 +35,6 @@ from ..format.publishing import write_tensors
 from ..format.schemas import CandidateInfo, RunInfo, check_run, read_file
 from ..models.hub import find_model
 from ..recipe import Recipe, load_recipe
-from ..typed import Reader
 
 INFO, FISHER = "run.json", "fisher.safetensors"
 SIDES = ("qk", "vo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from importlib import resources
-from typing import get_type_hints
 
 Completion = Callable[[str], list[str]]
 
@@ -51,22 +50,10 @@ def target_devices(incomplete: str) -> list[str]:
 
 
 def recipe_settings() -> dict[str, tuple[str, ...]]:
-    """Every `section.field` of a recipe with the names that it may be: the texts in its type."""
-    from ..recipe import Recipe
+    """Every `section.field` of a recipe with the names that it may be."""
+    from ..recipe.reference import recipe_fields
 
-    return {
-        f"{section}.{name}": tuple(_names(hint))
-        for section, kind in get_type_hints(Recipe).items()
-        if isinstance(kind, type) and kind.__module__.startswith("rotor.recipe")
-        for name, hint in get_type_hints(kind).items()
-    }
-
-
-def _names(hint: object) -> list[str]:
-    """The texts of the Literals in a type."""
-    if isinstance(hint, str):
-        return [hint]
-    return [name for part in getattr(hint, "__args__", ()) for name in _names(part)]
+    return {field.name: field.choices for section, fields in recipe_fields().items() if section for field in fields}
 
 
 def _files(folder: str, start: str) -> list[str]:

@@ -150,10 +150,10 @@ def recipes(
         show: Print this recipe whole, every default filled in: YAML that --recipe takes.
         fields: Print what each field of a recipe may be, its default and what it decides.
     """
+    from ..format.yaml_files import read_yaml
     from ..recipe import bundled_recipes, load_recipe
-    from ..recipe.checks import NAMES
     from ..recipe.reference import recipe_fields, reference_page
-    from ..typed import read_yaml
+    from ..recipe.sections import NAMES
 
     if show is not None and fields:
         raise UsageError("--show and --fields: expected one of them.", "Example: rotor recipes --show rotor")

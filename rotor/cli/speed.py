@@ -57,7 +57,7 @@ def compile_kernels(
     check_results(table)
 
     from ..bench import precompile
-    from ..bench.provenance import provenance
+    from ..bench.records import provenance
     from ..prediction.cost import DecodeStep
     from ..prediction.devices import find_device
 
@@ -76,15 +76,15 @@ def compile_kernels(
     issued = {f"sm_{number}": device.instructions_per_cycle for number, device in devices.items()}
     if as_json:
         about = {**provenance(command_line()), "predicted_for": rates, "instructions_per_cycle": issued}
-        about |= {"batch_size": batch, "length": length, "cache": precompile.cache_folder(), "failed": failed}
-        print_json({**about, "layers": precompile.as_records(layers)})
+        about |= {"batch_size": batch, "length": length, "failed": failed}
+        print_json({**about, "layers": [dataclasses.asdict(layer) for layer in layers]})
     else:
         _print_kernels(layers)
         on = ", ".join(
             f"{of}: {device} at {issued.get(of)} instructions a cycle and SM" for of, device in rates.items()
         )
         _print_layers(layers, f"A decode step's attention, {batch} x {length} tokens, predicted ({on})")
-        say(f"{sum(len(layer.kernels) for layer in layers)} kernels, {failed} failed; {precompile.cache_folder()}")
+        say(f"{sum(len(layer.kernels) for layer in layers)} kernels, {failed} failed")
     if failed:
         raise typer.Exit(1)
 
@@ -121,7 +121,7 @@ def _print_layers(layers: list[Any], title: str) -> None:
     print_table(title, ("layer", "arch"), (*right, "over uncompressed"), rows)
 
 
-@command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200 --plot balance.png")
+@command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
 def schedule(
     folder: Path,
     sms: Annotated[int, typer.Option(min=1, help="Streaming multiprocessors of the GPU.")] = 132,
@@ -138,9 +138,6 @@ def schedule(
             min=1, help="Also a prefill of so many new tokens of each sequence, after the longest cached one."
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the loads to this .png, .svg or .pdf; needs matplotlib.")
-    ] = None,
     as_json: bool = False,
 ) -> None:
     """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
@@ -149,9 +146,8 @@ def schedule(
     no GPU is needed.
     """
     check_folder(folder)
-    check_results(plot)
 
-    from ..bench.provenance import provenance
+    from ..bench.records import provenance
     from ..models.compressed import CompressedCheckpoint
     from ..prediction.devices import find_device
     from ..prediction.simulation import simulate, simulate_prefill
@@ -164,10 +160,6 @@ def schedule(
     prefill = None
     if chunk is not None:
         prefill = simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
-    if plot is not None:
-        from ..study.plots import write_balance_plot
-
-        write_balance_plot(balances, plot)
     if as_json:
         entries = [dataclasses.asdict(balance) for balance in balances]
         found = {"schedules": entries, "prefill": None if prefill is None else dataclasses.asdict(prefill)}
@@ -198,64 +190,42 @@ def parse_lengths(text: str) -> list[int]:
     return lengths
 
 
-@command(epilog="Example: rotor traffic out/demo --processes 2,4,8 --measure 2 --plot traffic.png")
+@command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
 def traffic(
     folder: Path,
     processes: Annotated[str, typer.Option(help="Numbers of processes, as in 2,4,8.")] = "2,4,8",
     tokens: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Tokens of the prompt.")] = 1024,
-    measure: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,M", help="Also start so many processes here, on CPUs, and count the bytes of their calls."
-        ),
-    ] = None,
     target_device: Annotated[
         str, typer.Option(help="Device whose links' rate is used (rotor/prediction/devices.yaml).")
     ] = "h200",
     device_file: Path | None = None,
     ethernet_gbit: Annotated[float, typer.Option(min=0.001, help="Gigabits a second of each process's network.")] = 100,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it to this .png, .svg or .pdf; needs matplotlib.")] = None,
     as_json: bool = False,
 ) -> None:
     """Count the bytes that a prompt sends over several processes (generate --parallel sequence), and alternatives.
 
-    Counted from the checkpoint's layouts; with --measure also from the calls of real processes, which must send as
-    many. Times are predicted from data-sheet rates of links: nothing is timed.
+    Counted from the checkpoint's layouts. Times are predicted from data-sheet rates of links, as the busiest process's
+    bytes over the rate: nothing is timed.
     """
-    check_results(out, plot)
+    check_results(out)
 
-    from ..bench.report import write_report
-    from ..bench.traffic import measure_traffic
-    from ..bench.traffic_plot import write_traffic_plot
+    from ..bench.records import write_report
+    from ..bench.traffic import LABELS, count_traffic
     from ..prediction.devices import find_device
 
     rates = find_device(target_device, None if device_file is None else str(device_file))
-    result = measure_traffic(
-        folder,
-        numbers("--processes", processes),
-        tokens,
-        [] if measure is None else numbers("--measure", measure),
-        rates,
-        target_device,
-        ethernet_gbit * 1e9 / 8,
-        command_line(),
+    result = count_traffic(
+        folder, numbers("--processes", processes), tokens, target_device, rates, ethernet_gbit * 1e9 / 8, command_line()
     )
     if out is not None:
         write_report(out, result)
-    if plot is not None:
-        write_traffic_plot(result, plot)
     if as_json:
         print_json(result)
         return
-    _print_traffic(result)
-
-
-def _print_traffic(result: dict[str, Any]) -> None:
-    """Bytes a token by what is sent, and their share of plain Ulysses; predicted times of the prompt; measurements."""
-    tokens, rows = result["tokens"], []
+    rows = []
     for entry in result["counted"]:
-        for name, label in result["labels"].items():
+        for name, label in LABELS.items():
             found = entry[name]
             parts = (f"{found[part] / tokens:.0f}" for part in ("queries", "rows", "outputs", "bytes"))
             share = found["bytes"] / entry["ulysses"]["bytes"] if entry["ulysses"]["bytes"] else 0.0
@@ -263,7 +233,3 @@ def _print_traffic(result: dict[str, Any]) -> None:
             rows.append((entry["processes"], label, *parts, f"{share:.3f}", *times))
     right = ("queries", "rows", "outputs", "bytes a token", "of Ulysses", "predicted us, link", "us, Ethernet")
     print_table(f"Sent by all processes, {tokens} tokens, {result['dtype']}", ("processes", "what"), right, rows)
-    for entry in result["measured"]:
-        sent = ", ".join(f"{kind} {size}" for kind, size in entry["sent_bytes"].items())
-        what = f"{entry['processes']} processes, exchange {entry['exchange']}"
-        say(f"measured, {what}, a prompt and one token, bytes of {sent}")

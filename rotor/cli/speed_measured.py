@@ -1,7 +1,8 @@
-"""Speed, measured: bench."""
+"""Speed, measured: bench, gpu."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from .app import check_folder, check_results, command, command_line, numbers, pr
 from .console import in_bytes, print_table, say, show_progress
 
 LAYERS = 4
-"""Layers that `rotor bench` measures unless it is told otherwise."""
+"""Layers that `rotor bench` measures where nothing else is asked for."""
 
 
 @command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
@@ -32,9 +33,6 @@ def bench(
     ] = None,
     model: Path | None = None,
     cache: str | None = None,
-    device_file: Annotated[
-        Path | None, typer.Option(help="Device file to write the measured rates to, for --device-file of others.")
-    ] = None,
     engine: Annotated[
         str, typer.Option(help="transformers, or vllm: the checkpoint and its source served side by side.")
     ] = "transformers",
@@ -45,105 +43,71 @@ def bench(
 ) -> None:
     """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
 
-    Every row is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what a CPU runs
-    is measured, and the Triton kernels are listed as not measured.
+    Every row of attention is compared with float64 first; if one is wrong, nothing is reported. Without a GPU only what
+    a CPU runs is measured, and the Triton kernels are listed as not measured.
 
     With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
     requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
-    --layers, --cache, --device and --device-file do not apply.
+    --layers, --cache and --device do not apply.
     """
     from ..recipe.settings import Compute
 
-    check_results(out, device_file)
-    if engine != "transformers":
-        if engine != "vllm":
-            raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
-        given_in_vain = {
-            "--lengths": lengths is not None,
-            "--layers": layers != LAYERS,
-            "--cache": cache is not None,
-            "--device-file": device_file is not None,
-            "--device": device != "auto",
-        }
-        in_vain = [option for option, given in given_in_vain.items() if given]
-        if in_vain:
-            raise UsageError(f"{', '.join(in_vain)}: not with --engine vllm.", "Leave it out.")
-        Compute("auto", dtype).check()
-        check_folder(folder)
-        show_progress(quiet)
-        _bench_vllm(folder, out, prefill, batch, repetitions, new_tokens, memory_gb, model, dtype, as_json)
-        return
-    given = [
-        None if text is None else numbers(option, text)
+    check_results(out)
+    if engine not in ("transformers", "vllm"):
+        raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
+    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--cache": cache, "--device": device != "auto"}
+    if engine == "vllm" and any(in_vain.values()):
+        given = ", ".join(option for option, value in in_vain.items() if value)
+        raise UsageError(f"{given}: not with --engine vllm.", "Leave it out.")
+    loads = [
+        None if text is None else tuple(numbers(option, text))
         for option, text in (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
     ]
     Compute(device, dtype).check()
     check_folder(folder)
+    progress = show_progress(quiet)
+    memory = None if memory_gb is None else int(memory_gb * 1e9)
 
-    from ..bench.bench import bench as run_bench
-    from ..bench.report import add_device, device_name, write_report
-    from ..bench.settings import BenchSettings
-    from ..models.hardware import pick_device
+    from ..bench.records import write_report
 
-    settings = BenchSettings.of(
-        pick_device(device),
-        *given,
-        layers=layers,
-        repetitions=repetitions,
-        new_tokens=new_tokens,
-        memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
-        cache=cache,
-    )
-    result = run_bench(
-        folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=show_progress(quiet)
-    )
-    if out is not None:
-        write_report(out, result)
-    if device_file is not None:
-        add_device(device_file, device_name(result), result)
-    if as_json:
-        print_json(result)
-        return
-    _print_bench(result)
-    if device_file is not None:
-        say(f"Rates written: --target-device {device_name(result)} --device-file {device_file}")
+    if engine == "vllm":
+        from ..bench.serving import ServingSettings, bench_serving
 
-
-def _bench_vllm(
-    folder: Path,
-    out: Path | None,
-    prefill: str | None,
-    batch: str | None,
-    repetitions: int,
-    new_tokens: int,
-    memory_gb: float | None,
-    model: Path | None,
-    dtype: str,
-    as_json: bool,
-) -> None:
-    from ..bench.report import write_report
-    from ..bench.serving import ServingSettings, bench_serving
-
-    default = ServingSettings()
-    prompts = (default.prompt_tokens,) if prefill is None else numbers("--prefill", prefill)
-    if len(prompts) != 1 or new_tokens < 2:
-        raise UsageError(
-            "--engine vllm measures prompts of one length, and at least 2 new tokens.", "Give --prefill 512."
+        default = ServingSettings()
+        prompts = loads[1] or (default.prompt_tokens,)
+        if len(prompts) != 1 or new_tokens < 2:
+            raise UsageError(
+                "--engine vllm measures prompts of one length, and at least 2 new tokens.", "Give --prefill 512."
+            )
+        serving = ServingSettings(
+            loads[2] or default.concurrency,
+            prompts[0],
+            new_tokens,
+            memory or default.cache_bytes,
+            max(1, repetitions // 4),
         )
-    settings = ServingSettings(
-        default.concurrency if batch is None else tuple(numbers("--batch", batch)),
-        prompts[0],
-        new_tokens,
-        default.cache_bytes if memory_gb is None else int(memory_gb * 1e9),
-        max(1, repetitions // 4),
-    )
-    result = bench_serving(folder, settings, model=model, dtype=dtype, command=command_line())
+        result = bench_serving(folder, serving, model=model, dtype=dtype, command=command_line())
+    else:
+        from ..bench.bench import CPU_LOADS, GPU_LOADS, BenchSettings
+        from ..bench.bench import bench as run_bench
+        from ..models.hardware import pick_device
+
+        usual = GPU_LOADS if pick_device(device).type == "cuda" else CPU_LOADS
+        decode, prompts, batches = (given or default for given, default in zip(loads, usual, strict=True))
+        settings = BenchSettings(
+            decode, prompts, batches, layers, repetitions, new_tokens, memory_bytes=memory, cache=cache
+        )
+        result = run_bench(
+            folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=progress
+        )
     if out is not None:
         write_report(out, result)
     if as_json:
         print_json(result)
-        return
-    _print_serving(result)
+    elif engine == "vllm":
+        _print_serving(result)
+    else:
+        _print_bench(result)
 
 
 def _print_serving(result: dict[str, Any]) -> None:
@@ -169,39 +133,79 @@ def _print_serving(result: dict[str, Any]) -> None:
 
 def _print_bench(result: dict[str, Any]) -> None:
     """Attention, whole models, and what was not measured."""
-    device, rates = result["device"], result["rates"]
-    say(
-        f"Device: {device['name']} ({device['type']}), {result['dtype']}; copies {rates['copy_bytes_per_s'] / 1e9:.1f} "
-        f"GB/s, matrix products {rates['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s, measured in this run"
-    )
+    say(f"Device: {result['device']['name']} ({result['device']['type']}), {result['dtype']}")
     rows: list[tuple[Any, ...]] = []
     for r in result["attention"]:
         low, middle, high = (1e3 * r["seconds"][key] for key in ("low", "median", "high"))
-        spread, share = f"{low:.3f} - {high:.3f}", f"{r['fraction_of_floor']:.1%}"
-        rows.append((*_load(r, "phase"), f"{middle:.3f}", spread, share, f"{r['speed_up']:.2f}"))
+        load = f"{r['batch_size']} x {r['length']}"
+        quartiles = f"{low:.3f} - {high:.3f}"
+        rows.append((r["row"], r["phase"], load, f"{middle:.3f}", quartiles, f"{r['over_stock']:.2f}"))
     print_table(
         f"Attention of layers {result['layers']}, medians, cold caches",
-        ("row", "device", "phase", "batch x tokens"),
-        ("ms", "quartiles", "of the floor", "speed-up"),
+        ("row", "phase", "batch x tokens"),
+        ("ms", "quartiles", "over the fastest SDPA"),
         rows,
     )
     rows = []
     for r in result["model"]:
         times = (f"{1e3 * r[key]['median']:.2f}" for key in ("time_to_first_token_s", "time_between_tokens_s"))
-        peak = "not measured" if r["peak_bytes"] is None else in_bytes(r["peak_bytes"])
-        rows.append((*_load(r), *times, in_bytes(r["kv_cache_bytes"]), peak, r["largest_batch"]))
+        load = f"{r['batch_size']} x {r['length']}"
+        rows.append((r["row"], load, *times, in_bytes(r["kv_cache_bytes"]), r["largest_batch"]))
     if rows:
-        print_table(
-            "Whole model, transformers' generate",
-            ("row", "device", "batch x tokens"),
-            ("first token ms", "between tokens ms", "cache", "peak", "largest batch"),
-            rows,
-        )
-    for r in result["not_measured"]:
-        load = "".join(f", {key} {r[key]}" for key in ("phase", "length") if key in r)
-        say(f"not measured: {r['row']}{load}: {r['why']}")
+        right = ("first token ms", "between tokens ms", "cache", "largest batch")
+        print_table("Whole model, transformers' generate", ("row", "batch x tokens"), right, rows)
+    for row, why in result["not_measured"].items():
+        say(f"not measured: {row}: {why}")
 
 
-def _load(row: dict[str, Any], *more: str) -> tuple[str, ...]:
-    """What was measured, where, and on how much."""
-    return row["row"], row["device"], *(row[key] for key in more), f"{row['batch_size']} x {row['length']}"
+@command(
+    epilog="Example: rotor gpu -o gpu.jsonl. Tiles of an export, measured and written into it: "
+    "rotor gpu --tune out/demo. Where there is no GPU, to see that it would run: rotor gpu --dry -o dry.jsonl"
+)
+def gpu(
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON lines, one of each measurement.")] = Path("gpu.jsonl"),
+    minutes: Annotated[float, typer.Option(min=0.1, help="That everything may take.")] = 40.0,
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            help="A checkpoint whose tiles are measured and written into its kernel_config.json, and no more."
+        ),
+    ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.")
+    ] = False,
+    as_json: bool = False,
+) -> None:
+    """Test and measure the kernels on this GPU: tests, NVIDIA's sanitizer, attention; or tune them for a checkpoint.
+
+    Runs pytest in a checkout. Exit code 1 if a part failed.
+    """
+    if tune is not None:
+        check_folder(tune)
+    from ..bench import gpu as measured
+
+    if tune is not None:
+        records = measured.tune(tune, dry=dry)
+        rows = [(r["layer"], f"{1e6 * r['before_s']:.1f}", f"{1e6 * r['after_s']:.1f}") for r in records]
+        if as_json:
+            print_json(records)
+        else:
+            print_table("A step's attention", ("layer",), ("us before", "us after"), rows)
+        return
+    check_results(out)
+    parts = measured.run(out, minutes, dry)
+    found = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    if as_json:
+        print_json({"parts": parts, "measured": found})
+    else:
+        measured_rows = []
+        for r in found:
+            load = f"{r['batch_size']} x {r['tokens']}, {r['new_tokens']} new"
+            times = f"{1e6 * r['seconds']:.1f}", f"{r['over_uncompressed']:.2f}"
+            measured_rows.append((r["layout"], r["cache"], load, *times))
+        right = ("us", "over uncompressed")
+        print_table("Attention of a layer", ("layout", "cache", "batch x tokens"), right, measured_rows)
+        for name, outcome in parts.items():
+            say(f"{name}: {outcome}")
+    if any(outcome.startswith("failed") for outcome in parts.values()):
+        raise typer.Exit(1)

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checked import Reader
 from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
 from ..policies import Policy
 from ..progress import Progress
 from ..recipe.metric_registry import METRICS, accuracy_field, metric_info, primitive_metrics
-from ..typed import Reader
 from .cached import PREFILL_SHARE, check_in_memory, final_states_through_cache
 from .fitting import fit_cache_policy
 from .metrics import EvaluationContext, Measurement, Metric, Outputs, make_metric, smallest

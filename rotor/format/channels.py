@@ -20,7 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Annotated, Any
 
+from pydantic import PlainValidator, WithJsonSchema
+
+from ..checked import Reader
 from ..errors import CheckpointError
 
 WIDTHS = (16, 12, 8, 4)
@@ -120,27 +124,34 @@ Latent = Channels | Numbers
 """What the cache holds of a token for keys or values of a group (or both)."""
 
 
-def latent_from(data: dict[str, int] | int, where: str) -> Latent:
-    """Read what `to_dict` wrote.
+MAX_RANK = 1 << 24
+"""No latent has as many channels; a larger number comes from a damaged file."""
 
-    Raises:
-        CheckpointError: a width that there is none of, a count that is not positive; names `where`.
-    """
-    if isinstance(data, int):
-        if data < 1:
-            raise CheckpointError(f"{where}: a latent of {data} numbers: expected at least 1.", EDITED)
+
+def _stored_latent(data: Any) -> Latent:
+    """Read what `to_dict` gave."""
+    if type(data) is int and 0 < data <= MAX_RANK:
         return Numbers(data)
-    if not isinstance(data, dict) or not all(type(count) is int for count in data.values()):
-        raise CheckpointError(f"{where}: {data!r:.80}: expected a number, or channels by their bits.", EDITED)
-    unknown = sorted(set(data) - {str(bits) for bits in WIDTHS})
-    if unknown:
-        raise CheckpointError(
-            f"{where}: channels of {', '.join(unknown)} bits: expected {', '.join(map(str, WIDTHS))}.", EDITED
-        )
-    try:
-        return Channels(*(data.get(str(bits), 0) for bits in WIDTHS))
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error.message}", error.hint) from None
+    widths = {str(bits) for bits in WIDTHS}
+    if isinstance(data, dict) and data and data.keys() <= widths:
+        counts = [data.get(str(bits), 0) for bits in WIDTHS]
+        if all(type(count) is int and 0 <= count <= MAX_RANK for count in counts) and any(counts):
+            return Channels(*counts)
+    raise ValueError
+
+
+StoredLatent = Annotated[
+    Latent,
+    PlainValidator(_stored_latent),
+    WithJsonSchema({"expected": f"a number of channels, or channels by bits ({', '.join(map(str, WIDTHS))})"}),
+]
+"""A latent in a file: what `to_dict` gives."""
+
+
+def latent_from(data: dict[str, int] | int, where: str) -> Latent:
+    """Read what `to_dict` gave; raises CheckpointError, naming `where`, if there is no such latent."""
+    latent: Latent = Reader(where, CheckpointError, EDITED).read(StoredLatent, data)
+    return latent
 
 
 @lru_cache(maxsize=4096)

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from ..checked import OneOf, Reader
 from ..errors import CheckpointError
-from ..typed import Reader
 from .file_names import KERNEL_CONFIG
 from .json_files import read_json
 from .layout import LayerLayout
@@ -23,10 +25,6 @@ VERSION = 3
 ARCHITECTURES = (80, 90)
 """Compute capabilities that a file has tiles for; a GPU takes those of the last that is not above its own."""
 
-TILE_KEYS = (16, 32, 64, 128)
-WARPS = (1, 2, 4, 8)
-MOST_STAGES = 6
-MOST_SLICES = 64
 EDITED = "Undo the edit, or remove the file: without it the kernels go by their own rules."
 
 
@@ -39,12 +37,12 @@ class Tile:
     again: planes of joint latents that are unpacked anew for values.
     """
 
-    keys: int
-    warps: int = 1
-    stages: int = 2
-    lean: int = 0
-    together: int = 1
-    again: int = 0
+    keys: Annotated[int, OneOf((16, 32, 64, 128))]
+    warps: Annotated[int, OneOf((1, 2, 4, 8))] = 1
+    stages: Annotated[int, Field(ge=1, le=6)] = 2
+    lean: Annotated[int, Field(ge=0, le=3)] = 0
+    together: Annotated[int, OneOf((1, 2, 4, 8))] = 1
+    again: Annotated[int, Field(ge=0, le=4)] = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class LayerKernels:
     layout: str
     sm_80: Tile
     sm_90: Tile
-    slices_per_sm: int
+    slices_per_sm: Annotated[int, Field(ge=1, le=64)]
     materialise: bool = False
 
     @cached_property
@@ -83,28 +81,7 @@ class LayerKernels:
     def from_dict(cls, data: dict[str, Any], where: str) -> LayerKernels:
         """Read what `to_dict` wrote; raises CheckpointError, naming the field."""
         layer: LayerKernels = Reader(where, CheckpointError, EDITED).read(cls, data)
-        layer.check_values(where)
         return layer
-
-    def check_values(self, where: str, name: str = "") -> None:
-        """Raises CheckpointError, naming the field, for what no launch takes."""
-        reader, prefix = Reader(where, CheckpointError, EDITED), f"{name}." if name else ""
-        for architecture in ARCHITECTURES:
-            tile, of = self.tile(architecture), f"{prefix}sm_{architecture}"
-            if tile.keys not in TILE_KEYS:
-                raise reader.fail(f"{of}.keys", tile.keys, f"one of {', '.join(map(str, TILE_KEYS))}")
-            if tile.warps not in WARPS:
-                raise reader.fail(f"{of}.warps", tile.warps, f"one of {', '.join(map(str, WARPS))}")
-            if not 1 <= tile.stages <= MOST_STAGES:
-                raise reader.fail(f"{of}.stages", tile.stages, f"a number from 1 to {MOST_STAGES}")
-            if not 0 <= tile.lean <= 3:
-                raise reader.fail(f"{of}.lean", tile.lean, "a number from 0 to 3")
-            if tile.together not in (1, 2, 4, 8):
-                raise reader.fail(f"{of}.together", tile.together, "1, 2, 4 or 8")
-            if not 0 <= tile.again <= 4:
-                raise reader.fail(f"{of}.again", tile.again, "a number from 0 to 4")
-        if not 1 <= self.slices_per_sm <= MOST_SLICES:
-            raise reader.fail(f"{prefix}slices_per_sm", self.slices_per_sm, f"a number from 1 to {MOST_SLICES}")
 
 
 @dataclass(frozen=True)
@@ -136,8 +113,6 @@ class KernelConfig:
             )
         fields = {key: value for key, value in data.items() if key != "version"}
         config: KernelConfig = Reader(where, CheckpointError, EDITED).read(cls, fields)
-        for index, layer in enumerate(config.layers):
-            layer.check_values(where, f"layers[{index}]")
         return config
 
     @classmethod

@@ -16,16 +16,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple
 
+from ..checked import Expect, Reader
 from ..errors import CheckpointError
-from ..typed import Reader
-from .channels import EDITED, Latent, aligned, latent_from
+from .channels import EDITED, MAX_RANK, Latent, StoredLatent, aligned
 
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block; the block of layers whose planes are all fast."""
 
-MAX_SIZE = 1 << 24
+
+def is_rope_block(positions: int) -> bool:
+    """Whether keys may be rotated within blocks of so many positions."""
+    return 2 <= positions <= MOST_ROPE_BLOCK and positions & (positions - 1) == 0
+
+
+RopeBlock = Annotated[int, Expect(is_rope_block, f"a power of two from 2 to {MOST_ROPE_BLOCK}")]
+
+MAX_SIZE = MAX_RANK
 """No size of any model's attention is near it; larger ones come from damaged files."""
 
 LayerRanks = list[tuple[int, int]]
@@ -112,28 +120,6 @@ class Candidate(NamedTuple):
     joint: bool = False
 
 
-class _GroupDict(TypedDict):
-    kv_heads: list[int]
-    key: Any
-
-
-class GroupDict(_GroupDict, total=False):
-    """A GroupLayout in JSON; a joint latent has no `value`."""
-
-    value: Any
-
-
-class _LayoutDict(TypedDict):
-    groups: list[GroupDict]
-
-
-class LayoutDict(_LayoutDict, total=False):
-    """A LayerLayout in JSON; without `rope_block` slow planes are rotated by their whole position."""
-
-    rope_block: int
-    fast_planes: int
-
-
 @dataclass(frozen=True)
 class GroupLayout:
     """KV heads that share a key latent and a value latent.
@@ -142,8 +128,8 @@ class GroupLayout:
     """
 
     kv_heads: tuple[int, ...]
-    key: Latent
-    value: Latent | None
+    key: StoredLatent
+    value: StoredLatent | None = None
 
     @property
     def joint(self) -> bool:
@@ -167,12 +153,6 @@ class GroupLayout:
     def to_dict(self) -> dict[str, Any]:
         value = {} if self.value is None else {"value": self.value.to_dict()}
         return {"kv_heads": list(self.kv_heads), "key": self.key.to_dict()} | value
-
-    @classmethod
-    def from_dict(cls, data: GroupDict, where: str) -> GroupLayout:
-        """Read what `to_dict` wrote; raises CheckpointError, naming `where`."""
-        value = latent_from(data["value"], f"{where}: value") if "value" in data else None
-        return cls(tuple(data["kv_heads"]), latent_from(data["key"], f"{where}: key"), value)
 
 
 @dataclass(frozen=True)
@@ -209,7 +189,7 @@ class LayerLayout:
     """
 
     groups: tuple[GroupLayout, ...]
-    rope_block: int | None = None
+    rope_block: RopeBlock | None = None
     fast_planes: int = 0
 
     @cached_property
@@ -327,30 +307,18 @@ class LayerLayout:
         """Read what `to_dict` wrote.
 
         Raises:
-            CheckpointError: a field is missing or has the wrong type; names `where`.
+            CheckpointError: a field is missing, unknown or does not fit; names `where`.
         """
         reader = Reader(where, CheckpointError, EDITED)
-        fields: LayoutDict = reader.read(LayoutDict, data)
-        groups = tuple(GroupLayout.from_dict(group, where) for group in fields["groups"])
-        layout = cls(groups, fields.get("rope_block"), fields.get("fast_planes", 0))
-        if layout.rope_block is not None and not is_rope_block(layout.rope_block):
-            raise reader.fail("rope_block", layout.rope_block, f"a power of two from 2 to {MOST_ROPE_BLOCK}")
+        layout: LayerLayout = reader.read(cls, data)
         if layout.fast_planes and layout.rope_block is None:
             raise reader.fail("fast_planes", layout.fast_planes, "0 without a rope_block")
-        sizes = {len(group.kv_heads) for group in groups}
+        sizes = {len(group.kv_heads) for group in layout.groups}
         if len(sizes) != 1 or 0 in sizes:
             raise reader.fail("groups", sorted(sizes), "groups of one size, at least one KV head each")
-        if len({(latent.coded, group.joint) for group in groups for latent in group.latents}) != 1:
-            raise reader.fail("groups", fields["groups"], "groups that are all coded or not, and all joint or not")
-        ranks = [latent.rank for group in groups for latent in group.latents]
-        if not all(0 < rank <= MAX_SIZE for rank in ranks):
-            raise reader.fail("groups", ranks, f"ranks from 1 to {MAX_SIZE}")
+        if len({(latent.coded, group.joint) for group in layout.groups for latent in group.latents}) != 1:
+            raise reader.fail("groups", data["groups"], "groups that are all coded or not, and all joint or not")
         return layout
-
-
-def is_rope_block(positions: int) -> bool:
-    """Whether keys may be rotated within blocks of so many positions."""
-    return 2 <= positions <= MOST_ROPE_BLOCK and positions & (positions - 1) == 0
 
 
 def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape, where: str) -> None:

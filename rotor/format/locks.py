@@ -1,4 +1,8 @@
-"""One process at a time on a run folder or an output folder."""
+"""One process at a time on a run folder or an output folder.
+
+Not filelock: its lock file is emptied before it is locked, so that nobody could say who holds it, and whatever has its
+name would lose its content.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +29,24 @@ def exclusive(folder: Path, command: str) -> Iterator[None]:
     """Hold a folder for the length of a `with`; it need not exist yet.
 
     Two things are locked: a file beside the folder, which may come, go and be replaced as a whole; and the folder
-    itself where there is one, so that neither a bind mount nor a user who may not write beside it goes past the lock.
-    The system lets go of both when their holder ends in whatever way: the file of a killed process is stale, and taken
-    over.
+    itself where there is one, for whoever reaches it by a bind mount or may not write beside it. The system lets go of
+    both when their holder ends in whatever way: the file of a killed process is taken over.
 
     Args:
         command: what is being done, for the message that another process gets.
     Raises:
         UsageError: another process holds it; says which; or it lies below a file.
-        CheckpointError: the lock file cannot be written, or what has
-            its name is none.
+        CheckpointError: the lock file cannot be written, or something else has its name.
     """
     path = lock_path(folder)
     with ExitStack() as held:
         try:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError) as error:
-                file = next(above for above in path.parents if above.exists())
-                raise UsageError(f"{folder}: {file} is no folder.", "Choose another place.") from error
-            descriptor = _lock_file(path, held, needed=not folder.is_dir())
-            _lock_folder(folder, held, alone=descriptor is None)
-            if descriptor is not None:
-                _sign(descriptor, command)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            has_file = _lock_file(path, held, command, needed=not folder.is_dir())
+            _lock_folder(folder, held, needed=not has_file)
+        except (FileExistsError, NotADirectoryError) as error:
+            file = next(above for above in path.parents if above.exists())
+            raise UsageError(f"{folder}: {file} is no folder.", "Choose another place.") from error
         except BlockingIOError as error:
             raise UsageError(
                 f"{folder}: in use by {_holder(path)}.", "Wait until it has finished, or choose another folder."
@@ -63,11 +62,9 @@ def lock_path(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.rotor-lock"
 
 
-def _lock_file(path: Path, held: ExitStack, needed: bool) -> int | None:
-    """A locked descriptor of the file; None where it cannot be made, in a folder that this user may not write to.
+def _lock_file(path: Path, held: ExitStack, command: str, needed: bool) -> bool:
+    """Lock the file, and write into it who holds it; False where it cannot be made and is not needed.
 
-    Args:
-        needed: there is nothing else to lock: that it cannot be made is an error.
     Raises:
         BlockingIOError: another process has it. CheckpointError: it is not a lock file.
     """
@@ -75,94 +72,72 @@ def _lock_file(path: Path, held: ExitStack, needed: bool) -> int | None:
         try:
             descriptor = _open(path)
         except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise _not_ours(path) from error
             if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM) and not needed:
-                return None
+                return False
             raise
         with ExitStack() as opened:
             opened.callback(os.close, descriptor)
-            _check_ours(path, descriptor)
+            found = os.fstat(descriptor)
+            plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_size <= MAX_BYTES
+            if not plain or (found.st_size and not _parse(os.pread(descriptor, MAX_BYTES, 0))):
+                raise _not_ours(path)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            if path.exists() and os.path.samestat(found, os.stat(path)):
                 held.push(opened.pop_all())
-                held.callback(_unlink, path)
-                return descriptor
+                held.callback(_try, path.unlink)
+                break
         # Its last holder has removed the file in between: try the one that is there now.
+    holder = {"pid": os.getpid(), "host": platform.node(), "command": command, "since": time.strftime("%F %T")}
+    if _try(os.ftruncate, descriptor, 0):
+        _try(os.pwrite, descriptor, json.dumps(holder).encode(), 0)
+    return True
 
 
 def _open(path: Path) -> int:
     """A descriptor of the file, made if there is none: never through a link, waiting for nobody, emptying nothing."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    with suppress(FileNotFoundError):
-        try:
-            return os.open(path, os.O_RDWR | flags)
-        except PermissionError:
-            return os.open(path, os.O_RDONLY | flags)  # another user's, whose lock can still be waited for
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise _not_ours(path) from error
-            raise
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o666)
-    except FileExistsError:
-        return _open(path)
-
-
-def _check_ours(path: Path, descriptor: int) -> None:
-    """Raises CheckpointError unless it is a plain file, of one name, that is empty or says what it is."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > MAX_BYTES:
-        raise _not_ours(path)
-    content = os.pread(descriptor, MAX_BYTES, 0)
-    if content and not _parse(content):
-        raise _not_ours(path)
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+    except PermissionError:
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY | flags)  # another user's, whose lock can still be waited for
+        raise
 
 
 def _not_ours(path: Path) -> CheckpointError:
     return CheckpointError(f"{path}: is not a lock that rotor wrote.", "Remove it, or choose another folder.")
 
 
-def _lock_folder(folder: Path, held: ExitStack, alone: bool) -> None:
-    """Lock the folder itself, if it is there.
-
-    Args:
-        alone: there is no lock file, so that nothing else keeps others away.
-    """
+def _lock_folder(folder: Path, held: ExitStack, needed: bool) -> None:
+    """Lock the folder itself, if it is there; some network file systems lock only what is open for writing."""
     try:
         descriptor = os.open(os.path.realpath(folder), os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        if alone:
-            raise
-        return
-    held.callback(os.close, descriptor)
-    try:
+        held.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # some network file systems lock only what is open for writing
-        if alone:
+    except OSError:
+        if needed:
             raise
 
 
-def _sign(descriptor: int, command: str) -> None:
-    """Say in the lock file who holds it; another user's file stays as it is."""
-    holder = {"pid": os.getpid(), "host": platform.node(), "command": command, "since": time.strftime("%F %T")}
+def _try(function: Any, *arguments: Any) -> bool:
+    """Whether it succeeds: another user's file in a folder such as /tmp can be locked, not changed."""
     with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
-
-
-def _unlink(path: Path) -> None:
-    with suppress(OSError):  # another user's file in a folder such as /tmp
-        path.unlink()
+        function(*arguments)
+        return True
+    return False
 
 
 def _holder(path: Path) -> str:
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            holder = _parse(os.pread(descriptor, MAX_BYTES, 0))
-        finally:
-            os.close(descriptor)
+    """Who holds a lock file, in words."""
+    with (
+        suppress(OSError),
+        open(path, "rb", opener=lambda name, _: os.open(name, os.O_NOFOLLOW | os.O_NONBLOCK)) as file,
+    ):
+        holder = _parse(file.read(MAX_BYTES))
         if holder:
             return f"process {holder['pid']} on {holder['host']} (rotor {holder['command']}, since {holder['since']})"
     return "another process"

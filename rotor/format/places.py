@@ -22,9 +22,6 @@ from .atomic import sync, write_json
 from .json_files import read_json
 from .manifest import CHANGING, MANIFEST, MARKERS, UNFINISHED, Kind, Manifest
 
-INSIDE = re.compile(r"\.rotor-([0-9a-f]{16}|partial)")
-"""What rotor keeps in a folder that it cannot rename."""
-
 MINE = "Choose another folder, or remove it yourself."
 
 
@@ -53,28 +50,18 @@ class OutputFolder:
         return cls(path, kind)
 
     @property
-    def is_fixed(self) -> bool:
-        """Whether it is there and cannot be renamed: a mount point, or in a folder that cannot be written to."""
-        return self.path.is_dir() and (is_mount(self.path) or not os.access(self.path.parent, os.W_OK))
-
-    @property
     def partial(self) -> Path:
-        """Where an unfinished run lies: beside the folder; in it, if it is fixed."""
-        return self.path / ".rotor-partial" if self.is_fixed else self.path.with_name(f"{self.path.name}.partial")
+        """Where an unfinished run lies."""
+        return self.path.with_name(f"{self.path.name}.partial")
 
     def new_name(self, end: str = "") -> Path:
-        """A name that nobody has, where a folder can be renamed to this one or its files into this one."""
-        unique = f"rotor-{secrets.token_hex(8)}{end}"
-        return self.path / f".{unique}" if self.is_fixed else self.path.with_name(f".{self.path.name}.{unique}")
+        """A name beside it that nobody has."""
+        return self.path.with_name(f".{self.path.name}.rotor-{secrets.token_hex(8)}{end}")
 
     def leftovers(self) -> list[Path]:
         """What killed processes left of it, under names that `new_name` gave."""
-        if self.is_fixed:
-            return [path for path in sorted(self.path.iterdir()) if re.fullmatch(r"\.rotor-[0-9a-f]{16}", path.name)]
-        if not self.path.parent.is_dir():
-            return []
-        name = re.compile(re.escape(f".{self.path.name}.rotor-") + "[0-9a-f]{16}(-old)?")
-        return [path for path in sorted(self.path.parent.iterdir()) if name.fullmatch(path.name)]
+        parent, known = self.path.parent, re.compile(re.escape(f".{self.path.name}.rotor-") + "[0-9a-f]{16}(-old)?")
+        return [path for path in sorted(parent.iterdir()) if known.fullmatch(path.name)] if parent.is_dir() else []
 
     def check(self, overwrite: bool, sources: Iterable[Path], kept: Iterable[Path] = ()) -> None:
         """Raises UsageError where the folder must not be written.
@@ -91,10 +78,12 @@ class OutputFolder:
             return
         if not self.path.is_dir():
             raise UsageError(f"{self.path}: is a file.", "Choose another name.")
-        for path in self.path.iterdir():
-            if INSIDE.fullmatch(path.name):
-                check_removable(path, self.kind)
-        if not any(_contents(self.path)):
+        if is_mount(self.path) or not os.access(self.path.parent, os.W_OK):
+            raise UsageError(
+                f"{self.path}: is a mount point, or in a folder that cannot be written to: nothing can take its place.",
+                "Choose a folder in it.",
+            )
+        if not any(self.path.iterdir()):
             return
         check_removable(self.path, self.kind)
         if not overwrite:
@@ -186,11 +175,9 @@ def unmark(folder: Path) -> None:
 def unfinished_kind(folder: Path) -> str | None:
     """What a folder is to become; None if nothing says that rotor is making it."""
     path = folder / UNFINISHED
-    if path.is_symlink() or not path.is_file():
-        return None
     with suppress(CheckpointError):
         data = read_json(path, any_names=True)
-        return data.get("kind") if data.get("rotor_unfinished") == 1 else None
+        return data.get("kind") if data.get("rotor_unfinished") == 1 and not path.is_symlink() else None
     return None
 
 
@@ -203,7 +190,7 @@ def check_removable(folder: Path, kind: Kind) -> None:
     """Raises UsageError unless a folder is empty, or an unfinished or finished one of that kind and nothing else."""
     if folder.is_symlink() or not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder.", MINE)
-    if not any(_contents(folder)) or unfinished_kind(folder) == kind:
+    if not any(folder.iterdir()) or unfinished_kind(folder) == kind:
         return
     try:
         manifest = Manifest.read(folder)
@@ -213,9 +200,8 @@ def check_removable(folder: Path, kind: Kind) -> None:
         ) from error
     if manifest.kind != kind:
         raise UsageError(f"{folder}: is a {manifest.kind} folder, and would become a {kind} folder.", MINE)
-    foreign = [name for name in manifest.added() if not INSIDE.match(name)]
-    if foreign:
-        raise UsageError(f"{folder}: holds {foreign[0]}, which rotor did not write.", "Move it elsewhere first.")
+    for name in manifest.added():
+        raise UsageError(f"{folder}: holds {name}, which rotor did not write.", "Move it elsewhere first.")
 
 
 def remove(folder: Path, kind: Kind) -> None:
@@ -227,15 +213,10 @@ def remove(folder: Path, kind: Kind) -> None:
     folder.rmdir()
 
 
-def empty(folder: Path, but: Path | None = None) -> None:
-    """Remove what is in a folder that has been checked, except what says that it is rotor's, and `but`."""
+def empty(folder: Path) -> None:
+    """Remove what is in a folder that has been checked, except what says that it is rotor's."""
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink() and path != but:
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name not in MARKERS and path != but:
+        elif path.name not in MARKERS:
             path.unlink()
-
-
-def _contents(folder: Path) -> list[Path]:
-    """What is in a folder, without what rotor keeps there while it works."""
-    return [path for path in folder.iterdir() if not INSIDE.fullmatch(path.name)]

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UsageError
 from .atomic import sync
-from .manifest import MANIFEST, UNFINISHED
-from .places import OutputFolder, empty, mark_unfinished, remove, unmark
+from .places import OutputFolder, mark_unfinished, remove, unmark
 
-CONFIG = "config.json"
 REMOVING = 4
 """Descriptors that removing a folder takes at once, kept for it where the limit on open files has been reached."""
 
@@ -79,9 +77,6 @@ def check_space(place: Path, needed_bytes: int) -> None:
 def publish_folder(folder: Path, out: OutputFolder) -> None:
     """Flush a folder with a manifest to the disk and give it its name, in place of what is there.
 
-    A folder that cannot be renamed (a mount point) gets the files one by one instead: there config.json, without which
-    nothing loads it, and the manifest go first and come last.
-
     Raises:
         UsageError: what is there is not rotor's to remove. OSError: the disk fails.
     """
@@ -90,9 +85,7 @@ def publish_folder(folder: Path, out: OutputFolder) -> None:
         for name in files:
             sync(Path(place) / name)
         sync(Path(place))
-    if out.is_fixed:
-        _move_files(folder, out)
-    elif out.path.is_dir() and any(out.path.iterdir()):
+    if out.path.is_dir() and any(out.path.iterdir()):
         _exchange(folder, out)
     else:
         unmark(folder)
@@ -118,24 +111,6 @@ def _exchange(folder: Path, out: OutputFolder) -> None:
     os.rename(old, gone)
     with suppress(OSError):
         remove(gone, out.kind)
-
-
-def _move_files(folder: Path, out: OutputFolder) -> None:
-    """Put the files of a folder in the place of those of another one, which stays where it is."""
-    out.check(overwrite=True, sources=())
-    mark_unfinished(out.path, out.kind)  # so that the folder can be told to be rotor's at every moment
-    for name in (CONFIG, MANIFEST):
-        (out.path / name).unlink(missing_ok=True)
-    sync(out.path)
-    empty(out.path, but=folder)
-    last = {CONFIG: 1, MANIFEST: 2}
-    for path in sorted(folder.iterdir(), key=lambda path: (last.get(path.name, 0), path.name)):
-        if path.name != UNFINISHED:
-            sync(out.path)
-            os.rename(path, out.path / path.name)
-    sync(out.path)
-    remove(folder, out.kind)
-    unmark(out.path)
 
 
 def recover(out: OutputFolder, but: Path | None = None) -> None:

@@ -1,40 +1,40 @@
 """What the JSON files of runs and checkpoints hold, as types that are checked when a file is read.
 
-Keys that are not listed are allowed and left alone; those of a class with `total=False` may be absent.
+Further keys are allowed and kept. Adding a field is one entry here, beside what writes and reads it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any
 
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from ..checked import Reader
 from ..errors import CheckpointError
-from ..typed import Reader
 from .json_files import read_json
-from .layout import AttentionShape, LayoutDict, is_rope_block
+from .layout import AttentionShape, RopeBlock
 
-Ranks = list[list[tuple[int, int]]]
+Ranks = list[list[Annotated[list[int], Field(min_length=2, max_length=2)]]]
 """(key rank, value rank) of every group of every layer."""
 
-
-class SourceFiles(TypedDict, total=False):
-    """SHA-256 of a source's files beside its shards; not in what an earlier rotor wrote."""
-
-    files: dict[str, str]
+ElementBytes = Annotated[int, Field(ge=1, le=8)]
 
 
-class ModelInfo(SourceFiles):
-    """The source model of a run."""
+class ModelInfo(TypedDict):
+    """A source model; shards, files: SHA-256 of its shards, and of its other files."""
 
     path: str
     name: str
     shards: dict[str, str]
+    files: dict[str, str]
 
 
 class CandidateInfo(TypedDict):
-    """What one candidate of a run is; see rotor.format.layout.Candidate."""
+    """A candidate of a run; see rotor.format.layout.Candidate."""
 
-    rope_block: int | None
+    rope_block: RopeBlock | None
     fast_planes: int
     group_size: int
     joint: bool
@@ -47,19 +47,16 @@ class StageInfo(TypedDict):
     peak_bytes: float
 
 
-class _RunInfo(TypedDict):
-    model: ModelInfo
-    candidates: dict[str, CandidateInfo]
-    element_bytes: int
-    shape: dict[str, int | bool]
-
-
-class RunInfo(_RunInfo, total=False):
+class RunInfo(TypedDict):
     """run.json."""
 
-    tokens: dict[str, Any]
-    versions: dict[str, Any]
-    stages: dict[str, StageInfo]
+    model: ModelInfo
+    candidates: Annotated[dict[str, CandidateInfo], Field(min_length=1)]
+    element_bytes: ElementBytes
+    shape: dict[str, int | bool]
+    tokens: NotRequired[dict[str, Any]]
+    versions: NotRequired[dict[str, Any]]
+    stages: NotRequired[dict[str, StageInfo]]
 
 
 class CompressionInfo(TypedDict):
@@ -69,23 +66,12 @@ class CompressionInfo(TypedDict):
     stored: float
 
 
-class _PointRanks(TypedDict):
-    exact: Ranks
-    stored: Ranks
-
-
-class PointRanks(_PointRanks, total=False):
+class PointRanks(TypedDict):
     """Ranks of a point as the method gave them, and as they are stored; channels by bits where they are codes."""
 
-    channels: list[list[list[dict[str, int]]]]
-
-
-class SourceInfo(SourceFiles):
-    """The source model of a checkpoint."""
-
-    name: str
-    shards: dict[str, str]
-    path: str
+    exact: Ranks
+    stored: Ranks
+    channels: NotRequired[list[list[list[dict[str, int]]]]]
 
 
 class SizeInfo(TypedDict):
@@ -93,10 +79,17 @@ class SizeInfo(TypedDict):
 
     before: int
     after: int
-    element_bytes: int
+    element_bytes: ElementBytes
 
 
-class _AccuracyInfo(TypedDict):
+class AccuracyInfo(TypedDict):
+    """What was measured of a checkpoint.
+
+    confidence: of the interval whose lower end had to reach the target. base: of the uncompressed model, by split.
+    left_out: ratios that were not measured, by split and name. excluded_documents: digests of held-out text that was
+    calibrated on. table: key in the run. not_measured: why `search`, `report` and `table` are null.
+    """
+
     target: float | None
     metric: str
     search: float | None
@@ -104,23 +97,12 @@ class _AccuracyInfo(TypedDict):
     interval_95: tuple[float, float] | None
     data_sha256: str | None
     measurements: dict[str, Any]
-
-
-class AccuracyInfo(_AccuracyInfo, total=False):
-    """What was measured of a checkpoint.
-
-    confidence: of the interval whose lower end had to reach the target. base: of the uncompressed model, by split.
-    left_out: ratios that were not measured, by split and name. excluded_documents: digests of held-out text that was
-    calibrated on. table: key in the run.
-    not_measured: why `search`, `report` and `table` are null.
-    """
-
-    confidence: float | None
-    base: dict[str, dict[str, Any] | None]
-    left_out: dict[str, dict[str, str]]
-    excluded_documents: list[str]
-    table: str | None
-    not_measured: str
+    confidence: NotRequired[float | None]
+    base: NotRequired[dict[str, dict[str, Any] | None]]
+    left_out: NotRequired[dict[str, dict[str, str]]]
+    excluded_documents: NotRequired[list[str]]
+    table: NotRequired[str | None]
+    not_measured: NotRequired[str]
 
 
 class TensorInfo(TypedDict):
@@ -139,22 +121,19 @@ class CacheInfo(TypedDict):
     kv_bytes_per_token: dict[str, float]
 
 
-class _CheckpointInfo(TypedDict):
+class CheckpointInfo(TypedDict):
+    """rotor.json; layouts: see rotor.format.layout.LayerLayout."""
+
     recipe: str
-    source: SourceInfo
+    source: ModelInfo
     run: str
     compression: CompressionInfo
     kv_bytes_per_token: SizeInfo
     accuracy: AccuracyInfo
     ranks: PointRanks
-    layouts: list[LayoutDict]
+    layouts: list[dict[str, Any]]
     tensors: dict[str, TensorInfo]
-
-
-class CheckpointInfo(_CheckpointInfo, total=False):
-    """rotor.json."""
-
-    cache: CacheInfo
+    cache: NotRequired[CacheInfo]
 
 
 def read_file(path: Path, kind: Any, hint: str) -> Any:
@@ -169,18 +148,13 @@ def read_file(path: Path, kind: Any, hint: str) -> Any:
 def check_run(info: RunInfo, reader: Reader) -> AttentionShape:
     """What the types of run.json do not express; returns its shape."""
     shape: AttentionShape = reader.read(AttentionShape, info["shape"], "shape")
-    if not info["candidates"]:
-        raise reader.fail("candidates", {}, "at least one")
     for key, candidate in info["candidates"].items():
-        size = candidate["group_size"]
+        size, planes = candidate["group_size"], candidate["fast_planes"]
         if size < 1 or shape.num_kv_heads % size:
             raise reader.fail(f"candidates.{key}.group_size", size, f"a divisor of {shape.num_kv_heads} KV heads")
-        block, planes = candidate["rope_block"], candidate["fast_planes"]
-        if block is not None and not (is_rope_block(block) and shape.rotary_dim):
-            raise reader.fail(f"candidates.{key}.rope_block", block, "null, or a power of two in a model with RoPE")
-        most = 0 if block is None else shape.rotary_planes
+        if candidate["rope_block"] is not None and not shape.rotary_dim:
+            raise reader.fail(f"candidates.{key}.rope_block", candidate["rope_block"], "null in a model without RoPE")
+        most = 0 if candidate["rope_block"] is None else shape.rotary_planes
         if not 0 <= planes <= most:
             raise reader.fail(f"candidates.{key}.fast_planes", planes, f"a number from 0 to {most}")
-    if not 1 <= info["element_bytes"] <= 8:
-        raise reader.fail("element_bytes", info["element_bytes"], "1 to 8")
     return shape

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ..checked import Reader, shorten
 from ..errors import CheckpointError
 from ..installing import PACKAGE
-from ..typed import Reader, shorten
 from .channels import EDITED
 from .layout import AttentionShape, LayerLayout, check_layouts
 
@@ -40,7 +40,7 @@ class CompressedSection:
 
     Args:
         format_version: version of what is stored.
-        layers: layer index (a string, as JSON has it) -> LayerLayout as a dict.
+        layers: layer index (a string in JSON) -> LayerLayout as a dict.
         biases: the projections, of q, k, v, o, that have a bias.
         cache: the policy by which the cache is kept, as plain data; read by rotor.policies.
     """
@@ -56,7 +56,7 @@ class CompressedSection:
         self.quant_method: Any = METHOD  # transformers' own type knows its own methods only
         reader = Reader("config.json, quantization_config", CheckpointError, EDITED)
         self.format_version = reader.read(int, format_version, "format_version")
-        self.layers = reader.read(dict[str, Any], _text_keys(layers or {}), "layers")
+        self.layers = reader.read(dict[str, Any], layers or {}, "layers")
         self.biases = sorted(reader.read(list[Literal["q", "k", "v", "o"]], biases, "biases"))
         if cache is not None:
             self.cache = reader.read(dict[str, Any], cache, "cache")
@@ -81,8 +81,3 @@ class CompressedSection:
         found = [LayerLayout.from_dict(self.layers[str(i)], f"config.json, layer {i}") for i in range(shape.num_layers)]
         check_layouts(found, shape, "config.json")
         return found
-
-
-def _text_keys(layers: Any) -> Any:
-    """JSON has made strings of the keys; a dict built in Python may have numbers."""
-    return {str(index): layout for index, layout in layers.items()} if isinstance(layers, dict) else layers

@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from ..checked import shorten
 from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError
 from ..format.hashes import file_sha256
 from ..format.json_files import check_regular, read_json
-from ..typed import shorten
 from .sidecars import sidecars
 from .source_config import check_config, check_generation_config
 from .tokenizer import load_tokenizer

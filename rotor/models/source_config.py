@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..checked import shorten
 from ..errors import CheckpointError, UnsupportedModelError
 from ..format.section import is_ours
-from ..typed import shorten
 
 DAMAGED = "The file is damaged; download it again."
 BOUNDS: dict[str, tuple[int, int]] = {

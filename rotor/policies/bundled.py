@@ -6,9 +6,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..checked import Reader, nearest_name
 from ..errors import CheckpointError, RecipeError
 from ..format.section import EDITED
-from ..typed import Reader, nearest_name, read_text, read_yaml
+from ..format.yaml_files import read_text, read_yaml
 from .fp8 import FP8
 from .gear import GEAR
 from .h2o import H2O

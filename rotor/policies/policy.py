@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ..checked import Reader, nearest_name, shorten
 from ..errors import UnsupportedModelError, UsageError
 from ..format.layout import LayerLayout
-from ..typed import Reader, nearest_name, shorten
 from .codec import tensor_bytes
 from .layer import PolicyLayer
 

@@ -8,8 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+from ..checked import Reader, nearest_name, shorten
 from ..errors import RecipeError
-from ..typed import Reader, nearest_name, read_text, read_yaml, shorten
+from ..format.yaml_files import read_text, read_yaml
 
 RATES = (
     "bandwidth_bytes_per_s",

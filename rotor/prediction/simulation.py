@@ -2,14 +2,16 @@
 
 In a decode step a layer is one launch: a task for each group of KV heads of each sequence, made of tiles of keys. A
 tile costs the longer of reading its latents and of issuing its instructions. The step takes the most loaded SM's time,
-layer after layer; the floor is the mean load.
+layer after layer.
 
 In a prefill as FDC has it the row blocks of all groups of a layer are one launch, and one costs its FLOPs: blocks of
-as many rows for all groups, or B_r rows, fewer the wider a group is, so that all take as long.
+as many rows for all groups, or of B_r rows, fewer the wider a group is, so that all take as long.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,18 +19,19 @@ from ..errors import UsageError
 from ..format.layout import AttentionShape, LayerLayout
 from .devices import Device
 from .instructions import group_instructions
-from .schedule import (
-    ROW_BLOCK,
-    balanced_row_blocks,
-    equal_slices,
-    greedy_assignment,
-    makespan,
-    row_block_costs,
-    work_per_key,
-)
 
-TILE = 64
-"""Keys in a tile."""
+KEYS = 64
+"""Keys in a tile of decoding."""
+
+ROW_BLOCK = COLUMN_BLOCK = 64
+TILE = 16
+"""The tensor cores' granularity: widths and blocks are multiples of it."""
+
+REGISTERS_PER_SM = 65536
+"""32-bit registers of one SM (sm_80 to sm_100)."""
+
+Part = tuple[int, int]
+"""A task, and how many of its tiles."""
 
 
 @dataclass(frozen=True)
@@ -43,31 +46,13 @@ class Tasks:
         return [n * cost for n, cost in zip(self.tiles, self.tile_seconds, strict=True)]
 
 
-@dataclass(frozen=True)
-class Balance:
-    """Balance of one schedule over all layers.
-
-    largest_over_mean: time of the step over what it would take if every SM were loaded alike.
-    parts: partial results that a step writes, over all layers; as many as tasks where none is split.
-    loads: of the SMs in the layer that is balanced worst, over their mean.
-    worst_layer: its index.
-    """
-
-    schedule: str
-    largest_over_mean: float
-    parts: int
-    loads: tuple[float, ...]
-    worst_layer: int
-
-
 def layer_tasks(
     layout: LayerLayout, shape: AttentionShape, lengths: Sequence[int], device: Device, sms: int, element_bytes: int
 ) -> Tasks:
     """Make a task for each group of each sequence; those of a sequence in the order of the packed rows.
 
     Args:
-        lengths: keys of each sequence.
-        device: rates of the whole GPU, of which each of `sms` has its share.
+        lengths: keys of each sequence. device: rates of the whole GPU, of which each of `sms` has its share.
     """
     key_seconds = [
         max(
@@ -76,38 +61,79 @@ def layer_tasks(
         )
         for group in layout.groups
     ]
-    tiles, costs = [], []
-    for length in lengths:
-        tiles += [-(-length // TILE)] * len(key_seconds)
-        costs += [TILE * sms * seconds for seconds in key_seconds]
-    return Tasks(tuple(tiles), tuple(costs))
+    tiles = [-(-length // KEYS) for length in lengths for _ in key_seconds]
+    return Tasks(tuple(tiles), tuple(KEYS * sms * seconds for _ in lengths for seconds in key_seconds))
 
 
-def _in_order(tasks: Tasks, sms: int) -> tuple[list[float], int]:
-    """Unsplit: the GPU gives the next task to the SM that is free first."""
-    loads = [0.0] * sms
-    for seconds in tasks.seconds:
-        loads[loads.index(min(loads))] += seconds
-    return loads, len(tasks.tiles)
+def unsplit(tasks: Tasks, sms: int) -> list[list[Part]]:
+    """In order: the GPU gives the next task to the SM that is free first."""
+    return _to_the_least_loaded(tasks, sms, range(len(tasks.tiles)))
 
 
-def _greedy(tasks: Tasks, sms: int) -> tuple[list[float], int]:
+def longest_first(tasks: Tasks, sms: int) -> list[list[Part]]:
+    """The papers' decode schedule: longest task first, each to the SM with the least work so far. Not split.
+
+    Source: FDC section 5.3 and figure 8; ZACK section 5.3 and figure 12.
+    """
     seconds = tasks.seconds
-    return [sum(seconds[i] for i in mine) for mine in greedy_assignment(seconds, sms)], len(seconds)
+    return _to_the_least_loaded(tasks, sms, sorted(range(len(seconds)), key=lambda i: (-seconds[i], i)))
 
 
-def _sliced(tasks: Tasks, sms: int) -> tuple[list[float], int]:
-    pieces = equal_slices(tasks.tiles, tasks.tile_seconds, sms)
-    loads = [sum(count * tasks.tile_seconds[task] for task, _, count in mine) for mine in pieces]
-    return loads, sum(len(mine) for mine in pieces)
+def _to_the_least_loaded(tasks: Tasks, sms: int, order: Sequence[int]) -> list[list[Part]]:
+    parts: list[list[Part]] = [[] for _ in range(sms)]
+    loads = [(0.0, sm) for sm in range(sms)]
+    for task in order:
+        load, sm = loads[0]
+        parts[sm].append((task, tasks.tiles[task]))
+        heapq.heapreplace(loads, (load + tasks.seconds[task], sm))
+    return parts
 
 
-SCHEDULES: dict[str, Callable[[Tasks, int], tuple[list[float], int]]] = {
-    "none": _in_order,
-    "lpt": _greedy,
-    "stream": _sliced,
+def equal_slices(tasks: Tasks, sms: int) -> list[list[Part]]:
+    """Stream-K: the tiles of all tasks in one line, cut into a contiguous slice of equal cost for each SM.
+
+    A tile belongs to the SM in whose share its middle lies, so that no load is off by more than half a tile on either
+    side.
+
+    Source: stream-K, arXiv 2301.03598, on the tiles of ragged heads.
+    """
+    share = sum(tasks.seconds) / sms
+    parts: list[list[Part]] = [[] for _ in range(sms)]
+    start = 0.0
+    for task, (count, cost) in enumerate(zip(tasks.tiles, tasks.tile_seconds, strict=True)):
+        tile = 0
+        while tile < count:
+            sm = min(sms - 1, int((start + (tile + 0.5) * cost) / share))
+            # Up to the first tile whose middle lies in the next SM's share.
+            last = count if sm == sms - 1 else math.ceil((share * (sm + 1) - start) / cost - 0.5)
+            until = min(count, max(tile + 1, last))
+            parts[sm].append((task, until - tile))
+            tile = until
+        start += count * cost
+    return parts
+
+
+SCHEDULES: dict[str, Callable[[Tasks, int], list[list[Part]]]] = {
+    "none": unsplit,
+    "lpt": longest_first,
+    "stream": equal_slices,
 }
-"""none: unsplit, in order. lpt: the papers' greedy schedule, unsplit. stream: equal slices, split anywhere."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Balance of one schedule over all layers.
+
+    largest_over_mean: time of the step over what it would take if every SM were loaded alike.
+    parts: partial results that a step writes, over all layers; as many as tasks where none is split.
+    loads: of the SMs in the layer that is balanced worst, over their mean. worst_layer: its index.
+    """
+
+    schedule: str
+    largest_over_mean: float
+    parts: int
+    loads: tuple[float, ...]
+    worst_layer: int
 
 
 def simulate(
@@ -132,20 +158,65 @@ def simulate(
     layers = [layer_tasks(layout, shape, lengths, device, sms, element_bytes) for layout in layouts]
     balances = []
     for name, schedule in SCHEDULES.items():
-        results = [schedule(tasks, sms) for tasks in layers]
-        means = [sum(loads) / sms for loads, _ in results]
-        ratios = [max(loads) / mean for (loads, _), mean in zip(results, means, strict=True)]
+        parts = [schedule(tasks, sms) for tasks in layers]
+        loads = [
+            [sum(count * tasks.tile_seconds[task] for task, count in mine) for mine in each]
+            for tasks, each in zip(layers, parts, strict=True)
+        ]
+        means = [sum(each) / sms for each in loads]
+        ratios = [max(each) / mean for each, mean in zip(loads, means, strict=True)]
         worst = ratios.index(max(ratios))
         balances.append(
             Balance(
                 schedule=name,
-                largest_over_mean=sum(max(loads) for loads, _ in results) / sum(means),
-                parts=sum(parts for _, parts in results),
-                loads=tuple(load / means[worst] for load in results[worst][0]),
+                largest_over_mean=sum(map(max, loads)) / sum(means),
+                parts=sum(len(mine) for each in parts for mine in each),
+                loads=tuple(load / means[worst] for load in loads[worst]),
                 worst_layer=worst,
             )
         )
     return balances
+
+
+def work_per_key(qk_rank: int, v_rank: int) -> int:
+    """d_sum = d_qk + d_v + 1: multiply-adds per query row and key, the softmax counted as one (FDC section 5.3)."""
+    return qk_rank + v_rank + 1
+
+
+def balanced_row_blocks(widths: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(B_r, B_c) for each (d_qk, d_v), so that every row block is about the same work.
+
+    The widest takes ROW_BLOCK rows; another takes d_sum_max / d_sum as many, rounded up to a multiple of TILE. Where
+    the accumulators then exceed the registers of an SM, B_c is halved, down to TILE.
+
+    Source: FDC section 5.3 (prefill) and section 6.1.
+    """
+    largest = max(work_per_key(*width) for width in widths)
+    blocks = []
+    for qk_rank, v_rank in widths:
+        rows = ROW_BLOCK * largest / work_per_key(qk_rank, v_rank)
+        row_block = -int(-rows // TILE) * TILE
+        column_block = COLUMN_BLOCK
+        # float32 output and score accumulators, 16-bit query rows.
+        while column_block > TILE and row_block * (v_rank + column_block + qk_rank / 2) > REGISTERS_PER_SM:
+            column_block //= 2
+        blocks.append((row_block, column_block))
+    return blocks
+
+
+def row_block_costs(seq_len: int, past: int, rows: int, pack: int, others: int) -> list[float]:
+    """Keys that each row block of a causal prefill meets, the longest first, `others` times each."""
+    blocks = -(-seq_len * pack // rows)
+    ends = [past + min(seq_len, -(-(block + 1) * rows // pack)) for block in reversed(range(blocks))]
+    return [float(end) for end in ends for _ in range(others)]
+
+
+def makespan(costs: Sequence[float], sms: int) -> float:
+    """When the last SM is through, if each takes the next task, in order, as soon as it is free."""
+    ends = [0.0] * sms
+    for cost in costs:
+        heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends)
 
 
 @dataclass(frozen=True)

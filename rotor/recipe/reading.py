@@ -9,10 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..checked import Reader, nearest_name
 from ..errors import RecipeError
-from ..typed import Reader, nearest_name, read_text, read_yaml
-from .checks import FIELDS_HINT, check
+from ..format.yaml_files import read_text, read_yaml
 from .recipe import Recipe
+
+FIELDS_HINT = "`rotor recipes --fields` has every field, what it may be and what it decides."
 
 
 def bundled_recipes() -> dict[str, Recipe]:
@@ -75,10 +77,7 @@ def _bundled(name: str) -> Recipe:
 @lru_cache(maxsize=32)  # each step of a command reads the recipe of its run
 def parse_recipe(text: str, where: str) -> Recipe:
     """Parse a recipe's YAML text; `where` names it in errors."""
-    data = read_yaml(text, f"recipe {where}")
-    recipe: Recipe = Reader(f"recipe {where}", hint=FIELDS_HINT).read(Recipe, data)
-    check(recipe, where)
-    return recipe
+    return _read(read_yaml(text, f"recipe {where}"), where)
 
 
 def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...] | None = None) -> Recipe:
@@ -91,27 +90,23 @@ def override(recipe: Recipe, overrides: Iterable[str], sections: tuple[str, ...]
     overrides = list(overrides)
     for item in overrides:
         name, equals, value = item.partition("=")
-        keys = name.strip().split(".")
-        if not equals or not all(keys):
+        *above, last = name.strip().split(".")
+        if not equals or not last or not all(above):
             raise RecipeError(f"--set {item}: expected section.field=value.", "Example: --set tokens.count=16384")
-        if sections is not None and keys[0] not in sections:
+        if sections is not None and [*above, last][0] not in sections:
             raise RecipeError(
                 f"--set {item}: only {', '.join(sections)} can be changed after calibration.",
                 "Calibrate again with this setting.",
             )
-        target: Any = data
-        for depth, key in enumerate(keys):
-            if not isinstance(target, dict) or key not in target:
-                known = target if isinstance(target, dict) else {}
-                prefix = ".".join(keys[:depth])
-                raise RecipeError(
-                    f"--set {item}: unknown key {key!r}{f' in {prefix}' if prefix else ''}{nearest_name(key, known)}",
-                    f"Known keys: {', '.join(known) or 'none'}.",
-                )
-            if depth < len(keys) - 1:
-                target = target[key]
-        target[keys[-1]] = read_yaml(value, f"--set {item}")
-    where = "--set" if overrides else recipe.name
-    result: Recipe = Reader(f"recipe {where}", hint=FIELDS_HINT).read(Recipe, data)
-    check(result, where)
-    return result
+        target = data
+        for key in above:
+            if not isinstance(target.get(key), dict):
+                target[key] = {}
+            target = target[key]
+        target[last] = read_yaml(value, f"--set {item}")
+    return _read(data, "--set" if overrides else recipe.name)
+
+
+def _read(data: Any, where: str) -> Recipe:
+    recipe: Recipe = Reader(f"recipe {where}", hint=FIELDS_HINT).read(Recipe, data)
+    return recipe

@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import yaml
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
 
-from ..allocation.registry import Need
+from ..allocation.registry import CHOOSING, OF_ONE_WIDTH, Need
+from ..bases.registry import QK_METHODS
+from ..checked import Unfit
 from ..format.channels import WIDTHS
-from .sections import Bases, CacheSettings, Codes, Evaluation, Groups, ObjectiveSettings, Ranks, Search, Tokens
+from .sections import (
+    MODEL,
+    Bases,
+    CacheSettings,
+    Codes,
+    Evaluation,
+    Groups,
+    ObjectiveSettings,
+    Ranks,
+    Search,
+    Tokens,
+)
 
 EXPORT_SECTIONS = ("ranks", "codes", "evaluation", "search", "objective", "cache")
 """Sections that may still be overridden on export, because calibration does not depend on them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class Recipe:
-    """All that decides the result of a run, apart from the model.
-
-    name: what the recipe is called.
-    summary: what it is, in a sentence.
-    """
+    """All that decides the result of a run, apart from the model."""
 
     name: str
+    """What the recipe is called."""
     summary: str
-    tokens: Tokens = field(default_factory=Tokens)
-    groups: Groups = field(default_factory=Groups)
-    bases: Bases = field(default_factory=Bases)
-    ranks: Ranks = field(default_factory=Ranks)
-    codes: Codes = field(default_factory=Codes)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    search: Search = field(default_factory=Search)
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    cache: CacheSettings = field(default_factory=CacheSettings)
+    """What it is, in a sentence."""
+    tokens: Tokens = Tokens()
+    groups: Groups = Groups()
+    bases: Bases = Bases()
+    ranks: Ranks = Ranks()
+    codes: Codes = Codes()
+    evaluation: Evaluation = Evaluation()
+    search: Search = Search()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    cache: CacheSettings = CacheSettings()
 
     @property
     def coded(self) -> bool:
@@ -65,3 +78,37 @@ class Recipe:
         data["ranks"]["probe_shares"] = list(data["ranks"]["probe_shares"])
         data["codes"]["bits"] = list(data["codes"]["bits"])
         return yaml.safe_dump(data, sort_keys=False, width=120)
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        """What fields ask of each other."""
+
+        def need(fits: bool, name: str, expected: str) -> None:
+            if not fits:
+                raise Unfit(name, attrgetter(name)(self), expected)
+
+        tokens, evaluation, ranks, domain = self.tokens, self.evaluation, self.ranks, self.groups.domain
+        file = "a file or folder, as source is text"
+        need(tokens.source != "text" or bool(tokens.path), "tokens.path", file)
+        data_set = "a name on the hub or a folder, as source is dataset"
+        need(tokens.source != "dataset" or bool(tokens.dataset), "tokens.dataset", data_set)
+        need(evaluation.source != "text" or bool(evaluation.path), "evaluation.path", file)
+        need(
+            self.coded or ranks.rule.chooses or not self.groups.left_open,
+            "ranks.method",
+            f"{CHOOSING}, as only it, or bits of codes, chooses where groups says any, or auto of fast_planes",
+        )
+        need(
+            not ranks.uniform_rows or self.coded or ranks.rule.uniform_rows,
+            "ranks.rows",
+            f"ragged, as ranks.method is {ranks.method}: {OF_ONE_WIDTH}, or bits of codes, can do uniform",
+        )
+        need(
+            not ranks.uniform_rows or self.objective.weight == 0,
+            "ranks.rows",
+            f"ragged, as objective.kind is {self.objective.kind}: of uniform rows bytes are what is saved",
+        )
+        domains = {"pre", "post"} if domain == "any" else {"pre" if domain == "block" else domain}
+        methods = [name for name, method in QK_METHODS.items() if domains <= set(method.domains)]
+        need(self.bases.qk in methods, "bases.qk", f"one of {', '.join(methods)}, as groups.domain is {domain}")
+        return self

@@ -1,22 +1,12 @@
-"""The reference of a recipe's fields, from the dataclasses and their docstrings: as docs/recipes.md, and as data.
-
-Nothing here is written twice: types and defaults are the dataclasses', texts their docstrings', ranges and names those
-that a recipe is checked by.
-"""
+"""The reference of a recipe's fields, from their types and texts: as docs/recipes.md, and as data."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import re
+import json
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
-import yaml
-
-from ..typed import describe
-from .checks import NAMES, RANGES
-from .metric_registry import LM_EVAL, METRICS
+from ..checked import in_words, options
 from .recipe import EXPORT_SECTIONS, Recipe
 
 HEAD = """# Fields of a recipe
@@ -33,35 +23,35 @@ class RecipeField:
     """One field.
 
     name: `section.field`, or of the recipe itself `field`. values: what it may be, in words. default: as YAML, or None
-    where there is none. text: what it decides.
+    where there is none. text: what it decides. choices: names that it may be.
     """
 
     name: str
     values: str
     default: str | None
     text: str
+    choices: tuple[str, ...]
 
 
 def recipe_fields() -> dict[str, list[RecipeField]]:
     """The fields by section, in the order of a recipe; those of the recipe itself under an empty name."""
-    hints = get_type_hints(Recipe)
-    own = [field for field in dataclasses.fields(Recipe) if not dataclasses.is_dataclass(hints[field.name])]
-    found = {"": [_field("", Recipe, field, hints) for field in own]}
-    for name, kind in hints.items():
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            types = get_type_hints(kind)
-            found[name] = [_field(name, kind, field, types) for field in dataclasses.fields(kind)]
+    (whole,) = options(Recipe)
+    sections = {name: options(Recipe, [name])[0] for name in whole["properties"]}
+    found = {"": [_field(name) for name, section in sections.items() if "properties" not in section]}
+    for name, section in sections.items():
+        if "properties" in section:
+            found[name] = [_field(name, field) for field in section["properties"]]
     return found
 
 
 def reference_page() -> str:
     """All fields as a page of Markdown."""
     lines = [HEAD.format(sections=", ".join(f"`{name}`" for name in EXPORT_SECTIONS))]
-    kinds = get_type_hints(Recipe)
     for section, fields in recipe_fields().items():
-        about = _paragraphs(kinds[section] if section else Recipe)[0]
-        lines += [f"## {section or 'The recipe'}", "", about, "", "| field | values | default | what it is |"]
-        lines += ["|---|---|---|---|", *(f"| {' | '.join(_cells(field))} |" for field in fields), ""]
+        (schema,) = options(Recipe, [section] if section else [])
+        lines += [f"## {section or 'The recipe'}", "", schema["description"], ""]
+        lines += ["| field | values | default | what it is |", "|---|---|---|---|"]
+        lines += [*(f"| {' | '.join(_cells(field))} |" for field in fields), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -70,42 +60,11 @@ def _cells(field: RecipeField) -> list[str]:
     return [f"`{field.name}`", *(text.replace("|", r"\|") for text in (field.values, default, field.text))]
 
 
-def _field(section: str, kind: type, field: dataclasses.Field[Any], hints: dict[str, Any]) -> RecipeField:
-    name = f"{section}.{field.name}" if section else field.name
-    default = None if field.default is dataclasses.MISSING else _as_yaml(field.default)
-    return RecipeField(name, _values(name, hints[field.name]), default, field_texts(kind)[field.name])
-
-
-def _values(name: str, hint: Any) -> str:
-    if name in NAMES:
-        return "one of " + ", ".join(NAMES[name])
-    if name == "evaluation.metric":
-        return "one of " + ", ".join([*METRICS, f"{LM_EVAL}TASK"])
-    if name in RANGES:
-        return RANGES[name][1]
-    words = {"str": "text", "int": "a whole number", "bool": "true or false"}
-    return re.sub(r"\b(str|int|bool)\b", lambda match: words[match[0]], describe(hint))
-
-
-def _as_yaml(value: Any) -> str:
-    text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=1000)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def field_texts(kind: type) -> dict[str, str]:
-    """What the docstring of a dataclass says of each field: entries `name: text`, each on a line of its own."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    found: dict[str, str] = {}
-    name = ""
-    for line in "\n".join(_paragraphs(kind)[1:]).splitlines():
-        entry = re.fullmatch(r"(\w+): (.*)", line)
-        if entry and entry[1] in names:
-            name = entry[1]
-            found[name] = entry[2]
-        elif name:
-            found[name] += f" {line.strip()}"
-    return found
-
-
-def _paragraphs(kind: Any) -> list[str]:
-    return (inspect.getdoc(kind) or "").split("\n\n")
+def _field(*path: str) -> RecipeField:
+    *above, name = path
+    schema: dict[str, Any] = options(Recipe, above)[0]["properties"][name]
+    may_be = options(Recipe, path)
+    default = None if "default" not in schema else json.dumps(schema["default"]).strip('"')
+    choices = [choice for option in may_be for choice in option.get("enum", [option.get("const")]) if choice]
+    text = " ".join(schema["description"].split())
+    return RecipeField(".".join(path), " or ".join(map(in_words, may_be)), default, text, tuple(choices))

@@ -1,71 +1,102 @@
-"""Sections of a recipe: what each decides, with its fields and their defaults.
+"""Sections of a recipe: their fields, with types, ranges, defaults and texts, which are the fields' reference.
 
-The docstrings are the reference of a recipe's fields (`rotor recipes --fields`): one entry a field, under its name.
+Adding a field is one entry here: `rotor recipes --fields`, `--set`, completion and errors derive from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from ..allocation.registry import RANK_METHODS, RankMethod
 from ..bases.registry import QK_METHODS, VO_METHODS, BasisMethod
-from ..format.layout import MOST_ROPE_BLOCK
+from ..checked import Expect, OneOf
+from ..format.channels import WIDTHS
+from ..format.layout import MOST_ROPE_BLOCK, RopeBlock
+from .metric_registry import LM_EVAL, METRICS
+
+NAMES: dict[str, Mapping[str, BasisMethod | RankMethod]] = {
+    "bases.qk": QK_METHODS,
+    "bases.vo": VO_METHODS,
+    "ranks.method": RANK_METHODS,
+}
+"""Fields that name something registered."""
+
+MODEL = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+# The most of a count is far more than anybody needs, and less than what fills a machine's memory.
+Count = Annotated[int, Field(ge=1, le=1 << 26)]
+RowLength = Annotated[int, Field(ge=2, le=1 << 20)]
+Size = Annotated[int, Field(ge=1, le=1 << 16)]
+Prompts = Annotated[int, Field(ge=1, le=1 << 14)]
+Items = Annotated[int, Field(ge=2, le=1 << 14)]
+Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Shares = Annotated[tuple[Share, ...], Expect(lambda shares: 0 < len(shares) <= 256, "1 to 256 shares between 0 and 1")]
 
 
-@dataclass(frozen=True)
+def _is_metric(name: str) -> bool:
+    return name in METRICS or (name.startswith(LM_EVAL) and bool(name.removeprefix(LM_EVAL).strip()))
+
+
+Metric = Annotated[str, Expect(_is_metric, f"one of {', '.join(METRICS)} or {LM_EVAL}TASK", (*METRICS, LM_EVAL))]
+
+
+def _are_widths(bits: tuple[int, ...]) -> bool:
+    return {0} < set(bits) <= {0, *WIDTHS} and len(set(bits)) == len(bits)
+
+
+@dataclass(frozen=True, config=MODEL)
 class Tokens:
-    """Calibration tokens.
-
-    source: `random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
-        `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K);
-        `text` reads the file or folder `path`;
-        `dataset` reads `column` of a `split` of `dataset`.
-    path: of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`.
-    dataset: of `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder.
-    split: of the data set.
-    column: of the data set, with the text.
-    count: tokens in all.
-    seq_len: tokens in a row, or the model's longest sequence if that is shorter.
-    seed: of what is drawn: random tokens, the text that the model writes, the order of a data set.
-    """
+    """Calibration tokens."""
 
     source: Literal["random", "synthetic", "text", "dataset"] = "random"
+    """`random` draws uniformly from the vocabulary without its special tokens (FDC section 5.1: at least 8K);
+    `synthetic` samples text from the model itself, from random starts (ZACK: at least 16K); `text` reads the file or
+    folder `path`; `dataset` reads `column` of a `split` of `dataset`."""
     path: str | None = None
+    """Of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `evaluation`."""
     dataset: str | None = None
+    """Of `dataset`: a name on the hub (NAME or NAME:CONFIG), or a local folder."""
     split: str = "train"
+    """Of the data set."""
     column: str = "text"
-    count: int = 8192
-    seq_len: int = 512
-    seed: int = 0
+    """Of the data set, with the text."""
+    count: Count = 8192
+    """Tokens in all."""
+    seq_len: RowLength = 512
+    """Tokens in a row, or the model's longest sequence if that is shorter."""
+    seed: Seed = 0
+    """Of what is drawn: random tokens, the text that the model writes, the order of a data set."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class Groups:
-    """Groups of KV heads, and where RoPE stands in the keys that are compressed.
+    """Groups of KV heads, and where RoPE stands in the keys that are compressed."""
 
-    size: KV heads of a layer that share a latent, or `all` of them; `auto` takes as many as make attention no slower
-        than the uncompressed model's, as predicted for `objective`; `any` leaves it to the ranks' method `global`, or
-        to bits of codes, to choose for each layer among all divisors.
-    domain: where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them;
-        `any` leaves it to the ranks likewise; `block`: the slow rotary planes rotated within blocks of `rope_block`
-        positions, where attention rotates queries, once a block, and `fast_planes` before RoPE, which attention
-        rebuilds. A model without RoPE has none of them.
-    joint: keys and values share one latent, kept once, as both come from the same hidden state; where that can be:
-        codes, in bases by fisher without refit, of keys before RoPE or in blocks. Elsewhere they keep two latents.
-    rope_block: positions of a block of domain `block`, a power of two from 2 to 64: fewer take fewer bytes at equal
-        accuracy, more take less arithmetic.
-    fast_planes: rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at
-        equal accuracy, fewer less arithmetic. `quarter`: those that turn by a quarter turn or more within a block;
-        `all`: as domain `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each
-        layer among 0, 8, 16 and so on: by bytes alone that is `all`, so that it wants an objective of latency.
-    """
-
-    size: int | Literal["all", "auto", "any"] = 1
+    size: Size | Literal["all", "auto", "any"] = 1
+    """KV heads of a layer that share a latent, or `all` of them; `auto` takes as many as make attention no slower than
+    the uncompressed model's, as predicted for `objective`; `any` leaves it to the ranks' method `global`, or to bits of
+    codes, to choose for each layer among all divisors."""
     domain: Literal["post", "pre", "block", "any"] = "post"
+    """Where keys are compressed: `post` RoPE, where nothing is rebuilt, or `pre`, where attention rebuilds them; `any`
+    leaves it to the ranks likewise; `block`: the slow rotary planes rotated within blocks of `rope_block` positions,
+    where attention rotates queries, once a block, and `fast_planes` before RoPE, which attention rebuilds. A model
+    without RoPE has none of them."""
     joint: bool = False
-    rope_block: int = MOST_ROPE_BLOCK
-    fast_planes: int | Literal["quarter", "all", "auto"] = "quarter"
+    """Keys and values share one latent, kept once, as both come from the same hidden state; where that can be: codes,
+    in bases by fisher without refit, of keys before RoPE or in blocks. Elsewhere they keep two latents."""
+    rope_block: RopeBlock = MOST_ROPE_BLOCK
+    """Positions of a block of domain `block`, a power of two from 2 to 64: fewer take fewer bytes at equal accuracy,
+    more take less arithmetic."""
+    fast_planes: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["quarter", "all", "auto"] = "quarter"
+    """Rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at equal
+    accuracy, fewer less arithmetic. `quarter`: those that turn by a quarter turn or more within a block; `all`: as
+    domain `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each layer among 0,
+    8, 16 and so on: by bytes alone that is `all`, so that it wants an objective of latency."""
 
     @property
     def left_open(self) -> bool:
@@ -74,18 +105,16 @@ class Groups:
         return "any" in (self.size, self.domain) or in_blocks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class Bases:
-    """Methods of the bases.
+    """Methods of the bases."""
 
-    qk: of queries and keys: a name in rotor.bases (`rotor recipes` lists them).
-    vo: of values and what reads them, likewise.
-    refit: least-squares refit of each query head's slice of W_o at the rank that it gets.
-    """
-
-    qk: str = "svd"
-    vo: str = "palu"
+    qk: Annotated[str, OneOf(QK_METHODS)] = "svd"
+    """Of queries and keys: a name in rotor.bases (`rotor recipes` lists them)."""
+    vo: Annotated[str, OneOf(VO_METHODS)] = "palu"
+    """Of values and what reads them, likewise."""
     refit: bool = False
+    """Least-squares refit of each query head's slice of W_o at the rank that it gets."""
 
     @property
     def methods(self) -> tuple[BasisMethod, BasisMethod]:
@@ -93,27 +122,25 @@ class Bases:
         return QK_METHODS[self.qk], VO_METHODS[self.vo]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class Ranks:
-    """Ranks from singular values.
+    """Ranks from singular values."""
 
-    method: a name in rotor.allocation (`rotor recipes` lists them).
-    spectrum: whether the removal rate is a share of the sum of singular values (the papers) or of their squares.
-    multiple_of: stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide.
-    rows: `ragged` gives each layer as many bytes a token as pay there; `uniform` gives all layers as many, at the least
-        loss, for engines that pad rows to the widest (see docs/serving.md). Bits of codes heed it too.
-    probe_shares: shares of columns kept in the probes of `global`; each layer and side is probed at each.
-    probe_tokens: tokens of the search split that the probes run on.
-    fisher_tokens: calibration tokens whose gradients `fisher` sums.
-    """
-
-    method: str = "removal-rate"
+    method: Annotated[str, OneOf(RANK_METHODS)] = "removal-rate"
+    """A name in rotor.allocation (`rotor recipes` lists them)."""
     spectrum: Literal["values", "squares"] = "values"
-    multiple_of: int = 16
+    """Whether the removal rate is a share of the sum of singular values (the papers) or of their squares."""
+    multiple_of: Size = 16
+    """Stored ranks are multiples of this; 8 keeps 16-byte alignment in bfloat16, tiles are 16 wide."""
     rows: Literal["ragged", "uniform"] = "ragged"
-    probe_shares: tuple[float, ...] = (0.35, 0.125)
-    probe_tokens: int = 4096
-    fisher_tokens: int = 4096
+    """`ragged` gives each layer as many bytes a token as pay there; `uniform` gives all layers as many, at the least
+    loss, for engines that pad rows to the widest (see docs/serving.md). Bits of codes heed it too."""
+    probe_shares: Shares = (0.35, 0.125)
+    """Shares of columns kept in the probes of `global`; each layer and side is probed at each."""
+    probe_tokens: Count = 4096
+    """Tokens of the search split that the probes run on."""
+    fisher_tokens: Count = 4096
+    """Calibration tokens whose gradients `fisher` sums."""
 
     @property
     def uniform_rows(self) -> bool:
@@ -126,104 +153,95 @@ class Ranks:
         return RANK_METHODS[self.method]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class Codes:
-    """Bits of the channels of a latent, and what they are allocated by.
+    """Bits of the channels of a latent, and what they are allocated by."""
 
-    bits: widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
-        many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers, sides and candidates
-        by what an error in each channel costs the model's own loss, and of `ranks` only `rows` is used.
-    tokens: calibration tokens, the first ones, whose gradients say that.
-    repeats: share of their rows in which a span, of the text or of random tokens, is stated again further on:
-        gradients of text alone say little of what a model looks far back by.
-    """
-
-    bits: tuple[int, ...] = (0, 16)
-    tokens: int = 16384
-    repeats: float = 0.5
+    bits: Annotated[tuple[int, ...], Expect(_are_widths, "0 and at least one of 4, 8, 12, 16, each once")] = (0, 16)
+    """Widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
+    many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers, sides and candidates by
+    what an error in each channel costs the model's own loss, and of `ranks` only `rows` is used."""
+    tokens: Count = 16384
+    """Calibration tokens, the first ones, whose gradients say that."""
+    repeats: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of their rows in which a span, of the text or of random tokens, is stated again further on: gradients of
+    text alone say little of what a model looks far back by."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class Evaluation:
-    """Held-out text and the metric that accuracy means.
-
-    source: `stdlib`, the default, reads modules of the running Python's standard library: source code, whatever the
-        model is for; `text` reads the file or folder `path`. Its documents are dealt to three splits that share none:
-        one for calibrations on the same text, one to search, one to report.
-    path: of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `tokens`.
-    seq_len: tokens in a row.
-    search_tokens: of the split that chooses ranks.
-    report_tokens: of the split that is measured once, for what was chosen.
-    metric: what accuracy means, `lm-eval:TASK` for a task of the lm-eval package. `default` is the smallest of the
-        next-token accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to
-        be copied).
-    seed: of the deal to the splits, and of the prompts that metrics draw.
-    lookup_prompts: look-up rows in each split.
-    lookup_keys: the most keys in a look-up row.
-    copy_prompts: copying rows in each split.
-    copy_tokens: the most random tokens in a copying row.
-    filler_tokens: held-out text between what is stated and what asks for it, in both, as far as seq_len has room.
-    lm_eval_limit: documents of the task in each split; null takes half of them all.
-    """
+    """Held-out text and the metric that accuracy means."""
 
     source: Literal["stdlib", "text"] = "stdlib"
+    """`stdlib`, the default, reads modules of the running Python's standard library: source code, whatever the model is
+    for; `text` reads the file or folder `path`. Its documents are dealt to three splits that share none: one for
+    calibrations on the same text, one to search, one to report."""
     path: str | None = None
-    seq_len: int = 512
-    search_tokens: int = 16384
-    report_tokens: int = 24576
-    metric: str = "default"
-    seed: int = 0
-    lookup_prompts: int = 64
-    lookup_keys: int = 16
-    copy_prompts: int = 32
-    copy_tokens: int = 32
-    filler_tokens: int = 200
-    lm_eval_limit: int | None = 200
+    """Of `text`: a UTF-8 file, or a folder of them; `rotor calibrate --text FILE` sets it here and in `tokens`."""
+    seq_len: RowLength = 512
+    """Tokens in a row."""
+    search_tokens: Count = 16384
+    """Of the split that chooses ranks."""
+    report_tokens: Count = 24576
+    """Of the split that is measured once, for what was chosen."""
+    metric: Metric = "default"
+    """What accuracy means, `lm-eval:TASK` for a task of the lm-eval package. `default` is the smallest of the next-
+    token accuracy ratio, the perplexity ratio, and look-up over a distance (of keys, and of random tokens to be
+    copied)."""
+    seed: Seed = 0
+    """Of the deal to the splits, and of the prompts that metrics draw."""
+    lookup_prompts: Prompts = 64
+    """Look-up rows in each split."""
+    lookup_keys: Items = 16
+    """The most keys in a look-up row."""
+    copy_prompts: Prompts = 32
+    """Copying rows in each split."""
+    copy_tokens: Items = 32
+    """The most random tokens in a copying row."""
+    filler_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 200
+    """Held-out text between what is stated and what asks for it, in both, as far as seq_len has room."""
+    lm_eval_limit: Annotated[int, Field(ge=1, le=1 << 24)] | None = 200
+    """Documents of the task in each split; null takes half of them all."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class Search:
-    """How the point of an accuracy is searched.
+    """How the point of an accuracy is searched."""
 
-    resolution: bisection ends when what reaches the target and what does not are this much of compression apart.
-    """
-
-    resolution: float = 0.01
+    resolution: Share = 0.01
+    """Bisection ends when what reaches the target and what does not are this much of compression apart."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class CacheSettings:
-    """Ratios per token, chosen by measurement on export (ZDC section 5.2). They become the checkpoint's cache policy.
+    """Ratios per token, chosen by measurement on export (ZDC section 5.2). They become the checkpoint's cache
+    policy."""
 
-    tiers: the largest loss of quality that they may cost, (perplexity' - perplexity) / perplexity on the search split,
-        against the same checkpoint without them (ZDC: 0.1); null for none.
-    tiers_repeats: a layer goes by an earlier layer's important tokens where more than this share of these, and of the
-        unimportant ones, are its own as well (ZDC: 0.95).
-    tiers_tokens: tokens of the search split that they are measured on.
-    """
-
-    tiers: float | None = None
-    tiers_repeats: float = 0.95
-    tiers_tokens: int = 4096
+    tiers: Annotated[float, Field(gt=0)] | None = None
+    """The largest loss of quality that they may cost, (perplexity' - perplexity) / perplexity on the search split,
+    against the same checkpoint without them (ZDC: 0.1); null for none."""
+    tiers_repeats: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """A layer goes by an earlier layer's important tokens where more than this share of these, and of the unimportant
+    ones, are its own as well (ZDC: 0.95)."""
+    tiers_tokens: Count = 4096
+    """Tokens of the search split that they are measured on."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=MODEL)
 class ObjectiveSettings:
-    """Cost of a rank when ranks are chosen, and the serving load for which decode time is predicted.
+    """Cost of a rank when ranks are chosen, and the serving load for which decode time is predicted."""
 
-    kind: `memory` (bytes of cache), `latency` (predicted attention time of a decode step), or a number between 0
-        (memory) and 1 (latency) that weighs the two.
-    device: a device that comes with rotor (rotor/prediction/devices.yaml), or one of `device_file`.
-    device_file: a YAML file of further devices.
-    context_tokens: tokens in the cache of each sequence.
-    batch_size: sequences decoded together.
-    """
-
-    kind: Literal["memory", "latency"] | float = "memory"
+    kind: Literal["memory", "latency"] | Annotated[float, Field(ge=0, le=1)] = "memory"
+    """`memory` (bytes of cache), `latency` (predicted attention time of a decode step), or a number between 0 (memory)
+    and 1 (latency) that weighs the two."""
     device: str = "h200"
+    """A device that comes with rotor (rotor/prediction/devices.yaml), or one of `device_file`."""
     device_file: str | None = None
-    context_tokens: int = 32768
-    batch_size: int = 8
+    """A YAML file of further devices."""
+    context_tokens: Annotated[int, Field(ge=1, le=1 << 32)] = 32768
+    """Tokens in the cache of each sequence."""
+    batch_size: Size = 8
+    """Sequences decoded together."""
 
     @property
     def weight(self) -> float:

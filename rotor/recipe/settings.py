@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+from pydantic import Field
+
+from ..checked import Expect, OneOf, Reader
 from ..errors import MissingError, UsageError
 from ..format.file_names import RECIPE
 from . import EXPORT_SECTIONS, Recipe, load_recipe, override
@@ -14,28 +17,29 @@ from . import EXPORT_SECTIONS, Recipe, load_recipe, override
 CONFIDENCE = 0.95
 """The confidence of the intervals that are measured."""
 
-DEVICES = ("cpu", "cuda")
-DTYPES = ("float32", "bfloat16", "float16")
-
 Offload = Literal["auto", "never", "always"]
 """When weights are read layer by layer instead of all being in memory; `auto`: when they do not fit."""
+
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 def check_offload(name: str) -> Offload:
     """Raises UsageError if it is none of the choices."""
-    if name not in get_args(Offload):
-        raise UsageError(f"--offload {name}: expected one of {', '.join(get_args(Offload))}.")
-    return name  # type: ignore[return-value]
+    found: Offload = Reader("--offload", UsageError).read(Offload, name)
+    return found
 
 
-def check_accuracies(option: str, values: Iterable[float]) -> None:
-    """Raises UsageError unless they lie between 0 and 1; at 1 no rounding of any weight would be allowed."""
-    for value in values:
-        if not 0 < value < 1:
-            raise UsageError(
-                f"{option} {value:g}: expected a share above 0 and below 1 of the model's accuracy.",
-                f"Example: {option} 0.99",
-            )
+def _is_device(name: str) -> bool:
+    kind, colon, index = name.partition(":")
+    return name == "auto" or (kind in ("cpu", "cuda") and (index.isdecimal() or not colon))
+
+
+def _check_options(settings: Any) -> None:
+    """Raises UsageError, naming the option, for a field that does not fit its type."""
+    for name, kind in get_type_hints(type(settings), include_extras=True).items():
+        if getattr(settings, name) is not None:
+            given = get_args(kind)[0] if isinstance(kind, UnionType) else kind
+            Reader(f"--{name.replace('_', '-')}", UsageError).read(given, getattr(settings, name))
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,14 @@ class Compute:
     device_map: as in transformers' from_pretrained, e.g. `auto`: spread the model over several GPUs.
     """
 
-    device: str = "auto"
-    dtype: str = "auto"
-    offload: str = "auto"
+    device: Annotated[str, Expect(_is_device, "auto, cpu, cuda or cuda:N")] = "auto"
+    dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16", "float16"))] = "auto"
+    offload: Annotated[str, OneOf(get_args(Offload))] = "auto"
     device_map: str | None = None
 
     def check(self) -> None:
-        """Raises UsageError for a name that is none; whether the device is there is seen when it is used."""
-        kind, _, index = self.device.partition(":")
-        if self.device != "auto" and (kind not in DEVICES or not (index.isdecimal() or self.device == kind)):
-            raise UsageError(f"--device {self.device}: no such device type.", "Give auto, cpu, cuda or cuda:N.")
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise UsageError(f"--dtype {self.dtype}: expected auto, {', '.join(DTYPES)}.")
-        check_offload(self.offload)
+        """Raises UsageError for a name that is none; whether the device is there is found when it is used."""
+        _check_options(self)
 
 
 @dataclass(frozen=True)
@@ -89,39 +88,23 @@ class Goal:
     confidence: with an accuracy, CONFIDENCE asks that the lower end of the interval reaches it; None: the value itself.
     """
 
-    accuracy: float | None = None
-    compression: float | None = None
-    removal_rate: float | None = None
-    confidence: float | None = None
+    accuracy: Share | None = None
+    compression: Share | None = None
+    removal_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
+    confidence: Annotated[float, Expect(lambda value: value == CONFIDENCE, f"{CONFIDENCE}")] | None = None
 
     def check(self) -> None:
         """Raises UsageError if not one, or out of range."""
-        options = {
-            "--accuracy": self.accuracy,
-            "--compression": self.compression,
-            "--removal-rate": self.removal_rate,
-        }
-        given = [name for name, value in options.items() if value is not None]
+        goals = ("accuracy", "compression", "removal_rate")
+        given = [f"--{name.replace('_', '-')}" for name in goals if getattr(self, name) is not None]
         if len(given) != 1:
             raise UsageError(
                 f"got {' and '.join(given) or 'no goal'}, expected one of --accuracy, --compression, --removal-rate.",
                 "Example: --accuracy 0.99",
             )
-        if self.accuracy is not None:
-            check_accuracies("--accuracy", [self.accuracy])
-        if self.compression is not None and not 0 < self.compression < 1:
-            raise UsageError(
-                f"--compression {self.compression}: expected a share between 0 and 1.", "Example: --compression 0.5"
-            )
-        if self.removal_rate is not None and not 0 <= self.removal_rate < 1:
-            raise UsageError(
-                f"--removal-rate {self.removal_rate}: expected at least 0, below 1.", "Example: --removal-rate 0.1"
-            )
-        if self.confidence is not None and (self.confidence != CONFIDENCE or self.accuracy is None):
-            raise UsageError(
-                f"--confidence {self.confidence}: expected {CONFIDENCE}, together with --accuracy.",
-                f"Example: --accuracy 0.99 --confidence {CONFIDENCE}",
-            )
+        _check_options(self)
+        if self.confidence is not None and self.accuracy is None:
+            raise UsageError(f"--confidence {self.confidence}: expected together with --accuracy.")
 
 
 @dataclass(frozen=True)
@@ -147,7 +130,7 @@ class ExportSettings:
         """
         self.goal.check()
         self.compute.check()
-        check_accuracies("--targets", self.targets)
+        Reader("--targets", UsageError).read(tuple[Share, ...], self.targets)
         if self.targets and self.goal.accuracy is None:
             raise UsageError("--targets are searched beside an accuracy.", "Give --accuracy, too.")
         if not self.measure and self.goal.accuracy is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..calibration.run import Run
 from ..format.channels import Latent, Numbers
 from ..format.file_names import ROTOR_JSON
-from ..format.layout import GroupLayout, LayoutDict
+from ..format.layout import GroupLayout, LayerLayout
 from ..search.point import Point
 
 WHOLE_BITS = 16
@@ -61,9 +62,9 @@ class Cell:
         return self.channels * WHOLE_BITS
 
 
-def cells_of_layouts(layouts: Sequence[LayoutDict], head_dim: int) -> list[list[Cell]]:
+def cells_of_layouts(layouts: Sequence[dict[str, Any]], head_dim: int) -> list[list[Cell]]:
     """Of each layer of a checkpoint, in the order of its KV heads."""
-    groups = [[GroupLayout.from_dict(group, ROTOR_JSON) for group in layout["groups"]] for layout in layouts]
+    groups = [LayerLayout.from_dict(layout, ROTOR_JSON).groups for layout in layouts]
     return [sorted((Cell.of(g, head_dim) for g in layer), key=lambda cell: cell.kv_heads) for layer in groups]
 
 

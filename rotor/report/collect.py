@@ -14,6 +14,7 @@ from torch import Tensor
 from ..allocation.registry import RANK_METHODS
 from ..allocation.water_filling import interpolated
 from ..calibration.run import Run
+from ..checked import Reader
 from ..codes.layer import channels_bytes
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
@@ -27,7 +28,6 @@ from ..recipe.metric_registry import METRICS, base_note, chance_note, describe
 from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.table import TABLES, RankTable, Request, any_probes
-from ..typed import Reader
 from .advice import steps_of_checkpoint, steps_of_run
 from .cells import cells_of_layouts, cells_of_point
 from .data import JOINT, SIDES, LayerLoss, ReportData, ShownPoint, format_bytes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..checked import Reader
 from ..errors import CheckpointError
 from ..format.kernel_config import EDITED, KernelConfig
 from ..format.layout import AttentionShape
 from ..format.section import CompressedSection
 from ..kernels.defaults import default_config
-from ..typed import Reader
 
 
 def kernels_of(section: CompressedSection, path: Path | None, shape: AttentionShape) -> KernelConfig:

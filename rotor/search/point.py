@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..allocation.plan import RankPlan
+from ..checked import Reader
 from ..codes.layer import GroupChannels, as_pair
 from ..errors import CheckpointError, UsageError
 from ..evaluation.fidelity import Fidelity
 from ..format.channels import Channels, latent_from
 from ..format.layout import LayerRanks
 from ..format.schemas import CompressionInfo, PointRanks
-from ..typed import Reader
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..allocation.plan import RankPlan, Sensitivity
 from ..calibration.run import Run
+from ..checked import Reader
 from ..data.splits import EvaluationData
 from ..errors import CheckpointError
 from ..format.json_files import read_json
@@ -28,7 +29,6 @@ from ..format.manifest import read_checked_json, write_checked_json
 from ..policies import Policy
 from ..recipe import Evaluation, Ranks
 from ..recipe.metric_registry import LM_EVAL
-from ..typed import Reader
 from .point import Point, plan_key
 
 TABLES, PROBES, LATEST = "tables", "probes", "latest.json"

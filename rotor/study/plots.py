@@ -8,7 +8,6 @@ from typing import Any
 
 from ..errors import UsageError
 from ..installing import pip_install
-from ..prediction.simulation import Balance
 from ..report.style import MARKERS, STYLE
 from .caches_plot import draw_budgets, draw_combine, draw_evict, draw_quantise
 from .curves_plot import Quantity, draw_curves, draw_spectra
@@ -73,31 +72,6 @@ def write_plots(store: StudyStore) -> list[Path]:
                 figure.suptitle(f"{store.settings['model']['name']}: {figure.get_suptitle()}")
                 files += _save(figure, store.folder / FOLDER / name)
     return files
-
-
-def write_balance_plot(balances: list[Balance], path: Path) -> None:
-    """Loads of the SMs, largest first, in the layer that each schedule balances worst.
-
-    Raises:
-        UsageError: matplotlib is not installed, or it cannot write such a file.
-    """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 4), dpi=120)
-        axes = figure.subplots()
-        for index, balance in enumerate(balances):
-            label = f"{balance.schedule}: largest {max(balance.loads):.2f}"
-            axes.plot(sorted(balance.loads, reverse=True), color=f"C{index}", label=label, drawstyle="steps-post")
-        axes.axhline(1.0, color="0.5", linewidth=1, linestyle="--")
-        axes.set(xlabel="SM, most loaded first", ylabel="load over mean", yscale="symlog")
-        axes.legend()
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--plot {path}: {error}.", "Give a path that ends in .png, .svg or .pdf.") from error
 
 
 def _save(figure: Any, stem: Path) -> list[Path]:

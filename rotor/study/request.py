@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..allocation.registry import CHOOSING
 from ..errors import RecipeError, UsageError
+from ..format.yaml_files import read_text, read_yaml
 from ..recipe import Recipe, load_recipe, override
-from ..typed import read_text, read_yaml
 
 CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
 """Policies of the cache."""

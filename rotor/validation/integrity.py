@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checked import shorten
 from ..errors import CheckpointError, RotorError
 from ..format.file_names import KERNEL_CONFIG
 from ..format.hashes import tensor_sha256
@@ -17,7 +18,6 @@ from ..format.tensors import layer_tensors
 from ..models.compressed import CompressedCheckpoint
 from ..progress import Progress
 from ..runtime.families import FAMILIES
-from ..typed import shorten
 
 OWN = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "key_", "query_")
 """What names of an attention layer's tensors begin with."""

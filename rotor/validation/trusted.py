@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..checked import shorten
 from ..recipe import Evaluation, Recipe, load_recipe, override
 from ..recipe.metric_registry import LM_EVAL
-from ..typed import shorten
 
 
 @dataclass(frozen=True)

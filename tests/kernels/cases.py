@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import truth
 from torch import Tensor
 
-from rotor.bench import truth
 from rotor.format.channels import Channels, Latent, Numbers
 from rotor.format.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.kernels.parameters import AttentionParameters

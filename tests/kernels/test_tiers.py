@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import truth
 from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
 from torch import Tensor
 
-from rotor.bench import truth
 from rotor.errors import UsageError
 from rotor.format.layout import GroupLayout, KeyForm
 from rotor.kernels.rotary import when_read

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.parameters import AttentionParameters
-from ..kernels.rotary import Rotation, rotate, when_read
-from ..kernels.rows import read_class
+from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.rotary import Rotation, rotate, when_read
+from rotor.kernels.rows import read_class
 
 
 def attention(

@@ -1,0 +1,80 @@
+"""What surrounds the numbers of a measurement: date, command, versions, commit, device; and the files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..format.atomic import write_text
+from ..format.json_files import json_text
+from ..versions import versions
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """Describe what made a measurement; `command` is what the user gave."""
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": command,
+        "versions": {**versions(), "triton": _triton_version(), "python": platform.python_version()},
+        "commit": package_commit(),
+    }
+
+
+def package_commit() -> str | None:
+    """The commit of the checkout that this package runs from, with `-dirty` if files differ; None if it is none."""
+    root = Path(__file__).resolve().parents[2]
+    call = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(call, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if (root / ".git").exists() else None
+
+
+def _triton_version() -> str | None:
+    """None where it is not installed under this name; AMD's and others' builds have other ones."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """What identifies the device in a record."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "type": "cuda",
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "sms": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "type": "cpu",
+        "name": names[0] if names else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write the result as JSON; raises UsageError if it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json_text(report) + "\n")
+    except OSError as error:
+        raise UsageError(f"{path}: {error}", "Give another file with -o.") from error

@@ -1,0 +1,220 @@
+"""Check data of unknown origin (YAML, JSON) against the types that the code expects; an error names the field.
+
+pydantic does the checking. This module puts its errors into rotor's words. It describes what a field may be from the
+JSON schema of its type, in errors and in the reference of recipes alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import core_schema, from_json, to_json
+from typing_extensions import is_typeddict
+
+from .errors import RecipeError, RotorError
+
+LARGEST_INTEGER = 2**63 - 1
+
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = _shortener.maxlong = 60
+_shortener.maxlevel = 2
+
+
+@dataclass(frozen=True)
+class Expect:
+    """A condition that a field's type does not express: `Annotated[int, Expect(is_even, "an even number")]`.
+
+    names: known values, of which an error suggests the nearest.
+    """
+
+    test: Callable[[Any], bool]
+    words: str
+    names: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return handler(schema) | {"expected": self.words, "names": list(self.names)}
+
+    def _check(self, value: Any) -> Any:
+        if not self.test(value):
+            raise ValueError(self.words)
+        return value
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A text that is one of these names, which are registered somewhere: `Annotated[str, OneOf(METHODS)]`."""
+
+    names: Iterable[str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.literal_schema(list(self.names))
+
+
+class Unfit(ValueError):
+    """A field, by its dotted name, that does not fit the others; raised by a model's validators."""
+
+    def __init__(self, name: str, got: object, expected: str) -> None:
+        super().__init__(f"{name}: got {shorten(got)}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads values as types; raises `error` with `hint` where they do not fit.
+
+    where: names the file in errors.
+    """
+
+    where: str
+    error: type[RotorError] = RecipeError
+    hint: str = ""
+
+    def read(self, kind: Any, value: Any, name: str = "") -> Any:
+        """`value` as the type `kind`; lists become tuples where these are expected.
+
+        Keys that no field has are refused, and kept in a TypedDict.
+
+        Args:
+            name: dotted name of the value so far, empty for the whole file.
+        """
+        extra: Literal["allow", "forbid"] = "allow" if is_typeddict(kind) else "forbid"
+        try:
+            data = to_json(value, inf_nan_mode="strings")
+            return _adapter(kind).validate_json(data, strict=True, extra=extra)
+        except ValidationError as error:
+            raise self._refusal(kind, data, error, name) from None
+        except (ValueError, RecursionError) as error:  # halves of characters, numbers of thousands of digits
+            raise self.error(f"{self.where}: {name or 'a value'} is not plain data: {error}"[:300], self.hint) from None
+
+    def fail(self, name: str, got: object, expected: str) -> RotorError:
+        """The error of a value whose type is right but whose content is not."""
+        return self.error(f"{self.where}: {name}: got {shorten(got)}, expected {expected}.", self.hint)
+
+    def _refusal(self, kind: Any, data: bytes, error: ValidationError, name: str) -> RotorError:
+        """pydantic's first complaint in rotor's words."""
+        found = error.errors(include_url=False)[0]
+        if found["type"] == "json_invalid":
+            return self.error(f"{self.where}: {name or 'a value'} is not plain data: {found['msg']}.", self.hint)
+        reason = found.get("ctx", {}).get("error")
+        if isinstance(reason, Unfit):
+            return self.error(f"{self.where}: {reason}.", self.hint)
+        value, path = from_json(data), []
+        for key in found["loc"]:  # what follows names a missing key, or an option of a union
+            known: Any = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+            if key not in known:
+                break
+            value = value[key]  # type: ignore[index]
+            path.append(key)
+        place = joined(name, *path)
+        if found["type"] == "missing" and isinstance(value, dict):
+            return self.error(f"{self.where}: missing key {joined(place, found['loc'][-1])!r}.", self.hint)
+        if found["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            known = [key for option in options(kind, path[:-1]) for key in option.get("properties", ())]
+            return self.error(
+                f"{self.where}: unknown key {place!r}{nearest_name(path[-1], known)}",
+                f"Known keys: {', '.join(joined(name, *path[:-1], key) for key in known)}.",
+            )
+        expected = options(kind, path)
+        names = [name for option in expected for name in (*option.get("names", ()), *_choices(option))]
+        return self.error(
+            f"{self.where}: {place and f'{place}: '}got {shorten(value)}, expected "
+            f"{' or '.join(map(in_words, expected)) or found['msg']}{nearest_name(value, names)}",
+            self.hint,
+        )
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@cache
+def _schema(kind: Any) -> dict[str, Any]:
+    return _adapter(kind).json_schema()
+
+
+def options(kind: Any, path: Iterable[str | int] = ()) -> list[dict[str, Any]]:
+    """JSON schemas of what may stand at a place in a value of a type: several of a union, otherwise one."""
+    schema = _schema(kind)
+    definitions = schema.get("$defs", {})
+
+    def resolved(schema: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in schema:
+            return resolved(definitions[schema["$ref"].rpartition("/")[2]])
+        union = () if "expected" in schema else schema.get("anyOf", ())
+        return [found for option in union for found in resolved(option)] or [schema]
+
+    found = resolved(schema)
+    for key in path:
+        found = [option for above in found for below in _below(above, key) for option in resolved(below)]
+    return found
+
+
+def _below(schema: dict[str, Any], key: str | int) -> Sequence[dict[str, Any]]:
+    """What may stand under a key of an object, or at an index of an array."""
+    if isinstance(key, int):
+        return schema.get("prefixItems", ())[key : key + 1] or [schema.get("items", {})]
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+    return [properties[key]] if key in properties else [others] if isinstance(others, dict) else []
+
+
+def in_words(schema: dict[str, Any]) -> str:
+    """What a JSON schema asks for, as errors and references have it."""
+    if "expected" in schema:
+        return str(schema["expected"])
+    if choices := _choices(schema):
+        return "one of " + ", ".join(map(str, choices)) if len(choices) > 1 else str(choices[0])
+    kind = str(schema.get("type"))
+    if kind == "array":
+        return f"a list of {len(schema['prefixItems'])}" if "prefixItems" in schema else "a list"
+    words = {"integer": "a whole number", "number": "a finite number", "string": "text", "boolean": "true or false"}
+    return words.get(kind, "null" if kind == "null" else "a mapping") + _range(schema)
+
+
+def _range(schema: dict[str, Any]) -> str:
+    """The end of a sentence on a number."""
+    if "minimum" in schema and "maximum" in schema:
+        return f" from {schema['minimum']} to {schema['maximum']}"
+    words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    bounds = " and ".join(f"{word} {schema[bound]}" for bound, word in words.items() if bound in schema)
+    return bounds and f" {bounds}"
+
+
+def _choices(schema: dict[str, Any]) -> list[Any]:
+    return [schema["const"]] if "const" in schema else schema.get("enum", [])
+
+
+def nearest_name(word: object, known: Iterable[str]) -> str:
+    """The end of an error's sentence: the known word that `word` resembles, if any, and the full stop."""
+    text = word[:60].casefold() if isinstance(word, str) else ""
+    names = {str(name).casefold(): name for name in known}
+    match = difflib.get_close_matches(text, list(names), n=1)
+    return f"; did you mean {names[match[0]]!r}?" if match else "."
+
+
+def shorten(value: object) -> str:
+    """A value as it stands in an error, however large it is."""
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        return "a number of more than 63 bits"  # the decimal text of a huge integer is refused by Python
+    try:
+        text = _shortener.repr(list(value) if isinstance(value, tuple) else value)  # as YAML and JSON have it
+    except ValueError:
+        return f"a {type(value).__name__} with a number of more than 63 bits"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def joined(*keys: str | int) -> str:
+    """A dotted name; an index stands in brackets."""
+    name = ""
+    for key in keys:
+        part = f"[{key}]" if isinstance(key, int) else key if len(key) <= 60 else f"{key[:57]}..."
+        name += part if isinstance(key, int) or not (name and part) else f".{part}"
+    return name
