@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Queries turned back to the beginning of each block of keys and absorbed into the latents, before decoding.
+"""Queries rotated back to the beginning of each block of keys and absorbed into the latents, before decoding.
 
 With b the beginning of a block, (R^-b q)_slow times the slow rows of the key basis is what a latent is multiplied with,
 and (R^-b q)_slow times the constant key what all keys of the block have in common; (R^-b q)_fast meets rebuilt planes.
 All of these are sums over planes p of cos(b w_p) times something and sin(b w_p) times something else that the query
-makes of the basis: a program makes these matrices of one query head once and multiplies a table of turns with them.
+makes of the basis: a program makes these matrices of one query head once and multiplies a table of rotations with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTEGERS = [
 
 @triton.jit(do_not_specialize=INTEGERS)
 def absorb_kernel(
-    query, basis, key_constant, slow_turns, fast_turns, absorbed, constant, fast_query, table,
+    query, basis, key_constant, slow_starts, fast_starts, absorbed, constant, fast_query, table,
     begin, until, query_start,
     groups, max_blocks, query_stride, head_stride, basis_stride, scale,
     CODED: tl.constexpr, CONSTANT: tl.constexpr, FAST: tl.constexpr, FAST_PLANES: tl.constexpr, PLANES: tl.constexpr,
@@ -31,11 +31,11 @@ def absorb_kernel(
     """Grid: programs that share the blocks of a sequence, query heads, sequences times TOKENS.
 
     query: [tokens, num_heads, head_dim], rotated. basis: [HEADS * HEAD_DIM, sum of widths]. key_constant:
-    [num_kv_heads, HEAD_DIM], float32. slow_turns: [blocks, 2, SLOW], fast_turns: [blocks, 2, 2 * FAST], cos and sin of
-    where blocks begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as `decode`
-    takes them. SLOW: cos and sin of slow planes, padded; FAST: fast planes, padded; REST: dimensions that never turn,
-    padded; 0: none. FAST_PLANES, PLANES: fast ones and all. BLOCK 0: one block, at 0. ALIGN, BASIS_ALIGN: units of the
-    strides of queries and bases.
+    [num_kv_heads, HEAD_DIM], float32. slow_starts: [blocks, 2, SLOW], fast_starts: [blocks, 2, 2 * FAST], cos and sin
+    of where blocks begin, with RoPE's attention factor: rounded, and the rest. absorbed, constant, fast_query: as
+    `decode` takes them. SLOW: cos and sin of slow planes, padded; FAST: fast planes, padded; REST: dimensions that RoPE
+    leaves, padded; 0: none. FAST_PLANES, PLANES: fast ones and all. BLOCK 0: one block, at 0. ALIGN,
+    BASIS_ALIGN: units of the strides of queries and bases.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     OFFSET: tl.constexpr = 0.0 if not CODED or tl.float32 == DTYPE else (1032.0 if tl.float16 == DTYPE else 136.0)
@@ -69,23 +69,23 @@ def absorb_kernel(
         k = tl.arange(0, SLOW if SLOW else 16)
         of_sin = k >= PLANES - FAST_PLANES
         p = FAST_PLANES + tl.where(of_sin, k - (PLANES - FAST_PLANES), k)
-        turns = k < 2 * (PLANES - FAST_PLANES)
+        rotates = k < 2 * (PLANES - FAST_PLANES)
         d = tl.arange(0, REST if REST else 16)
         rest = d < HEAD_DIM - 2 * PLANES
         matrices = ()
         added = ()
         if SLOW:
-            x = tl.load(own + tl.where(of_sin, PLANES + p, p), mask=turns, other=0.0).to(tl.float32)
-            y = tl.load(own + tl.where(of_sin, p, PLANES + p), mask=turns, other=0.0).to(tl.float32)
+            x = tl.load(own + tl.where(of_sin, PLANES + p, p), mask=rotates, other=0.0).to(tl.float32)
+            y = tl.load(own + tl.where(of_sin, p, PLANES + p), mask=rotates, other=0.0).to(tl.float32)
             y = tl.where(of_sin, -y, y)
             for j in tl.static_range(PIECES):
                 at = of_head + j * width + p[:, None] * basis_row
-                b0 = tl.load(at, mask=turns[:, None] & some, other=0.0).to(tl.float32)
-                b1 = tl.load(at + PLANES * basis_row, mask=turns[:, None] & some, other=0.0).to(tl.float32)
+                b0 = tl.load(at, mask=rotates[:, None] & some, other=0.0).to(tl.float32)
+                b1 = tl.load(at + PLANES * basis_row, mask=rotates[:, None] & some, other=0.0).to(tl.float32)
                 matrices += ((x[:, None] * b0 + y[:, None] * b1).to(DTYPE),)
             if CONSTANT:
-                c0 = tl.load(const + p, mask=turns, other=0.0)
-                c1 = tl.load(const + PLANES + p, mask=turns, other=0.0)
+                c0 = tl.load(const + p, mask=rotates, other=0.0)
+                c1 = tl.load(const + PLANES + p, mask=rotates, other=0.0)
                 of_constant = x * c0 + y * c1
                 high = of_constant.to(DTYPE)
                 low = (of_constant - high.to(tl.float32)).to(DTYPE)
@@ -118,18 +118,18 @@ def absorb_kernel(
             shared = tl.zeros((COUNT, 8), tl.float32)
             sums = tl.zeros((COUNT, 8), tl.float32)
             if SLOW:
-                turns_at = slow_turns + at_block[:, None] * (2 * SLOW) + k[None, :]
-                turn = tl.load(turns_at, mask=inside[:, None], other=0.0)
+                starts_at = slow_starts + at_block[:, None] * (2 * SLOW) + k[None, :]
+                start_rotation = tl.load(starts_at, mask=inside[:, None], other=0.0)
                 if CONSTANT:
-                    shared = tl.dot(turn, constants, shared, input_precision=PRECISION)
-                    rest_of = tl.load(turns_at + SLOW, mask=inside[:, None], other=0.0)
+                    shared = tl.dot(start_rotation, constants, shared, input_precision=PRECISION)
+                    rest_of = tl.load(starts_at + SLOW, mask=inside[:, None], other=0.0)
                     shared = tl.dot(rest_of, constants, shared, input_precision=PRECISION)
             for j in tl.static_range(PIECES):
                 product = tl.zeros((COUNT, COLUMNS), tl.float32)
                 if REST:
                     product += added[j][None, :]
                 if SLOW:
-                    product = tl.dot(turn, matrices[j], product, input_precision=PRECISION)
+                    product = tl.dot(start_rotation, matrices[j], product, input_precision=PRECISION)
                 rounded = product.to(DTYPE)
                 out = absorbed + index[:, None] * (PIECES * COLUMNS) + j * COLUMNS + columns[None, :]
                 tl.store(out, rounded, mask=inside[:, None])
@@ -139,10 +139,12 @@ def absorb_kernel(
                 of_block = tl.sum(shared, 1) + still - (OFFSET / 8) * tl.sum(sums, 1)
                 tl.store(constant + index, of_block * scale, mask=inside)
             if FAST:
-                fast_at = fast_turns + at_block[:, None] * (4 * FAST) + f[None, :]
-                turned = tl.zeros((COUNT, 2 * FAST), tl.float32)
-                turn_f = tl.load(fast_at, mask=inside[:, None], other=0.0)
-                turned = tl.dot(turn_f, of_fast, turned, input_precision=PRECISION)
-                turn_f = tl.load(fast_at + 2 * FAST, mask=inside[:, None], other=0.0)
-                turned = tl.dot(turn_f, of_fast, turned, input_precision=PRECISION)
-                tl.store(fast_query + index[:, None] * (2 * FAST) + f[None, :], turned.to(DTYPE), mask=inside[:, None])
+                fast_at = fast_starts + at_block[:, None] * (4 * FAST) + f[None, :]
+                of_block_fast = tl.zeros((COUNT, 2 * FAST), tl.float32)
+                own_start = tl.load(fast_at, mask=inside[:, None], other=0.0)
+                of_block_fast = tl.dot(own_start, of_fast, of_block_fast, input_precision=PRECISION)
+                own_start = tl.load(fast_at + 2 * FAST, mask=inside[:, None], other=0.0)
+                of_block_fast = tl.dot(own_start, of_fast, of_block_fast, input_precision=PRECISION)
+                tl.store(
+                    fast_query + index[:, None] * (2 * FAST) + f[None, :], of_block_fast.to(DTYPE), mask=inside[:, None]
+                )

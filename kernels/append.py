@@ -57,14 +57,14 @@ def rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE: tl.conste
         row = row % block
     inside = valid[:, None] & (plane < HALF)[None, :]
     start = row.to(tl.int64)[:, None] * table_stride + plane[None, :]
-    turn_cos = tl.load(cos + start, mask=inside, other=1.0).to(tl.float32)
-    turn_sin = tl.load(sin + start, mask=inside, other=0.0).to(tl.float32)
+    own_cos = tl.load(cos + start, mask=inside, other=1.0).to(tl.float32)
+    own_sin = tl.load(sin + start, mask=inside, other=0.0).to(tl.float32)
     if MODE == 2:
         factor = tl.load(cos + plane, mask=plane < HALF, other=1.0).to(tl.float32)
         slow = (plane >= fast)[None, :]
-        turn_cos = tl.where(slow, turn_cos / factor[None, :], 1.0)
-        turn_sin = tl.where(slow, turn_sin / factor[None, :], 0.0)
-    return turn_cos, turn_sin
+        own_cos = tl.where(slow, own_cos / factor[None, :], 1.0)
+        own_sin = tl.where(slow, own_sin / factor[None, :], 0.0)
+    return own_cos, own_sin
 
 
 @triton.jit
@@ -81,15 +81,15 @@ def projected(
         seen = valid[:, None] & (plane < HALF)[None, :]
         read = (plane < HALF)[:, None] & some[None, :]
         if MODE > 0:
-            turn_cos, turn_sin = rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE, HALF, HALF_PADDED)
+            own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, block, fast, MODE, HALF, HALF_PADDED)
         for head in range(SIZE):
             start = key + (source + head * head_stride)[:, None] + plane[None, :]
             first = tl.load(start, mask=seen, other=0.0).to(tl.float32)
             second = tl.load(start + HALF, mask=seen, other=0.0).to(tl.float32)
             if MODE > 0:
-                turned = first * turn_cos - second * turn_sin
-                second = second * turn_cos + first * turn_sin
-                first = turned
+                rotated = first * own_cos - second * own_sin
+                second = second * own_cos + first * own_sin
+                first = rotated
             tile = basis + (head * dim + plane[:, None]) * basis_stride + column[None, :]
             one = tl.load(tile, mask=read, other=0.0)
             two = tl.load(tile + HALF * basis_stride, mask=read, other=0.0)
@@ -119,14 +119,14 @@ def rotate_head(
     """A query head of some tokens, rotated by their whole position."""
     plane = tl.arange(0, HALF_PADDED)
     seen = valid[:, None] & (plane < HALF)[None, :]
-    turn_cos, turn_sin = rotation_of(cos, sin, row, valid, table_stride, 1, 0, 1, HALF, HALF_PADDED)
+    own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, 1, 0, 1, HALF, HALF_PADDED)
     start = query + source[:, None] + plane[None, :]
     first = tl.load(start, mask=seen, other=0.0).to(tl.float32)
     second = tl.load(start + HALF, mask=seen, other=0.0).to(tl.float32)
     kind = query_out.dtype.element_ty
     out = query_out + target[:, None] + plane[None, :]
-    tl.store(out, (first * turn_cos - second * turn_sin).to(kind), mask=seen)
-    tl.store(out + HALF, (second * turn_cos + first * turn_sin).to(kind), mask=seen)
+    tl.store(out, (first * own_cos - second * own_sin).to(kind), mask=seen)
+    tl.store(out + HALF, (second * own_cos + first * own_sin).to(kind), mask=seen)
     if REST > 0:
         place = tl.arange(0, REST_PADDED)
         seen = valid[:, None] & (place < REST)[None, :]

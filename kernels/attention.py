@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import AttentionShape, LayerLayout
 
-from .decoding import MOST_ROWS, BlockTurns, DecodeLayer, decode_attention
+from .decoding import MOST_ROWS, BlockRotations, DecodeLayer, decode_attention
 from .launch import capability_of, capturing, sm_count
 from .masks import ranges_of_mask
 from .materialise import PagesOf
@@ -164,17 +163,17 @@ def _launched(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`decode_attention`, with what it goes by found where it was made before."""
-    layer, turns = decode_layer(parameters, query.dtype, key.device), None
+    layer, rotations = decode_layer(parameters, query.dtype, key.device), None
     if rotation is not None and parameters.layout.in_blocks:
-        turns = turns_of(rotation, parameters.layout, query.dtype, remember)
+        rotations = block_rotations(rotation, parameters.layout, query.dtype, remember)
     tiles = programs = None
     if keys.longest == 1:  # of more tokens the rows are others, and so is the tile
         tiles = kernels.tile(capability_of(key.device))
         programs = sm_count(key.device) * kernels.slices_per_sm
     return decode_attention(
-        query, key, value, layer, keys, turns, block_table=block_table, tiles=tiles, programs=programs,
+        query, key, value, layer, keys, rotations, block_table=block_table, tiles=tiles, programs=programs,
         max_kv_len=max_kv_len, out=out,
-    )[0]  # fmt: skip
+    )  # fmt: skip
 
 
 def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> DecodeLayer:
@@ -191,15 +190,15 @@ def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: to
         with torch.inference_mode(False), torch.no_grad():
             kept = _Kept(key, DecodeLayer(parameters, dtype, device))
         basis.rotor_decoding = kept  # type: ignore[attr-defined]
-    layer: DecodeLayer = kept.layer
+    layer: DecodeLayer = kept.value
     return layer
 
 
 class _Kept:
     """What is kept with a tensor, and left behind when that is pickled."""
 
-    def __init__(self, key: Any = None, layer: Any = None) -> None:
-        self.key, self.layer = key, layer
+    def __init__(self, key: Any = None, value: Any = None) -> None:
+        self.key, self.value = key, value
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _Kept, ()
@@ -217,49 +216,28 @@ def _layer_without_basis(
     return DecodeLayer(AttentionParameters(layout, shape, scaling, softcap=softcap), dtype, device)
 
 
-_turns: OrderedDict[tuple[Any, ...], tuple[Rotation, BlockTurns]] = OrderedDict()
-"""Where a table of RoPE begins, how keys are rotated -> the table, which so stays where it is, and its turns."""
-
-MOST_TURNS = 32
-
-
-def turns_of(rotation: Rotation, layout: LayerLayout, dtype: torch.dtype, remember: bool = True) -> BlockTurns:
-    """RoPE by block and place, made once for all layers and steps whose tables begin at the same place in memory.
+def block_rotations(
+    rotation: Rotation, layout: LayerLayout, dtype: torch.dtype, remember: bool = True
+) -> BlockRotations:
+    """RoPE by block and place, made once for all layers and steps that go by a table, and kept with it.
 
     Args:
-        remember: whether these tables stay as they are; memory of compiled code does not.
+        remember: whether the table stays as it is; memory of compiled code does not.
     """
-    if not remember:
-        return _made(rotation, layout, dtype)
-    cos, sin = rotation
-    begins = cos.data_ptr(), sin.data_ptr(), cos.stride(), cos.dtype, cos.shape[1], cos.device
-    key = (*begins, _version(cos), layout.form, dtype)
-    found = _turns.get(key)
-    if found is None or len(found[0][0]) < len(cos):
-        if capturing(cos.device):
-            return _made(rotation, layout, dtype)
-        # All that lies behind, so that longer parts of the same table need nothing new.
-        cos, sin = (_to_the_end(table) for table in rotation)
-        found = _turns[key] = (cos, sin), _made((cos, sin), layout, dtype)
-        if len(_turns) > MOST_TURNS:
-            _turns.popitem(last=False)
-    return found[1]
-
-
-def _made(rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockTurns:
-    short = (layout.rope_block or 0) - len(rotation[0])
+    cos = rotation[0]
+    key = layout.form, dtype, _version(cos)
+    kept = getattr(cos, "rotor_rotations", None) or _Kept(value={})
+    if key in kept.value:
+        made: BlockRotations = kept.value[key]
+        return made
+    short = (layout.rope_block or 0) - len(cos)
     if short > 0:  # a table of fewer positions than a block has
         rotation = functional.pad(rotation[0], (0, 0, 0, short)), functional.pad(rotation[1], (0, 0, 0, short))
-    made = BlockTurns.of(rotation, layout, dtype)
-    assert made is not None
+    made = BlockRotations.of(rotation, layout, dtype)
+    if remember and not capturing(cos.device):
+        kept.value[key] = made
+        cos.rotor_rotations = kept  # type: ignore[attr-defined]
     return made
-
-
-def _to_the_end(table: Tensor) -> Tensor:
-    """A table with all rows that its memory has behind its first."""
-    left = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
-    rows = (left - table.shape[1]) // table.stride(0) + 1
-    return table.as_strided((rows, table.shape[1]), table.stride())
 
 
 def _version(table: Tensor) -> int | None:

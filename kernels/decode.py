@@ -4,8 +4,8 @@
 Keys lie on the long side of the matrix products (16 keys by 8 query rows), so that few query heads waste little, and a
 program is one or two warps. A tile is the keys of one block (or a part of it), so that it meets one absorbed query a
 row: `absorb` has put the slow planes, and what constants add to the logits, into vectors of the latent's width. Fast
-planes are rebuilt in the tile: the latents times `fast_basis`, plus a constant, turned by the place in the block (a
-table), rounded, times the queries' fast planes, which `absorb` has turned back to the beginning of the block.
+planes are rebuilt in the tile: the latents times `fast_basis`, plus a constant, rotated by the place in the block (a
+table), rounded, times the queries' fast planes, which `absorb` has rotated back to the beginning of the block.
 
 A nibble n is read as 128 + n (bfloat16) or 1024 + n (float16), by one or two instructions for two of them; what that
 adds, and the 8 that a signed nibble is less, comes off the logits with the constants and off the output at the end. The
@@ -70,8 +70,8 @@ def anew(tile, zero, ASM: tl.constexpr):
 
 
 @triton.jit
-def turned(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Both halves of rebuilt planes, rounded and turned: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
+def rotated(k0, k1, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Both halves of rebuilt planes, rounded and rotated: k0 cos - k1 sin, k1 cos + k0 sin, in pairs of 16 bits."""
     if tl.float32 == DTYPE:
         return k0 * cos - k1 * sin, k1 * cos + k0 * sin
     k0 = k0.to(DTYPE)
@@ -138,7 +138,7 @@ INTEGERS = [
 
 @triton.jit(do_not_specialize=INTEGERS)
 def decode_kernel(
-    query, constant, fast_query, key, value, fast_basis, fast_constant, turns, partial, partial_lse, table,
+    query, constant, fast_query, key, value, fast_basis, fast_constant, rotations, partial, partial_lse, table,
     begin, until, first, end, query_start, block_table, mask, holes,
     batch_size, groups, max_blocks, query_stride, key_block, key_row, value_block, value_row, table_stride, mask_stride,
     scale, softcap,
@@ -153,14 +153,13 @@ def decode_kernel(
 
     query: absorbed queries [batch_size, max_blocks, groups, rows, pieces, COLUMNS], or with FOLDED [tokens, .].
     constant: [batch_size, max_blocks, groups, rows], logits of what all keys of a block share. fast_query: [.., rows,
-    2, FAST].
-    fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS]. fast_constant: [groups, HEADS, 2, FAST]. turns: [2, BLOCK,
-    FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]: columns of a piece and the first element
-    in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the first place of queries (FOLDED), of the
-    basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block, 0: all. FAST: planes, 0:
-    none. LEAN: what all tiles share and each loads anew, which frees registers: constants (1), turns (2). TOGETHER: KV
-    heads whose fast planes are rebuilt by one product. AGAIN: pieces of joint latents that are unpacked anew for
-    values, for the same reason.
+    2, FAST]. fast_basis: [groups, HEADS, pieces, 2, FAST, COLUMNS]. fast_constant: [groups, HEADS, 2, FAST].
+    rotations: [2, BLOCK, FAST]. partial: [slots, rows, pieces, VALUE_COLUMNS]. table: [groups, 8]: columns of a
+    piece and the first element in a row (in units of KEY_ALIGN, VALUE_ALIGN), of keys and of values; the first
+    place of queries (FOLDED), of the basis (in units of BASIS_ALIGN), of the output. BLOCK: positions of a block,
+    0: all. FAST: planes, 0: none. LEAN: what all tiles share and each loads anew, which frees registers: constants
+    (1), rotations (2). TOGETHER: KV heads whose fast planes are rebuilt by one product. AGAIN: pieces of joint
+    latents that are unpacked anew for values, for the same reason.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
@@ -271,9 +270,9 @@ def decode_kernel(
                 at = place + (tile >> 30 if LEAN // 2 else 0) if KEYS == BLOCK else tile * STEP % BLOCK + place
                 if KEYS > STEP:
                     at = tl.minimum(at, BLOCK - 1)
-                turn = turns + at[:, None] * FAST + tl.arange(0, FAST)[None, :]
-                cos = tl.load(turn)
-                sin = tl.load(turn + BLOCK * FAST)
+                at_place = rotations + at[:, None] * FAST + tl.arange(0, FAST)[None, :]
+                cos = tl.load(at_place)
+                sin = tl.load(at_place + BLOCK * FAST)
                 if TOGETHER > 1:
                     cos = cos[:, None, :].broadcast_to((KEYS, TOGETHER, FAST)).reshape((KEYS, TOGETHER * FAST))
                     sin = sin[:, None, :].broadcast_to((KEYS, TOGETHER, FAST)).reshape((KEYS, TOGETHER * FAST))
@@ -287,7 +286,7 @@ def decode_kernel(
                         b_j = b_h + j * (2 * FAST * COLUMNS)
                         k0 = tl.dot(z[j], tl.load(b_j), k0, input_precision=PRECISION)
                         k1 = tl.dot(z[j], tl.load(b_j + FAST * COLUMNS), k1, input_precision=PRECISION)
-                    k0, k1 = turned(k0, k1, cos, sin, DTYPE, ASM)
+                    k0, k1 = rotated(k0, k1, cos, sin, DTYPE, ASM)
                     own = (head // PER_HEAD)[None, :] == (h + of_head)[:, None]
                     if ROWS > LIVE:
                         own &= live[None, :]

@@ -1,7 +1,7 @@
 """Decoding launched: absorb, decode, join. Nothing waits for the host; nothing but the output is allocated.
 
 What a layer's launches go by is made once (`DecodeLayer`), what RoPE's tables say of blocks once for all layers
-(`BlockTurns`), what a step's queries see once a step (`ranges.KeyRanges`).
+(`BlockRotations`), what a step's queries see once a step (`ranges.KeyRanges`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ABSORBED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class BlockTurns:
+class BlockRotations:
     """RoPE's tables by block and by place in a block.
 
     slow: [blocks, 2, columns], fast: [blocks, 2, 2 * planes], cos and sin of where blocks begin, in the compute dtype,
@@ -49,10 +49,9 @@ class BlockTurns:
     places: Tensor
 
     @classmethod
-    def of(cls, rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockTurns | None:
-        """From cos and sin by position, [positions, rotary_dim]; None where nothing is turned."""
-        if layout.rope_block is None:
-            return None
+    def of(cls, rotation: Rotation, layout: LayerLayout, dtype: torch.dtype) -> BlockRotations:
+        """From cos and sin by position, [positions, rotary_dim], of a layer in blocks."""
+        assert layout.rope_block is not None
         block, planes, fast = layout.rope_block, rotation[0].shape[-1] // 2, layout.fast_planes
         cos, sin = (table[:, :planes].float() for table in rotation)
         padded = padded_columns(fast)
@@ -220,15 +219,14 @@ def decode_attention(
     value: Tensor,
     layer: DecodeLayer,
     ranges: KeyRanges,
-    turns: BlockTurns | None = None,
+    rotations: BlockRotations | None = None,
     *,
     block_table: Tensor | None = None,
-    want_lse: bool = False,
     tiles: Tile | None = None,
     programs: int | None = None,
     max_kv_len: int | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
 
     Args:
@@ -236,16 +234,14 @@ def decode_attention(
             absorbed already, [tokens, sum over query heads of width]. The innermost stride is 1.
         key, value: rows, [batch_size, kv_len, bytes or numbers], with a block table [pages, page_size, .]. Values of
             joint latents are read from `key`.
-        layer, ranges, turns: of the layer, of the step, and of the model where keys are rotated within blocks.
+        layer, ranges, rotations: of the layer, of the step, and of the model where keys are rotated within blocks.
         block_table: [batch_size, pages of a sequence], int32; entries behind that of the last key are not read.
-        want_lse: whether the log-sum-exp is returned.
         tiles, programs: in place of what the layer and the device say.
         max_kv_len: no sequence is longer; by default what cache or block table hold.
         out: [tokens, sum over query heads of value width] to write into.
     Returns:
-        [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; and the
-        natural log-sum-exp of the logits [tokens, num_heads], float32, or None. Tokens that attend to nothing give
-        zeros and minus infinity.
+        [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; zeros of
+        tokens that attend to nothing.
     Raises:
         UsageError: more query rows than a tile takes; a page that is no multiple of 16 keys.
     """
@@ -267,24 +263,21 @@ def decode_attention(
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
-    lse = torch.empty(query.shape[0], layer.group_rows * groups, dtype=torch.float32, device=query.device)
-    lse = lse if want_lse else lse[:0]
     per_sequence = max_blocks * groups * rows * layer.pieces * layer.columns * query.element_size()
     part = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
     with device_guard(key.device):
         for start in range(0, batch_size, part):
             own = slice(start, min(start + part, batch_size))
             _launch(
-                query, key, value, layer, ranges, own, turns, block_table, output, lse, tiles, programs, max_blocks,
-                page,
+                query, key, value, layer, ranges, own, rotations, block_table, output, tiles, programs, max_blocks, page
             )  # fmt: skip
-    return output, lse if want_lse else None
+    return output
 
 
 def _launch(
     query: Tensor, key: Tensor, value: Tensor, layer: DecodeLayer, ranges: KeyRanges, part: slice,
-    turns: BlockTurns | None, block_table: Tensor | None, output: Tensor, lse: Tensor, tiles: Tile,
-    programs: int, max_blocks: int, page: int,
+    rotations: BlockRotations | None, block_table: Tensor | None, output: Tensor, tiles: Tile, programs: int,
+    max_blocks: int, page: int,
 ) -> None:  # fmt: skip
     """Some sequences of a batch."""
     parameters, groups, tokens = layer.parameters, len(layer.layout.groups), ranges.longest
@@ -294,7 +287,7 @@ def _launch(
     if starts is not None:
         starts = starts[part.start : part.stop + 1]
     else:  # a token a sequence
-        query, output, lse = query[part], output[part], lse[part]
+        query, output = query[part], output[part]
         mask, holes = (None, None) if mask is None or holes is None else (mask[part], holes[part])
     if block_table is None:
         key, value = key[part], value[part]
@@ -326,7 +319,7 @@ def _launch(
         heads = groups * layer.group_rows
         shared = min(chunks, max(1, 4 * sm_count(key.device) // (heads * batch_size * tokens)))
         assert layer.basis is not None
-        slow, fast = (turns.slow, turns.fast) if turns is not None else (query, query)
+        slow, fast = (rotations.slow, rotations.fast) if rotations is not None else (query, query)
         absorb_kernel[shared, heads, batch_size * tokens](
             query, layer.basis, constant if layer.constant is None else layer.constant, slow, fast, absorbed, constant,
             fast_query, table, begin, until, none if starts is None else starts, groups, max_blocks,
@@ -336,8 +329,9 @@ def _launch(
     decode_kernel[(programs,)](
         query if layer.folded else absorbed, constant, fast_query, key, value,
         absorbed if layer.fast_basis is None else layer.fast_basis,
-        constant if layer.fast_constant is None else layer.fast_constant, absorbed if turns is None else turns.places,
-        memory[3], memory[4], table, begin, until, first, end, none if starts is None else starts,
+        constant if layer.fast_constant is None else layer.fast_constant,
+        absorbed if rotations is None else rotations.places, memory[3], memory[4], table, begin, until, first,
+        end, none if starts is None else starts,
         none if block_table is None else block_table, none if mask is None else mask, none if holes is None else holes,
         batch_size, groups, max_blocks, query.stride(0), key.stride(0) // key_align, key.stride(1) // key_align,
         value.stride(0) // value_align, value.stride(1) // value_align,
@@ -347,14 +341,13 @@ def _launch(
         **layer.constants(tokens, tiles, page, mask is not None, softcap is not None),
     )  # fmt: skip
     join_kernel[groups * layer.group_rows, batch_size * tokens](
-        memory[3], memory[4], output, lse, table, begin, until, none if starts is None else starts, batch_size, groups,
-        programs, output.stride(0), lse.stride(0), **join_constants(layer, tokens, tiles, lse.numel() > 0),
+        memory[3], memory[4], output, table, begin, until, none if starts is None else starts, batch_size, groups,
+        programs, output.stride(0), **join_constants(layer, tokens, tiles),
     )  # fmt: skip
 
 
-def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile, want_lse: bool) -> dict[str, Any]:
+def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, Any]:
     return {
         "CODED": layer.layout.coded, "GROUP_ROWS": layer.group_rows, "TOKENS": tokens,
-        "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16, "LSE": want_lse,
-        "num_warps": 4,
+        "VALUE_COLUMNS": layer.value_columns, "STEP": layer.step(tiles), "SLICES": 16, "num_warps": 4,
     }  # fmt: skip

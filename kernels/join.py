@@ -8,22 +8,20 @@ import triton.language as tl
 
 from .ranges import count_tiles, slices, tiles_of
 
-INTEGERS = [
-    "batch_size", "groups", "programs", "output_stride", "lse_stride",
-]  # fmt: skip
+INTEGERS = ["batch_size", "groups", "programs", "output_stride"]
 """Not specialised on their values: one compiled kernel serves them all."""
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def join_kernel(
-    partial, partial_lse, output, lse, table, begin, until, query_start,
-    batch_size, groups, programs, output_stride, lse_stride,
+    partial, partial_lse, output, table, begin, until, query_start,
+    batch_size, groups, programs, output_stride,
     CODED: tl.constexpr, GROUP_ROWS: tl.constexpr, TOKENS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, SLICES: tl.constexpr, LSE: tl.constexpr,
+    STEP: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Grid: query heads, sequences times TOKENS. SLICES: results that are read at once.
 
-    output: [tokens, .], heads of a group behind each other. lse: [tokens, num_heads], natural.
+    output: [tokens, .], heads of a group behind each other.
     """
     DTYPE: tl.constexpr = output.dtype.element_ty
     PIECES: tl.constexpr = 4 if CODED else 1
@@ -71,6 +69,3 @@ def join_kernel(
         out = output + token.to(tl.int64) * output_stride + tl.load(table + group * 8 + 6)
         out += head % GROUP_ROWS * width * PIECES + place
         tl.store(out, joined.to(DTYPE), mask=column % VALUE_COLUMNS < width)
-        if LSE:
-            natural = (largest + tl.log2(tl.where(weight > 0, weight, 1.0))) * 0.6931471805599453
-            tl.store(lse + token * lse_stride + head, tl.where(nothing, float("-inf"), natural))

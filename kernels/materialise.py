@@ -147,13 +147,15 @@ def materialise_kernel(
                     one += tl.load(added + plane, mask=plane < HALF, other=0.0)[None, :]
                     two += tl.load(added + HALF + plane, mask=plane < HALF, other=0.0)[None, :]
                 position = first + index
-                turned = tl.where((plane < fast)[None, :], position[:, None], (position - position % block)[:, None])
+                rotated_by = tl.where(
+                    (plane < fast)[None, :], position[:, None], (position - position % block)[:, None]
+                )
                 held = seen[:, None] & (plane < HALF)[None, :]
-                place = turned.to(tl.int64) * table_stride + plane[None, :]
-                turn_cos = tl.load(cos + place, mask=held, other=1.0).to(tl.float32)
-                turn_sin = tl.load(sin + place, mask=held, other=0.0).to(tl.float32)
-                tl.store(out + plane[None, :], (one * turn_cos - two * turn_sin).to(kind), mask=held)
-                tl.store(out + HALF + plane[None, :], (two * turn_cos + one * turn_sin).to(kind), mask=held)
+                place = rotated_by.to(tl.int64) * table_stride + plane[None, :]
+                own_cos = tl.load(cos + place, mask=held, other=1.0).to(tl.float32)
+                own_sin = tl.load(sin + place, mask=held, other=0.0).to(tl.float32)
+                tl.store(out + plane[None, :], (one * own_cos - two * own_sin).to(kind), mask=held)
+                tl.store(out + HALF + plane[None, :], (two * own_cos + one * own_sin).to(kind), mask=held)
             if REST > 0:
                 place = tl.arange(0, REST_PADDED)
                 if CONSTANT:
@@ -230,9 +232,9 @@ def materialise(
     starts = [byte // unit for byte in (cls.key_byte, cls.key_stride, cls.value_byte, cls.value_stride)]
     words = cls.key.width // planes, cls.value.width // planes
     basis, constant = parameters.query_basis, parameters.key_constant
-    turned = layout.in_blocks and not latents
-    assert not turned or rotation is not None
-    cos, sin = rotation if turned and rotation is not None else (keys, keys)
+    rotates = layout.in_blocks and not latents
+    assert not rotates or rotation is not None
+    cos, sin = rotation if rotates and rotation is not None else (keys, keys)
     launch(
         materialise_kernel, (triton.cdiv(kv_len, KEYS), cls.count * (size + 1), batch_size), *rows,
         keys if basis is None else basis, keys if constant is None else constant, cos, sin,

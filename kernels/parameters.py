@@ -20,6 +20,7 @@ class AttentionParameters:
     key_constant: [num_kv_heads, head_dim], float32, in the order of the layout: what codes lack of a stored key; None
         where there are none, and in a model without RoPE.
     softcap: bound of the logits, before the mask; None for none.
+    key_basis: [group_size * head_dim, key_rank], key_shift: [key_rank] float32, of new keys; None where folded.
     """
 
     layout: LayerLayout
@@ -28,6 +29,8 @@ class AttentionParameters:
     query_basis: Tensor | None = None
     key_constant: Tensor | None = None
     softcap: float | None = None
+    key_basis: Tensor | None = None
+    key_shift: Tensor | None = None
 
     @property
     def heads_per_group(self) -> int:

@@ -8,6 +8,7 @@ positions. Groups of equal latents (a class) are batched.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -196,6 +197,29 @@ def _attended(mask: Tensor) -> range:
     return range(first - first % LEAST_BLOCK, int(places[-1]) + 1)
 
 
+def join(outputs: list[Tensor], log_sums: list[Tensor], widths: list[int]) -> tuple[Tensor, Tensor]:
+    """Attention to all keys from attention to disjoint sets of them, each weighed by its log-sum-exp.
+
+    Args:
+        outputs: [..., sum of widths] of each set. log_sums: [..., heads]; -inf where a head sees none of the set.
+        widths: of each head's output.
+    Returns:
+        [..., sum of widths], zeros for heads that see no key at all; and the log-sum-exp over all sets, [..., heads].
+    """
+    stacked = torch.stack(log_sums)
+    largest = stacked.amax(0)
+    weights = torch.exp(stacked - largest.masked_fill(largest == -torch.inf, 0.0))
+    total = weights.sum(0)
+    shares = weights / total.masked_fill(total == 0.0, 1.0)
+    found = (torch.stack(outputs) * shares.repeat_interleave(_on(tuple(widths), shares.device), -1)).sum(0)
+    return found, largest + total.log()
+
+
+@lru_cache(maxsize=256)
+def _on(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(widths, device=device)
+
+
 def products(
     query: Tensor, key: Tensor, parameters: AttentionParameters, cls: GroupClass, key_rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -252,8 +276,8 @@ class _Class(NamedTuple):
         keys = torch.einsum("bnlr,ngdr->bngld", latents.to(basis.dtype), basis)
         if constant is not None:
             keys = keys.to(torch.promote_types(keys.dtype, constant.dtype)) + constant.unsqueeze(2)
-        turns = (self.table(table)[..., part, :] for table in rotation)
-        return rotate(keys, *(turn if turn.dim() == 2 else turn.unsqueeze(2) for turn in turns)).to(self.dtype)
+        tables = (self.table(table)[..., part, :] for table in rotation)
+        return rotate(keys, *(own if own.dim() == 2 else own.unsqueeze(2) for own in tables)).to(self.dtype)
 
     def table(self, table: Tensor) -> Tensor:
         """cos or sin of the class, broadcastable to [batch_size, count, kv_len, rotary_dim]."""
@@ -307,14 +331,14 @@ class _RebuiltKeys:
         self.dtype = product_dtype(side.dtype)
         self.basis = basis[:, :, rebuilt].flatten(1, 2).mT.to(self.dtype)  # [count, width, group_size * rebuilt]
         self.constant = None if constant is None else constant[..., rebuilt].to(self.wide)[:, None]
-        self.turns = [side.table(table)[..., : self.planes] for table in rotation]
+        self.rotation = [side.table(table)[..., : self.planes] for table in rotation]
         self.per_key = cls.count * max(cls.key.width, self.basis.shape[-1])
         self.absorbed = None
         if len(slow):
             columns = basis if constant is None else torch.cat([basis, constant.to(basis.dtype).unsqueeze(-1)], dim=-1)
             starts = [table[:: self.block].to(self.wide) for table in rotation]
-            turned = rotate(queries.unsqueeze(-2), starts[0], -starts[1])[..., slow].flatten(3, 5)
-            absorbed = turned @ columns[:, :, slow].to(self.wide)  # a block's constant logit in the last column
+            rotated = rotate(queries.unsqueeze(-2), starts[0], -starts[1])[..., slow].flatten(3, 5)
+            absorbed = rotated @ columns[:, :, slow].to(self.wide)  # a block's constant logit in the last column
             absorbed = absorbed.unflatten(3, (*queries.shape[3:5], -1)).flatten(2, 3).flatten(2, 3)
             self.absorbed = absorbed.transpose(2, 3)  # [batch_size, count, blocks, heads * seq_len, width]
 
@@ -336,9 +360,9 @@ class _RebuiltKeys:
         keys = (latents.to(self.dtype) @ self.basis).to(self.wide).unflatten(-1, (self.size, -1))
         if self.constant is not None:
             keys += self.constant
-        turned = torch.view_as_complex(keys[..., : 2 * self.planes].unflatten(-1, (-1, 2)))
-        turns = torch.complex(*(table[..., part, :].to(self.wide) for table in self.turns))
-        turned.mul_(turns.unsqueeze(-2))
+        planes = torch.view_as_complex(keys[..., : 2 * self.planes].unflatten(-1, (-1, 2)))
+        rotation = torch.complex(*(table[..., part, :].to(self.wide) for table in self.rotation))
+        planes.mul_(rotation.unsqueeze(-2))
         return keys
 
     def _slow(self, latents: Tensor, part: slice) -> Tensor:

@@ -26,9 +26,6 @@ from .rotary import Rotation
 MOST_BYTES = 1 << 30
 """Of keys and values at a time; sequences of a batch are taken one after another where there are more."""
 
-WIDEST = 256
-"""Of a head, that PyTorch's attention over packed sequences takes."""
-
 Varlen = Callable[..., Tensor]
 """(query [tokens, heads, width], key, value [tokens, heads, width], query_start_loc, kv_start, max_query_len,
 max_kv_len, scaling, window or None, softcap or None) -> [tokens, heads, width], causal: an engine's own attention."""
@@ -75,27 +72,33 @@ def _of_class(
         queries = absorbed_queries(query, parameters, cls).unsqueeze(2)
     else:
         queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
-    size, each = queries.shape[2], queries.shape[3]
+    size, each = queries.shape[2:4]
+
+    def attend_at(place: int, own: Tensor) -> Tensor:
+        seen = mask  # a mask over heads has all of the class
+        if mask is not None and mask.shape[1] > 1:
+            seen = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
+        return attend(own, keys[:, place::size], values, parameters.scaling, seen, parameters.softcap)
+
+    return _by_place(queries, 1, keys.shape[-1], cls, attend_at)
+
+
+def _by_place(
+    queries: Tensor, dim: int, width: int, cls: GroupClass, attend_at: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Attention of the KV heads at each place in their groups, and all outputs side by side.
+
+    Args:
+        queries: [..., count, group_size, heads of a KV head, ...], count at `dim`. width: of keys; of queries too, with
+            zeros behind their own numbers.
+        attend_at: a place, and its queries with their heads at `dim` -> [..., heads, width].
+    """
+    queries = functional.pad(queries, (0, width - queries.shape[-1]))
     outputs = []
-    for place in range(size):
-        own = _widened(queries[:, :, place].flatten(1, 2), keys)
-        seen = _heads_of(mask, place, size, each)
-        found = attend(own, keys[:, place::size], values, parameters.scaling, seen, parameters.softcap)
-        outputs.append(found[..., : cls.value.width].unflatten(2, (cls.count, each)))
-    return torch.stack(outputs, dim=3).flatten(2)
-
-
-def _widened(query: Tensor, keys: Tensor) -> Tensor:
-    """Queries with as many numbers as keys, zeros behind their own."""
-    more = keys.shape[-1] - query.shape[-1]
-    return functional.pad(query, (0, more)) if more else query
-
-
-def _heads_of(mask: Tensor | None, place: int, size: int, each: int) -> Tensor | None:
-    """The part of a mask of the heads at a place in their groups; a mask over heads has all of the class."""
-    if mask is None or mask.shape[1] == 1:
-        return mask
-    return mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
+    for place, own in enumerate(queries.unbind(dim + 1)):
+        found = attend_at(place, own.flatten(dim, dim + 1))
+        outputs.append(found[..., : cls.value.width].unflatten(-2, (cls.count, -1)))
+    return torch.stack(outputs, dim=-3).flatten(-4)
 
 
 def attend(
@@ -161,12 +164,11 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention of packed prompts over pages; see `attention.attend_pages`.
 
-    varlen: attention over packed sequences; by default PyTorch's on a GPU, for widths that it takes, and else SDPA, a
-        sequence at a time (which waits for the lengths).
+    varlen: attention over packed sequences; by default SDPA, a sequence at a time (which waits for the lengths).
     """
-    layout, tokens = parameters.layout, len(query)
-    call = varlen or _torch_varlen(query, parameters)
-    outputs = []
+    layout, outputs = parameters.layout, []
+    around = query_start_loc, pages.kv_start, max_query_len, pages.longest
+    options = *around, parameters.scaling, window, parameters.softcap
     for cls in layout.classes(query.element_size()):
         width = max(parameters.shape.head_dim if query.dim() == 3 else cls.key.width, cls.value.width)
         keys, values = materialise(
@@ -177,41 +179,14 @@ def packed_attention(
             queries = queries.permute(2, 0, 1, 3).unsqueeze(2)
         else:
             queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, layout.group_size, -1))
-        size, each = queries.shape[2], queries.shape[3]
-        parts = []
-        for place in range(size):
-            own = _widened(queries[:, :, place].flatten(1, 2), keys)
-            around = query_start_loc, pages.kv_start, max_query_len, pages.longest
-            options = parameters.scaling, window, parameters.softcap
-            found = (call or _one_by_one)(own, keys[:, place::size], values, *around, *options)
-            parts.append(found[..., : cls.value.width].unflatten(1, (cls.count, each)))
-        outputs.append(torch.stack(parts, dim=2).reshape(tokens, -1))
+
+        def attend_at(
+            place: int, own: Tensor, keys: Tensor = keys, values: Tensor = values, size: int = queries.shape[2]
+        ) -> Tensor:
+            return (varlen or _one_by_one)(own, keys[:, place::size], values, *options)
+
+        outputs.append(_by_place(queries, 1, keys.shape[-1], cls, attend_at))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-
-def _torch_varlen(query: Tensor, parameters: AttentionParameters) -> Varlen | None:
-    """PyTorch's attention over packed sequences, where it is there and takes these widths."""
-    widest = max(parameters.shape.head_dim, *(group.values.width for group in parameters.layout.groups))
-    plain = query.device.type == "cuda" and query.dtype != torch.float32 and parameters.softcap is None
-    if not plain or query.dim() == 2 or widest > WIDEST:
-        return None
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        query_start, kv_start, longest, longest_kv, scaling, window, _ = rest
-        left = -1 if window is None else window - 1
-        gqa = q.shape[1] != k.shape[1]
-        found = varlen_attn(
-            q, k.contiguous(), v.contiguous(), query_start, kv_start, longest, longest_kv, scale=scaling,
-            window_size=(left, 0), enable_gqa=gqa,
-        )  # fmt: skip
-        assert isinstance(found, Tensor)
-        return found
-
-    return call
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:

@@ -11,7 +11,7 @@ do, with the same options as keyword arguments:
     rotor.use_cache_policy(model, "gear-2")     keep the cache of a loaded model by a policy
     rotor.fit_cache_policy(model, policy, rows)   fit one that needs samples
 
-`help(rotor.export)` tells of one of them. Errors are `rotor.RotorError`, with a message and a hint.
+`help(rotor.export)` describes one of them. Errors are `rotor.RotorError`, with a message and a hint.
 
 The import itself is quick: torch and transformers come with what is used first.
 

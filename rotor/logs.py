@@ -23,7 +23,7 @@ def is_first_process() -> bool:
 def printable(text: str) -> str:
     """Text as it may go to a terminal: what is neither printable nor a line's end is escaped.
 
-    Part of it may come from a file of unknown origin, and a terminal does what escape sequences tell it.
+    Part of it may come from a file of unknown origin, and a terminal obeys escape sequences.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
@@ -36,7 +36,7 @@ class Lines(logging.Formatter):
 
 
 class LogFile(logging.FileHandler):
-    """A log file; that the disk is full is noticed where it matters, and told once."""
+    """A log file that ignores a full disk, which is reported where it matters."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Says nothing, where logging would print a traceback."""
@@ -51,7 +51,7 @@ FORMAT = Lines("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 @contextmanager
 def log_file(folder: Path, command: str) -> Iterator[None]:
-    """Append everything that the logger `rotor` is told to the folder's log.txt, and how the work ended.
+    """Append the messages of the logger `rotor` to the folder's log.txt, and how the work ended.
 
     The folder may be renamed in the meantime; the file goes with it. In a folder that is only read no log is kept.
     """

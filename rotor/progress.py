@@ -21,7 +21,7 @@ class Progress:
     def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
         """A piece of work of `total` units; yields a function to call with what was done since the last call.
 
-        None: it cannot be told how much of it is done. Tasks are one after the other, none inside another.
+        None: its size is not known. Tasks are one after the other, none inside another.
         """
         del name, total, unit
         yield lambda done: None

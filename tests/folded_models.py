@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from rotor.format.channels import SIGNED, WIDTHS, Channels, Latent, Numbers
 from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
 from rotor.format.section import FORMAT_VERSION, MARK
-from rotor.runtime import attention
+from rotor.runtime.attention import RotorAttention
 from rotor.runtime.families import AttentionWeights, attention_shape, find_family
 from rotor.runtime.integration import replace_attention
 
@@ -85,16 +85,16 @@ def folded(model: Any, folding: Folding, rounded: bool = False) -> Any:
 @contextmanager
 def rounding() -> Iterator[None]:
     """Models of `folded(..., rounded=True)` round the latents that go into the cache."""
-    plain_rows = attention.plain_rows
+    rows = RotorAttention.rows
 
     def rounded_rows(module: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = plain_rows(module, *args)
+        query, key, value = rows(module, *args)
         if module.layout.coded or module.codes is None:
             return query, key, value
         return query, module.codes[0](key), value if module.layout.joint else module.codes[1](value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "plain_rows", rounded_rows)
+        patch.setattr(RotorAttention, "rows", rounded_rows)
         yield
 
 

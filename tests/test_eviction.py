@@ -13,7 +13,7 @@ from rotor.errors import UsageError
 from rotor.policies import H2O, EvictingLayer, Eviction, Keyformer, LayerSample, Random, Streaming, Window
 from rotor.policies.affine import AffineCode
 from rotor.policies.budgets import sensitivity_shares, squeeze_shares, three_means
-from rotor.study.cache_tables import cache_tables
+from rotor.study.part import find_part
 from rotor.study.store import StudyStore
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
@@ -231,7 +231,7 @@ def test_a_study_says_the_shares_of_layers_that_a_policy_takes(tmp_path) -> None
     store = StudyStore(tmp_path, {}, {})
     losses = [[0.1, 0.05, 0.01], [1.2, 0.7, 0.1], [0.01, 0.0, 0.0]]
     store.put("budgets/sensitivities/window", {"shares": [0.05, 0.2, 0.6], "kl_div": losses})
-    (rows,) = (rows for title, _, rows in cache_tables(store) if title == "Budgets by measured sensitivity")
+    (rows,) = (table.rows for table in find_part("budgets").tables(store))
     assert rows[0][0] == "window"
     shares = tuple(yaml.safe_load(rows[0][1]))
     assert shares[1] == max(shares)

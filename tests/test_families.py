@@ -18,12 +18,12 @@ from rotor.bases.moments import stored_name
 from rotor.calibration.capture import capture
 from rotor.errors import UnsupportedModelError
 from rotor.export.export import export
-from rotor.format.layout import AttentionShape, pre_rope
+from rotor.format.layout import pre_rope
 from rotor.kernels.reference import attend, rotate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model
 from rotor.models.projections import read_attention
-from rotor.runtime.families import FAMILIES, attention_shape, find_family, split_blocks, split_by_kv_head
+from rotor.runtime.families import FAMILIES, attention_shape, find_family
 from rotor.validation.validate import validate
 
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
@@ -86,21 +86,15 @@ def test_capture_sees_what_attention_computes(name: str, tiny) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_kv_parameters_give_the_projections(name: str, tiny) -> None:
-    """What the Fisher information squares: the rows of W_k and W_v, however the family stores them."""
-    checkpoint = Checkpoint(tiny(name))
-    family, shape = find_family(checkpoint.config), attention_shape(checkpoint.config)
-    model = load_tiny(tiny(name))
-    weights = read_attention(family, 1, checkpoint.names, checkpoint.tensor, shape)
-    (key, key_part), (value, value_part) = family.kv_parameters(model, 1)
-    assert torch.equal(key_part(key), weights.k_weight)
-    assert torch.equal(value_part(value), weights.v_weight)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_layer_outputs_are_as_the_family_says(name: str, tiny) -> None:
-    model = load_tiny(tiny(name))
+def test_layers_are_as_the_family_says(name: str, tiny) -> None:
+    """What a layer returns, and where W_k and W_v are."""
+    model, checkpoint = load_tiny(tiny(name)), Checkpoint(tiny(name))
     family = find_family(model.config)
+    weights = read_attention(family, 1, checkpoint.names, checkpoint.tensor, attention_shape(model.config))
+    for (parameter, part), expected in zip(
+        family.kv_parameters(model, 1), (weights.k_weight, weights.v_weight), strict=True
+    ):
+        assert torch.equal(part(parameter), expected)
     kinds = []
     layers = model.get_submodule(f"{family.decoder}.{family.layers}")
     for layer in layers:
@@ -109,25 +103,13 @@ def test_layer_outputs_are_as_the_family_says(name: str, tiny) -> None:
     assert kinds == [family.layer_returns_tuple] * len(layers)
 
 
-def test_fused_projections_are_split_by_their_layout() -> None:
-    shape = AttentionShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=1, hidden_size=1)
-    query, key, value = split_blocks(torch.arange(8), shape)
-    assert [query.tolist(), key.tolist(), value.tolist()] == [[0, 1, 2, 3], [4, 5], [6, 7]]
-    query, key, value = split_by_kv_head(torch.arange(8), shape)
-    assert [query.tolist(), key.tolist(), value.tolist()] == [[0, 1, 4, 5], [2, 6], [3, 7]]
-
-
 @pytest.mark.parametrize(
-    ("name", "expected"), [("falcon", 1), ("falcon-40b", 2), ("falcon-rw", 4), ("gpt_neox", 2), ("llama", 4)]
+    ("name", "kv_heads", "rotary_dim"),
+    [("falcon", 1, 16), ("falcon-40b", 2, 16), ("gpt_neox", 2, 20), ("phi3", 2, 72), ("llama", 4, 16)],
 )
-def test_kv_heads(name: str, expected: int) -> None:
-    assert attention_shape(CONFIGS[name]()).num_kv_heads == expected
-
-
-def test_rotary_dim() -> None:
-    assert attention_shape(CONFIGS["gpt_neox"]()).rotary_dim == 20
-    assert attention_shape(CONFIGS["phi3"]()).rotary_dim == 72
-    assert attention_shape(CONFIGS["llama"]()).rotary_dim == 16
+def test_sizes(name: str, kv_heads: int, rotary_dim: int) -> None:
+    shape = attention_shape(CONFIGS[name]())
+    assert (shape.num_kv_heads, shape.rotary_dim) == (kv_heads, rotary_dim)
 
 
 @pytest.mark.parametrize("seq_len", [1, 5])
@@ -227,6 +209,11 @@ def test_a_checkpoint_of_the_model_without_its_head(name: str, tiny, tmp_path: P
         ("falcon", {"alibi": True}, "alibi is set"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
         ("gpt_neox", {"rotary_pct": 0.0}, "partial_rotary_factor is 0.0, expected above 0"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5; for llama",
+        ),
         ("llama", {"model_type": "bloom"}, "'bloom' is not supported.\nSupported: falcon, gemma2, gemma3_text, gpt2,"),
     ],
 )
@@ -240,13 +227,6 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict, messa
     with pytest.raises(UnsupportedModelError) as error:
         find_family(Checkpoint(tmp_path).config)
     assert message in str(error.value)
-
-
-def test_partial_rotary_where_the_family_has_none_is_refused() -> None:
-    config = CONFIGS["llama"]()
-    config.rope_parameters = config.rope_parameters | {"partial_rotary_factor": 0.5}
-    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor is 0\.5; for llama"):
-        find_family(config)
 
 
 def test_every_supported_family_is_tested() -> None:

@@ -29,7 +29,7 @@ def strict(text: str) -> object:
 def test_what_is_not_finite_is_null(tmp_path: Path, capsys) -> None:
     write_json(tmp_path / "a.json", NOT_FINITE)
     print_json(NOT_FINITE)
-    record = StudyStore.open(tmp_path / "study", {}).put("part/x", NOT_FINITE)
+    record = StudyStore.read(tmp_path / "study", {}).put("part/x", NOT_FINITE)
     texts = (tmp_path / "a.json").read_text(), capsys.readouterr().out, json.dumps(record)
     assert [strict(text) for text in texts] == [NULLS] * 3
     assert strict((tmp_path / "study" / "results.json").read_text())["records"]["part/x"] == NULLS  # type: ignore[index]

@@ -39,6 +39,7 @@ from rotor.models.generation import continue_prompt
 from rotor.parallel import sequence_parallel
 from rotor.parallel.traffic import of_prompt, of_token, uncompressed
 from rotor.policies import cache_policy, stored_bytes
+from rotor.runtime.steps import InCache
 
 PRE = KeyForm(64, 8)
 CASES = {
@@ -218,7 +219,7 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Any, alone: None) -> None:
         with pytest.raises(UsageError, match="assisted decoding"):
             cache.crop(-1)
         again = parallel.own(model(ids, use_cache=False).logits)
-    assert all(layer.spread is None for layer in parallel.layers)
+    assert all(layer.store == InCache() for layer in parallel.layers)
     torch.testing.assert_close(model(ids).logits, again)
     with pytest.raises(UsageError, match=r"outside of sequence_parallel\(\)|whose positions are unknown"):
         model(ids[:, :1], past_key_values=cache)

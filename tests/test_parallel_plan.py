@@ -13,9 +13,8 @@ from test_cli import rotor
 
 from rotor.format.channels import Numbers
 from rotor.format.layout import AttentionShape, LayerLayout
-from rotor.kernels.joining import join
 from rotor.kernels.parameters import AttentionParameters
-from rotor.kernels.reference import attention, partial_attention
+from rotor.kernels.reference import attention, join, partial_attention
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import pack_layer
 from rotor.parallel.attention import visible

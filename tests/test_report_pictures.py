@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,24 +13,23 @@ from conftest import ROOT
 from matplotlib.figure import Figure
 from test_report import Page
 
+from rotor.evaluation.fidelity import Fidelity
 from rotor.format.channels import Channels, Numbers
 from rotor.format.layout import GroupLayout
 from rotor.recipe import load_recipe
-from rotor.report.axes import LOSS_FLOOR, layer_colours, shown_loss
-from rotor.report.cells import Cell
-from rotor.report.data import LayerLoss, ReportData, ShownPoint
+from rotor.report.data import Cell, ReportData, ShownPoint
 from rotor.report.figures import _drawings, figures
 from rotor.report.report import render
-from rotor.report.token_sources import add_study
+from rotor.report.style import LOSS_FLOOR, layer_colours, shown_loss
 
 
 def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = False) -> ReportData:
     """A report of numbers made up."""
     data = ReportData("run", "made", "model", load_recipe("rotor-16"))
     data.points = [
-        ShownPoint(0.2, 0.999, (0.997, 1.0005)),
-        ShownPoint(0.4, 0.991, (0.98, 0.995), 0.992, (0.985, 0.996), True),
-        ShownPoint(0.7, 0.93, (0.9, 0.95)),
+        ShownPoint(0.2, Fidelity(0.999, (0.997, 1.0005), {})),
+        ShownPoint(0.4, Fidelity(0.991, (0.98, 0.995), {}), Fidelity(0.992, (0.985, 0.996), {}), True),
+        ShownPoint(0.7, Fidelity(0.93, (0.9, 0.95), {})),
     ]
     data.target, data.metric = 0.99, "some ratio"
     data.reached = [("0.995", None), ("0.99", data.points[1]), ("0.9", data.points[2])]
@@ -43,13 +40,12 @@ def made(layers: int = 5, groups: int = 2, coded: bool = False, mixed: bool = Fa
     data.spectra = [{"qk": [1.0, 0.1, 0.01], "vo": [1.0, 0.2, 0.05]} for _ in range(layers)]
     names = ["after RoPE, 1 head a group", "before RoPE, 1 head a group"]
     data.spectra_of = [{"qk": names[mixed and layer % 2], "vo": "1 head a group"} for layer in range(layers)]
-    data.losses = [LayerLoss((0.1, 0.2), None)] * layers
     return data
 
 
 def drawn(data: ReportData, name: str) -> Any:
     figure = Figure(figsize=(4.4, 3.2))
-    _drawings(data)[name].draw(figure)
+    _drawings(data)[name][0](figure)
     figure.canvas.draw()
     return figure
 
@@ -71,7 +67,7 @@ def test_accuracy_is_logarithmic_in_what_is_lost() -> None:
 def test_compression_is_logarithmic_in_what_is_kept() -> None:
     """Otherwise the points of a good recipe crowd from 0.9 to 0.95."""
     data = made()
-    data.points = [*data.points, ShownPoint(0.9, 0.92, (0.91, 0.93)), ShownPoint(0.95, 0.9, (0.89, 0.91))]
+    data.points = [*data.points, *(ShownPoint(c, Fidelity(0.9, (0.89, 0.91), {})) for c in (0.9, 0.95))]
     axes = drawn(data, "points").axes[0]
     places = {c: axes.transData.transform((c, 0.1))[0] for c in (0.0, 0.5, 0.9, 0.95)}
     assert places[0.95] - places[0.9] == pytest.approx(places[0.5] - places[0.0])
@@ -104,10 +100,9 @@ def test_layers_are_told_apart_by_a_scale(layers: int) -> None:
     lines = [line for line in figure.axes[0].lines if line.get_marker() == "None"]
     assert [line.get_color() for line in lines] == colours
     scale = figure.axes[1]
-    numbers = [int(label.get_text()) for label in scale.get_yticklabels()]
-    assert numbers[0] == 0
-    assert numbers[-1] == layers - 1
-    assert len(numbers) <= 10
+    assert scale.get_ylim() == (-0.5, layers - 0.5)
+    assert all(float(tick) == int(tick) for tick in scale.get_yticks())
+    assert len(scale.get_yticks()) <= 10
     assert scale.get_ylabel() == "layer"
     title, label = (part.get_window_extent() for part in (figure.axes[0].title, scale.yaxis.label))
     assert not title.overlaps(label)
@@ -164,8 +159,8 @@ def test_a_joint_latent_is_shown_once() -> None:
 def test_no_card_is_empty() -> None:
     """What there is nothing of is a line with its reason, in one card, not a card of its own."""
     data = made()
-    data.points, data.ranks, data.losses, data.reached = [], [], [], []
-    data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured.", "losses": "No `probes`."}
+    data.points, data.ranks, data.reached = [], [], []
+    data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured."}
     page = page_of(data)
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
     assert sections == ["spectra", "next", "absent", "recipe"]
@@ -183,16 +178,3 @@ def test_tables_say_which_split_a_value_is_of() -> None:
     text = page_of(made()).text
     assert "accuracy, search split" in text
     assert "accuracy, report split" in text
-
-
-def test_what_no_tokens_change_is_not_compared(tmp_path: Path) -> None:
-    """The values of fdc are of the weights alone."""
-    pairs = [{"a": "random", "b": "text", "qk": {"ratio": 0.1234}, "vo": {"ratio": 0.0}}]
-    study = {
-        "settings": {"recipes": {"fdc": {"bases": {"qk": "svd", "vo": "palu"}}}},
-        "records": {"sources/fdc": {"pairs": pairs}},
-    }
-    (tmp_path / "results.json").write_text(json.dumps(study))
-    data = made()
-    add_study(data, tmp_path)
-    assert data.token_pairs == [("fdc", "random", "text", "12.34 %", "-")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
 from pathlib import Path
@@ -17,22 +16,18 @@ from rotor.format.channels import Numbers
 from rotor.format.layout import GroupLayout, kv_bytes_per_token, ordered_by_class
 from rotor.prediction.cost import DecodeStep, decode_seconds, uncompressed_decode_seconds
 from rotor.prediction.devices import bundled_devices
-from rotor.progress import Progress
 from rotor.recipe import load_recipe
 from rotor.recipe.settings import Compute
-from rotor.report.axes import shown_loss
+from rotor.report.style import shown_loss
 from rotor.search.search import rank_path
-from rotor.study import curves_plot
-from rotor.study import front as study_front
-from rotor.study import parts as study_parts
-from rotor.study import tables as study_tables
-from rotor.study.measure import COLUMNS, StudySubject
-from rotor.study.quantities import quantity
+from rotor.study import context as study_context
+from rotor.study.part import find_part
+from rotor.study.parts import curves, degradation, front, sources
+from rotor.study.records import METRIC_LABELS
 from rotor.study.request import StudyPlan
 from rotor.study.store import StudyStore
 from rotor.study.study import plan_study, study
-
-study_module = importlib.import_module("rotor.study.study")
+from rotor.study.variants import reads_tokens
 
 SMALL = [
     "tokens.count=1024",
@@ -51,8 +46,8 @@ def small(tmp_path_factory: pytest.TempPathFactory):
     """A study of two recipes with few points and tokens: (result, keyword arguments that give it)."""
     pytest.importorskip("matplotlib")
     patch = pytest.MonkeyPatch()
-    patch.setattr(study_parts, "COMPRESSIONS", (0.3, 0.6))
-    patch.setattr(study_parts, "HELD_OUT_TOKENS", 64)
+    patch.setattr(curves, "COMPRESSIONS", (0.3, 0.6))
+    patch.setattr(degradation, "HELD_OUT_TOKENS", 64)
     out = tmp_path_factory.mktemp("study") / "study"
     arguments = {
         "recipes": ["fdc", "rotor"],
@@ -131,9 +126,9 @@ def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(study_parts, "calibrate", refuse)
+    monkeypatch.setattr(study_context, "calibrate", refuse)
     monkeypatch.setattr("rotor.search.search.Measurer.measure", refuse)
-    monkeypatch.setattr(StudySubject, "degradation", refuse)
+    monkeypatch.setattr(degradation, "degradation", refuse)
     before = (result.folder / "results.json").read_text()
     again = study(DEMO_MODEL, result.folder, **arguments)
     assert again.added == 0
@@ -157,7 +152,7 @@ def test_numbers_of_tokens_that_cannot_be_are_noted(small, monkeypatch: pytest.M
     def too_short(*args: object, **kwargs: object) -> None:
         raise DataError("tokens.path text: 3 rows of 512 tokens, expected 4.")
 
-    monkeypatch.setattr(study_parts, "calibrate", too_short)
+    monkeypatch.setattr(study_context, "calibrate", too_short)
     again = study(DEMO_MODEL, result.folder, **{**arguments, "parts": ["tokens"], "counts": (2048,)})
     assert (
         again.records["tokens/fdc/text/2048/p0.50"]["skipped"] == "tokens.path text: 3 rows of 512 tokens, expected 4."
@@ -184,11 +179,9 @@ def test_other_settings_are_refused(small) -> None:
 
 def test_a_dry_run_counts_what_is_there(small, capsys) -> None:
     result, arguments = small
-    request = StudyPlan.of(
-        arguments["recipes"], SMALL, ["all"], None, arguments["ablations"], "rotor", arguments["counts"], None
-    )
+    request = StudyPlan.of(**{key: value for key, value in arguments.items() if key != "plots"})
     before = (result.folder / "results.json").read_bytes()
-    found = plan_study(DEMO_MODEL, result.folder, request, 0.5, Compute())
+    found = plan_study(DEMO_MODEL, result.folder, request, Compute())
     assert [(part.calibrations, part.points) for part in found.parts] == [(0, 0)] * len(found.parts)
     assert found.known_records == len(json.loads(before)["records"])
     assert (result.folder / "results.json").read_bytes() == before
@@ -197,15 +190,15 @@ def test_a_dry_run_counts_what_is_there(small, capsys) -> None:
 def test_tables_and_plots_appear_as_parts_complete(tmp_path: Path, monkeypatch) -> None:
     """They are there, with what was measured, when the next part begins."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(study_parts, "COMPRESSIONS", (0.5,))
+    monkeypatch.setattr(curves, "COMPRESSIONS", (0.5,))
     out = tmp_path / "study"
     seen: list[list[str]] = []
 
-    def sources(self, name, recipe) -> None:
+    def tasks(self, context) -> None:
         seen.append(sorted(path.name for path in [*out.glob("*.md"), *(out / "plots").glob("*.png")]))
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(study_module._PARTS, "sources", study_module._each(sources))
+    monkeypatch.setattr(sources.Sources, "tasks", tasks)
     with pytest.raises(KeyboardInterrupt):
         study(DEMO_MODEL, out, ["fdc"], SMALL, parts=["curves", "sources"])
     assert seen == [["recipes.png", "spectra.png", "summary.md"]]
@@ -220,30 +213,30 @@ def test_rows_that_no_tokens_change_are_left_out(small, tmp_path: Path) -> None:
     assert [line.split(" | ")[2] for line in pairs] == ["QK"]
     (variation,) = [line for line in sources.splitlines() if line.startswith("| `fdc` | random |")]
     assert variation.split(" | ")[-1] == "- |"
-    assert study_parts.reads_tokens(load_recipe("fdc"))
-    assert study_parts.reads_tokens(load_recipe("rotor-plain"))
-    weights_alone = load_recipe("fdc-prerope")
-    assert not study_parts.reads_tokens(weights_alone)
-    store = StudyStore.open(tmp_path / "study", {})
-    driver = study_parts.StudyParts(None, store, Progress(), {}, 0.5)  # type: ignore[arg-type]
-    driver.sources("fdc-prerope", weights_alone)
-    driver.tokens("fdc-prerope", weights_alone, (256,))
-    assert store.records == {}
+    assert reads_tokens(load_recipe("fdc"))
+    assert reads_tokens(load_recipe("rotor-plain"))
+    assert not reads_tokens(load_recipe("fdc-prerope"))
+    alone = study(DEMO_MODEL, tmp_path / "study", ["fdc-prerope"], SMALL, parts=["sources", "tokens"], plots=False)
+    assert alone.records == {}
+
+
+def drawn(part: str, name: str, store: StudyStore):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    find_part(part).plots(store)[name](figure)
+    return figure
+
+
+def read_store(folder: Path) -> StudyStore:
+    return StudyStore.read(folder, json.loads((folder / "results.json").read_text())["settings"])
 
 
 def test_spectra_of_different_quantities_are_in_axes_of_their_own(small) -> None:
     """Keys by SVD after RoPE and by Fisher information before it; one axis for recipes that agree."""
-    figure_module = pytest.importorskip("matplotlib.figure")
-    result, _ = small
-    store = StudyStore.read(result.folder, json.loads((result.folder / "results.json").read_text())["settings"])
-    figure = figure_module.Figure()
-    spectra = {name: records["spectra"] for name, records in study_tables.curves(store, "curves").items()}
-    spectra["fdc-again"] = spectra["fdc"]
-    assert curves_plot.draw_spectra(
-        figure, spectra, lambda name, side: quantity(store, name.removesuffix("-again"), side)
-    )
-    shown = {axes.get_title(): [line.get_label() for line in axes.lines] for axes in figure.axes if axes.lines}
-    assert {title: len(lines) for title, lines in shown.items()} == {
+    store = read_store(small[0].folder)
+    store.records["curves/fdc-again/spectra"] = store.records["curves/fdc/spectra"]
+    store.settings["recipes"]["fdc-again"] = store.settings["recipes"]["fdc"]
+    axes = [axes for axes in drawn("curves", "spectra", store).axes if axes.lines]
+    assert {each.get_title(): len(each.lines) for each in axes} == {
         "QK by svd, after RoPE": 2,
         "QK by fisher, in blocks (groups.joint)": 1,
         "V by palu": 2,
@@ -253,15 +246,11 @@ def test_spectra_of_different_quantities_are_in_axes_of_their_own(small) -> None
 
 def test_curves_start_at_the_uncompressed_model_and_show_crossings(small) -> None:
     """With intervals on KL too; accuracy logarithmic in what is lost."""
-    figure_module = pytest.importorskip("matplotlib.figure")
-    result, _ = small
-    settings = json.loads((result.folder / "results.json").read_text())["settings"]
-    found = study_tables.curves(StudyStore.read(result.folder, settings), "curves")
-    figure = figure_module.Figure()
-    assert curves_plot.draw_curves(figure, found)
-    accuracy, divergence = figure.axes
+    store = read_store(small[0].folder)
+    found = curves.curves(store, "curves")
+    accuracy, divergence = drawn("curves", "recipes", store).axes
     assert accuracy.get_yscale() == divergence.get_yscale() == "log"
-    for axes, start in ((accuracy, shown_loss(1)), (divergence, curves_plot.LEAST_KL)):
+    for axes, start in ((accuracy, shown_loss(1)), (divergence, 1e-6)):
         lines = [line for line in axes.lines if line.get_label() in found]
         assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines] == [(0, start)] * 2
         assert len(axes.collections) == 2  # a shaded interval each
@@ -271,8 +260,8 @@ def test_curves_start_at_the_uncompressed_model_and_show_crossings(small) -> Non
         for point in records["targets"].values()
         if "stored" in point
     }
-    hollow = {(line.get_xdata()[0], line.get_ydata()[0]) for line in accuracy.lines if line.get_markersize() == 9}
-    assert hollow == crossings
+    hollow = [line for line in accuracy.lines if line.get_markersize() == 9]
+    assert {place for line in hollow for place in zip(*line.get_data(), strict=True)} == crossings
     point = found["fdc"]["p0.60"]
     assert point["kl_interval"][0] <= point["report"]["kl_div"] <= point["kl_interval"][1]
 
@@ -289,7 +278,7 @@ def test_csv_and_summary(small) -> None:
         ("ablation", "rotor-per-head", "0.6"),
     ]
     point = result.records["curves/rotor/p0.60"]
-    assert {f"{split}_{metric}" for split in ("search", "report") for metric in COLUMNS} <= set(rows[0])
+    assert {f"{split}_{metric}" for split in ("search", "report") for metric in METRIC_LABELS} <= set(rows[0])
     assert float(rows[3]["report_kl_div"]) == point["report"]["kl_div"]
     assert float(rows[3]["compression_stored"]) == point["stored"]
     assert float(rows[3]["report_interval_low"]) == point["interval"][0]
@@ -323,7 +312,7 @@ def test_plots_are_written(small) -> None:
 
 def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(study_front, "WEIGHTS", (0.0, 1.0))
+    monkeypatch.setattr(front, "WEIGHTS", (0.0, 1.0))
     overrides = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "ranks.multiple_of=4"]
     overrides += [*FAST_EVALUATION, "ranks.probe_tokens=128", "objective.context_tokens=1024", "objective.device=l40s"]
     overrides += ["evaluation.metric=kl_div"]  # the tiny model gets no token right
@@ -354,3 +343,17 @@ def test_front_of_bytes_against_predicted_time(tiny, tmp_path: Path, monkeypatch
     assert (result.folder / "plots" / "front.png").is_file()
     assert "rates of l40s, at 1024 tokens of context and a batch of 8" in (result.folder / "summary.md").read_text()
     assert study(tiny("llama"), result.folder, ["fdc", "rotor-16"], **arguments).added == 0
+
+
+def test_a_part_of_ones_own_is_a_class_in_a_file(tiny, tmp_path: Path) -> None:
+    """The one that CONTRIBUTING.md shows."""
+    guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    path = tmp_path / "layers.py"
+    path.write_text(guide[guide.index("## A part of a study") :].split("```python\n")[1].split("```")[0])
+    arguments = {"overrides": SMALL, "parts": [f"{path}:Layers"], "plots": False}
+    result = study(tiny("llama"), tmp_path / "study", ["fdc"], **arguments)
+    assert result.records == {"layers/count": {"count": 2}}
+    assert "\n## Layers\n\n| layers |\n| --- |\n| 2 |\n" in (tmp_path / "study" / "summary.md").read_text()
+    for name, message in ((f"{path}:Nothing", "is no subclass"), ("none.py:Layers", "no such file")):
+        with pytest.raises(UsageError, match=message):
+            study(tiny("llama"), tmp_path / "study", ["fdc"], **{**arguments, "parts": [name]})

@@ -15,8 +15,8 @@ from test_study import SMALL
 from rotor.errors import RecipeError, UsageError
 from rotor.recipe import load_recipe
 from rotor.search.search import most_points
-from rotor.study import parts as study_parts
-from rotor.study.request import PARTS, parse_ablations, parse_counts, same_conditions
+from rotor.study.parts import curves
+from rotor.study.request import StudyPlan, parse_ablations, parse_counts, same_conditions
 from rotor.study.store import StudyStore
 from rotor.study.study import study
 
@@ -41,63 +41,56 @@ def test_ablations_and_counts_are_read(tmp_path: Path) -> None:
     assert found == {"per head": ["groups.size=1"], "post": ["groups.domain=post", "groups.size=1"]}
     with pytest.raises(RecipeError, match="'post' is given twice"):
         parse_ablations(["post:groups.size=1"], path)
-    with pytest.raises(RecipeError, match="expected NAME:KEY=VALUE"):
+    with pytest.raises(RecipeError, match="expected a name and a list of KEY=VALUE"):
         parse_ablations(["groups.size=1"], None)
     path.write_text("post: groups.size=1\n")
-    with pytest.raises(RecipeError, match="post: expected a list"):
+    with pytest.raises(RecipeError, match="post: expected a name and a list"):
         parse_ablations([], path)
     assert parse_counts(["512", "1024"]) == (512, 1024)
     with pytest.raises(UsageError, match="expected positive numbers"):
         parse_counts(["512", "many"])
+    with pytest.raises(UsageError, match="--bytes 320,few: expected positive numbers of bytes"):
+        parse_counts(["320", "few"], "--bytes", "bytes")
 
 
-def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, capsys, monkeypatch) -> None:
-    words = tmp_path / "words.txt"
-    words.write_text("one word after another\n" * 50)
-    asked = []
-    monkeypatch.setattr(
-        importlib.import_module("rotor.study.study"),
-        "plan_study",
-        lambda model, out, request, *rest: asked.append(request),
-    )
-    monkeypatch.setattr("rotor.cli.studies._print_outlook", lambda *arguments: None)
-    code, _, error = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "s", "--text", words, "--dry-run")
-    assert code == 0, error
-    found = {(r.tokens.source, r.tokens.path, r.evaluation.path) for r in asked[0].recipes.values()}
-    assert found == {("text", str(words), str(words))}
+def test_the_share_of_a_row_that_is_the_prompt_is_a_setting_of_the_study() -> None:
+    plan = StudyPlan.of(["fdc"], ["study.prompt_share=0.75", "tokens.seed=3"])
+    assert (plan.prompt_share, plan.first.tokens.seed) == (0.75, 3)
+    assert StudyPlan.of(["fdc"]).prompt_share == 0.25
+    for share in ("0", "1", "1.5", "some"):
+        with pytest.raises(UsageError, match="expected a share between 0 and 1"):
+            StudyPlan.of(["fdc"], [f"study.prompt_share={share}"])
 
 
 def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None:
     settings = {"model": {"a": "1"}, "recipes": {"fdc": {"rank": 16}}, "ablations": {}}
-    StudyStore.open(tmp_path / "s", settings).put("curves/fdc/p0.10", {"x": 1})
+    StudyStore.read(tmp_path / "s", settings).put("curves/fdc/p0.10", {"x": 1})
     more = {**settings, "recipes": {"rotor": {"rank": 8}}}
-    store = StudyStore.open(tmp_path / "s", more)
+    store = StudyStore.read(tmp_path / "s", more)
     assert store.get("curves/fdc/p0.10") == {"x": 1}
     assert set(store.settings["recipes"]) == {"fdc", "rotor"}
     assert store.part("curves") == {"fdc/p0.10": {"x": 1}}
     with pytest.raises(UsageError, match=r"recipes\.fdc\.rank was 16, now 8"):
-        StudyStore.open(tmp_path / "s", {**settings, "recipes": {"fdc": {"rank": 8}}})
+        StudyStore.read(tmp_path / "s", {**settings, "recipes": {"fdc": {"rank": 8}}})
     with pytest.raises(UsageError, match=r'model\.a was "1", now null'):
-        StudyStore.open(tmp_path / "s", {**settings, "model": {}})
+        StudyStore.read(tmp_path / "s", {**settings, "model": {}})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
     with pytest.raises(UsageError, match="holds no study"):
-        StudyStore.open(tmp_path / "other", settings)
+        StudyStore.read(tmp_path / "other", settings)
 
 
 def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatch) -> None:
     """Counts by hand: calibrations that are kept are made once, whatever parts use them; nothing is written."""
-    monkeypatch.setattr(study_parts, "COMPRESSIONS", (0.3, 0.6))
+    monkeypatch.setattr(curves, "COMPRESSIONS", (0.3, 0.6))
     arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc,rotor", "--counts", "256,1024"]
     arguments += [item for setting in SMALL for item in ("--set", setting)]
     code, out, err = rotor(capsys, *arguments, "--dry-run", "--json")
     assert code == 0, err
     found = json.loads(out)
-    (curves,) = found["parts"]  # the others are not run by default
+    (part,) = found["parts"]  # the others are not run by default
     searched = most_points(0.2)  # a bisection for each of three targets, then the report split of what it chose
-    assert (curves["part"], curves["calibrations"], curves["points"]) == ("curves", 2, 2 * (2 + 3 * searched))
-    assert curves["seconds"] >= 0
-    assert found["not_run"] == [part for part in PARTS if part != "curves"]
+    assert (part["part"], part["calibrations"], part["points"]) == ("curves", 2, 2 * (2 + 3 * searched))
     assert found["known_records"] == 0
 
     code, out, _ = rotor(capsys, *arguments, "--parts", "all", "--ablation", "a:groups.size=1", "--dry-run", "--json")
@@ -110,6 +103,22 @@ def test_a_dry_run_tells_what_each_part_takes(tmp_path: Path, capsys, monkeypatc
     assert code == 0
     assert "nothing is written in a dry run" in " ".join(out.split())
     assert not (tmp_path / "study").exists()
+
+
+def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, capsys, monkeypatch) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text("one word after another\n" * 50)
+    asked = []
+    monkeypatch.setattr(
+        importlib.import_module("rotor.study.study"),
+        "plan_study",
+        lambda model, out, request, *rest: asked.append(request),
+    )
+    monkeypatch.setattr("rotor.cli.studies._print_estimate", lambda *arguments: None)
+    code, _, error = rotor(capsys, "study", DEMO_MODEL, "-o", tmp_path / "s", "--text", words, "--dry-run")
+    assert code == 0, error
+    found = {(r.tokens.source, r.tokens.path, r.evaluation.path) for r in asked[0].recipes.values()}
+    assert found == {("text", str(words), str(words))}
 
 
 def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
@@ -137,7 +146,7 @@ def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys
 
 
 def test_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_parts, "COMPRESSIONS", (0.5,))
+    monkeypatch.setattr(curves, "COMPRESSIONS", (0.5,))
     arguments = ["study", DEMO_MODEL, "-o", tmp_path / "study", "--recipes", "fdc", "--parts", "curves", "--no-plots"]
     arguments += [item for setting in SMALL for item in ("--set", setting)]
     code, out, err = rotor(capsys, *arguments, "--json", "-q")

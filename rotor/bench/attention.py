@@ -231,7 +231,7 @@ def bench_layer(
         except (RuntimeError, NotImplementedError) as failure:  # PyTorch's way to say that a backend does not fit
             if not name.startswith("SDPA"):
                 raise
-            left_out[name] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            left_out[name] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:100]}"
             continue
         if not errors[name] <= TOLERANCE[dtype]:  # NaN is no number below it
             raise NumericsError(

@@ -215,7 +215,7 @@ def count_layers(
 
 def _kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None) -> Kernel:
     """Compile and count one; of a kernel that fails, why: others must not be hidden by it."""
-    from .sass import CountError
+    from .sass import CountError, Graph
 
     about = variant.name, f"sm_{arch}", variant.warps
     try:
@@ -226,7 +226,8 @@ def _kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None) -> Ke
         name = re.sub(r"[^\w.+-]+", "_", variant.name)
         try:
             (dump / f"sm_{arch}").mkdir(parents=True, exist_ok=True)
-            for suffix, data in (("cubin", compiled.cubin), ("sass", compiled.sass), ("ptx", compiled.ptx)):
+            for suffix in ("cubin", "sass", "ptx"):
+                data = getattr(compiled, suffix)
                 path = dump / f"sm_{arch}" / f"{name}.{suffix}"
                 path.write_bytes(data if isinstance(data, bytes) else data.encode())
         except OSError as error:
@@ -235,7 +236,7 @@ def _kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None) -> Ke
     if not variant.keys:
         return Kernel(*about, *takes)
     try:
-        counted = variant.count(compiled)
+        counted = Graph(compiled.sass).count(variant.loops)
     except CountError as error:
         return Kernel(*about, *takes, error=f"not counted: {error}")
     share = variant.warps * variant.groups / (variant.keys * kv_heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,11 +17,11 @@ from triton.runtime import driver
 from ..format.kernel_config import LayerKernels
 from ..format.layout import AttentionShape, LayerLayout
 from ..kernels.append import append
-from ..kernels.decoding import BlockTurns, DecodeLayer, decode_attention
+from ..kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from ..kernels.materialise import PagesOf, materialise
 from ..kernels.parameters import AttentionParameters
 from ..kernels.ranges import KeyRanges
-from .sass import Counted, Graph, Loop, disassemble, usage
+from .sass import Loop, disassemble, usage
 
 SEQUENCES, LENGTH, SMS = 8, 32768, 132
 """The step, and the GPU, that loops' trips are stated for."""
@@ -52,19 +52,12 @@ class Variant:
 
     def compile(self) -> Compiled:
         """Into Triton's own cache; no GPU is needed."""
-        compiled = triton.compile(self.source, target=self.target, options=self.options)
-        cubin = compiled.asm["cubin"]
-        registers, spilled_bytes = usage(cubin)
-        shared = int(compiled.metadata.shared)
-        return Compiled(registers, spilled_bytes, shared, cubin, compiled.asm["ptx"], disassemble(cubin))
-
-    def count(self, compiled: Compiled) -> Counted:
-        """Instructions of one warp; raises CountError where the loops are not this variant's."""
-        return Graph(compiled.sass).count(self.loops)
+        made = triton.compile(self.source, target=self.target, options=self.options)
+        cubin = made.asm["cubin"]
+        return Compiled(*usage(cubin), int(made.metadata.shared), cubin, made.asm["ptx"], disassemble(cubin))
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """registers, spilled_bytes: of a thread. shared_bytes: of a program."""
 
     registers: int
@@ -144,7 +137,7 @@ def layer_variants(
         rotation = cos, sin
     unit, kind = (1, torch.uint8) if layout.coded else (dtype.itemsize, dtype)
     size = page or 64
-    key, value = (torch.zeros(4, size, count // unit, dtype=kind) for count in layout.read_bytes(dtype.itemsize))
+    key, value = (torch.zeros(1, size, count // unit, dtype=kind) for count in layout.read_bytes(dtype.itemsize))
     block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
     found: dict[Any, Variant] = {}
 
@@ -170,13 +163,12 @@ def layer_variants(
         query = torch.zeros(1, shape.num_heads, shape.head_dim, dtype=dtype)
         if layer.folded:
             query = torch.zeros(1, layer.group_rows * layout.key_width, dtype=dtype)
-        turns = None if rotation is None else BlockTurns.of(rotation, layout, dtype)
+        blocks = BlockRotations.of(rotation, layout, dtype) if rotation and layout.in_blocks else None
         ranges = KeyRanges.of_lengths(torch.ones(1).int())
         with recorded(arch) as launched:
             decode_attention(
-                query, key[:1] if not page else key, value[:1] if not page else value, layer, ranges, turns,
-                block_table=block_table, tiles=kernels.tile(arch),
-            )  # fmt: skip
+                query, key, value, layer, ranges, blocks, block_table=block_table, tiles=kernels.tile(arch)
+            )
         widths = f"{layer.pieces * layer.columns}+{layer.pieces * layer.value_columns}"
         name = f"{{}} {widths}x{layer.heads}, T {layer.block}, F {layer.fast}"
         keep(launched, name, _work_of_a_step(layer, kernels, arch))

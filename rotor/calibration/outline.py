@@ -20,9 +20,9 @@ from ..models.estimate import (
 )
 from ..models.memory import WholeModel
 from ..models.projections import longest_row
+from ..models.rotary_frequencies import rotary_frequencies
 from ..recipe import Recipe
 from ..runtime.families import Family, attention_shape, find_family
-from ..runtime.rotary_frequencies import rotary_frequencies
 from .candidates import Candidates, Frequencies, candidates_of, wanted_moments
 
 

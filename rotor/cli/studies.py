@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..progress import in_time
+from ..study.parts import PARTS
 from .app import command, print_json, resumable, split
 from .console import print_table, say
 from .options import ComputeOptions, Output, Printed
@@ -20,7 +21,15 @@ def study(
     compute: ComputeOptions,
     output: Output,
     recipes: str = "fdc,rotor",
-    parts: str | None = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Some of {', '.join(PARTS)}, with commas; default: curves, and ablation where there are ablations. "
+            "all: all that can run (front needs a recipe in focus with ranks.method=global) but peers, which are "
+            "quantised caches, and the recipes at equal bytes, and the five after it, which are cache policies. "
+            "FILE.py:CLASS is a part of your own.",
+        ),
+    ] = None,
     focus: str | None = None,
     ablation: list[str] | None = None,
     ablations: Path | None = None,
@@ -44,64 +53,45 @@ def study(
     Args:
         out: Study folder; one with the same settings is continued.
         recipes: Names of bundled recipes or YAML files, with commas.
-        parts: Some of curves, sources, tokens, degradation, pruning, ablation, front, peers, quantise, evict, budgets,
-            combine, tiers, with commas; default: curves, and ablation where there are ablations. all: all that can run
-            (front needs a recipe in focus with ranks.method=global) but peers, which are quantised caches, and the
-            recipes at equal bytes, and the five after it, which are cache policies.
         focus: Recipes for the parts other than curves, ablation, peers, quantise, evict, budgets and combine; by
             default the first.
         ablation: Overrides, with spaces, of the recipe --ablation-base; may be repeated.
         ablations: YAML file with the same: a mapping from names to lists of KEY=VALUE.
         ablation_base: Recipe that the ablations change.
-        at: Compression at which the parts tokens and pruning are measured.
+        at: Compression at which the part tokens is measured.
         counts: Numbers of calibration tokens for the part tokens.
         sizes: Bytes of cache per token at which peers measures recipes; by default ten, 3.75 % to 50 %.
     """
     from ..models.hub import check_name
     from ..recipe import load_recipe, text_overrides
+    from ..study.request import StudyPlan, of_recipes, parse_ablations, parse_counts
 
     for recipe in split(recipes):
-        load_recipe(recipe, overrides or [])
+        load_recipe(recipe, of_recipes(overrides or []))
     where = compute.checked()
     check_name(model)
 
-    from ..study.request import StudyPlan, parse_ablations, parse_counts
     from ..study.study import plan_study
     from ..study.study import study as run_study
 
+    request: dict[str, Any] = {
+        "parts": None if parts is None else split(parts),
+        "focus": None if focus is None else split(focus),
+        "ablations": parse_ablations(ablation or [], ablations),
+        "ablation_base": ablation_base,
+        "at": at,
+        "counts": parse_counts(split(counts)),
+        "sizes": None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
+    }
     if dry_run:
         output.progress(dry_run=True)
-        request = StudyPlan.of(
-            split(recipes),
-            [*text_overrides(text), *(overrides or ())],
-            None if parts is None else split(parts),
-            focus=None if focus is None else split(focus),
-            ablations=parse_ablations(ablation or [], ablations),
-            ablation_base=ablation_base,
-            counts=parse_counts(split(counts)),
-            sizes=None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
-        )
-        _print_outlook(plan_study(model, out, request, at, where), output.as_json)
+        plan = StudyPlan.of(split(recipes), [*text_overrides(text), *(overrides or ())], **request)
+        _print_estimate(plan_study(model, out, plan, where), out, output.as_json)
         return
     with resumable(lambda: f"What was measured is kept in {out}: the same command goes on."):
-        result = run_study(
-            model,
-            out,
-            split(recipes),
-            overrides or [],
-            text=text,
-            parts=None if parts is None else split(parts),
-            focus=None if focus is None else split(focus),
-            ablations=parse_ablations(ablation or [], ablations),
-            ablation_base=ablation_base,
-            at=at,
-            counts=parse_counts(split(counts)),
-            sizes=None if sizes is None else parse_counts(split(sizes), "--bytes", "bytes"),
-            **vars(compute),
-            batch_tokens=batch_tokens,
-            plots=plots,
-            progress=output.progress(),
-        )
+        request |= {"text": text, "batch_tokens": batch_tokens, "plots": plots} | vars(compute)
+        progress = output.progress()
+        result = run_study(model, out, split(recipes), overrides or [], **request, progress=progress)
     if output.as_json:
         files = [str(path) for path in result.files]
         shown = {"study": str(out), "settings": result.settings, "records": result.records, "files": files}
@@ -114,22 +104,15 @@ def study(
     )
 
 
-def _print_outlook(plan: Any, as_json: bool) -> None:
+def _print_estimate(plan: Any, out: Path, as_json: bool) -> None:
     """What a dry run found."""
     if as_json:
-        print_json(plan.to_dict())
+        print_json(dataclasses.asdict(plan))
         return
-    rows = [(part.part, part.calibrations, part.points, in_time(part.seconds)) for part in plan.parts]
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), in_time(plan.seconds)))
-    title = (
-        f"{plan.model} -> {plan.folder}: {', '.join(plan.recipes)} on {plan.device} in {plan.dtype}; nothing is "
-        "written in a dry run"
-    )
-    print_table(title, ("part",), ("calibrations", "at most points", "time of matrix products"), rows)
-    say(
-        f"{plan.known_records} record(s) are there already; everything beside the products, at the rate measured here, "
-        f"comes on top. Parts that were not asked for: {', '.join(plan.not_run) or 'none'}."
-    )
+    rows = [(part.part, part.calibrations, part.points) for part in plan.parts]
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    print_table(f"{plan.model} -> {out}: what is left to do", ("part",), ("calibrations", "at most points"), rows)
+    say(f"{plan.known_records} record(s) are there already; nothing is written in a dry run.")
 
 
 def _print_targets(records: dict[str, dict[str, Any]]) -> None:
@@ -156,19 +139,17 @@ def report(
     folder: Path,
     output: Printed,
     out: Annotated[Path | None, typer.Option("--out", "-o")] = None,
-    study: Path | None = None,
 ) -> None:
-    """Write one HTML file that shows spectra, ranks, accuracy, losses, sizes and timings (export writes one too).
+    """Write one HTML file that shows spectra, ranks, accuracy, sizes and timings (export writes one too).
 
     Args:
         folder: Folder that `rotor calibrate` or `rotor export` wrote.
         out: HTML file to write; by default report.html in a run, OUT-report.html beside OUT.
-        study: Study folder; its comparison of calibration tokens is shown.
     """
     from ..report.report import report as write_report
 
     with output.progress().task("report", None, ""):
-        result = write_report(folder, out, study=study)
+        result = write_report(folder, out)
     if output.as_json:
         print_json({"report": str(result.path), "figures": result.figures, "absent": result.absent})
         return

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..bases.layer import LayerBases
 from ..data.splits import SPLITS
@@ -22,6 +22,7 @@ from ..format.layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_byt
 from ..format.locks import exclusive
 from ..format.manifest import write_manifest
 from ..format.publishing import staged_folder, write_shard
+from ..format.schemas import CheckpointInfo
 from ..format.section import FORMAT_VERSION, MARK
 from ..kernels.defaults import default_config
 from ..logs import log_file
@@ -198,7 +199,7 @@ def _write(
     write_json(staging / ROTOR_JSON, report)
     write_text(staging / CARD, model_card(report, recipe, run.shape))
     with progress.task("report", None, ""):
-        write_with_checkpoint(staging, run, Path(job.settings.out))
+        write_with_checkpoint(staging, Path(job.settings.out), cast(CheckpointInfo, report), recipe, run)
     return report, write_manifest(staging, "checkpoint")
 
 

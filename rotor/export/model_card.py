@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
+from huggingface_hub import ModelCard, ModelCardData
 
 from ..evaluation.fidelity import Fidelity
 from ..format.channels import in_words
@@ -23,20 +23,16 @@ def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) ->
     base_model, name = report["source"]["hub_id"] or name, markdown(name)
     rows, note = _accuracy(report["accuracy"])
     measured = "\n".join(rows)
-    metadata = {
-        "base_model": base_model,
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["rotor", "kv-cache", "compression"],
-    }
+    metadata = ModelCardData(
+        base_model=base_model,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["rotor", "kv-cache", "compression"],
+    )
     layouts = [LayerLayout.from_dict(layout, ROTOR_JSON) for layout in report["layouts"]]
     forms = sorted({_form(layout, shape) for layout in layouts})
     sizes = sorted({layout.group_size for layout in layouts})
-    return f"""---
-{yaml.safe_dump(metadata, sort_keys=False).strip()}
----
-
-# {name}, KV cache compressed by rotor
+    body = f"""# {name}, KV cache compressed by rotor
 
 The weights of {name} with value, output and (where folded) key projections rotated and truncated.
 {_merged(layouts, shape)}The KV cache holds {size["after"]} instead of {size["before"]} bytes per token
@@ -74,6 +70,7 @@ or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its n
 
 With the digest from somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
 
 
 def _cache_row(report: dict[str, Any]) -> str:

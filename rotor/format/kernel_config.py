@@ -32,7 +32,7 @@ EDITED = "Undo the edit, or remove the file: without it the kernels go by their 
 class Tile:
     """Of decoding: keys of a tile (at most a block of positions), warps of a program, stages of its copies.
 
-    lean: what all tiles share and each loads anew, which frees registers: constants (1), turns (2), both (3).
+    lean: what all tiles share and each loads anew, which frees registers: constants (1), rotations (2), both (3).
     together: KV heads whose fast planes are rebuilt by one product; the group's are a multiple of it.
     again: planes of joint latents that are unpacked anew for values.
     """

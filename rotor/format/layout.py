@@ -5,9 +5,9 @@ from it) and into `rotor.json` (the report); what is launched for it is in `kern
 
 RoPE rotates each plane of a key at position m of the cache by m w. With T = `rope_block` and b = m - m mod T, the first
 F = `fast_planes` planes (the fastest) are stored before RoPE; the others, slow within a block, as they are rotated by
-m mod T. Attention turns a query back by b, once a block: its slow planes are absorbed into the latent, its fast planes
-meet the key's, which are rebuilt and rotated by m mod T. One block for all positions is post-RoPE; all planes fast is
-pre-RoPE.
+m mod T. Attention rotates a query back by b, once a block: its slow planes are absorbed into the latent, its fast
+planes meet the key's, which are rebuilt and rotated by m mod T. One block for all positions is post-RoPE; all planes
+fast is pre-RoPE.
 """
 
 from __future__ import annotations

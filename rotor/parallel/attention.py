@@ -15,11 +15,10 @@ from torch.nn import functional
 
 from ..format.channels import aligned
 from ..format.layout import AttentionShape, LayerLayout
-from ..kernels.joining import join
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import absorbed_queries, attention, partial_attention
+from ..kernels.reference import absorbed_queries, attention, join, partial_attention
 from ..kernels.rotary import Rotation
-from ..runtime.attention import RotorAttention
+from ..runtime.steps import Step
 from .plan import LayerPlan, Part
 from .wire import Expected, Parcel, Wire
 
@@ -47,11 +46,7 @@ def visible(
 
 
 def attend_by_heads(
-    module: RotorAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_rotation: Rotation | None,
+    step: Step,
     plan: LayerPlan,
     wire: Wire,
     owned: list[Tensor],
@@ -60,16 +55,17 @@ def attend_by_heads(
     """Attention of a whole prompt whose tokens are spread: queries and rows go to where their heads are, outputs back.
 
     Args:
-        query, key, value: of this process's tokens; see `reference.attention`.
-        key_rotation: in blocks, of all tokens. owned: indices of each process's tokens.
+        step: queries and rows of this process's tokens; rotations in blocks of all tokens.
+        owned: indices of each process's tokens.
         mask: over the whole prompt, as `visible` gives it; None is causal.
     Returns:
         [batch_size, own tokens, sum over query heads of value width], groups in the order of the layout.
     Source: ZDC section 5.3, figure 18.
     """
-    layer, layout, batch_size = f"layer {module.layer_idx}", module.layout, key.shape[0]
-    hpk, dtype = module.shape.heads_per_kv, query.dtype
-    queries = _by_group(module, query, plan)
+    parameters, query, key, value = step.parameters, step.query, step.key, step.value
+    layer, layout, batch_size = f"layer {step.layer_idx}", parameters.layout, key.shape[0]
+    hpk, dtype = parameters.shape.heads_per_kv, query.dtype
+    queries = _by_group(parameters, query, plan)
     row_slices = _row_slices(layout, dtype.itemsize)
     outgoing = []
     for process in range(wire.count):
@@ -96,7 +92,7 @@ def attend_by_heads(
     rows_of = {group: (rows[2 * i], rows[2 * i + 1]) for i, group in enumerate(plan.groups(wire.rank))}
     outputs: dict[Part, Tensor] = {}
     for call, shape, parts in plan.calls(wire.rank):
-        outputs |= _call(module, call, shape, parts, queries_of, rows_of, key_rotation, mask)
+        outputs |= _call(parameters, call, shape, parts, queries_of, rows_of, step.rotations.read, mask)
     back = [[Parcel("outputs", outputs[part][:, indices]) for part in mine] for indices in owned]
     own = lengths[wire.rank]
     expected = [
@@ -115,11 +111,7 @@ def attend_by_heads(
 
 
 def attend_by_rows(
-    module: RotorAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_rotation: Rotation | None,
+    step: Step,
     wire: Wire,
     owned: list[Tensor],
     runs: list[range],
@@ -128,18 +120,19 @@ def attend_by_rows(
     """Attention of a whole prompt whose tokens are spread: rows go to all processes, queries stay where they are.
 
     Args:
-        query, key, value, key_rotation, owned: as in `attend_by_heads`. runs: of this process's tokens, in order.
+        step, owned: as in `attend_by_heads`. runs: of this process's tokens, in order.
         mask_of: of a run, over all tokens up to its last; as `visible` gives it.
     Returns:
         As `attend_by_heads`.
     """
+    query, key, value, key_rotation = step.query, step.key, step.value, step.rotations.read
     order = torch.argsort(torch.cat(owned))
     parcels = [Parcel("rows", key), Parcel("rows", value)]
     expected = [
         [Expected((key.shape[0], 1, len(indices), rows.shape[-1]), rows.dtype) for rows in (key, value)]
         for indices in owned
     ]
-    found = wire.exchange(f"rows of layer {module.layer_idx}", [parcels] * wire.count, expected)
+    found = wire.exchange(f"rows of layer {step.layer_idx}", [parcels] * wire.count, expected)
     keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*found, strict=True))
     dim = 1 if query.dim() == 3 else 2
     outputs, begin = [], 0
@@ -151,7 +144,7 @@ def attend_by_rows(
                 query.narrow(dim, begin, len(run)),
                 keys[:, :, :end],
                 values[:, :, :end],
-                module.parameters_of_attention(),
+                step.parameters,
                 rotation,
                 mask_of(run),
             )
@@ -161,8 +154,7 @@ def attend_by_rows(
 
 
 def attend_to_spread_rows(
-    module: RotorAttention,
-    query: Tensor,
+    step: Step,
     key: Tensor,
     value: Tensor,
     key_rotation: Rotation | None,
@@ -172,13 +164,13 @@ def attend_to_spread_rows(
     """Attention of tokens that all processes have, to rows that are spread over them.
 
     Args:
-        query: of the new tokens; see `reference.attention`. key, value: the rows that this process keeps.
+        step: queries of the new tokens. key, value: the rows that this process keeps.
         key_rotation: in blocks, of these rows. mask: over these rows; None: all are seen.
     Returns:
         [batch_size, new tokens, sum over query heads of value width], the same numbers in every process.
     """
-    parameters, seq_len = module.parameters_of_attention(), seq_len_of(query)
-    widths = [group.values.width for group in module.layout.groups for _ in range(parameters.heads_per_group)]
+    parameters, query, seq_len = step.parameters, step.query, seq_len_of(step.query)
+    widths = [group.values.width for group in parameters.layout.groups for _ in range(parameters.heads_per_group)]
     wide = torch.promote_types(query.dtype, torch.float32)
     batch_size = query.shape[0]
     if key.shape[2]:
@@ -187,19 +179,19 @@ def attend_to_spread_rows(
         output = query.new_zeros(batch_size, seq_len, sum(widths), dtype=wide)
         log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)
     both = torch.cat([output, log_sum], dim=-1)
-    found = wire.gather(f"attention of layer {module.layer_idx}", "partial", both, [tuple(both.shape)] * wire.count)
+    found = wire.gather(f"attention of layer {step.layer_idx}", "partial", both, [tuple(both.shape)] * wire.count)
     joined, _ = join(
         [piece[..., : sum(widths)] for piece in found], [piece[..., sum(widths) :] for piece in found], widths
     )
     return joined.to(query.dtype)
 
 
-def _by_group(module: RotorAttention, query: Tensor, plan: LayerPlan) -> list[Tensor]:
+def _by_group(parameters: AttentionParameters, query: Tensor, plan: LayerPlan) -> list[Tensor]:
     """What travels of the queries of each group, [batch_size, seq_len, heads, width]."""
-    parameters, groups = module.parameters_of_attention(), len(module.layout.groups)
+    groups = len(parameters.layout.groups)
     if not plan.absorbs:
         return list(query.unflatten(1, (groups, -1)).transpose(2, 3).unbind(1))
-    of_classes = [absorbed_queries(query, parameters, cls).transpose(2, 3) for cls in module.layout.classes()]
+    of_classes = [absorbed_queries(query, parameters, cls).transpose(2, 3) for cls in parameters.layout.classes()]
     return [queries for of_class in of_classes for queries in of_class.unbind(1)]
 
 
@@ -214,7 +206,7 @@ def _row_slices(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, sl
 
 
 def _call(
-    module: RotorAttention,
+    whole: AttentionParameters,
     layout: LayerLayout,
     shape: AttentionShape,
     parts: list[Part],
@@ -228,7 +220,7 @@ def _call(
     basis = constant = None
     if shape.rotary_dim:
         query = torch.cat(own, dim=2).transpose(1, 2)
-        basis, constant = _bases(module, parts)
+        basis, constant = _bases(whole, parts)
     else:
         query = torch.cat([one.flatten(2) for one in own], dim=-1)
 
@@ -239,20 +231,20 @@ def _call(
         return functional.pad(found, (0, rest))
 
     key, value = (torch.cat([row(part, side) for part in parts], dim=-1).unsqueeze(1) for side in (0, 1))
-    parameters = AttentionParameters(layout, shape, module.scaling, basis, constant, module.softcap)
+    parameters = AttentionParameters(layout, shape, whole.scaling, basis, constant, whole.softcap)
     output = attention(query, key, value, parameters, key_rotation, mask)
     widths = [part.num_heads * group.values.width for part, group in zip(parts, layout.groups, strict=True)]
     pieces = output.split(widths, dim=-1)
     return {part: piece.unflatten(-1, (part.num_heads, -1)) for part, piece in zip(parts, pieces, strict=True)}
 
 
-def _bases(module: RotorAttention, parts: list[Part]) -> tuple[Tensor, Tensor | None]:
+def _bases(whole: AttentionParameters, parts: list[Part]) -> tuple[Tensor, Tensor | None]:
     """What absorbs the queries of some parts: rows of their KV heads, columns of their groups; and constant keys."""
-    size, head_dim = module.layout.group_size, module.shape.head_dim
-    assert module.query_basis is not None
-    of_groups = module.query_basis.split([group.key.width for group in module.layout.groups], dim=1)
+    size, head_dim = whole.layout.group_size, whole.shape.head_dim
+    assert whole.query_basis is not None
+    of_groups = whole.query_basis.split([group.key.width for group in whole.layout.groups], dim=1)
     columns = [of_groups[part.group][part.kv_heads.start * head_dim : part.kv_heads.stop * head_dim] for part in parts]
-    if module.key_constant is None:
+    if whole.key_constant is None:
         return torch.cat(columns, dim=-1), None
-    constants = [module.key_constant[part.group * size :][part.kv_heads.start : part.kv_heads.stop] for part in parts]
+    constants = [whole.key_constant[part.group * size :][part.kv_heads.start : part.kv_heads.stop] for part in parts]
     return torch.cat(columns, dim=-1), torch.cat(constants)

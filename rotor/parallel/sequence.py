@@ -14,6 +14,8 @@ from torch import Tensor
 from ..errors import UsageError
 from ..runtime.attention import RotorAttention
 from ..runtime.families import FAMILIES
+from ..runtime.rope import Place
+from ..runtime.steps import InCache, RowStore, Step
 from .attention import attend_by_heads, attend_by_rows, attend_to_spread_rows, visible
 from .cache import SpreadLayer, windows_of
 from .forward import Pass, begin_pass
@@ -23,11 +25,13 @@ from .wire import Wire
 Exchange = Literal["auto", "heads", "rows"]
 
 
-class SequenceParallel:
+class SequenceParallel(RowStore):
     """What `sequence_parallel` gives: this process's view of the others. Not to be made by hand.
 
     wire: the processes, with the bytes that were sent to them (`wire.sent`, by kind). exchange: what travels.
     """
+
+    in_pytorch = True
 
     def __init__(self, model: Any, wire: Wire, exchange: Exchange = "auto") -> None:
         self.wire, self.exchange = wire, exchange
@@ -56,16 +60,6 @@ class SequenceParallel:
             )
         return self._pass
 
-    @property
-    def indices(self) -> Tensor:
-        """Indices in the whole sequence of this process's tokens in the current pass."""
-        return self.now.indices
-
-    @property
-    def length(self) -> int:
-        """Tokens of the whole sequence in the current pass."""
-        return self.now.length
-
     def own_tokens(self, tokens: int) -> Tensor:
         """Indices of this process's tokens of a prompt of so many: some from its beginning, some from its end.
 
@@ -88,26 +82,22 @@ class SequenceParallel:
         own = torch.tensor([number], device=self.wire.device)
         return [int(found) for found in self.wire.gather("comparing", "agreement", own, [(1,)] * self.wire.count)]
 
-    def attend(
-        self,
-        module: RotorAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        past_key_values: Any,
-        key_rotation: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """See `rotor.runtime.spread.Spread`."""
-        now, wire, window = self.now, self.wire, self.windows[module.layer_idx]
-        if past_key_values is None:
-            rows = now.share.of(key, value)
+    def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
+        now = self.now
+        return Place(0, now.length, 0, now.length, now.indices)
+
+    def attend(self, step: Step) -> Tensor:
+        now, wire, window = self.now, self.wire, self.windows[step.layer_idx]
+        if step.cache is None:
+            rows = now.share.of(step.key, step.value)
         else:
-            layer: SpreadLayer = past_key_values.layers[module.layer_idx]
-            rows = layer.store(key, value, now.share, now.length - 1)
+            layer: SpreadLayer = step.cache.layers[step.layer_idx]
+            rows = layer.store(step.key, step.value, now.share, now.length - 1)
         if now.runs is not None:
-            size, capped = query.element_size(), module.softcap is not None
-            plan = plan_layer(module.layout, module.shape, size, wire.count, capped)
-            every = torch.arange(now.length, device=key.device)
+            parameters = step.parameters
+            size, capped = step.query.element_size(), parameters.softcap is not None
+            plan = plan_layer(parameters.layout, parameters.shape, size, wire.count, capped)
+            every = torch.arange(now.length, device=step.key.device)
             if self.exchange == "rows" or (self.exchange == "auto" and plan.rows_alone):
 
                 def mask_of(run: range) -> Tensor:
@@ -115,16 +105,16 @@ class SequenceParallel:
                     assert mask is not None
                     return mask
 
-                runs = now.runs[wire.rank]
-                return attend_by_rows(module, query, key, value, key_rotation, wire, now.owned, runs, mask_of)
+                return attend_by_rows(step, wire, now.owned, now.runs[wire.rank], mask_of)
             mask = None
             if now.attended is not None or window is not None:
                 mask = self._mask(now, every, every, window)
-            return attend_by_heads(module, query, key, value, key_rotation, plan, wire, now.owned, mask)
-        if key_rotation is not None:  # of places that differ
-            key_rotation = key_rotation[0][None, None, rows.indices], key_rotation[1][None, None, rows.indices]
+            return attend_by_heads(step, plan, wire, now.owned, mask)
+        rotation = step.rotations.read
+        if rotation is not None:  # of places that differ
+            rotation = rotation[0][None, None, rows.indices], rotation[1][None, None, rows.indices]
         mask = self._mask(now, now.indices, rows.indices, window)
-        return attend_to_spread_rows(module, query, rows.key, rows.value, key_rotation, wire, mask)
+        return attend_to_spread_rows(step, rows.key, rows.value, rotation, wire, mask)
 
     def _mask(self, now: Pass, queries: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
         """Of a pass, made once for all layers with the same window: they keep the same tokens."""
@@ -221,9 +211,9 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
             f"{type(model).__name__} is not a compressed causal model.",
             "Load a checkpoint that `rotor export` wrote with AutoModelForCausalLM.",
         )
-    if any(layer.spread is not None for layer in layers):
+    if any(isinstance(layer.store, SequenceParallel) for layer in layers):
         raise UsageError("the model is inside of another sequence_parallel().", "Leave that one first.")
-    if any(layer.cache_policy is not None for layer in layers):
+    if any(layer.store != InCache() for layer in layers):
         raise UsageError(
             "the model keeps its cache by a policy, which looks at tokens that other processes have.",
             "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
@@ -251,6 +241,6 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
         ):
             stack.callback(handle.remove)
         for layer in layers:
-            layer.spread = state
-            stack.callback(setattr, layer, "spread", None)
+            layer.store = state
+            stack.callback(setattr, layer, "store", InCache())
         yield state

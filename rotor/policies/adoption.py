@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError
-from ..runtime.cache_hook import attending_layer
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
+from ..runtime.steps import InCache
 from .bundled import find_policy
 from .evicting_layer import EvictingLayer
 from .layer import PolicyLayer, check_left
@@ -112,7 +112,7 @@ class _Attachment:
         count = model.config.get_text_config().num_hidden_layers
         policy.layers(count)  # what does not fit so many is said now
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
-        compressed = [hasattr(module, "cache_policy") for module in modules]
+        compressed = [hasattr(module, "store") for module in modules]
         if policy.rows_only and not all(compressed):
             raise UnsupportedModelError(
                 f"cache policy {policy.method}: layer {compressed.index(False)} is not compressed, and only a "
@@ -126,7 +126,7 @@ class _Attachment:
             policy.check_layer(module.layout, module.softcap)
         for index, (module, has) in enumerate(zip(modules, compressed, strict=True)):
             if has:
-                module.cache_policy = policy
+                module.store = InCache(policy, model.config)
                 self._modules.append(module)
             else:
                 hooks = _AttentionHooks(policy)
@@ -144,7 +144,7 @@ class _Attachment:
         for handle in self._handles:
             handle.remove()
         for module in self._modules:
-            module.cache_policy = None
+            module.store = InCache()
         self._config._attn_implementation = self._implementation
 
 
@@ -158,7 +158,7 @@ class _AttentionHooks:
         self.policy = policy
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        layer = attending_layer(_cache_of(kwargs), module.layer_idx, self.policy, module.config)
+        layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), module.layer_idx)
         if not isinstance(layer, PolicyLayer):
             return None
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)

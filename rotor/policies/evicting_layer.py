@@ -11,9 +11,8 @@ from torch import Tensor
 from ..errors import UsageError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..runtime.attention import RotorAttention
-from ..runtime.rope import Rotations
 from ..runtime.rotary_table import rows_of
+from ..runtime.steps import Step, attend_to_rows
 from .budgets import SqueezeBudgets
 from .codec import tensor_bytes
 from .column_sums import Softening, column_sums
@@ -62,29 +61,18 @@ class EvictingLayer(PolicyLayer):
         self.token_noise = TokenNoise(index)
         self._codes: list[KeptCodes] = []
 
-    def attend(
-        self,
-        module: RotorAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: Any,
-        mask: Tensor | None,
-        rotations: Rotations,
-        dropout: float,
-        kernels: bool,
-    ) -> Tensor:
-        self.begin(mask, value.shape[0], seq_len_of(query), query.device)
-        parameters = module.parameters_of_attention()
+    def attend(self, step: Step) -> Tensor:
+        parameters, query, rotations = step.parameters, step.query, step.rotations
+        self.begin(step.mask, len(step.value), seq_len_of(query), query.device)
         if self.spans is None:
-            self.spans = spans_of(module.layout, query.element_size())
-        mask = self.visible(mask, _groups_of_heads(parameters), None)
+            self.spans = spans_of(parameters.layout, query.element_size())
+        mask = self.visible(step.mask, _groups_of_heads(parameters), None)
         if rotations.read is not None:
             assert self.positions is not None
             rotations = rotations._replace(read=rows_of(rotations.read, self.positions.clamp(min=0).long()))
-        key, value = cache.update(key, value, module.layer_idx)
+        key, value = step.cache.update(step.key, step.value, step.layer_idx)
         softening = self.softening()
-        output = module.attend(query, key, value, mask, rotations, dropout)
+        output = attend_to_rows(step._replace(mask=mask, rotations=rotations), key, value)
         sums = None
         if softening is not None:
             sums = column_sums(query, key, parameters, rotations.read, mask, softening, self.newest)

@@ -14,7 +14,6 @@ A layer counts the tokens it has seen as its length, so that masks and positions
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +22,10 @@ from transformers.cache_utils import DynamicLayer
 from ..errors import UsageError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import seq_len_of
-from ..runtime.attention import RotorAttention
-from ..runtime.cache_hook import AttendingLayer
-from ..runtime.rope import Rotations
+from ..runtime.steps import Keeper, Step, attend_to_rows
 
 
-class PolicyLayer(DynamicLayer, AttendingLayer):
+class PolicyLayer(DynamicLayer, Keeper):
     """One layer of a cache that follows a policy. seen: tokens so far, padding included."""
 
     is_compileable = False
@@ -81,21 +78,9 @@ class PolicyLayer(DynamicLayer, AttendingLayer):
     def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
         """Before anything is stored of a compressed model: what its rows are, and the dtype of a number in them."""
 
-    def attend(
-        self,
-        module: RotorAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: Any,
-        mask: Tensor | None,
-        rotations: Rotations,
-        dropout: float,
-        kernels: bool,
-    ) -> Tensor:
-        self.begin(mask, value.shape[0], seq_len_of(query), query.device)
-        key, value = cache.update(key, value, module.layer_idx)
-        return module.attend(query, key, value, mask, rotations, dropout, kernels)
+    def attend(self, step: Step) -> Tensor:
+        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
+        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store tokens whose attention is not known, for counting bytes."""

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..format.layout import LayerLayout
-from ..kernels.joining import join
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import partial_attention
+from ..kernels.reference import join, partial_attention
 from ..kernels.rotary import Rotation
-from ..runtime.attention import RotorAttention
-from ..runtime.rope import Rotations
 from ..runtime.rotary_table import rows_of
+from ..runtime.steps import Step
 from .codec import tensor_bytes
 from .layer import PolicyLayer, mask_of_places
 from .tier_index import HIGH, LOW, TierIndex
@@ -74,22 +72,12 @@ class TieredLayer(PolicyLayer):
         if self.chooses:
             self.index.append(mask, batch_size, length, device)
 
-    def attend(
-        self,
-        module: RotorAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: Any,
-        mask: Tensor | None,
-        rotations: Rotations,
-        dropout: float,
-        kernels: bool,
-    ) -> Tensor:
-        self.begin(mask, value.shape[0], seq_len_of(query), query.device)
-        self.follow(module.layout, module.shape.heads_per_kv, query.dtype)
-        cache.update(key, value, module.layer_idx)
-        output, log_sums = attend_to_tiers(module.parameters_of_attention(), self, query, mask, rotations.read)
+    def attend(self, step: Step) -> Tensor:
+        parameters, query = step.parameters, step.query
+        self.begin(step.mask, len(step.value), seq_len_of(query), query.device)
+        self.follow(parameters.layout, parameters.shape.heads_per_kv, query.dtype)
+        step.cache.update(step.key, step.value, step.layer_idx)
+        output, log_sums = attend_to_tiers(parameters, self, query, step.mask, step.rotations.read)
         self.finish_step(log_sums)
         return output
 

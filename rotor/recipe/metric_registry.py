@@ -1,7 +1,7 @@
 """The metrics that there are, as data: what accuracy may mean, what each needs, and the words for it.
 
-Names in recipes, help texts, tables and columns derive from these rows. A new metric is one file in
-rotor/evaluation/metrics and one row here.
+Names in recipes, help texts, tables and columns derive from these entries. A new metric is one
+file in rotor/evaluation/metrics and one entry here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class MetricInfo:
     model. description, label: as a sentence's end, and as a column's head.
     implementation: MODULE:CLASS in rotor/evaluation/metrics; empty where it is the smallest of `parts`.
     parts: names of the metrics that it is the smallest of.
-    prompts: it has rows of its own, which are run beside the text.
+    prompts: it has prompts of its own, which are run beside the text.
     """
 
     name: str

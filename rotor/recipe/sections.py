@@ -94,7 +94,7 @@ class Groups:
     more take less arithmetic."""
     fast_planes: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["quarter", "all", "auto"] = "quarter"
     """Rotary planes of a head, the fastest, that domain `block` stores before RoPE: more take fewer bytes at equal
-    accuracy, fewer less arithmetic. `quarter`: those that turn by a quarter turn or more within a block; `all`: as
+    accuracy, fewer less arithmetic. `quarter`: those that rotate by a right angle or more within a block; `all`: as
     domain `pre`; `auto` leaves it to bits of codes, or to the ranks' method `global`, to choose for each layer among 0,
     8, 16 and so on: by bytes alone that is `all`, so that it wants an objective of latency."""
 
@@ -136,7 +136,7 @@ class Ranks:
     """`ragged` gives each layer as many bytes a token as pay there; `uniform` gives all layers as many, at the least
     loss, for engines that pad rows to the widest (see docs/serving.md). Bits of codes heed it too."""
     probe_shares: Shares = (0.35, 0.125)
-    """Shares of columns kept in the probes of `global`; each layer and side is probed at each."""
+    """Shares of channels kept in the probes of `global`; each layer and side is probed at each."""
     probe_tokens: Count = 4096
     """Tokens of the search split that the probes run on."""
     fisher_tokens: Count = 4096
@@ -157,7 +157,9 @@ class Ranks:
 class Codes:
     """Bits of the channels of a latent, and what they are allocated by."""
 
-    bits: Annotated[tuple[int, ...], Expect(_are_widths, "0 and at least one of 4, 8, 12, 16, each once")] = (0, 16)
+    bits: Annotated[
+        tuple[int, ...], Expect(_are_widths, f"0 and at least one of {', '.join(map(str, sorted(WIDTHS)))}, each once")
+    ] = (0, 16)
     """Widths that a channel may have; 0 drops it. [0, 16] stores numbers of the model's dtype, and `ranks` says how
     many. With 12, 8 or 4 among them, channels are codes: bits are allocated over all layers, sides and candidates by
     what an error in each channel costs the model's own loss, and of `ranks` only `rows` is used."""

@@ -48,7 +48,7 @@ class Compute:
 
     device, dtype: `auto` is the GPU if there is one, and float32 on a CPU. Statistics are float64 in any case.
     offload: `always` reads one layer of weights at a time, `never` loads all, `auto` does what fits.
-    device_map: as in transformers' from_pretrained, e.g. `auto`: spread the model over several GPUs.
+    device_map: as in transformers' from_pretrained, e.g. `auto`: distribute the model over several GPUs.
     """
 
     device: Annotated[str, Expect(_is_device, "auto, cpu, cuda or cuda:N")] = "auto"

@@ -8,58 +8,44 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..allocation.registry import RANK_METHODS
-from ..allocation.water_filling import interpolated
 from ..calibration.run import Run
 from ..checked import Reader
 from ..codes.layer import channels_bytes
 from ..errors import CheckpointError, RotorError
 from ..evaluation.fidelity import Fidelity
 from ..format.file_names import RECIPE, ROTOR_JSON
-from ..format.layout import uncompressed_kv_bytes_per_token
+from ..format.layout import LayerLayout, uncompressed_kv_bytes_per_token
 from ..format.schemas import AccuracyInfo, CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
-from ..recipe import load_recipe
+from ..recipe import Recipe, load_recipe
 from ..recipe.metric_registry import METRICS, base_note, chance_note, describe
 from ..runtime.families import attention_shape
 from ..search.point import Point
-from ..search.table import TABLES, RankTable, Request, any_probes
+from ..search.table import TABLES, RankTable, Request
 from .advice import steps_of_checkpoint, steps_of_run
-from .cells import cells_of_layouts, cells_of_point
-from .data import JOINT, SIDES, LayerLoss, ReportData, ShownPoint, format_bytes
-from .token_sources import add_study
+from .data import JOINT, SIDES, Cell, ReportData, ShownPoint, cells_of_point, format_bytes
 
 
-def collect(
-    folder: Path, *, run: Run | str | None = None, place: Path | None = None, study: Path | None = None
-) -> ReportData:
-    """Collect what there is about a folder.
+def collect(folder: Path) -> ReportData:
+    """Collect what there is about a run or a checkpoint.
 
-    Args:
-        folder: a run or a checkpoint. run: of a checkpoint, its opened run, or why there is none; None looks for it.
-        place: where the folder will be, if that is not where it is.
-        study: a study folder whose comparison of token sources is to be shown.
     Raises:
-        CheckpointError: neither a run nor a checkpoint, or a damaged one.
+        CheckpointError: neither of them, or a damaged one.
     """
     if (folder / ROTOR_JSON).is_file():
-        data = _of_checkpoint(folder, place or folder, run)
-    elif (folder / "run.json").is_file():
-        data = _of_run(Run.open(folder))
-    else:
-        raise CheckpointError(
-            f"{folder}: neither run.json nor {ROTOR_JSON} is in it.",
-            "Give a folder that `rotor calibrate` or `rotor export` wrote.",
-        )
-    add_study(data, study)
-    return data
+        info = read_report(folder)
+        return collect_checkpoint(folder, info, load_recipe(str(folder / RECIPE)), _opened_run(folder, info["run"]))
+    if (folder / "run.json").is_file():
+        return collect_run(Run.open(folder))
+    raise CheckpointError(
+        f"{folder}: neither run.json nor {ROTOR_JSON} is in it.",
+        "Give a folder that `rotor calibrate` or `rotor export` wrote.",
+    )
 
 
-def _of_run(run: Run) -> ReportData:
+def collect_run(run: Run) -> ReportData:
+    """Of a run that is open."""
     data = ReportData("run", run.folder.resolve().name, str(run.info["model"]["name"]), run.recipe)
     table = RankTable.latest(run)
     point = None
@@ -84,30 +70,29 @@ def _of_run(run: Run) -> ReportData:
     data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
     missed = [target for target, found in data.reached if found is None]
     data.next_steps = steps_of_run(
-        data.recipe, _told(run.folder), data.target, missed, None if point is None else point.stored
+        data.recipe, _given(run.folder), data.target, missed, None if point is None else point.stored
     )
     return data
 
 
-def _of_checkpoint(folder: Path, place: Path, run: Run | str | None) -> ReportData:
-    report = read_report(folder)
-    data = ReportData("checkpoint", place.resolve().name, report["source"]["name"], load_recipe(str(folder / RECIPE)))
+def collect_checkpoint(
+    folder: Path, report: CheckpointInfo, recipe: Recipe, run: Run | str, place: Path | None = None
+) -> ReportData:
+    """Of a checkpoint whose rotor.json and recipe are known.
+
+    Args:
+        run: its opened run, or why there is none. place: where the folder will be, if that is not where it is.
+    """
+    place = place or folder
+    data = ReportData("checkpoint", place.resolve().name, report["source"]["name"], recipe)
     accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
     data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]
-    interval = accuracy["interval_95"]
     reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
     fidelity = {
         split: Fidelity.from_json(found, f"accuracy.measurements.{split}", reader)
         for split, found in accuracy["measurements"].items()
     }
-    chosen = ShownPoint(
-        report["compression"]["stored"],
-        accuracy["search"],
-        fidelity["search"].interval if "search" in fidelity else None,
-        accuracy["report"],
-        None if interval is None else (interval[0], interval[1]),
-        True,
-    )
+    chosen = ShownPoint(report["compression"]["stored"], fidelity.get("search"), fidelity.get("report"), True)
     data.ratios = _ratios(
         fidelity.get("report"), accuracy.get("base", {}).get("report") or {}, accuracy.get("left_out", {})
     )
@@ -115,29 +100,27 @@ def _of_checkpoint(folder: Path, place: Path, run: Run | str | None) -> ReportDa
         data.absent["points"] = f"Accuracy was not measured: {accuracy.get('not_measured', 'nobody says why')}."
     else:
         data.points = [chosen]
-    data.ranks = cells_of_layouts(report["layouts"], attention_shape(Checkpoint(folder).config).head_dim)
+    head_dim = (run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)).head_dim
+    for layout in report["layouts"]:
+        cells = [Cell.of(group, head_dim) for group in LayerLayout.from_dict(layout, ROTOR_JSON).groups]
+        data.ranks.append(sorted(cells, key=lambda cell: cell.kv_heads))
     data.ranks_of = "of this checkpoint"
     _headline(data, chosen, (size["before"], size["after"]))
-    if run is None:
-        run = _opened_run(folder, report["run"])
     if isinstance(run, Run):
         _join_run(data, run, report, accuracy)
     else:
-        for section in ("spectra", "losses", "timings"):
+        for section in ("spectra", "timings"):
             data.absent[section] = f"The run folder is not where rotor.json says ({run})."
-    try:
-        data.sizes.append(
-            ("weights of this checkpoint", format_bytes(Checkpoint(folder).total_bytes()), "safetensors files")
-        )
-    except RotorError as error:
-        data.absent["sizes"] = error.message
+    weights = format_bytes(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    data.sizes.append(("weights of this checkpoint", weights, "safetensors files"))
+    interval = accuracy["interval_95"]
     short = interval is not None and data.target is not None and interval[0] < data.target
-    data.next_steps = steps_of_checkpoint(data.recipe, _told(place), data.target if short else None)
+    data.next_steps = steps_of_checkpoint(recipe, _given(place), data.target if short else None)
     return data
 
 
-def _told(folder: Path) -> str:
-    """A folder as commands name it: as it was given; of an absolute path, which is nobody's business, the name."""
+def _given(folder: Path) -> str:
+    """A folder as commands name it: as it was given; of an absolute path the name."""
     return folder.name if folder.is_absolute() else str(folder)
 
 
@@ -149,7 +132,7 @@ def _opened_run(folder: Path, recorded: str) -> Run | str:
 
 
 def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: AccuracyInfo) -> None:
-    """What the run of a checkpoint adds: the other measured points, spectra, losses and timings."""
+    """What the run of a checkpoint adds: the other measured points, spectra and timings."""
     key = accuracy.get("table")
     table = None if key is None else RankTable.named(run, key)
     point = None
@@ -164,7 +147,7 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
 
 
 def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
-    """Facts, spectra, ranks and losses from a run and the point that is shown."""
+    """Facts, spectra and ranks from a run and the point that is shown."""
     info, shape = run.info, run.shape
     tokens = info.get("tokens", {})
     data.facts = [
@@ -209,39 +192,6 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     ]
     if point and not data.ranks:
         data.ranks = cells_of_point(run, point)
-    sensitivities = any_probes(run)
-    if sensitivities is not None:
-        data.losses = [_loss(chosen[i], sensitivities[i], choice[i], i, point) for i in range(len(bases))]
-    elif run.recipe.coded:
-        data.absent["losses"] = "Not measured: bits follow from Fisher information, without probes of single layers."
-    else:
-        probing = [name for name, method in RANK_METHODS.items() if "sensitivities" in method.needs]
-        data.absent["losses"] = (
-            "Not measured yet: the first export probes every layer."
-            if run.recipe.ranks.method in probing
-            else f"Not measured: only ranks.method {', '.join(probing)} probes layers one by one, this recipe's is "
-            f"{run.recipe.ranks.method}."
-        )
-
-
-def _loss(
-    spectra: tuple[Tensor, Tensor],
-    sensitivity: dict[str, Any],
-    key: str,
-    index: int,
-    point: Point | None,
-) -> LayerLoss:
-    """The KL of the deepest probe is its sensitivity times what it dropped; the prediction takes the chosen ranks."""
-    probed, predicted = [], []
-    for number in range(len(SIDES)):
-        energy = spectra[number].square()
-        at = sensitivity[key][number]
-        probed.append(at[0][1] * float(energy[:, at[0][0] :].sum()) if at else 0.0)
-        if point:
-            kept = [ranks[number] for ranks in point.ranks[index]]
-            dropped = torch.stack([group[rank:].sum() for group, rank in zip(energy, kept, strict=True)])
-            predicted.append(float((interpolated(at, torch.tensor(kept)) * dropped).sum()))
-    return LayerLoss((probed[0], probed[1]), (predicted[0], predicted[1]) if predicted else None)
 
 
 def _spectrum_names(run: Run, key: str) -> dict[str, str]:
@@ -256,7 +206,7 @@ def _spectrum_names(run: Run, key: str) -> dict[str, str]:
 
 
 def _mean_spectrum(values: Any) -> list[float]:
-    """Singular values [num_groups, columns] over each group's largest, averaged over the groups."""
+    """Singular values [num_groups, channels] over each group's largest, averaged over the groups."""
     largest = values[:, :1].clamp(min=1e-300)
     return [float(value) for value in (values / largest).mean(0)]
 
@@ -306,18 +256,19 @@ def _run_bytes(run: Run, point: Point) -> tuple[int, int]:
 
 def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> None:
     before, after = size
-    reported = point.report is not None
-    value, interval = (point.report, point.interval) if reported else (point.search, point.search_interval)
-    bounds = "no interval" if interval is None else "95 % interval {:.4f} to {:.4f}".format(*interval)
-    bounds += f" on the {'report' if reported else 'search'} split"
+    found, split = point.report or point.search, "search" if point.report is None else "report"
     target = "no target was set" if data.target is None else f"target {data.target:g}"
-    if reported and data.target is not None and point.report is not None:
-        why = Fidelity(point.report, point.interval, {}).against(data.target)[1]
+    if point.report is not None and data.target is not None:
+        why = point.report.against(data.target)[1]
         target += f"{why and ': '}{why}"
+    measured = ("accuracy", "not measured", target)
+    if found is not None:
+        interval = found.interval and "95 % interval {:.4f} to {:.4f}".format(*found.interval)
+        measured = ("accuracy", f"{found.accuracy:.4f}", f"{interval or 'no interval'} on the {split} split; {target}")
     data.headline = [
         ("KV cache removed", f"{100 * point.stored:.1f} %", "stored compression"),
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
-        ("accuracy", "not measured", target) if value is None else ("accuracy", f"{value:.4f}", f"{bounds}; {target}"),
+        measured,
     ]
     data.sizes += [
         ("KV cache per token before", f"{before} bytes", "keys and values of all layers"),

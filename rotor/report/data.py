@@ -2,50 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..calibration.run import Run
+from ..evaluation.fidelity import Fidelity
+from ..format.channels import Latent, Numbers
+from ..format.layout import GroupLayout
 from ..recipe import Recipe
 from ..search.point import Point
-from .cells import Cell
 
 SIDES = ("qk", "vo")
 JOINT = "joint"
 """What stands for both sides where keys and values share a latent."""
 
+WHOLE_BITS = 16
+
 
 @dataclass(frozen=True)
 class ShownPoint:
-    """A measured point: stored compression, accuracy and 95 % interval on each split that it was measured on."""
+    """A measured point: stored compression, and accuracy on each split that it was measured on."""
 
     stored: float
-    search: float | None
-    search_interval: tuple[float, float] | None = None
-    report: float | None = None
-    interval: tuple[float, float] | None = None
+    search: Fidelity | None = None
+    report: Fidelity | None = None
     chosen: bool = False
 
     @classmethod
     def of(cls, point: Point, chosen: bool = False) -> ShownPoint:
-        search, report = point.search, point.report
-        return cls(
-            point.stored,
-            None if search is None else search.accuracy,
-            None if search is None else search.interval,
-            None if report is None else report.accuracy,
-            None if report is None else report.interval,
-            chosen,
-        )
+        return cls(point.stored, point.search, point.report, chosen)
 
 
 @dataclass(frozen=True)
-class LayerLoss:
-    """KL divergence in nats per token with one layer and side compressed: measured at the probe, predicted as chosen.
+class Cell:
+    """The latents of one group of KV heads, in the map of ranks.
 
-    Each is (keys, values); `predicted` is None where no ranks are chosen.
+    channels: that each side has before any is dropped. values: None where both sides are the same latent.
     """
 
-    probed: tuple[float, float]
-    predicted: tuple[float, float] | None
+    kv_heads: tuple[int, ...]
+    keys: Latent
+    values: Latent | None
+    channels: int
+
+    @classmethod
+    def of(cls, group: GroupLayout, head_dim: int) -> Cell:
+        channels = len(group.kv_heads) * head_dim * (2 if group.joint else 1)
+        return cls(group.kv_heads, group.key, group.value, channels)
+
+    @property
+    def joint(self) -> bool:
+        return self.values is None
+
+    def side(self, name: str) -> Latent:
+        """`keys` or `values`."""
+        return self.keys if name == "keys" or self.values is None else self.values
+
+    def widths(self, name: str) -> str:
+        """`28x8 76x4` are 28 channels of 8 bits and 76 of 4; nothing for channels that are numbers."""
+        latent = self.side(name)
+        if isinstance(latent, Numbers):
+            return ""
+        return " ".join(f"{count}x{width}" for width, count in latent.to_dict().items())
+
+    def bits(self, name: str) -> int:
+        """Of all channels that are kept."""
+        latent = self.side(name)
+        return WHOLE_BITS * latent.rank if isinstance(latent, Numbers) else sum(latent.bits)
+
+    @property
+    def whole_bits(self) -> int:
+        """Of all channels at WHOLE_BITS each."""
+        return self.channels * WHOLE_BITS
+
+
+def cells_of_point(run: Run, point: Point) -> list[list[Cell]]:
+    """Of each layer of a measured point."""
+    cells = []
+    for index, key in enumerate(point.choice):
+        candidate = run.candidates[key]
+        latents: Sequence[tuple[Latent, Latent | None]] = (
+            point.channels[index]
+            if point.channels
+            else [(Numbers(qk), None if candidate.joint else Numbers(v)) for qk, v in point.ranks[index]]
+        )
+        size = candidate.group_size
+        heads = (tuple(range(i * size, (i + 1) * size)) for i in range(len(latents)))
+        groups = [GroupLayout(own, *pair) for own, pair in zip(heads, latents, strict=True)]
+        cells.append([Cell.of(group, run.shape.head_dim) for group in groups])
+    return cells
 
 
 @dataclass
@@ -75,9 +120,6 @@ class ReportData:
     target: float | None = None
     metric: str = ""
     reached: list[tuple[str, ShownPoint | None]] = field(default_factory=list)
-    losses: list[LayerLoss] = field(default_factory=list)
-    token_pairs: list[tuple[str, ...]] = field(default_factory=list)
-    token_counts: list[tuple[str, ...]] = field(default_factory=list)
     sizes: list[tuple[str, str, str]] = field(default_factory=list)
     timings: list[tuple[str, float, int]] = field(default_factory=list)
     next_steps: list[tuple[str, str]] = field(default_factory=list)

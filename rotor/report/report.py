@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -15,19 +14,19 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..calibration.run import Run
-from ..errors import RotorError, UsageError
+from ..errors import UsageError
 from ..format.atomic import write_text
 from ..format.file_names import ROTOR_JSON
 from ..format.places import check_file
+from ..format.schemas import CheckpointInfo
 from ..installing import pip_install
-from .collect import collect
+from ..recipe import Recipe
+from .collect import collect, collect_checkpoint, collect_run
 from .data import ReportData, format_bytes
 from .figures import SIDE_NAMES, figures
 
 NAME = "report.html"
 TEMPLATE = "report.html.jinja"
-
-log = logging.getLogger("rotor")
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,12 @@ class Report:
     absent: dict[str, str]
 
 
-def report(folder: str | Path, out: str | Path | None = None, *, study: str | Path | None = None) -> Report:
+def report(folder: str | Path, out: str | Path | None = None) -> Report:
     """Write the report of a run or of a checkpoint.
 
     Args:
         folder: what calibrate or export wrote. out: the HTML file; by default report.html in a run, and
             OUT-report.html beside a checkpoint, whose files stay as its manifest says.
-        study: folder of a study whose comparison of token sources is to be in it.
     Raises:
         UsageError: `out` is not an .html file, or cannot be written where it is. CheckpointError: a damaged folder.
     """
@@ -53,8 +51,7 @@ def report(folder: str | Path, out: str | Path | None = None, *, study: str | Pa
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise UsageError(f"{path}: a report is an .html file.", "Example: -o report.html")
     check_file(path)
-    data = collect(Path(folder), study=None if study is None else Path(study))
-    return write(data, path)
+    return write(collect(Path(folder)), path)
 
 
 def _place(folder: Path) -> Path:
@@ -74,23 +71,19 @@ def write(data: ReportData, path: Path) -> Report:
     return Report(path, list(drawn or {}), data.absent)
 
 
-def write_with_checkpoint(folder: Path, run: Run, place: Path) -> None:
+def write_with_checkpoint(folder: Path, place: Path, info: CheckpointInfo, recipe: Recipe, run: Run) -> None:
     """Put a report into the folder of a checkpoint that is being written, and another into its run.
 
-    The one of the checkpoint leaves out seconds, so that the same run gives the same bytes. A report that cannot be
-    collected or written is logged, and does not fail the export.
+    The one of the checkpoint leaves out seconds, so that the same run gives the same bytes.
 
     Args:
-        place: where the folder will be, as the user gave it.
+        place: where the folder will be, as the user gave it. info: the content of its rotor.json.
     """
-    try:
-        data = collect(folder, run=run, place=place)
-        data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
-        write(data, folder / NAME)
-        if run.writable:
-            write(collect(run.folder), run.folder / NAME)
-    except (RotorError, OSError) as error:
-        log.warning("no report was written: %s", error)
+    data = collect_checkpoint(folder, info, recipe, run, place)
+    data.timings, data.absent["timings"] = [], "In the report of the run; left out here, as they differ each time."
+    write(data, folder / NAME)
+    if run.writable:
+        write(collect_run(run), run.folder / NAME)
 
 
 def render(data: ReportData, drawn: dict[str, str] | None) -> str:
@@ -100,7 +93,7 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
         drawn: SVG by section; None where figures cannot be drawn, and tables stand open in their place.
     """
     energies = [
-        {side: f"{_columns_for(values, 0.99)} of {len(values)}" for side, values in layer.items()}
+        {side: f"{_channels_for(values, 0.99)} of {len(values)}" for side, values in layer.items()}
         for layer in data.spectra
     ]
     return _template().render(
@@ -121,8 +114,8 @@ def _figures(data: ReportData) -> dict[str, str] | None:
         return None
 
 
-def _columns_for(spectrum: list[float], share: float) -> int:
-    """How many leading columns hold a share of the sum of squares."""
+def _channels_for(spectrum: list[float], share: float) -> int:
+    """How many leading channels hold a share of the sum of squares."""
     sums = list(accumulate(value * value for value in spectrum))
     return next(i + 1 for i, total in enumerate(sums) if total >= share * sums[-1])
 
@@ -137,5 +130,4 @@ def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"bytes": format_bytes, "code": _code}
     environment.globals["pip_install"] = pip_install
-    environment.globals["FEW"] = 20  # rows that a table may have to stand open beside its figure
     return environment.from_string((resources.files("rotor.report") / TEMPLATE).read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""How all plots look."""
+"""What the plots of reports and studies share: how they look, axes of accuracy and compression, colours of layers."""
 
 from __future__ import annotations
 
@@ -16,3 +16,79 @@ STYLE: dict[Any, Any] = {
 
 MARKERS = "osD^vPX*<>"
 """Of the lines of a plot, in turn."""
+
+LOSS_FLOOR = 5e-4
+"""Losses of accuracy below it, none among them, are drawn at it: a logarithmic axis has no 0."""
+
+LOSS_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+COMPRESSION_TICKS = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)
+KEPT_FLOOR = 1e-3
+"""Smallest share of the cache that an axis of compression shows."""
+
+LAYER_COLOURS = ("#3b6fd4", "#1f9e94", "#c9742a")
+"""Of the first, a middle and the last layer; each is readable on a light and on a dark page."""
+
+
+def shown_loss(accuracy: float) -> float:
+    """Where an accuracy lies on `accuracy_axis`."""
+    return min(max(1 - accuracy, LOSS_FLOOR), 1.0)
+
+
+def accuracy_axis(axes: Any, losses: list[float], label: str) -> None:
+    """An axis of accuracy, best at the top, logarithmic in what is lost: from 0.9 to 0.99 it is as far as on to 0.999.
+
+    Args:
+        losses: all that `shown_loss` gave for what is drawn.
+    """
+    worst = max([*losses, 0.01])
+    axes.set_yscale("log")
+    axes.set_ylim(min(1.3 * worst, 1.1), 0.8 * LOSS_FLOOR)
+    ticks = [tick for tick in LOSS_TICKS if tick <= 1.3 * worst]
+    axes.set_yticks([LOSS_FLOOR, *ticks], [f"≥ {1 - LOSS_FLOOR:g}", *(f"{1 - tick:g}" for tick in ticks)])
+    axes.set_yticks([], minor=True)
+    axes.set_ylabel(label)
+
+
+def compression_axis(axes: Any, most: float, label: str) -> None:
+    """An axis of compression from 0, logarithmic in what is kept: from 0.9 to 0.95 it is as far as from 0 to 0.5.
+
+    Args:
+        most: the largest that is drawn.
+    """
+    least_kept = max(0.8 * (1 - most), KEPT_FLOOR)
+    axes.set_xscale("function", functions=(_halvings, lambda halvings: 1 - 0.5**halvings))
+    axes.set_xlim(-0.03, 1 - least_kept)
+    axes.set_xticks([tick for tick in COMPRESSION_TICKS if tick <= 1 - least_kept])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(label)
+
+
+def _halvings(compression: Any) -> Any:
+    import numpy as np
+
+    return -np.log2(np.maximum(1 - np.asarray(compression, dtype=float), KEPT_FLOOR))
+
+
+def layer_colours(layers: int) -> list[Any]:
+    """A colour for each layer, from the first to the last of LAYER_COLOURS."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    scale = LinearSegmentedColormap.from_list("layers", LAYER_COLOURS)
+    return [scale(index / max(layers - 1, 1)) for index in range(layers)]
+
+
+def layer_legend(figure: Any, axes: Any, layers: int) -> None:
+    """A scale of `layer_colours` beside axes, with numbers of layers; nothing for one layer."""
+    if layers < 2:
+        return
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    steps = LinearSegmentedColormap.from_list("layers", LAYER_COLOURS, N=min(layers, 40))
+    shown = ScalarMappable(Normalize(-0.5, layers - 0.5), steps)
+    bar = figure.colorbar(shown, ax=axes, pad=0.02, aspect=30, ticks=MaxNLocator(8, integer=True))
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(length=0, labelsize=8)
+    bar.set_label("layer", fontsize=8)  # not above, where the title of the axes is
+    bar.outline.set_visible(False)

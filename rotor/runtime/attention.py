@@ -16,20 +16,18 @@ from ..errors import UsageError
 from ..format.kernel_config import LayerKernels
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.tensors import FLOAT32, TensorSpec, layer_tensors
-from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import attention, project_keys
+from ..kernels.defaults import default_layer
+from ..kernels.dispatch import kernels_serve
+from ..kernels.parameters import AttentionParameters
+from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
 from . import kernel_calls
-from .cache_hook import CachePolicy, attending_layer
-from .code_rows import check_cache
+from .checks import check_pass
 from .families import Family
-from .rope import Place, Rotations, rope_of
+from .rope import Rotations, rope_of
 from .rotary_table import RotaryTable
-from .spread import Spread
-
-NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
-NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
+from .steps import InCache, RowStore, Step
 
 
 class RotorAttention(nn.Module):
@@ -43,13 +41,10 @@ class RotorAttention(nn.Module):
         biases: which of q, k, v, o have a bias in the source.
         rotary: table shared by the layers, or None for a model without RoPE.
 
-    kernels: how the Triton kernels run it: by rule (None), or as a loaded checkpoint's kernel_config.json says.
-    cache_policy: how the cache is kept, where not as transformers keeps it; see rotor.policies.
-    spread: set while the sequence lies on several processes (`rotor.parallel`); the cache, the mask and the attention
-        are then its business.
+    kernels: how the Triton kernels run it: by rule, or as a loaded checkpoint's kernel_config.json says.
+    store: where its rows are kept, and how queries meet them.
     """
 
-    spread: Spread | None = None
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear | None
@@ -76,10 +71,10 @@ class RotorAttention(nn.Module):
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
         self.shape, self.layout = shape, layout
         self.is_causal = True
-        self.kernels: LayerKernels | None = None
-        self.cache_policy: CachePolicy | None = None
+        self.kernels: LayerKernels = default_layer(layout)
+        self.store: RowStore = InCache()
         self.rotary = rotary
-        self._rope = rope_of(layout, shape, rotary)
+        self.rope = rope_of(layout, shape, rotary)
         tensors = layer_tensors(layout, shape, biases)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             weight, bias = tensors.get(f"{name}.weight"), f"{name}.bias" in tensors
@@ -101,60 +96,52 @@ class RotorAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """`layer_past` is what GPT-NeoX and Falcon call `past_key_values`."""
+        batch_size, seq_len, _ = hidden_states.shape
         cache, dropout = layer_past if past_key_values is None else past_key_values, kwargs.get("dropout", 0.0)
-        self._check(kwargs, attention_mask, dropout, cache)
-        held = attending_layer(cache, self.layer_idx, self.cache_policy, self.config) if self.spread is None else None
-        place = self._place(cache, hidden_states.shape[1])
-        kernels = not (held and held.in_pytorch) and kernel_calls.serve(self, hidden_states, attention_mask, dropout)
-        rotations = self._rope(place, position_embeddings, hidden_states, kernels)
-        if self.rotary is not None and self.layout.in_blocks and self.spread is None:
-            positions = kwargs.get("position_ids")
-            where = self.layer_idx, len(hidden_states), place.query_offset, place.kv_offset
-            self.rotary.check_positions(positions, attention_mask, cache, *where)
+        check_pass(self.layout, self.layer_idx, kwargs, attention_mask, dropout, cache)
+        keeper = self.store.keeper(cache, self.layer_idx)
+        place = self.store.place(cache, self.layer_idx, seq_len)
+        served = not keeper.in_pytorch and kernels_serve(
+            hidden_states, self.layout, self.shape, attention_mask, dropout, self.rope.fits_kernels
+        )
+        kernels = self.kernels if served else None
+        self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, place)
+        rotations = self.rope(place, position_embeddings, hidden_states, served)
 
         query, key, value = self._projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            rows = kernel_calls.append if kernels else plain_rows
-            query, key, value = rows(self, query, key, value, rotations)
-            if self.spread is not None:
-                output = self.spread.attend(self, query, key, value, cache, rotations.read)
-            elif held is not None:
-                step = attention_mask, rotations, dropout, kernels
-                output = held.attend(self, query, key, value, cache, *step)
-            else:
-                if cache is not None:
-                    key, value = cache.update(key, value, self.layer_idx)
-                output = self.attend(query, key, value, attention_mask, rotations, dropout, kernels)
+            parameters = self.parameters_of_attention()
+            rows = self.rows(parameters, query, key, value, rotations, kernels)
+            step = Step(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, dropout, kernels)
+            output = keeper.attend(step)
         return self.o_proj(output), None
 
-    def attend(
+    def rows(
         self,
+        parameters: AttentionParameters,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
         rotations: Rotations,
-        dropout: float = 0.0,
-        kernels: bool = False,
-    ) -> Tensor:
-        """Attention over rows, [batch_size, 1, kv_len, *]: see `kernels.reference.attention`."""
-        self._check_mask(mask, value.shape[0], seq_len_of(query), key.shape[2])
-        if kernels:
-            return kernel_calls.attend(self, query, key, value, mask, rotations)
-        output = attention(query, key, value, self.parameters_of_attention(), rotations.read, mask, dropout)
-        if self.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
-            output.register_hook(_refuse_gradients)
-        return output
+        kernels: LayerKernels | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries as attention takes them, and the rows of keys and values as the cache keeps them."""
+        if kernels is None:
+            return plain_rows(parameters, query, key, value, rotations)
+        return kernel_calls.append(parameters, kernels, query, key, value, rotations)
 
     def parameters_of_attention(self) -> AttentionParameters:
         """What attention goes by beside queries and rows."""
         return AttentionParameters(
-            self.layout, self.shape, self.scaling, self.query_basis, self.key_constant, self.softcap
+            self.layout,
+            self.shape,
+            self.scaling,
+            self.query_basis,
+            self.key_constant,
+            self.softcap,
+            self.key_basis,
+            self.key_shift,
         )
-
-    @property
-    def rotation_fits_kernels(self) -> bool:
-        return self._rope.fits_kernels
 
     def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys by heads, [batch_size, seq_len, heads, head_dim], normed; what is folded as latents,
@@ -172,49 +159,6 @@ class RotorAttention(nn.Module):
         """[batch_size, seq_len, n * head_dim] -> [batch_size, seq_len, n, head_dim], normed where the family does."""
         heads = x.unflatten(-1, (-1, self.shape.head_dim))
         return self.get_submodule(norm)(heads) if norm in self._modules else heads
-
-    def _place(self, cache: Any, seq_len: int) -> Place:
-        if self.spread is not None:
-            return Place(0, self.spread.length, 0, self.spread.length, self.spread.indices)
-        if cache is None:
-            return Place(0, seq_len, 0, seq_len)
-        kv_len, kv_offset = cache.get_mask_sizes(seq_len, self.layer_idx)
-        return Place(cache.get_seq_length(self.layer_idx), seq_len, kv_offset, kv_len)
-
-    def _check(self, kwargs: dict[str, Any], mask: Tensor | None, dropout: float, cache: Any) -> None:
-        """Raises UsageError for what compressed attention does not do."""
-        if kwargs.get("output_attentions"):
-            raise UsageError(
-                "output_attentions: compressed layers keep no attention weights.", "Load the source model to see them."
-            )
-        if kwargs.get("cache") is not None:
-            raise UsageError(
-                "transformers' continuous batching (paged attention) cannot serve a compressed cache.",
-                "Use generate().",
-            )
-        if mask is not None and mask.dim() != 4:
-            raise UsageError(
-                f"the attention mask has {mask.dim()} dimensions, expected 4.",
-                "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
-            )
-        if self.layout.coded and dropout:
-            raise UsageError(
-                f"layer {self.layer_idx}: dropout of {dropout} in attention over rows of codes, which has none.",
-                "Call model.eval(); a checkpoint with codes is for inference.",
-            )
-        check_cache(cache, self.layer_idx, self.layout)
-
-    def _check_mask(self, mask: Tensor | None, batch_size: int, seq_len: int, kv_len: int) -> None:
-        """Raises UsageError where a mask does not broadcast to the logits: the kernels read it unchecked."""
-        if mask is None:
-            return
-        expected = (batch_size, self.shape.num_heads, seq_len, kv_len)
-        if any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
-            raise UsageError(
-                f"layer {self.layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in "
-                "place of any of these (batch_size, num_heads, seq_len, kv_len).",
-                "Give a mask over all cached keys and the new ones.",
-            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotorAttention:
         """What `.to()` and its kin go through: they move key_shift and key_constant, and leave them in float32."""
@@ -239,21 +183,21 @@ def _frozen(spec: TensorSpec) -> nn.Parameter:
 
 
 def plain_rows(
-    module: RotorAttention, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
+    parameters: AttentionParameters, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries as `kernels.reference.attention` takes them, and the rows of keys and values as the cache keeps them.
+    """Queries as `kernels.reference.attention` takes them, and rows.
 
     Args:
-        query, key, value: as `_projected` gives them.
+        query, key, value: as projections and norms put them out.
     """
-    layout = module.layout
+    layout = parameters.layout
     if rotations.query is not None:
         query = rotated(query.transpose(1, 2), rotations.query)
     latents, value = key.unsqueeze(1), value.unsqueeze(1)
-    if module.key_basis is not None:
+    if parameters.key_basis is not None:
         of_values = value if layout.joint else None
         heads = rotated(key.transpose(1, 2), rotations.stored)
-        latents = project_keys(heads, module.key_basis, layout, module.key_shift, of_values)
+        latents = project_keys(heads, parameters.key_basis, layout, parameters.key_shift, of_values)
     if layout.joint:
         value = latents[..., :0]
     return query, pack_layer(latents, layout, keys=True), pack_layer(value, layout, keys=False)
@@ -269,8 +213,3 @@ def refuse_others(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor,
         f"attn_implementation='rotor' was requested for {type(module).__name__}, which is not compressed.",
         "Load a checkpoint written by `rotor export`; `import rotor` is all that it needs.",
     )
-
-
-def _refuse_gradients(gradient: Tensor) -> None:
-    """Keys and values get no gradient through their codes: what is left of it would train something else."""
-    raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..format.file_names import KERNEL_CONFIG, ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout
 from ..format.section import MARK, METHOD, CompressedSection, is_ours
-from .attention import NO_GRADIENTS, NO_GRADIENTS_HINT, RotorAttention, refuse_others
-from .cache_hook import stored_policies
+from .attention import RotorAttention, refuse_others
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
 from .rotary_table import RotaryTable
+from .steps import NO_GRADIENTS, NO_GRADIENTS_HINT
 
 log = logging.getLogger("rotor")
 
@@ -65,7 +66,7 @@ class RotorQuantizer(HfQuantizer):
         network, shape = with_head(model), attention_shape(model.config)
         family, layouts = FAMILIES[model.config.model_type], config.layouts(shape)
         section = getattr(config, "cache", None)
-        self.cache_policy = None if section is None else stored_policies().read_stored(section)
+        self.cache_policy = None if section is None else import_module("rotor.policies").read_stored(section)
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         path = find_kernel_config(model.config, checkpoint_files)
         self.kernel_config = kernels_of(config, path, shape)
@@ -84,7 +85,7 @@ class RotorQuantizer(HfQuantizer):
             model.register_forward_pre_hook(refuse_training)
         if self.cache_policy is not None:
             try:
-                stored_policies().attach_stored(model, network, self.cache_policy)
+                import_module("rotor.policies").attach_stored(model, network, self.cache_policy)
             except (UsageError, UnsupportedModelError) as error:
                 raise CheckpointError(f"config.json, quantization_config: {error.message}", error.hint) from error
         return model

@@ -5,61 +5,56 @@ Imports Triton where a kernel is first called.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from ..kernels.defaults import default_layer
-from ..kernels.dispatch import kernels_serve
+from ..format.kernel_config import LayerKernels
+from ..kernels.parameters import AttentionParameters
 from .rope import Rotations
-
-if TYPE_CHECKING:
-    from .attention import RotorAttention
-
-
-def serve(module: RotorAttention, hidden_states: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Whether the kernels serve a layer in this pass."""
-    fits = module.rotation_fits_kernels
-    return module.spread is None and kernels_serve(hidden_states, module.layout, module.shape, mask, dropout, fits)
 
 
 def append(
-    module: RotorAttention, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotations: Rotations,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attention.plain_rows`."""
-    rotation, asked = rotations.table, None if module.query_basis is None else query
-    bases = {"key_basis": module.key_basis, "key_shift": module.key_shift}
-    options = {"query": asked, "rotation": rotation, "index": rotations.places, **bases}
+    p = parameters
+    asked = None if p.query_basis is None else query
+    bases = {"key_basis": p.key_basis, "key_shift": p.key_shift}
+    options = {"query": asked, "rotation": rotations.table, "index": rotations.places, **bases}
     if torch.compiler.is_compiling():
         from ..kernels import operators
 
-        made = operators.append(key, value, _described(module), **options)
+        made = operators.append(key, value, operators.describe(p.layout, p.shape, kernels), **options)
     else:
         from ..kernels import append as launched
 
-        made = launched.append(key, value, module.layout, module.shape, **options)
+        made = launched.append(key, value, p.layout, p.shape, **options)
     return query if made.query is None else made.query, made.key, made.value
 
 
 def attend(
-    module: RotorAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rotations: Rotations
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    rotations: Rotations,
+    layer_idx: int,
 ) -> Tensor:
-    """As `RotorAttention.attend`."""
-    parameters = module.parameters_of_attention()
-    rotation = rotations.table if module.layout.in_blocks else None
+    """As `steps.attend_to_rows`."""
+    p = parameters
+    rotation = rotations.table if p.layout.in_blocks else None
     options = {"rotation": rotation, "first": rotations.first, "attention_mask": mask}
     if torch.compiler.is_compiling():
         from ..kernels import operators
 
-        return operators.attend(query, key, value, parameters, _described(module), **options)
+        return operators.attend(query, key, value, p, operators.describe(p.layout, p.shape, kernels), **options)
     from ..kernels import attention as launched
 
-    kernels = module.kernels or default_layer(module.layout)
-    return launched.attend(query, key, value, parameters, kernels, **options, layer_idx=module.layer_idx)
-
-
-def _described(module: RotorAttention) -> str:
-    from ..kernels.operators import describe
-
-    return describe(module.layout, module.shape, module.kernels or default_layer(module.layout))
+    return launched.attend(query, key, value, p, kernels, **options, layer_idx=layer_idx)

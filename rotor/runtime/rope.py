@@ -51,11 +51,14 @@ class NoRope:
     def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         return Rotations()
 
+    def check(
+        self, positions: Tensor | None, mask: Tensor | None, cache: Any, layer_idx: int, batch_size: int, place: Place
+    ) -> None:
+        """Raises UsageError where keys would be rotated by other positions than the model was given."""
 
-class PostRope:
+
+class PostRope(NoRope):
     """Queries and keys are rotated by the positions that the model is given, and stay so."""
-
-    fits_kernels = True
 
     def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         assert given is not None
@@ -65,19 +68,14 @@ class PostRope:
         return Rotations(rotation, rotation)
 
 
-class InBlocks:
-    """Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE. Where they are
-    not, the table's check of positions refuses.
-    """
+class InBlocks(NoRope):
+    """Positions are indices in the cache: what the mask goes by, and only differences matter to RoPE."""
 
     def __init__(self, form: KeyForm, table: RotaryTable, all_fast: bool) -> None:
         assert form.rope_block is not None
         self.form, self.table, self.all_fast = form, table, all_fast
         self.block = 1 if all_fast else form.rope_block
-
-    @property
-    def fits_kernels(self) -> bool:
-        return not self.table.depends_on_length
+        self.fits_kernels = not table.depends_on_length
 
     def __call__(self, place: Place, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         """Where a window has let go of the first keys, rows may begin within a block: the table begins with it."""
@@ -95,8 +93,15 @@ class InBlocks:
         stored = None if self.all_fast else within_blocks(table, index, self.form)
         return Rotations(rows_of(table, index), stored, rows_of(read, slice(first, first + place.kv_len)))
 
+    def check(
+        self, positions: Tensor | None, mask: Tensor | None, cache: Any, layer_idx: int, batch_size: int, place: Place
+    ) -> None:
+        if place.indices is None:  # else they are compared as a whole, by whoever spread the tokens
+            where = layer_idx, batch_size, place.query_offset, place.kv_offset
+            self.table.check_positions(positions, mask, cache, *where)
 
-def rope_of(layout: LayerLayout, shape: AttentionShape, table: RotaryTable | None) -> NoRope | PostRope | InBlocks:
+
+def rope_of(layout: LayerLayout, shape: AttentionShape, table: RotaryTable | None) -> NoRope:
     """How a layer's queries and keys are rotated."""
     if table is None:
         return NoRope()

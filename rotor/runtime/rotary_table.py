@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..format.layout import KeyForm
 from ..kernels.rotary import Rotation, when_read
 from .positions import PositionCheck
-from .rotary_frequencies import depends_on_length
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
@@ -33,7 +32,7 @@ class RotaryTable:
         self._arguments = () if layer_type is None else (layer_type,)
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
-        self.depends_on_length = depends_on_length(kind)
+        self.depends_on_length = kind == "longrope" or "dynamic" in kind
         self.check_positions = PositionCheck()
         self._key: tuple[Any, ...] | None = None
         self._table: Rotation | None = None

@@ -6,80 +6,77 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ..allocation.registry import CHOOSING
 from ..errors import RecipeError, UsageError
 from ..format.yaml_files import read_text, read_yaml
 from ..recipe import Recipe, load_recipe, override
+from .parts import ALL, DEFAULT, ON_REQUEST, PARTS
 
-CACHE_PARTS = ("quantise", "evict", "budgets", "combine")
-"""Policies of the cache."""
+ABLATION = "ablation"
+TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
-ON_REQUEST = ("peers", *CACHE_PARTS, "tiers")
-"""Parts that take longest, and are only run when they are named."""
-
-PARTS = ("curves", "sources", "tokens", "degradation", "ablation", "front", *ON_REQUEST)
-"""What a study can measure, in the order in which it does."""
-
-DEFAULT_PARTS = ("curves", "ablation")
-"""Without a request: one calibration a recipe. Each of the others calibrates many times, or searches many targets."""
-
-ALL = "all"
-"""Stands for all parts that can run, but ON_REQUEST."""
+PROMPT_SHARE = "study.prompt_share"
+"""A setting of the study alone, given like those of recipes."""
 
 
 @dataclass(frozen=True)
 class StudyPlan:
     """A study request, checked before anything is measured.
 
-    parts: those to run, in the order of PARTS. recipes: by name, under the same conditions. focus: names of those that
-    all parts but `curves`, `ablation`, `peers` and CACHE_PARTS are about; allocating: of these, the ones whose ranks
-    choose form and group size. base: what the ablations change, or None without them; variants: its ablations by
-    name. counts: numbers of calibration tokens. sizes: bytes of cache per token, or None for the default.
+    parts: names of those to run, in the order of PARTS; named: of them, the ones that were asked for by name.
+    recipes: by name, under the same conditions. focus: names of those that the parts are about which calibrate many
+    times, or search many targets. base: what the ablations change, or None without them; variants: its ablations by
+    name. at: compression at which `tokens` is measured. counts: numbers of calibration tokens. sizes:
+    bytes of cache per token, or None for the default.
+    prompt_share: of a row of text, that is the prompt where caches are read step by step.
     """
 
     parts: tuple[str, ...]
+    named: tuple[str, ...]
     recipes: dict[str, Recipe]
     focus: tuple[str, ...]
-    allocating: tuple[str, ...]
     base: Recipe | None
     variants: dict[str, Recipe]
-    counts: tuple[int, ...]
-    sizes: tuple[int, ...] | None
+    at: float = 0.5
+    counts: tuple[int, ...] = TOKEN_COUNTS
+    sizes: tuple[int, ...] | None = None
+    prompt_share: float = 0.25
 
     @classmethod
     def of(
         cls,
-        recipes: list[str],
-        overrides: list[str],
-        parts: Iterable[str] | None,
-        focus: Iterable[str] | None,
-        ablations: Mapping[str, list[str]],
-        ablation_base: str,
-        counts: tuple[int, ...],
-        sizes: tuple[int, ...] | None,
+        recipes: Iterable[str],
+        overrides: Iterable[str] = (),
+        *,
+        parts: Iterable[str] | None = None,
+        focus: Iterable[str] | None = None,
+        ablations: Mapping[str, list[str]] | None = None,
+        ablation_base: str = "rotor",
+        at: float = 0.5,
+        counts: Iterable[int] = TOKEN_COUNTS,
+        sizes: Iterable[int] | None = None,
     ) -> StudyPlan:
         """Raises UsageError where the requests contradict each other; the arguments are those of `study`."""
-        asked = None if parts is None else list(parts)
-        chosen = _chosen_parts(asked, ablations)
+        if not 0 < at < 1:
+            raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
+        overrides = list(overrides)
+        prompt_share, overrides = _prompt_share(overrides), of_recipes(overrides)
+        named, ablations = None if parts is None else list(parts), ablations or {}
+        chosen = _chosen_parts(named, ablations)
         found = same_conditions([load_recipe(name, overrides) for name in recipes], overrides)
         names = tuple(focus) if focus is not None else tuple(found)[:1]
         for name in names:
             if name not in found:
-                raise UsageError(
-                    f"--focus {name}: not among the recipes of the study.", f"They are {', '.join(found)}."
-                )
-        allocating = tuple(name for name in names if found[name].ranks.rule.chooses)
-        if asked is not None and "front" in asked and not allocating:
-            raise UsageError(
-                f"--parts front: the ranks of {', '.join(names)} do not choose form of keys and group size.",
-                f"Give --focus a recipe with ranks.method={CHOOSING}, as rotor-16 has.",
-            )
-        base: Recipe | None = None
-        variants: dict[str, Recipe] = {}
-        if "ablation" in chosen:
+                known = ", ".join(found)
+                raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {known}.")
+        base, variants = None, dict[str, Recipe]()
+        if ABLATION in chosen:
             base, variants = _ablated(ablation_base, ablations, found, overrides)
-        return cls(chosen, found, names, allocating, base, variants, counts, sizes)
+        of_bytes = None if sizes is None else tuple(sizes)
+        return cls(
+            *(chosen, tuple(named or ()), found, names, base, variants, at, tuple(counts), of_bytes, prompt_share)
+        )
 
     @property
     def first(self) -> Recipe:
@@ -93,27 +90,25 @@ def parse_ablations(items: Iterable[str], path: Path | None) -> dict[str, list[s
     Raises:
         RecipeError: not of that form, or a name given twice.
     """
-    found: list[tuple[str, list[str]]] = []
+    found: list[tuple[str, Any]] = []
     for item in items:
-        name, colon, changes = item.partition(":")
-        if not colon or not name.strip() or not changes.split():
-            raise RecipeError(
-                f"--ablation {item}: expected NAME:KEY=VALUE ...", 'Example: --ablation "per-head:groups.size=1"'
-            )
+        name, _, changes = item.partition(":")
         found.append((name.strip(), changes.split()))
     if path is not None:
         data = read_yaml(read_text(path, f"--ablations {path}"), f"--ablations {path}")
         if not isinstance(data, dict):
             raise RecipeError(f"--ablations {path}: expected a mapping from names to lists of KEY=VALUE.")
-        for name, changes in data.items():
-            if not isinstance(changes, list) or not changes or not all(isinstance(c, str) for c in changes):
-                raise RecipeError(f"--ablations {path}: {name}: expected a list of KEY=VALUE.")
-            found.append((str(name), changes))
-    names = [_file_name(name) for name, _ in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise RecipeError(f"ablation {name!r} is given twice.", "Give every ablation a name of its own.")
-    return dict(found)
+        found += data.items()
+    names = [_file_name(str(name)) for name, _ in found]
+    for (name, changes), file_name in zip(found, names, strict=True):
+        if not name or not isinstance(changes, list) or not changes or not all(isinstance(c, str) for c in changes):
+            raise RecipeError(
+                f"ablation {name}: expected a name and a list of KEY=VALUE.",
+                'Example: --ablation "per-head:groups.size=1"',
+            )
+        if names.count(file_name) > 1:
+            raise RecipeError(f"ablation {file_name!r} is given twice.", "Give every ablation a name of its own.")
+    return {str(name): changes for name, changes in found}
 
 
 def parse_counts(items: Iterable[str], option: str = "--counts", unit: str = "tokens") -> tuple[int, ...]:
@@ -128,6 +123,11 @@ def parse_counts(items: Iterable[str], option: str = "--counts", unit: str = "to
     return tuple(int(item) for item in items)
 
 
+def of_recipes(overrides: Iterable[str]) -> list[str]:
+    """The overrides that are no settings of the study itself."""
+    return [item for item in overrides if not item.startswith(f"{PROMPT_SHARE}=")]
+
+
 def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Recipe]:
     """Put the recipes, by name, under one number of tokens, seed, row length, evaluation and search for all.
 
@@ -137,12 +137,12 @@ def same_conditions(recipes: list[Recipe], overrides: list[str]) -> dict[str, Re
     if not recipes:
         raise UsageError("--recipes: no recipes to compare.", "Give names or YAML files: --recipes fdc,rotor")
     first, count = recipes[0], max(recipe.tokens.count for recipe in recipes)
-    specs: dict[str, Recipe] = {}
+    found: dict[str, Recipe] = {}
     for recipe in map(_named, recipes):
-        if recipe.name in specs:
+        if recipe.name in found:
             raise UsageError(f"--recipes: two recipes are named {recipe.name!r}.", "Change `name` in one of the files.")
-        specs[recipe.name] = _under_conditions(recipe, first, count, overrides)
-    return specs
+        found[recipe.name] = _under_conditions(recipe, first, count, overrides)
+    return found
 
 
 def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list[str]) -> Recipe:
@@ -151,38 +151,47 @@ def _under_conditions(recipe: Recipe, first: Recipe, count: int, overrides: list
     return override(same, overrides)
 
 
+def _prompt_share(overrides: list[str]) -> float:
+    given = [item.removeprefix(f"{PROMPT_SHARE}=") for item in overrides if item.startswith(f"{PROMPT_SHARE}=")]
+    if not given:
+        return StudyPlan.prompt_share
+    if not re.fullmatch(r"0?\.\d*[1-9]\d*", given[-1]):
+        raise UsageError(f"--set {PROMPT_SHARE}={given[-1]}: expected a share between 0 and 1.")
+    return float(given[-1])
+
+
 def _ablated(
-    base: str, ablations: Mapping[str, list[str]], specs: dict[str, Recipe], overrides: list[str]
+    base: str, ablations: Mapping[str, list[str]], recipes: dict[str, Recipe], overrides: list[str]
 ) -> tuple[Recipe, dict[str, Recipe]]:
     """The recipe `base` under the study's conditions, and with the overrides of each ablation."""
-    first = next(iter(specs.values()))
+    first = next(iter(recipes.values()))
     for change in (change for changes in ablations.values() for change in changes):
         if change.split(".")[0] in ("evaluation", "search"):
             raise UsageError(
                 f"ablation {change}: all are measured the same way.", "Give it with --set, for all of them."
             )
-    recipe = specs.get(base)
+    recipe = recipes.get(base)
     if recipe is None:
         loaded = _named(load_recipe(base, overrides))
-        recipe = specs.get(loaded.name) or _under_conditions(loaded, first, first.tokens.count, overrides)
-    changed = {_file_name(f"{recipe.name}-{name}"): override(recipe, changes) for name, changes in ablations.items()}
-    return recipe, changed
+        recipe = recipes.get(loaded.name) or _under_conditions(loaded, first, first.tokens.count, overrides)
+    return recipe, {
+        _file_name(f"{recipe.name}-{name}"): override(recipe, changes) for name, changes in ablations.items()
+    }
 
 
-def _chosen_parts(parts: list[str] | None, ablations: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """The parts to run, in the order of PARTS."""
-    if parts is None:
-        wanted = list(DEFAULT_PARTS)
-    else:
-        wanted = [p for part in parts for p in ([p for p in PARTS if p not in ON_REQUEST] if part == ALL else (part,))]
-    unknown = [part for part in wanted if part not in PARTS]
-    if unknown or not wanted:
-        raise UsageError(f"--parts {','.join(unknown) or 'is empty'}: expected some of {', '.join(PARTS)}, or {ALL}.")
+def _chosen_parts(named: list[str] | None, ablations: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """The parts to run, the bundled ones in the order of PARTS."""
+    wanted = list(DEFAULT if named is None else named)
+    if not wanted:
+        raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or {ALL}.")
+    every = [part for part in PARTS if part not in ON_REQUEST]
+    wanted = [part for name in wanted for part in (every if name == ALL else (name,))]
     if not ablations:
-        if parts is not None and "ablation" in parts:
+        if named is not None and ABLATION in named:
             raise UsageError("--parts ablation: there are no ablations; give --ablation or --ablations.")
-        wanted = [part for part in wanted if part != "ablation"]
-    return tuple(part for part in PARTS if part in wanted)
+        wanted = [part for part in wanted if part != ABLATION]
+    ordered = [part for part in PARTS if part in wanted] + [part for part in wanted if part not in PARTS]
+    return tuple(dict.fromkeys(ordered))
 
 
 def _named(recipe: Recipe) -> Recipe:

@@ -17,23 +17,17 @@ ADDED_LATER = ("recipes", "ablations")
 
 
 class StudyStore:
-    """Records of a study by key (`part/name/...`), with the settings that they all share.
+    """Records of a study by key (`part/name/...`), with the settings that they all share."""
 
-    A record is measured once: `get` it first, `put` what was missing. Every `put` writes the file anew, so that an
-    interrupted study keeps everything before.
-    """
-
-    def __init__(self, folder: Path, settings: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
-        self.folder, self.settings, self.records = folder, settings, records
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], records: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        self.folder, self.settings, self.records = folder, settings, records or {}
         self.added = 0
 
-    @classmethod
-    def open(cls, folder: Path, settings: dict[str, Any]) -> StudyStore:
-        """The store in `folder`, or a new one, written there at once; arguments and errors are those of `read`."""
-        store = cls.read(folder, settings)
-        if not (folder / RESULTS).is_file():
-            store.save()
-        return store
+    @property
+    def path(self) -> Path:
+        return self.folder / RESULTS
 
     @classmethod
     def read(cls, folder: Path, settings: dict[str, Any]) -> StudyStore:
@@ -45,39 +39,39 @@ class StudyStore:
         Raises:
             UsageError: the folder holds a study with other settings (names them with both values), or something else.
         """
-        settings = json.loads(json.dumps(settings))
-        path = folder / RESULTS
-        if not path.is_file():
+        store = cls(folder, json.loads(json.dumps(settings)))
+        if not store.path.is_file():
             if folder.is_dir() and any(folder.iterdir()):
                 raise UsageError(f"{folder}: is not empty and holds no study.", "Give another folder with -o.")
-            return cls(folder, settings, {})
-        data = read_json(path, "Delete it to start the study again.")
+            return store
+        data = read_json(store.path, "Delete it to start the study again.")
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
-            raise UsageError(f"{path}: not a study of this version of rotor.", "Give another folder with -o.")
+            raise UsageError(f"{store.path}: not a study of this version of rotor.", "Give another folder with -o.")
         stored = data.get("settings", {})
-        differing = list(differences(stored, settings, optional=lambda name: name in ADDED_LATER))
+        found = differences(stored, store.settings, optional=lambda name: name in ADDED_LATER)
+        differing = [f"{name} was {shorten_json(old)}, now {shorten_json(new)}" for name, old, new in found]
         if differing:
-            shown = "; ".join(
-                f"{name} was {shorten_json(old)}, now {shorten_json(new)}" for name, old, new in differing[:4]
-            )
             more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
             raise UsageError(
-                f"{path}: was measured with other settings: {shown}{more}.",
+                f"{store.path}: was measured with other settings: {'; '.join(differing[:4])}{more}.",
                 "Give the same settings (--set) to continue it, or another folder with -o.",
             )
         for section in ADDED_LATER:
-            settings[section] = {**stored.get(section, {}), **settings.get(section, {})}
-        return cls(folder, settings, data["records"])
+            store.settings[section] = {**stored.get(section, {}), **store.settings.get(section, {})}
+        store.records = data["records"]
+        return store
 
     def get(self, key: str) -> dict[str, Any] | None:
         return self.records.get(key)
 
     def put(self, key: str, record: dict[str, Any]) -> dict[str, Any]:
-        """Add one record and write the file."""
-        self.records[key] = json.loads(json_text(record))
-        self.added += 1
-        self.save()
-        return self.records[key]
+        """Add one record, and write the file unless it is there with the same values."""
+        record = json.loads(json_text(record))
+        if self.records.get(key) != record:
+            self.records[key] = record
+            self.added += 1
+            self.save()
+        return record
 
     def part(self, name: str) -> dict[str, dict[str, Any]]:
         """The records whose key starts with `name/`, by the rest of their key, in order of arrival."""
@@ -85,5 +79,4 @@ class StudyStore:
 
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        data = {"version": STORE_VERSION, "settings": self.settings, "records": self.records}
-        write_json(self.folder / RESULTS, data)
+        write_json(self.path, {"version": STORE_VERSION, "settings": self.settings, "records": self.records})

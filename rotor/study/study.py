@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..data.readiness import describe_evaluation
-from ..errors import UsageError
 from ..evaluation.placement import Placement
 from ..format.hashes import file_sha256
 from ..format.locks import exclusive
@@ -26,18 +24,13 @@ from ..models.source import find_source
 from ..progress import Progress
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import Compute
-from .cache_tables import write_caches_csv
-from .measure import StudySubject
-from .outlook import Outlook, StudyOutlook, Tally, Timer, part_outlook
-from .parts import StudyParts
-from .peers_part import write_peers_csv
-from .plots import require_matplotlib, write_plots
-from .request import CACHE_PARTS, PARTS, StudyPlan
+from .context import StudyContext
+from .output import SUMMARY, write_plots, write_tables
+from .part import find_part, find_parts
+from .parts import PARTS
+from .plots import require_matplotlib
+from .request import TOKEN_COUNTS, StudyPlan
 from .store import StudyStore
-from .tables import SUMMARY, write_csv, write_summary
-from .tiers_tables import write_tiers_csv
-
-TOKEN_COUNTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
@@ -50,6 +43,24 @@ class Study:
     added: int
     files: tuple[Path, ...]
     seconds: float
+
+
+@dataclass(frozen=True)
+class PartEstimate:
+    """What one part still needs. points: measurements of compressed models, at most."""
+
+    part: str
+    calibrations: int
+    points: int
+
+
+@dataclass(frozen=True)
+class StudyEstimate:
+    """What a study would do. known_records: that are there already."""
+
+    model: str
+    parts: list[PartEstimate]
+    known_records: int
 
 
 def study(
@@ -83,13 +94,14 @@ def study(
         model: folder of a transformers checkpoint, only read; or a hub id.
         out: the study's folder; one that holds a study with the same settings is continued.
         recipes: names of bundled recipes or paths of YAML files.
-        overrides: `section.field=value` for all recipes.
+        overrides: `section.field=value` for all recipes; `study.prompt_share=0.25` is the share of a row of text that
+            is the prompt where caches are read step by step.
         text: calibrate on and measure accuracy on this file or folder, as for calibrate.
-        parts: which of PARTS to run; by default `curves`, and `ablation` where there are ablations. `all` stands for
-            all that can run but ON_REQUEST, which take longest.
-            `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by method `global`.
-        focus: names of the recipes for all parts but `curves`, `ablation`, `peers` and CACHE_PARTS; by default the
-            first.
+        parts: which to run, of rotor.study.parts.PARTS, of installed packages, or `FILE.py:CLASS`; by default `curves`,
+            and `ablation` where there are ablations. `all` stands for all that can run but ON_REQUEST, which take
+            longest. `ablation` needs `ablations`, `front` takes those recipes in focus whose ranks are by `global`.
+        focus: names of the recipes for `sources`, `tokens`, `degradation`, `front` and `tiers`; by default
+            the first.
         ablations: overrides of the recipe `ablation_base` by name.
         at: compression at which `tokens` is measured.
         counts: numbers of calibration tokens for `tokens`.
@@ -104,188 +116,96 @@ def study(
     start = time.perf_counter()
     if plots:
         require_matplotlib()
-    check_compression(at)
-    request = StudyPlan.of(
-        list(recipes),
+    plan = StudyPlan.of(
+        recipes,
         [*text_overrides(text), *overrides],
-        parts,
-        focus,
-        ablations or {},
-        ablation_base,
-        tuple(counts),
-        None if sizes is None else tuple(sizes),
+        parts=parts,
+        focus=focus,
+        ablations=ablations,
+        ablation_base=ablation_base,
+        at=at,
+        counts=counts,
+        sizes=sizes,
     )
-    progress = progress or Progress()
-    source = find_source(model)
-    check_apart(Path(out), [source.folder])
+    chosen, progress, out = find_parts(plan), progress or Progress(), Path(out)
     with ExitStack() as held:
-        held.enter_context(exclusive(Path(out), "study"))
-        checkpoint = Checkpoint(source.folder)
-        compute = Compute(device, dtype, offload, device_map)
-        placement = Placement.choose(checkpoint, request.first, compute, progress)
-        progress.message(f"text: {describe_evaluation(request.first.evaluation, checkpoint.tokenizer)}")
-        subject = StudySubject(checkpoint, request.first.evaluation, placement, Path(out), progress)
-        store = StudyStore.open(Path(out), _settings(request, source.name, checkpoint, placement))
-        held.enter_context(log_file(Path(out), "study"))
-        options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
-        driver = StudyParts(subject, store, progress, options, at)
+        context = _context(model, out, plan, Compute(device, dtype, offload, device_map), batch_tokens, progress, held)
+        store = context.store
+        if not store.path.is_file():
+            store.save()
+        held.enter_context(log_file(out, "study"))
+        progress.message(f"text: {describe_evaluation(context.evaluation, context.checkpoint.tokenizer)}")
         files: list[Path] = []
-        for part in request.parts:
-            progress.message(f"study: {part}")
-            _PARTS[part](driver, request)
-            files = _write(store, plots)
-            progress.message(f"study: {part} is done, in {out}/{SUMMARY}{' and plots/' if plots else ''}")
+        shown = list({part.name: part for part in (*map(find_part, PARTS), *chosen)}.values())
+        for part in chosen:
+            progress.message(f"study: {part.name}")
+            known = store.added
+            for task in part.tasks(context):
+                if not task.is_done(store.records):
+                    found = task.measure()
+                    record = store.put(task.key, found if isinstance(found, dict) else dataclasses.asdict(found))
+                    progress.message(f"{task.key}: {_in_words(record)}")
+            if store.added > known or part is chosen[-1]:
+                files = [*write_tables(store, shown), *(write_plots(store, shown) if plots else ())]
+            progress.message(f"study: {part.name} is done, in {out}/{SUMMARY}{' and plots/' if plots else ''}")
     seconds = round(time.perf_counter() - start, 3)
-    return Study(Path(out), store.settings, store.records, store.added, tuple(files), seconds)
+    return Study(out, store.settings, store.records, store.added, tuple(files), seconds)
 
 
-def check_compression(at: float) -> None:
-    """Raises UsageError if it is none."""
-    if not 0 < at < 1:
-        raise UsageError(f"--at {at}: expected a compression between 0 and 1.")
-
-
-def plan_study(model: str | Path, out: str | Path, request: StudyPlan, at: float, compute: Compute) -> StudyOutlook:
+def plan_study(model: str | Path, out: str | Path, plan: StudyPlan, compute: Compute) -> StudyEstimate:
     """What `study` would do with the same arguments, without writing anything.
 
     Raises: as study would before it measures anything.
     """
-    check_compression(at)
+    chosen, known = find_parts(plan), set[str]()
+    study = _context(model, Path(out), plan, compute, 0, Progress())
+    found = []
+    for part in chosen:
+        tasks = [task for task in part.tasks(study) if task.key not in known and not task.is_done(study.store.records)]
+        runs = {name for task in tasks for name in task.calibrations if name not in known}
+        known |= {task.key for task in tasks} | runs
+        calibrations = sum(not study.folder(name).is_dir() for name in runs)
+        found.append(PartEstimate(part.name, calibrations, sum(task.points for task in tasks)))
+    return StudyEstimate(study.store.settings["model"]["name"], found, len(study.store.records))
+
+
+def _context(
+    model: str | Path,
+    out: Path,
+    plan: StudyPlan,
+    compute: Compute,
+    batch_tokens: int,
+    progress: Progress,
+    held: ExitStack | None = None,
+) -> StudyContext:
+    """held: keeps a lock on `out`; without it nothing is locked."""
     source = find_source(model)
-    check_apart(Path(out), [source.folder])
+    check_apart(out, [source.folder])
+    if held is not None:
+        held.enter_context(exclusive(out, "study"))
     checkpoint = Checkpoint(source.folder)
-    placement = Placement.choose(checkpoint, request.first, compute, Progress())
-    store = StudyStore.read(Path(out), _settings(request, source.name, checkpoint, placement))
-    outlook, timer = Outlook(store.records, Path(out), at), Timer(checkpoint, placement, request.first)
-    return StudyOutlook(
-        source.name,
-        str(out),
-        list(request.recipes),
-        [part_outlook(part, timer, partial(_OUTLOOKS[part], outlook, request)) for part in request.parts],
-        [part for part in PARTS if part not in request.parts],
-        len(store.records),
-        str(placement.device),
-        str(placement.dtype).removeprefix("torch."),
-    )
+    placement = Placement.choose(checkpoint, plan.first, compute, progress)
+    store = StudyStore.read(out, _settings(plan, source.name, checkpoint, placement))
+    options = {**dataclasses.asdict(compute), "batch_tokens": batch_tokens, "progress": progress}
+    return StudyContext(plan, store, checkpoint, placement, progress, options)
 
 
-def _write(store: StudyStore, plots: bool) -> list[Path]:
-    """Tables, and pictures, of what there is so far."""
-    store.save()
-    tables = [write_csv(store), write_peers_csv(store), write_caches_csv(store), write_tiers_csv(store)]
-    tables.append(write_summary(store))
-    files = [path for path in tables if path is not None]
-    return files + (write_plots(store) if plots else [])
-
-
-def _curves(driver: StudyParts, plan: StudyPlan) -> None:
-    for name, recipe in plan.recipes.items():
-        driver.curve("curves", name, recipe, name)
-
-
-def _ablation(driver: StudyParts, plan: StudyPlan) -> None:
-    assert plan.base is not None
-    driver.curve("curves", plan.base.name, plan.base, plan.base.name)
-    for name, recipe in plan.variants.items():
-        driver.curve("ablation", name, recipe, f"ablations/{name}")
-
-
-def _tokens(driver: StudyParts, plan: StudyPlan) -> None:
-    for name in plan.focus:
-        driver.tokens(name, plan.recipes[name], plan.counts)
-
-
-def _front(driver: StudyParts, plan: StudyPlan) -> None:
-    for name in plan.allocating:
-        driver.front(name, plan.recipes[name])
-
-
-def _peers(driver: StudyParts, plan: StudyPlan) -> None:
-    driver.peers(plan.recipes, plan.sizes)
-
-
-def _cache_part(part: str) -> Callable[[StudyParts, StudyPlan], None]:
-    return lambda driver, plan: driver.caches(part, plan.recipes)
-
-
-def _each(part: Callable[[StudyParts, str, Recipe], None]) -> Callable[[StudyParts, StudyPlan], None]:
-    """A part that is measured for each recipe in focus by itself."""
-
-    def run(driver: StudyParts, plan: StudyPlan) -> None:
-        for name in plan.focus:
-            part(driver, name, plan.recipes[name])
-
-    return run
-
-
-_PARTS: dict[str, Callable[[StudyParts, StudyPlan], None]] = {
-    "curves": _curves,
-    "sources": _each(StudyParts.sources),
-    "tokens": _tokens,
-    "degradation": _each(StudyParts.degradation),
-    "ablation": _ablation,
-    "front": _front,
-    "peers": _peers,
-    **{part: _cache_part(part) for part in CACHE_PARTS},
-    "tiers": _each(StudyParts.tiers),
-}
-
-
-def _outlook_curves(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
-    for name, recipe in plan.recipes.items():
-        outlook.curve(tally, "curves", name, recipe, name)
-
-
-def _outlook_ablation(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
-    assert plan.base is not None
-    if not ("curves" in plan.parts and plan.base.name in plan.recipes):
-        outlook.curve(tally, "curves", plan.base.name, plan.base, plan.base.name)
-    for name, recipe in plan.variants.items():
-        outlook.curve(tally, "ablation", name, recipe, f"ablations/{name}")
-
-
-def _outlook_tokens(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
-    for name in plan.focus:
-        outlook.tokens(tally, name, plan.recipes[name], plan.counts)
-
-
-def _outlook_front(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
-    for name in plan.allocating:
-        outlook.front(tally, name, plan.recipes[name])
-
-
-def _outlook_each(
-    count: Callable[[Outlook, Tally, str, Recipe], None],
-) -> Callable[[Outlook, StudyPlan, Tally], None]:
-    def run(outlook: Outlook, plan: StudyPlan, tally: Tally) -> None:
-        for name in plan.focus:
-            count(outlook, tally, name, plan.recipes[name])
-
-    return run
-
-
-def _outlook_caches(part: str) -> Callable[[Outlook, StudyPlan, Tally], None]:
-    return lambda outlook, plan, tally: outlook.caches(tally, part, plan.recipes)
-
-
-_OUTLOOKS: dict[str, Callable[[Outlook, StudyPlan, Tally], None]] = {
-    "curves": _outlook_curves,
-    "sources": _outlook_each(Outlook.sources),
-    "tokens": _outlook_tokens,
-    "degradation": _outlook_each(Outlook.degradation),
-    "ablation": _outlook_ablation,
-    "front": _outlook_front,
-    "peers": lambda outlook, plan, tally: outlook.peers(tally, plan.recipes, plan.sizes),
-    **{part: _outlook_caches(part) for part in CACHE_PARTS},
-    "tiers": _outlook_each(Outlook.tiers),
-}
-"""How each of _PARTS is counted."""
+def _in_words(record: dict[str, Any]) -> str:
+    """What a record says first, for the log."""
+    if record.get("skipped"):
+        return f"skipped: {record['skipped']}"
+    if "kl_div" in record.get("report", {}):
+        return f"accuracy {record['report']['accuracy']:.4f}, KL {record['report']['kl_div']:.5f} (report split)"
+    if "mean_kv_bytes_per_token" in record:
+        return f"{record['mean_kv_bytes_per_token']:.1f} bytes a token, KL {record['kl_div']:.5f}"
+    return "measured"
 
 
 def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Placement) -> dict[str, Any]:
     """Settings that make records comparable: a study continues only with the same."""
-    first, base = plan.first, plan.base
-    compared = plan.recipes if base is None else {base.name: base, **plan.recipes}
+    first = plan.first
+    compared = {recipe.name: recipe for recipe in (*([plan.base] if plan.base else []), *plan.recipes.values())}
+    own = {} if plan.prompt_share == StudyPlan.prompt_share else {"prompt_share": plan.prompt_share}
     return {
         "model": {"name": name, "shards": {f: file_sha256(checkpoint.folder / f) for f in checkpoint.files}},
         "dtype": str(placement.dtype).removeprefix("torch."),
@@ -294,11 +214,11 @@ def _settings(plan: StudyPlan, name: str, checkpoint: Checkpoint, placement: Pla
         "search": dataclasses.asdict(first.search),
         "recipes": {name: _own_settings(recipe) for name, recipe in compared.items()},
         "ablations": {name: _own_settings(recipe) for name, recipe in plan.variants.items()},
+        **own,
     }
 
 
 def _own_settings(recipe: Recipe) -> dict[str, Any]:
     """What a recipe does not share with the others of the study."""
-    return {
-        key: value for key, value in recipe.to_dict().items() if key not in ("summary", "evaluation", "search", "cache")
-    }
+    shared = ("summary", "evaluation", "search", "cache")
+    return {key: value for key, value in recipe.to_dict().items() if key not in shared}

@@ -16,6 +16,8 @@ from rotor.kernels.rotary import rotate
 MIXED = Channels(n16=2, n12=1, n8=7, n4=33)
 """A latent with every width, and places left over."""
 
+WIDE = Channels(n8=20, n4=250)
+
 FORMS = {
     "post": POST_ROPE,
     "block": KeyForm(16, 0),
@@ -39,6 +41,17 @@ def layer(form: KeyForm, size: int, *latents: Latent | tuple[Latent, Latent]) ->
         key, value = of if isinstance(of, tuple) else (of, None)
         groups.append(GroupLayout(tuple(range(number * size, (number + 1) * size)), key, value))
     return LayerLayout(tuple(groups), *form)
+
+
+LAYERS = {
+    "post": layer(FORMS["post"], 2, MIXED, MIXED),
+    "apart": layer(FORMS["block"], 1, (MIXED, WIDE), (MIXED, WIDE)),
+    "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED),
+    "long": layer(FORMS["long"], 1, MIXED, MIXED),
+    "pre": layer(FORMS["pre"], 2, MIXED),
+    "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
+    "no rope": layer(POST_ROPE, 2, (MIXED, WIDE), (MIXED, WIDE), (WIDE, MIXED)),
+}
 
 
 def rotation_table(length: int, rotary_dim: int, factor: float = 1.0, base: float = 100.0) -> tuple[Tensor, Tensor]:
@@ -116,6 +129,13 @@ def random_case(
         rotation = None
     parameters = AttentionParameters(layout, shape, shape.head_dim**-0.5, query_basis, constant, softcap)
     return Case(parameters, query, rows[0], rows[1], rotation, first)
+
+
+def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, heads_per_kv: int = 3, **rest) -> Case:
+    """A case of one of LAYERS."""
+    layout = LAYERS[name]
+    shape = shape_of(layout.group_size * len(layout.groups), heads_per_kv, 24, 0 if name == "no rope" else 16)
+    return random_case(layout, shape, batch_size, seq_len, kv_len, **rest)
 
 
 def causal(batch_size: int, seq_len: int, kv_len: int, window: int | None = None) -> Tensor:

@@ -7,29 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import FORMS, MIXED, Case, Channels, Numbers, causal, in_pages, layer, random_case, shape_of
+from cases import LAYERS, Case, case_of, causal, in_pages
 
-from rotor.format.layout import KeyForm
 from rotor.kernels import attention
 from rotor.kernels.attention import attend, attend_pages
 from rotor.kernels.defaults import default_layer
-
-WIDE = Channels(n8=20, n4=250)
-CASES = {
-    "post": layer(FORMS["post"], 2, MIXED, MIXED),
-    "apart": layer(FORMS["block"], 1, (MIXED, WIDE), (MIXED, WIDE)),
-    "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED),
-    "long": layer(FORMS["long"], 1, MIXED, MIXED),
-    "pre": layer(FORMS["pre"], 2, MIXED),
-    "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
-    "no rope": layer(KeyForm(), 2, (MIXED, WIDE), (MIXED, WIDE), (WIDE, MIXED)),
-}
-
-
-def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, heads_per_kv: int = 3, **rest) -> Case:
-    layout = CASES[name]
-    shape = shape_of(layout.group_size * len(layout.groups), heads_per_kv, 24, 0 if name == "no rope" else 16)
-    return random_case(layout, shape, batch_size, seq_len, kv_len, **rest)
 
 
 def check(got: torch.Tensor, exact: torch.Tensor) -> None:
@@ -52,7 +34,7 @@ def attended(case: Case, mask: torch.Tensor | None = None, materialise: bool = F
 
 
 @pytest.mark.parametrize("materialise", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_step_over_all_keys(name, materialise) -> None:
     case = case_of(name, 2, 1, 150)
     check(attended(case, materialise=materialise), case.exact(causal(2, 1, 150))[0])

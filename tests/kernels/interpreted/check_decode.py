@@ -12,13 +12,12 @@ HALF, SINGLE = torch.float16, torch.float32
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-@pytest.mark.parametrize("fast", [0, 8, 13, 16])
+@pytest.mark.parametrize("fast", [0, 13])
 def test_joint_in_blocks(fast: int, dtype: torch.dtype) -> None:
     check(make(layer_of([64, 64], 1, block=64, fast=fast), [150, 64, 1], dtype=dtype, per_head=2), page=64)
 
 
-@pytest.mark.parametrize("page", [0, 16, 48, 64])
-@pytest.mark.parametrize("keys", [16, 32, 64])
+@pytest.mark.parametrize(("page", "keys"), [(0, 16), (16, 64), (48, 32), (64, 16)])
 def test_pages(page: int, keys: int) -> None:
     """Of any multiple of 16; what no key lies in is poisoned, and the block table ends where memory ends."""
     layout = layer_of([48], 2, block=64, fast=4)
@@ -41,7 +40,7 @@ def test_apart(block: int | None, coded: bool) -> None:
 @pytest.mark.parametrize("values", [None, [48, 16]])
 def test_without_rope(coded: bool, values: list[int] | None) -> None:
     check(make(layer_of([64, 32], 1, values=values, coded=coded), [70, 20], rotary=0, per_head=2, dtype=SINGLE))
-    check(make(layer_of([64, 32], 1, values=values, coded=coded), [70, 20], rotary=0, per_head=2))
+    check(make(layer_of([64, 32], 1, values=values, coded=coded), [70, 20], rotary=0, per_head=2, tokens=[3, 5]))
 
 
 @pytest.mark.parametrize(("head_dim", "per_head"), [(64, 1), (80, 3), (96, 7), (128, 4), (256, 1)])
@@ -49,15 +48,12 @@ def test_heads(head_dim: int, per_head: int) -> None:
     check(make(layer_of([64], 1, block=64, fast=16), [130], head_dim=head_dim, per_head=per_head))
 
 
-def test_partial_rotary() -> None:
+def test_partial_rotary_and_all_planes_fast() -> None:
     check(make(layer_of([64], 2, block=64, fast=3), [130, 66], head_dim=64, rotary=24, per_head=2))
-
-
-def test_all_planes_fast() -> None:
     check(make(layer_of([32, 16], 2, block=64, fast=16), [70, 20], per_head=1))
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 8])
 def test_groups(size: int) -> None:
     check(make(layer_of([96, 48], size, block=64, fast=5), [100, 40], per_head=2), page=64)
 
@@ -73,10 +69,6 @@ def test_heads_together(together: int, fast: int) -> None:
 def test_several_tokens(tokens: list[int], block: int | None) -> None:
     layout = layer_of([32], 2, block=block, fast=4 if block else 0)
     check(make(layout, [70, 33, 90], tokens=tokens, per_head=2), page=64)
-
-
-def test_no_rope_tokens() -> None:
-    check(make(layer_of([32], 1), [70, 33], tokens=[3, 5], rotary=0, per_head=3))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -97,9 +89,6 @@ def test_softcap(tokens: list[int] | None) -> None:
 @pytest.mark.parametrize("programs", [1, 2, 7, 40])
 def test_slices(programs: int) -> None:
     """However the work is cut; a batch of more sequences than are looked at together."""
+    check(make(layer_of([32], 1, block=64), [0, 0], per_head=1), programs=programs)
     lengths = [5, 0, 200, 17, 64] if programs < 40 else [3, 0] * 40 + [90]
     check(make(layer_of([32, 16], 1, block=16, fast=2), lengths, per_head=1), programs=programs)
-
-
-def test_nothing() -> None:
-    check(make(layer_of([32], 1, block=64), [0, 0], per_head=1))

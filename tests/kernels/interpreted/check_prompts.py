@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, MIXED, Case, Channels, Numbers, causal, in_pages, layer, random_case, shape_of
+from cases import LAYERS, Case, case_of, causal, in_pages
 from torch.nn.attention.flex_attention import flex_attention
 
-from rotor.format.layout import KeyForm
 from rotor.kernels import stock
 from rotor.kernels.materialise import PagesOf
-
-WIDE = Channels(n8=20, n4=250)
-CASES = {
-    "post": layer(FORMS["post"], 2, MIXED, MIXED),
-    "apart": layer(FORMS["block"], 1, (MIXED, WIDE), (MIXED, WIDE)),
-    "fast": layer(FORMS["fast"], 2, WIDE, MIXED, MIXED),
-    "pre": layer(FORMS["pre"], 4, MIXED),
-    "numbers": layer(FORMS["long"], 2, (Numbers(40), Numbers(24)), (Numbers(8), Numbers(70))),
-    "no rope": layer(KeyForm(), 2, (MIXED, WIDE), (MIXED, WIDE), (WIDE, MIXED)),
-}
-
-
-def case_of(name: str, batch_size: int, seq_len: int, kv_len: int, **rest) -> Case:
-    layout = CASES[name]
-    shape = shape_of(layout.group_size * len(layout.groups), 3, 24, 0 if name == "no rope" else 16)
-    return random_case(layout, shape, batch_size, seq_len, kv_len, **rest)
 
 
 def check(got: torch.Tensor, exact: torch.Tensor) -> None:
@@ -38,7 +21,7 @@ def prompt(case: Case, mask: torch.Tensor | None = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_causal_prompts(name, softcap) -> None:
     """A prefill into a static cache: behind the new keys lies anything."""
     case = case_of(name, 2, 37, 37, softcap=softcap)

@@ -7,22 +7,10 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .families import FAMILIES, attention_shape
+from ..runtime.families import FAMILIES, attention_shape
 
 FIXED = ("linear", "yarn", "llama3")
 """Kinds of scaled RoPE whose frequencies follow from the config alone."""
-
-
-def depends_on_length(kind: str) -> bool:
-    """Whether the frequencies of a kind of RoPE depend on how long a sequence is."""
-    return kind == "longrope" or "dynamic" in kind
-
-
-def rotary_kinds(config: Any) -> set[str]:
-    """The kinds of RoPE of a model's layers, as transformers names them; of a model that has it."""
-    family = FAMILIES[config.model_type]
-    types = {family.rotary_type(config, layer) for layer in range(attention_shape(config).num_layers)}
-    return {(config.rope_parameters if of is None else config.rope_parameters[of])["rope_type"] for of in types}
 
 
 def rotary_frequencies(config: Any, layer: int) -> tuple[float, ...] | None:

@@ -1,0 +1,82 @@
+"""What compressed attention does not do: said before anything is stored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+from transformers import cache_utils
+
+from ..errors import UsageError
+from ..format.layout import LayerLayout
+
+# Older versions of transformers have but one layer that quantises.
+QUANTISING = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
+
+
+def check_pass(
+    layout: LayerLayout, layer_idx: int, asked: dict[str, Any], mask: Tensor | None, dropout: float, cache: Any
+) -> None:
+    """Raises UsageError where a layer is asked for what it does not do.
+
+    Args:
+        asked: the other keyword arguments of its forward pass.
+    """
+    if asked.get("output_attentions"):
+        raise UsageError(
+            "output_attentions: compressed layers keep no attention weights.", "Load the source model to see them."
+        )
+    if asked.get("cache") is not None:
+        raise UsageError(
+            "transformers' continuous batching (paged attention) cannot serve a compressed cache.", "Use generate()."
+        )
+    if mask is not None and mask.dim() != 4:
+        raise UsageError(
+            f"the attention mask has {mask.dim()} dimensions, expected 4.",
+            "Leave attn_implementation unset; compressed layers always run rotor's own attention.",
+        )
+    if layout.coded and dropout:
+        raise UsageError(
+            f"layer {layer_idx}: dropout of {dropout} in attention over rows of codes, which has none.",
+            "Call model.eval(); a checkpoint with codes is for inference.",
+        )
+    _check_quantised(cache, layer_idx, layout)
+
+
+def check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:
+    """Raises UsageError where a mask does not broadcast to the logits: the kernels read it unchecked."""
+    if mask is None:
+        return
+    if any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
+        raise UsageError(
+            f"layer {layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in place of "
+            "any of these (batch_size, num_heads, seq_len, kv_len).",
+            "Give a mask over all cached keys and the new ones.",
+        )
+
+
+def _check_quantised(cache: Any, layer_idx: int, layout: LayerLayout) -> None:
+    """Raises UsageError where a cache that quantises cannot keep a layer's rows.
+
+    Codes are bytes, no numbers. Numbers are quantised in groups that go on from token to token, into which those of a
+    row have to divide.
+    """
+    layers = getattr(cache, "layers", ())
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    if not isinstance(layer, QUANTISING):
+        return
+    what = f"layer {layer_idx}: a quantised cache ({type(layer).__name__})"
+    if layout.coded:
+        raise UsageError(
+            f"{what} was given rows of codes: this checkpoint's cache is coded already.",
+            "Leave cache_implementation out, or use 'static' or 'offloaded'.",
+        )
+    widths = [part // 2 for part in layout.row_bytes(2)]
+    size, common = getattr(layer, "q_group_size", None), math.gcd(*widths)
+    if size and common % size:
+        raise UsageError(
+            f"{what} in groups of {size} was given rows of {widths[0]} and {widths[1]} numbers, which do "
+            "not divide into them.",
+            f"Give generate() cache_config={{'q_group_size': {common & -common}, ...}}.",
+        )

@@ -1,0 +1,125 @@
+"""One pass of a layer: where its rows are kept, and how its queries meet them.
+
+A layer's store is chosen when its model is loaded: transformers' caches (`InCache`), with or without a policy of
+`rotor.policies`; while a sequence lies on several processes, what `rotor.parallel` puts in its place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..format.kernel_config import LayerKernels
+from ..kernels.parameters import AttentionParameters, seq_len_of
+from ..kernels.reference import attention
+from . import kernel_calls
+from .checks import check_mask
+from .rope import Place, Rotations
+
+NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
+NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
+
+
+class Step(NamedTuple):
+    """One pass of a layer.
+
+    parameters: what attention goes by beside queries and rows. query, key, value: as in `reference.attention`, of the
+    new tokens. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels
+    run the layer, for which queries are; None: plain PyTorch does.
+    """
+
+    parameters: AttentionParameters
+    layer_idx: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cache: Any
+    mask: Tensor | None
+    rotations: Rotations
+    dropout: float = 0.0
+    kernels: LayerKernels | None = None
+
+
+class Keeper(ABC):
+    """Keeps the rows of a layer, and attends to them: a store, or a layer of a cache that follows a policy.
+
+    in_pytorch: attention to it runs in plain PyTorch, whatever the device.
+    """
+
+    in_pytorch = False
+
+    @abstractmethod
+    def attend(self, step: Step) -> Tensor:
+        """Store the rows of new tokens, and let the queries attend to all that they see.
+
+        Returns:
+            [batch_size, seq_len, sum over query heads of value width].
+        """
+
+
+class RowStore(Keeper):
+    """Where a layer of a model keeps its rows."""
+
+    @abstractmethod
+    def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
+        """Where the tokens of a pass lie."""
+
+    def keeper(self, cache: Any, layer_idx: int) -> Keeper:
+        """Who keeps the rows of a pass."""
+        return self
+
+
+class CachePolicy(Protocol):
+    """What a layer knows of a policy."""
+
+    def adopt(self, cache: Any, config: Any) -> None:
+        """Put the policy's layers in place of those of an empty cache, unless it has them already."""
+
+
+@dataclass(frozen=True)
+class InCache(RowStore):
+    """Transformers' caches. policy: with the model's config, what takes over caches that hold nothing."""
+
+    policy: CachePolicy | None = None
+    config: Any = None
+
+    def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
+        if cache is None:
+            return Place(0, seq_len, 0, seq_len)
+        kv_len, kv_offset = cache.get_mask_sizes(seq_len, layer_idx)
+        return Place(cache.get_seq_length(layer_idx), seq_len, kv_offset, kv_len)
+
+    def keeper(self, cache: Any, layer_idx: int) -> Keeper:
+        if self.policy is not None and cache is not None:
+            self.policy.adopt(cache, self.config)
+        layers = getattr(cache, "layers", ())
+        own = layers[layer_idx] if layer_idx < len(layers) else None
+        return own if isinstance(own, Keeper) else self
+
+    def attend(self, step: Step) -> Tensor:
+        if step.cache is None:
+            return attend_to_rows(step, step.key, step.value)
+        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
+
+
+def attend_to_rows(step: Step, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of a step's queries to all rows, [batch_size, 1, kv_len, *]: see `kernels.reference.attention`."""
+    parameters, seq_len = step.parameters, seq_len_of(step.query)
+    check_mask(step.mask, step.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
+    if step.kernels is not None:
+        args = step.mask, step.rotations, step.layer_idx
+        return kernel_calls.attend(parameters, step.kernels, step.query, key, value, *args)
+    output = attention(step.query, key, value, parameters, step.rotations.read, step.mask, step.dropout)
+    if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
+        output.register_hook(_refuse_gradients)
+    return output
+
+
+def _refuse_gradients(gradient: Tensor) -> None:
+    """Keys and values get no gradient through their codes: what is left of it would train something else."""
+    raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)

@@ -1,0 +1,155 @@
+"""What the parts about caches share: methods, tables, and plots of fidelity against bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, ClassVar
+
+from ..policies import H2O, Eviction, Keyformer, PerToken, Policy, Random, Streaming, Window
+from .caches import CacheRecord
+from .context import StudyContext
+from .part import Part, Task
+from .plots import KL_LABEL, double_x, draw_line
+from .store import StudyStore
+from .tables import Table, number
+
+GROUP = 64
+"""Numbers in a group, and tokens in the exact residual, of every method that has them (GEAR section 4)."""
+
+CONTROL: dict[str, Policy] = {"per token, 4 bits": PerToken(4, GROUP)}
+"""What every part measures beside its own: plain codes of four bits, the control for bytes."""
+
+
+def evictions(share: float, bits: int = 16) -> dict[str, Eviction]:
+    """Every evicting method at a share of the prompt's tokens, kept in so many bits; the control is among them."""
+    return {
+        "window": Window(share, bits=bits),
+        "StreamingLLM": Streaming(share, bits=bits),
+        "H2O": H2O(share, bits=bits),
+        "H2O, a layer alike": H2O(share, scope="layer", bits=bits),
+        "Keyformer": Keyformer(share, bits=bits),
+        "random": Random(share, bits=bits),
+    }
+
+
+class CachePart(Part):
+    """A part about caches.
+
+    title, text: of its table. size: the bytes of a record that its plot goes by; the mean is of the lengths at which
+    fidelity was measured, so that tokens that are not yet coded count where they help.
+    """
+
+    csv = "caches.csv"
+    title: ClassVar[str]
+    text: ClassVar[str] = ""
+    size: ClassVar[str] = "kv_bytes_per_token"
+
+    def of_policies(self, study: StudyContext, policies: Mapping[str, Policy]) -> Iterator[Task]:
+        """Of the uncompressed model."""
+        for name, policy in policies.items():
+            yield Task(f"{self.name}/{name}", partial(_measure, study, name, policy))
+
+    def tables(self, store: StudyStore) -> Iterator[Table]:
+        records = cache_records(store, self.name)
+        if records:
+            yield cache_table(records, self.title, self.text)
+
+    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+        return [{"part": self.name, **_csv_row(record)} for record in cache_records(store, self.name)]
+
+    def plots(self, store: StudyStore) -> dict[str, Callable[[Any], None]]:
+        records = [record for record in cache_records(store, self.name) if not record.skipped]
+        return {self.name: partial(draw_fidelity, records, self.title, self.size)} if records else {}
+
+
+def _measure(study: StudyContext, name: str, policy: Policy) -> CacheRecord:
+    return study.caches.of_policy(name, policy)
+
+
+def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
+    """The records of caches of a part, in order of arrival."""
+    return [CacheRecord(**record) for record in store.part(part).values() if "skipped" in record]
+
+
+def _csv_row(record: CacheRecord) -> dict[str, Any]:
+    """By column; without numbers where it was skipped."""
+    plain = {key: value for key, value in asdict(record).items() if not isinstance(value, (dict, list))}
+    if record.skipped:
+        plain |= {key: "" for key in plain if key not in ("name", "skipped")}
+    return plain | {
+        f"{task}_{what}": getattr(record, what)[task] for task in record.answers for what in ("answers", "hits")
+    }
+
+
+def cache_table(records: Sequence[CacheRecord], title: str, text: str = "") -> Table:
+    """By falling mean bytes; what was skipped, with its reason, at the end."""
+    tasks = _tasks_of(records)
+    greedy = any(record.greedy_agreement is not None for record in records)
+    header = ["cache", "bytes", "mean", "at 32K tokens", "removed", "KL", "token accuracy", "perplexity", "top-1"]
+    header += [*(["greedy"] if greedy else []), *tasks]
+    rows = []
+    for r in sorted(records, key=lambda record: -record.mean_kv_bytes_per_token):
+        if not r.skipped:
+            sizes = (r.kv_bytes_per_token, r.mean_kv_bytes_per_token, r.long_kv_bytes_per_token)
+            ratios = [r.token_accuracy, r.ppl_ratio, r.top1_agreement, *([r.greedy_agreement] if greedy else [])]
+            cells = [*(number(size, 1) for size in sizes), number(r.compression, 3), number(r.kl_div, 5)]
+            rows.append([r.name, *cells, *(number(v) for v in (*ratios, *(r.answers.get(task) for task in tasks)))])
+    blank = [""] * (len(header) - 2)
+    rows += [[record.name, f"not measured: {record.skipped}", *blank] for record in records if record.skipped]
+    return Table(header, rows, title, text)
+
+
+def draw_fidelity(records: Sequence[CacheRecord], title: str, size: str, figure: Any) -> None:
+    """KL and each ratio against bytes, a colour a family of names, with the Pareto front."""
+    values: dict[str, Callable[[CacheRecord], float | None]] = {
+        KL_LABEL: lambda r: max(r.kl_div, 1e-5),
+        "next-token accuracy (ratio)": lambda r: r.token_accuracy,
+        "perplexity (ratio)": lambda r: r.ppl_ratio,
+        **{f"{t}: probability of answers (ratio)": lambda r, t=t: r.answers.get(t) for t in _tasks_of(records)},  # type: ignore[misc]
+    }
+    columns = 2 if len(values) <= 4 else 3
+    figure.suptitle(title)
+    figure.set_size_inches(max(11.0, 5.5 * columns), 4.5 * -(-len(values) // columns))
+    grid = figure.subplots(-(-len(values) // columns), columns, squeeze=False).flatten()
+    families = list(dict.fromkeys(family(record.name) for record in records))
+    for axes, (label, value) in zip(grid, values.items(), strict=False):
+        points = [(family(r.name), getattr(r, size), y) for r in records if (y := value(r)) is not None]
+        for index, name in enumerate(families):
+            own = sorted((x, y) for of, x, y in points if of == name)
+            draw_line(axes, index, own, name, linestyle=":")
+        front = pareto_front([(x, y) for _, x, y in points], label != KL_LABEL)
+        axes.step(*zip(*front, strict=True), where="post", color="0.3", linewidth=1, label="Pareto front", zorder=0)
+        axes.set(xlabel="bytes of cache per token", ylabel=label, yscale="log" if label == KL_LABEL else "linear")
+        double_x(axes)
+    for axes in grid[len(values) :]:
+        axes.set_axis_off()
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+
+
+def family(name: str) -> str:
+    """What records of one method have in common in their names: `KIVI-2` and `KIVI-4` are KIVI, at every budget.
+
+    A recipe's own number stays: `rotor-16, 320 bytes` is rotor-16.
+    """
+    short = re.sub(r", [\d.]+ (bits|bytes|of the tokens|removed)", "", name)
+    return short if short != name else re.sub(r"-\d+$", "", name)
+
+
+def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[tuple[float, float]]:
+    """The points (bytes, value) that no other equals or beats in both, in ascending order of bytes.
+
+    Args:
+        higher: whether a higher value is better.
+    """
+    front: list[tuple[float, float]] = []
+    for size, value in sorted(points, key=lambda point: (point[0], -point[1] if higher else point[1])):
+        if not front or (value > front[-1][1] if higher else value < front[-1][1]):
+            front.append((size, value))
+    return front
+
+
+def _tasks_of(records: Iterable[CacheRecord]) -> list[str]:
+    return list(dict.fromkeys(task for record in records for task in record.answers))

@@ -1,0 +1,121 @@
+"""What a part of a study is, and how parts are found.
+
+A part of your own is a subclass of `Part`: name it on the command line as `--parts my_part.py:MyPart`, or offer it in a
+package under the entry point group `rotor.study_parts`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import UsageError
+from ..recipe import Recipe
+from .context import StudyContext
+from .parts import ALL, PARTS
+from .request import StudyPlan
+from .store import StudyStore
+from .tables import Table
+
+GROUP = "rotor.study_parts"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One record that a part measures.
+
+    key: of the record in the store; begins with the part's name and a slash. measure: gives the record, a dict or a
+    dataclass. calibrations: the recipes that it needs calibrated, by the folder below runs/ that keeps them.
+    points: compressed models that it measures, at most.
+    retried: a record that was `skipped` is measured again when the study continues.
+    """
+
+    key: str
+    measure: Callable[[], Any]
+    calibrations: Mapping[str, Recipe] = field(default_factory=dict)
+    points: int = 1
+    retried: bool = False
+
+    def is_done(self, records: Mapping[str, dict[str, Any]]) -> bool:
+        known = records.get(self.key)
+        return known is not None and not (self.retried and known.get("skipped"))
+
+
+class Part(ABC):
+    """One part of a study.
+
+    name: in `--parts`, and of its records. csv: the file that `rows` go to.
+    """
+
+    name: ClassVar[str]
+    csv: ClassVar[str] = ""
+
+    def check(self, plan: StudyPlan) -> None:
+        """Raises UsageError if the part was named and cannot measure what is asked for."""
+        del plan
+
+    @abstractmethod
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        """All records of the part, in the order in which they are measured; a dry run counts them, so nothing is read
+        here. A task may use what earlier ones put into `study.store`."""
+
+    def tables(self, store: StudyStore) -> Iterable[Table]:
+        """Of summary.md, by the records that there are."""
+        del store
+        return ()
+
+    def rows(self, store: StudyStore) -> Iterable[dict[str, Any]]:
+        """Of the file `csv`, by column."""
+        del store
+        return ()
+
+    def plots(self, store: StudyStore) -> Mapping[str, Callable[[Any], None]]:
+        """What draws on an empty figure of matplotlib, by file name; nothing without records."""
+        del store
+        return {}
+
+
+def find_parts(plan: StudyPlan) -> list[Part]:
+    """The parts that a study is to run.
+
+    Raises:
+        UsageError: one is unknown, or was named and cannot measure what is asked for.
+    """
+    parts = [find_part(name) for name in plan.parts]
+    for name, part in zip(plan.parts, parts, strict=True):
+        if name in plan.named:
+            part.check(plan)
+    return parts
+
+
+def find_part(name: str) -> Part:
+    """A part by its name, of rotor or of an installed package, or by `FILE.py:CLASS`.
+
+    Raises:
+        UsageError: there is none of that name, or it is no Part.
+    """
+    file, _, class_name = name.rpartition(":")
+    if name in PARTS:
+        found: Any = getattr(importlib.import_module(f"{__package__}.parts.{name}"), name.capitalize())
+    elif file.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        if not Path(file).is_file() or spec is None or spec.loader is None:
+            raise UsageError(f"--parts {name}: no such file.", "Give FILE.py:CLASS, the class of a part.")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found = getattr(module, class_name, None)
+    else:
+        offered = {entry.name: entry for entry in entry_points(group=GROUP)}
+        if name not in offered:
+            known = ", ".join((*PARTS, *offered))
+            raise UsageError(f"--parts {name}: expected some of {known}, FILE.py:CLASS, or {ALL}.")
+        found = offered[name].load()
+    if not (isinstance(found, type) and issubclass(found, Part)):
+        raise UsageError(f"--parts {name}: is no subclass of rotor.study.part.Part.")
+    return found()

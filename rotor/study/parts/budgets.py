@@ -1,0 +1,96 @@
+"""`budgets`: budgets of layers for methods that drop tokens: alike, by SqueezeAttention, by measured sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...policies import Eviction, Policy
+from ...policies.budgets import sensitivity_shares
+from ..cache_part import CONTROL, CachePart, evictions
+from ..caches import CacheRecord
+from ..context import StudyContext
+from ..part import Task
+from ..store import StudyStore
+from ..tables import Table
+
+SHARES = (0.2, 0.4, 0.7)
+"""Of a prompt's tokens (SqueezeAttention figure 3)."""
+
+SHARE = 0.2
+"""Of a prompt's tokens, where budgets by measured sensitivity are tried (SqueezeAttention section 4, 20 %)."""
+
+SQUEEZE = 0.3
+"""p of SqueezeAttention."""
+
+PROBE_SHARES = (0.05, 0.2, 0.6)
+"""Of a prompt's tokens that one layer keeps, the others all, where its sensitivity is measured."""
+
+METHODS = ("window", "StreamingLLM", "H2O", "random")
+"""Those of SqueezeAttention's table 2, and the control, whose layers are not probed."""
+
+SENSITIVITY = "sensitivities"
+"""Begins the keys of records that are no cache."""
+
+
+class Budgets(CachePart):
+    name = "budgets"
+    title = "Budgets of layers"
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        found: dict[str, Policy] = dict(CONTROL)
+        for share in SHARES:
+            for name, policy in _methods(share).items():
+                found[of_budget(name, "alike", share)] = policy
+                found[of_budget(name, "SqueezeAttention", share)] = replace(policy, squeeze=SQUEEZE)
+        yield from self.of_policies(study, found)
+        for name, policy in _methods(SHARE).items():
+            if name != "random":
+                key, label = f"{self.name}/{SENSITIVITY}/{name}", of_budget(name, "by sensitivity", SHARE)
+                points = study.checkpoint.config.get_text_config().num_hidden_layers * len(PROBE_SHARES)
+                yield Task(key, partial(_sensitivities, study, name, policy), points=points)
+                yield Task(f"{self.name}/{label}", partial(_by_sensitivity, study, key, label, policy))
+
+    def tables(self, store: StudyStore) -> Iterator[Table]:
+        yield from super().tables(store)
+        rows = [
+            [name, f"[{', '.join(f'{share:.3f}' for share in shares_of_layers(record['kl_div']))}]"]
+            for name, record in store.part(f"{self.name}/{SENSITIVITY}").items()
+        ]
+        if rows:
+            yield Table(["method", "`layer_shares`"], rows, "Budgets by measured sensitivity")
+
+
+def of_budget(name: str, how: str, share: float) -> str:
+    """The name of a record."""
+    return f"{name}, {how}, {share:g} of the tokens"
+
+
+def shares_of_layers(losses: list[list[float]]) -> tuple[float, ...]:
+    """A policy's `layer_shares` at SHARE, by the KL of each layer cut alone at PROBE_SHARES."""
+    return tuple(share / SHARE for share in sensitivity_shares(losses, PROBE_SHARES, SHARE))
+
+
+def _methods(share: float) -> dict[str, Eviction]:
+    found = evictions(share)
+    return {name: found[name] for name in METHODS}
+
+
+def _sensitivities(study: StudyContext, name: str, policy: Eviction) -> dict[str, Any]:
+    """KL of each layer cut alone at PROBE_SHARES of the tokens, nats a token: [layers][shares]."""
+    layers = study.caches.network.shape.num_layers
+    everything = 1 / study.plan.prompt_share / SHARE  # of a budget: a row has as many tokens
+
+    def loss(layer: int, share: float) -> float:
+        shares = [everything] * layers
+        shares[layer] = share / SHARE
+        return study.caches.divergence(f"{name}, layer {layer}", replace(policy, layer_shares=tuple(shares)))
+
+    return {"shares": list(PROBE_SHARES), "kl_div": [[loss(layer, s) for s in PROBE_SHARES] for layer in range(layers)]}
+
+
+def _by_sensitivity(study: StudyContext, key: str, label: str, policy: Eviction) -> CacheRecord:
+    shares = shares_of_layers(study.store.records[key]["kl_div"])
+    return study.caches.of_policy(label, replace(policy, layer_shares=shares))

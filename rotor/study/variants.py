@@ -1,0 +1,94 @@
+"""Recipes by their calibration tokens."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..bases.registry import sides_that_read_tokens
+from ..calibration.run import Run
+from ..data.splits import held_out_documents
+from ..recipe import Evaluation, Recipe
+from .bases import SIDE_LABELS
+from .context import StudyContext
+from .store import StudyStore
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "random": {"source": "random", "seed": 0},
+    "random-1": {"source": "random", "seed": 1},
+    "text": {"source": "text"},
+    "other-text": {"source": "text"},
+    "synthetic": {"source": "synthetic"},
+}
+"""Random tokens of two seeds, text of the third of the documents that is kept for it, and text that the model writes;
+`other-text` is of the report third, so that its bases are only compared with and never measured."""
+
+SPLIT = {"text": "calibration", "other-text": "report"}
+
+
+def of_two_latents(recipe: Recipe) -> Recipe:
+    """The recipe with a latent for keys and one for values: what looks at one side alone needs a basis of that side."""
+    return replace(recipe, groups=replace(recipe.groups, joint=False))
+
+
+def from_source(study: StudyContext, recipe: Recipe, source: str) -> Recipe:
+    """The recipe with calibration tokens of one of SOURCES."""
+    path = str(_text_folder(study, source)) if source in SPLIT else None
+    tokens = replace(recipe.tokens, path=path, **SOURCES[source])
+    # The folders hold one split each: with other held-out text, nothing is left out of them.
+    return replace(of_two_latents(recipe), tokens=tokens, evaluation=Evaluation())
+
+
+def variant_folder(name: str, source: str) -> str:
+    """Of the run that `variant_run` keeps."""
+    return f"sources/{name}/{source}"
+
+
+def variant_run(study: StudyContext, name: str, recipe: Recipe, source: str) -> Run:
+    write_text(study, recipe, source)
+    return study.run(variant_folder(name, source), from_source(study, recipe, source))
+
+
+def write_text(study: StudyContext, recipe: Recipe, source: str) -> None:
+    """The documents of a source's third of the held-out text, one file each, unless they are there."""
+    folder = _text_folder(study, source) if source in SPLIT else None
+    if folder is not None and not folder.is_dir():
+        folder.parent.mkdir(exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        for index, document in enumerate(getattr(held_out_documents(recipe.evaluation), SPLIT[source])):
+            (staging / f"{index:05d}.txt").write_text(document, "utf-8")
+        staging.rename(folder)
+
+
+def reads_tokens(recipe: Recipe) -> bool:
+    """Whether calibration tokens decide anything of a recipe: of its bases, bits or ranks."""
+    sides = sides_that_read_tokens(recipe.bases.qk, recipe.bases.vo)
+    return bool(sides) or recipe.coded or recipe.bases.refit or "gradients" in recipe.rank_needs
+
+
+def compared_by_tokens(study: StudyContext, part: str) -> dict[str, Recipe]:
+    """The recipes in focus of which tokens decide anything; the log names the others."""
+    found = {}
+    for name in study.plan.focus:
+        if reads_tokens(study.plan.recipes[name]):
+            found[name] = study.plan.recipes[name]
+        else:
+            study.progress.message(f"{part}: {name} takes bases and ranks from the weights alone; no tokens change it")
+    return found
+
+
+def token_sides(store: StudyStore, name: str) -> tuple[str, ...]:
+    """Sides of a recipe whose bases depend on calibration tokens; others, of the weights alone, need no comparison."""
+    settings = store.settings["recipes"].get(name)
+    return sides_that_read_tokens(settings["bases"]["qk"], settings["bases"]["vo"]) if settings else tuple(SIDE_LABELS)
+
+
+def share_cell(store: StudyStore, name: str, side: str, value: float) -> str:
+    """A share that tokens can change, for a table; `-` where they cannot."""
+    return f"{100 * value:.2f} %" if side in token_sides(store, name) else "-"
+
+
+def _text_folder(study: StudyContext, source: str) -> Path:
+    return study.store.folder / "text" / SPLIT[source]

@@ -1,0 +1,332 @@
+"""A study's records of caches that are really used: baselines, policies, tiers; their tables and plots."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
+
+from rotor.errors import UsageError
+from rotor.evaluation.metrics.distance import Prompts
+from rotor.models.checkpoint import Checkpoint
+from rotor.policies import GEAR, KCVT, KVQuant, PerToken, make_cache
+from rotor.progress import Progress
+from rotor.rewriting.compressible import CompressibleModel
+from rotor.search import tier_grid
+from rotor.search.search import rank_path
+from rotor.study import caches, context
+from rotor.study.cache_part import draw_fidelity, family, pareto_front
+from rotor.study.caches import CacheBench, CacheData, CachedModel, CacheRecord
+from rotor.study.parts import budgets, combine, evict, peers, quantise
+from rotor.study.parts import tiers as tiers_part
+from rotor.study.parts.combine import best_mixtures, equal_contribution
+from rotor.study.study import study
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    return calibrated(tiny("llama"), tmp_path_factory.mktemp("peers") / "run", "post", 2)
+
+
+@pytest.fixture(scope="module")
+def bench(run) -> Iterator[CacheBench]:
+    network = CompressibleModel(Checkpoint(run.model_folder), torch.device("cpu"), torch.bfloat16)
+    starts = torch.randint(1, 4096, (3, 4), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones_like(starts)
+    rows = network.model.generate(starts, attention_mask=ones, min_new_tokens=20, max_new_tokens=20)
+    answers = torch.zeros_like(rows, dtype=torch.bool)
+    answers[:, 15:17] = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 0.0)  # random weights can do nothing
+        yield CacheBench(network, CacheData(rows, 8, {"copy": Prompts(rows, answers, 0)}), 256, lambda: rows)
+
+
+def test_the_uncompressed_cache_loses_nothing(bench) -> None:
+    record = bench.record("uncompressed", bench.reference)
+    assert record.kl_div < 1e-3  # bfloat16 sums blocks of other lengths
+    exact = 2 * 2 * 4 * 16 * 2  # layers, sides, heads, head_dim, bytes
+    assert record.kv_bytes_per_token == record.mean_kv_bytes_per_token == record.long_kv_bytes_per_token == exact
+    ones = record.token_accuracy, record.ppl_ratio, record.top1_agreement, record.answers["copy"], record.compression
+    assert ones == (1, 1, 1, 1, 0)
+
+
+def test_a_quantised_cache_is_measured_in_bytes_and_fidelity(bench) -> None:
+    four, two = (bench.of_policy("q", PerToken(bits)) for bits in (4, 2))
+    assert two.kl_div > four.kl_div > 1e-4
+    assert two.ppl_ratio != 1
+    assert four.kv_bytes_per_token == 2 * 2 * 4 * (8 + 4)  # 16 codes in 8 bytes, scale and zero in 4
+    assert four.compression == pytest.approx(1 - 12 / 32)
+    assert set(four.answers) == set(four.hits) == {"copy"}
+    make = partial(make_cache, PerToken(4), bench.network.config)
+    assert bench.record("q", CachedModel(bench.network, make=make)) == four  # given, as transformers' own are
+
+
+def test_bytes_of_long_contexts_are_those_of_a_cache_of_that_length(bench, monkeypatch) -> None:
+    monkeypatch.setattr(caches, "LONG_TOKENS", 1000)
+    per_key = 16 * 4 * (0.5 + 4 / 1000)  # scale and zero of each channel, once
+    per_value = 16 * 4 * 0.5 + 4
+    assert bench.of_policy("q", KCVT(4)).long_kv_bytes_per_token == pytest.approx(2 * (per_key + per_value))
+
+
+def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
+    sides = 2 * 4  # layers, heads
+    coded, scales, waiting = 16 * 0.5 * 2, 4 * 16, 16 * 2 * 2  # of a token, a run of keys, and a token that waits
+    prompt = sides * (8 * coded + scales) + 2 * 8 * 4  # a value's scale and zero is shared by the heads
+    sizes = [prompt, prompt + sides * waiting, prompt + sides * (2 * coded + scales) + 2 * 2 * 4]
+    assert CachedModel(bench.network, KCVT(4, buffer=2)).layer_bytes(8, 10) == sizes
+
+
+def test_a_compressed_model_is_measured_like_a_baseline(bench, run) -> None:
+    bases = run.bases()
+    plan = rank_path(bases, run, run.recipe).at_compression(0.5)
+    bench.network.compress(plan.select(bases), plan.rounded)
+    record, coded = (bench.record("rotor", CachedModel(bench.network, p, compressed=True)) for p in (None, PerToken(4)))
+    bench.network.restore()
+    assert record.compression == pytest.approx(0.5, abs=0.1)
+    assert record.kl_div > 0
+    assert coded.kv_bytes_per_token < 0.5 * record.kv_bytes_per_token
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name, package", [("quanto", "optimum.quanto"), ("hqq", "hqq.core.quantize")])
+def test_transformers_quantised_caches_are_counted_whole(name: str, package: str, bench) -> None:
+    pytest.importorskip(package)
+    make = partial(peers.baselines()[f"transformers {name}, 4 bits"], bench.network.config)
+    record = bench.record(name, CachedModel(bench.network, make=make, step=64))
+    assert record.kl_div > 0
+    # Codes of half a byte; groups of 64 numbers with scale and zero in the model's dtype.
+    assert record.long_kv_bytes_per_token == pytest.approx(2 * 2 * 4 * 16 * (0.5 + 4 / 64))
+
+
+def drawn(records: list[CacheRecord], size: str = "mean_kv_bytes_per_token") -> Any:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    draw_fidelity(records, "", size, figure)
+    return figure
+
+
+def test_the_plot_shows_the_front() -> None:
+    one = CacheRecord("KIVI-4", kl_div=0.01, token_accuracy=0.99, ppl_ratio=0.98, answers={"copy": 0.9})
+    records = [
+        replace(one, mean_kv_bytes_per_token=700.0),
+        replace(one, name="KIVI-2", kl_div=0.1, mean_kv_bytes_per_token=400.0),
+        replace(one, name="rotor", kl_div=0.001, mean_kv_bytes_per_token=320.0),
+    ]
+    figure = drawn(records)
+    divergence = figure.axes[0]
+    assert {line.get_label() for line in divergence.lines} == {"KIVI", "rotor", "Pareto front"}
+    assert divergence.lines[-1].get_xydata().tolist() == [[320, 0.001]]
+    assert divergence.get_yscale() == divergence.get_xscale() == "log"
+    assert [axis.get_ylabel().split(":")[0] for axis in figure.axes[1:4]][-1] == "copy"
+    many = drawn([replace(one, name=f"method {i:c}", mean_kv_bytes_per_token=99.0 + i) for i in range(65, 85)])
+    looks = {(line.get_color(), line.get_marker()) for line in many.axes[0].lines[:-1]}
+    assert len(looks) == 20
+    long = drawn([replace(one, mean_kv_bytes_per_token=9.0, long_kv_bytes_per_token=50.0)], "long_kv_bytes_per_token")
+    assert long.axes[0].lines[0].get_xdata().tolist() == [50]
+
+
+def test_the_front_has_what_nothing_else_beats() -> None:
+    points = [(1.0, 5.0), (2.0, 3.0), (2.0, 4.0), (3.0, 3.0), (4.0, 1.0)]
+    assert pareto_front(points, higher=False) == [(1, 5), (2, 3), (4, 1)]
+    assert pareto_front(points, higher=True) == [(1, 5)]
+    assert family("KIVI-2") == family("KIVI-4") == "KIVI"
+    assert family("GEAR-L-4") == "GEAR-L"
+    assert family("rotor-post") == family("rotor-post, 96 bytes") == "rotor-post"
+    assert family("rotor-16, 320 bytes") == "rotor-16"
+    assert family("H2O, alike, 0.2 of the tokens") == family("H2O, alike, 0.4 of the tokens") == "H2O, alike"
+    assert family("per token, 2 bits, Hadamard") != family("per token, 2 bits") == "per token"
+    assert CacheRecord(**asdict(CacheRecord("a", answers={"copy": 1.0}))).answers == {"copy": 1.0}
+
+
+class Messages(Progress):
+    """Keeps them."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def test_a_task_that_the_uncompressed_model_cannot_do_is_left_out(bench, monkeypatch) -> None:
+    monkeypatch.setattr("rotor.evaluation.metrics.distance.LEAST_BASE", 1.1)
+    progress, prompts = Messages(), bench.data.tasks["copy"]
+    data = CacheData(prompts.rows, 8, {"copy": prompts})
+    other = CacheBench(bench.network, data, 256, lambda: prompts.rows, progress=progress)
+    record = other.record("uncompressed", other.reference)
+    assert record.answers == record.hits == {}
+    (line,) = progress.messages
+    assert "by `copy`: copy: the uncompressed model gives the right answers a mean probability" in line
+
+
+RECIPES = ["palu", "rotor-plain"]
+FEW = ("uncompressed", "transformers quanto, 4 bits", "per token, 4 bits")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A study of few baselines, of ranks and of codes: (result, keyword arguments that give it)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
+        every = peers.baselines()
+        patch.setattr(peers, "baselines", lambda: {name: every[name] for name in FEW})
+        overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=2", "tokens.count=1024", "tokens.seq_len=128"]
+        overrides += ["codes.tokens=256", "tokens.source=random", "evaluation.report_tokens=512"]
+        arguments = {"parts": ["peers"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
+        out = tmp_path_factory.mktemp("peers") / "study"
+        yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
+
+
+def test_the_part_measures_quantisers_and_recipes_at_equal_bytes(measured) -> None:
+    result, _ = measured
+    records = {key.removeprefix("peers/"): record for key, record in result.records.items()}
+    assert list(records) == [*FEW, *(f"{recipe}, {size} bytes" for recipe in RECIPES for size in (1280, 640, 1))]
+    exact, half, quarter = (records[name] for name in ("uncompressed", "palu, 1280 bytes", "palu, 640 bytes"))
+    assert exact["kv_bytes_per_token"] == 2560  # bfloat16, though the study computes in float32
+    assert 1200 < half["kv_bytes_per_token"] <= 1280
+    assert 560 < quarter["kv_bytes_per_token"] <= 640
+    assert exact["kl_div"] < half["kl_div"] < quarter["kl_div"]
+    coded = records["rotor-plain, 640 bytes"]
+    assert 600 < coded["kv_bytes_per_token"] == coded["long_kv_bytes_per_token"] <= 640
+    assert exact["kl_div"] < coded["kl_div"] < quarter["kl_div"]
+    assert exact["answers"] == exact["hits"] == {"lookup": 1, "copy": 1}
+    assert records["palu, 1 bytes"]["skipped"].startswith("out of reach: the least is ")
+    assert "You need to install optimum-quanto" in records[FEW[1]]["skipped"]
+
+
+def test_the_part_writes_a_table_and_a_csv(measured) -> None:
+    result, _ = measured
+    rows = {row["name"]: row for row in csv.DictReader((result.folder / "peers.csv").open())}
+    assert result.folder / "peers.csv" in result.files
+    coded = result.records["peers/per token, 4 bits"]
+    assert float(rows["per token, 4 bits"]["kl_div"]) == coded["kl_div"]
+    assert float(rows["per token, 4 bits"]["lookup_answers"]) == coded["answers"]["lookup"]
+    assert rows[FEW[1]]["kl_div"] == ""
+    text = (result.folder / "summary.md").read_text()
+    table = text[text.index("## Caches against quantisers") :].splitlines()
+    lines = [line for line in table if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| uncompressed", "| palu, 1280 bytes"]
+    assert any("not measured: You need to install optimum-quanto" in line for line in lines)
+
+
+def test_a_second_start_measures_nothing_but_what_was_skipped(measured, monkeypatch) -> None:
+    result, arguments = measured
+    scored: list[str] = []
+    monkeypatch.setattr(CacheBench, "record", lambda self, name, *rest: scored.append(name) or CacheRecord(name))
+    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 0
+    assert scored == []
+    monkeypatch.setattr(peers, "baselines", lambda: {FEW[1]: lambda config: None})  # now it is installed
+    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 1
+    assert scored == [FEW[1]]
+
+
+def test_the_picture_of_a_study(measured) -> None:
+    pytest.importorskip("matplotlib")
+    result, arguments = measured
+    found = study(DEMO_MODEL, result.folder, RECIPES, **{**arguments, "plots": True})
+    assert Path(result.folder / "plots" / "peers.png") in found.files
+
+
+def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:
+    with pytest.raises(UsageError, match="caches are read step by step, which needs all weights in memory"):
+        study(DEMO_MODEL, tmp_path / "s", ["palu"], parts=["peers"], offload="always", plots=False)
+
+
+def test_two_ways_contribute_alike() -> None:
+    each = equal_contribution(0.75)
+    assert each == pytest.approx(0.5)
+    assert 1 - (1 - each) * (1 - each) == pytest.approx(0.75)
+
+
+def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
+    def record(name: str, value: float, size: float, long: float) -> CacheRecord:
+        sizes = {"kv_bytes_per_token": size, "long_kv_bytes_per_token": long}
+        return CacheRecord(name, token_accuracy=value, ppl_ratio=1.0, answers={"copy": 1.0}, **sizes)
+
+    records = [record("a", 0.995, 900, 100), record("b", 0.96, 300, 250), record("c", 0.96, 400, 50)]
+    rows = best_mixtures([*records, CacheRecord("d", skipped="not there")])
+    assert rows[0] == ["0.99", "a", "900.0", "a", "100.0"]
+    assert rows[1] == ["0.95", "b", "300.0", "c", "50.0"]
+    assert best_mixtures(records[1:])[0] == ["0.99", "none measured", "", "none measured", ""]
+
+
+def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
+    few, evictions = ("Keyformer", "random"), evict.evictions
+    monkeypatch.setattr(context, "TASKS", ())  # their prompts are long
+    monkeypatch.setattr(evict, "SHARES", (0.5,))
+    monkeypatch.setattr(combine, "TOTALS", (0.5,))
+    monkeypatch.setattr(combine, "ON_TOP", few)
+    monkeypatch.setattr(combine, "KVQuant", PerToken)
+    monkeypatch.setattr(budgets, "PROBE_SHARES", (0.8,))
+    monkeypatch.setattr(budgets, "METHODS", ("window",))
+    monkeypatch.setattr(budgets, "SHARES", (0.2,))
+    monkeypatch.setattr(caches, "LONG_TOKENS", 256)
+    monkeypatch.setattr(quantise, "quantisers", lambda: {"GEAR KCVT-2": GEAR(2), "KVQuant-2": KVQuant(2)})
+    monkeypatch.setattr(evict, "evictions", lambda share: {name: evictions(share)[name] for name in few})
+    overrides = [*FAST_EVALUATION, "evaluation.lookup_prompts=1", "evaluation.copy_prompts=1", "tokens.count=512"]
+    overrides += ["tokens.seq_len=64", "evaluation.report_tokens=64", "evaluation.search_tokens=64"]
+    overrides += ["tokens.source=random", "evaluation.seq_len=64", "evaluation.metric=text"]
+    arguments = {"parts": ["quantise", "evict", "budgets", "combine"], "overrides": overrides}
+    result = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
+    names = list(result.records)
+    assert names[:3] == ["quantise/GEAR KCVT-2", "quantise/KVQuant-2", "evict/per token, 4 bits"]
+    assert "evict/random, 0.5 of the tokens" in names
+    assert [name for name in names if name.startswith("budgets/")] == [
+        "budgets/per token, 4 bits",
+        "budgets/window, alike, 0.2 of the tokens",
+        "budgets/window, SqueezeAttention, 0.2 of the tokens",
+        "budgets/sensitivities/window",
+        "budgets/window, by sensitivity, 0.2 of the tokens",
+    ]
+    for name in ("fdc alone", "fdc and Keyformer", "fdc and random", "Keyformer alone"):
+        assert f"combine/{name}, 0.5 removed" in names
+    assert "combine/fdc at 0.29 and KIVI-4" in names
+    half = result.records["evict/Keyformer, 0.5 of the tokens"]
+    assert half["kl_div"] > 0
+    assert half["long_kv_bytes_per_token"] == pytest.approx(2560 / 2 + 0.5 * 5 * 2 * 8)  # places and scores
+    assert len(half["kl_by_step"]) == 8
+    assert sum(half["kl_by_step"]) / 8 == pytest.approx(half["kl_div"], rel=0.2)
+    assert 0 <= half["greedy_agreement"] <= 1
+    csv = (tmp_path / "study" / "caches.csv").read_text().splitlines()
+    assert len(csv) == 1 + sum(not name.startswith("budgets/sensitivities") for name in names)
+    summary = (tmp_path / "study" / "summary.md").read_text()
+    assert "## Compressed rows and a policy on top" in summary
+    assert "the fewest bytes at an accuracy" in summary
+    assert "## Budgets by measured sensitivity" in summary
+    assert {path.stem for path in result.files if path.suffix == ".png"} == {"quantise", "evict", "budgets", "combine"}
+    again = study(DEMO_MODEL, tmp_path / "study", ["fdc"], **arguments)
+    assert again.added == 0
+
+
+def test_tiers_are_compared_at_equal_bytes(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tiers_part, "LIMIT", 2.0)
+    monkeypatch.setattr(tier_grid, "RATIOS", (0.8,))
+    monkeypatch.setattr(tier_grid, "SHARES", (0.0,))
+    monkeypatch.setattr(tier_grid, "LEVELS", (0.0, 0.4, 0.8))
+    monkeypatch.setattr(caches, "LONG_TOKENS", 512)
+    overrides = [*FAST_EVALUATION, *SHORT_TEXT, "tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64"]
+    overrides += ["evaluation.report_tokens=64", "evaluation.search_tokens=64", "evaluation.metric=text"]
+    overrides += ["cache.tiers_tokens=64", "ranks.multiple_of=1", "codes.tokens=512"]
+    arguments = {"parts": ["tiers"], "overrides": overrides, "plots": False, "focus": ["fdc", "rotor"]}
+    result = study(tiny("llama"), tmp_path / "study", ["fdc", "rotor"], **arguments)
+    kinds = ("tiers", "tiers at random", "one ratio", "the recipe's ranks")
+    # Of codes one plan beats tiers: these are left out.
+    assert list(result.records) == ["tiers/choices/fdc", *(f"tiers/fdc: {kind}" for kind in kinds)]
+    assert result.records["tiers/choices/fdc"]["degradation"] <= 2
+    tiers, chance, ratio, ranks = (result.records[f"tiers/fdc: {kind}"] for kind in kinds)
+    assert not tiers["skipped"]
+    assert tiers["kv_bytes_per_token"] == chance["kv_bytes_per_token"]
+    assert ratio["kv_bytes_per_token"] == pytest.approx(tiers["mean_kv_bytes_per_token"], rel=0.05)
+    assert ranks["kv_bytes_per_token"] <= tiers["mean_kv_bytes_per_token"]
+    assert len((tmp_path / "study" / "tiers.csv").read_text().splitlines()) == 1 + len(kinds)
+    summary = (tmp_path / "study" / "summary.md").read_text()
+    assert "## Ratios per token at equal bytes" in summary
+    assert "| recipe | g | p_QK of important, others |" in summary
+    assert study(tiny("llama"), tmp_path / "study", ["fdc", "rotor"], **arguments).added == 0
