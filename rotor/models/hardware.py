@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 
 import torch
+from torch.utils.benchmark import Timer
 
 from ..errors import UsageError
 from ..recipe.settings import Compute
@@ -47,16 +47,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
-    right = left.clone()
-
-    def product() -> None:
-        left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    product()  # the first one loads libraries
-    start, count = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < RATE_SECONDS:
-        product()
-        count += 1
-    return 2 * RATE_SIZE**3 * count / elapsed
+    found = Timer("left @ left", globals={"left": left}, num_threads=torch.get_num_threads()).blocked_autorange(
+        min_run_time=RATE_SECONDS
+    )
+    return 2 * RATE_SIZE**3 / found.mean
