@@ -165,7 +165,7 @@ class _Numerics:
         no_run = f"run folder not found ({run}); pass --run"
         if isinstance(run, Run):
             with self.progress.task("bases", None, ""):
-                found = self.shared.once("bases", run.folder, lambda: _deviation_of_bases(run))
+                found = self.shared.once("bases", run.folder.resolve(), lambda: _deviation_of_bases(run))
             result.add("bases at full rank", *found)
         else:
             result.skip("bases at full rank", no_run)
@@ -176,7 +176,7 @@ class _Numerics:
         else:
             self._check_source(source)
             if isinstance(run, Run):
-                which = source.folder, run.folder, place.streamed, data is None
+                which = source.folder.resolve(), run.folder.resolve(), place.streamed, data is None
                 with self.progress.task("full-rank rewrite", None, ""):
                     error = self.shared.once(
                         "full rank", which, lambda: _full_rank_error(source, run, rows[:NUMERICS_ROWS], place.streamed)
@@ -190,7 +190,7 @@ class _Numerics:
             elif self.policy is not None and place.streamed:
                 result.skip("accuracy target", f"the cache policy {self.policy.method} needs all weights in memory")
             else:
-                key = source.folder, data.sha256, self.trusted.spec, place, repr(self.policy)
+                key = source.folder.resolve(), data.sha256, self.trusted.spec, place, repr(self.policy)
                 meter = self.shared.once("source", key, lambda: self._measured_source(source, data, place))
         with self.progress.task("load model", None, ""):
             compressed = LayerwiseModel(compressed_weights(self.checkpoint, place.device, place.dtype, place.streamed))
@@ -207,7 +207,7 @@ class _Numerics:
         if isinstance(source, str) or self.trusted.withheld or source.tokenizer is None:
             return None
         excluded = tuple(self.checkpoint.report["accuracy"].get("excluded_documents", ()))
-        key = source.folder, self.trusted.spec, excluded
+        key = source.folder.resolve(), self.trusted.spec, excluded
         with self.progress.task("load text", None, ""):
             return self.shared.once(
                 "text", key, lambda: evaluation_data(self.trusted.spec, source.config, source.tokenizer, excluded)
@@ -231,7 +231,7 @@ class _Numerics:
         recorded = self.checkpoint.report["source"]
         expected = {**recorded["shards"], **(recorded.get("files") or {})}
         with self.progress.task("check model", None, ""):
-            key = source.folder, tuple(sorted(expected.items()))
+            key = source.folder.resolve(), tuple(sorted(expected.items()))
             problems = self.shared.once("changes", key, lambda: source.changes(expected))
         fine = f"{len(expected)} file(s), {len(source.files)} of them shards"
         self.result.add_problems("source unchanged", problems, fine)
