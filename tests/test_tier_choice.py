@@ -16,9 +16,8 @@ from test_cli import rotor as command
 from rotor.errors import UsageError
 from rotor.export.export import export
 from rotor.policies import Tiers, find_policy
-from rotor.search.tier_choice import RatioRegression, Tried, with_leaders, within
+from rotor.search.tier_choice import RatioRegression, Tried, within
 from rotor.search.tier_grid import LEVELS, RATIOS, SHARES, TierGrid, TierMeter, alone, row_of, tiers_of
-from rotor.search.tier_repeats import by_average_score, by_denominator, importances, leaders_of, repeated, repetition
 
 LAYERS = 3
 ROW_BYTES = ((64, 32), (64, 32), (32, 32))
@@ -99,38 +98,6 @@ def test_choices_within_a_limit_are_measured_until_one_is_near() -> None:
     assert len(measured) == len({one.policy for one in measured})
 
 
-def test_repetition_counts_tokens_in_both_sets() -> None:
-    found = torch.rand(3, 4, 20, generator=torch.Generator().manual_seed(0))
-    for most in (True, False):
-        got = repetition(found, 0.35, most)
-        for a, b in product(range(3), range(3)):
-            shared = 0
-            for row in range(4):
-                order = [found[layer, row].argsort(descending=most)[:7].tolist() for layer in (a, b)]
-                shared += len(set(order[0]) & set(order[1]))
-            assert got[a, b] == pytest.approx(shared / 28)
-
-
-def test_layers_go_by_the_last_leader_that_they_repeat() -> None:
-    base = torch.arange(20.0).repeat(1, 2, 1)
-    other = base.flip(-1)
-    found = torch.cat([base, base + 1, other, other, base])
-    shares = (0.4, 0.4, 0.4, 0.41, 0.4)
-    assert leaders_of(found, shares, 0.95) == (0, 0, 2, 2, 4)
-    assert repeated(found[[0, 2]], 0.4) == pytest.approx(0.0)
-    policy = with_leaders(Tiers(layer_important=shares), found, 0.95)
-    assert policy.leaders == (0, 0, 2, 2, 4)
-    assert policy.layer_important == (0.4, 0.4, 0.4, 0.4, 0.4)
-    for other in (0.0, 0.3, 0.5, 1.0):  # as many tokens are no less than the same ones
-        assert leaders_of(found[:2], (0.4, other), 0.95) == (0, 1)
-        assert leaders_of(found[:2], (other, 0.4), 0.95) == (0, 1)
-    assert leaders_of(found[:3], (0.0, 0.0, 0.0), 0.95) == (0, 0, 0)
-    almost = base.clone()
-    almost[..., [11, 12]] = almost[..., [12, 11]]  # one of eight important tokens is another
-    assert leaders_of(torch.cat([base, almost]), (0.4, 0.4), 0.95) == (0, 1)
-    assert leaders_of(torch.cat([base, almost]), (0.4, 0.4), 0.8) == (0, 0)
-
-
 def test_the_regression_gives_back_what_is_regular_and_keeps_the_constraints() -> None:
     limits = [0.02, 0.05, 0.1, 0.2, 0.4]
     rows = [[0.1, 0.3, 0.1 + 0.1 * i, 0.2 + 0.1 * i, 0.05 * i, 0.1 * i] for i in range(5)]
@@ -157,21 +124,18 @@ def test_what_a_layer_alone_costs_is_of_that_layer(tiny, tmp_path) -> None:
     values = [abs(meter.cost(alone(2, 1, "v", share, 0.9), 8)) for share in (0.9, 0.0)]
     assert 0 < values[0] < values[1]
     assert meter.row_bytes == [(2 * 4 * 16, 2 * 4 * 16)] * 2
-    by_query, by_key = importances(network, rows, by_denominator()), importances(network, rows, by_average_score())
-    assert by_query.shape == by_key.shape == (2, 2, 40)
-    assert not torch.allclose(by_query, by_key)
 
 
 def test_an_export_chooses_ratios_and_stores_them(tiny, tmp_path, capsys) -> None:
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
     code, said, error = command(
         capsys, "export", run.folder, "-o", tmp_path / "out", "--compression", "0.2", "--set", "cache.tiers=0.5",
-        "--set", "cache.tiers_tokens=128", "--set", "cache.tiers_repeats=0.1",
+        "--set", "cache.tiers_tokens=128",
     )  # fmt: skip
     assert code == 0, error
     stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["cache"]
     assert stored["method"] == "tiers"
-    assert len(stored["leaders"]) == len(stored["layer_important"]) == 2
+    assert len(stored["layer_important"]) == 2
     assert "Cache policy tiers" in said
     report = json.loads((tmp_path / "out" / "rotor.json").read_text())
     assert report["cache"]["policy"] == stored

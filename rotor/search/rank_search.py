@@ -145,7 +145,7 @@ class RankSearch:
             network.compress(plan.select(self.bases), plan.rounded)
             search = self.data.search
             rows = search[: max(1, settings.tiers_tokens // search.shape[1])]
-            policy, _ = choose_tiers(network, rows, settings.tiers, settings.tiers_repeats, self.progress)
+            policy, _ = choose_tiers(network, rows, settings.tiers, self.progress)
         return RankSearch(replace(job, policy=policy), self.times, self.progress, network)
 
     def policy(self, point: Point) -> Policy | None:

@@ -7,7 +7,7 @@ Source: ZDC section 5.2, equations 5 and 6: of the constraints on ratios, p^u >=
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log1p
 
 import numpy as np
@@ -18,7 +18,6 @@ from ..policies import Tiers
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from .tier_grid import Candidates, TierGrid, TierMeter, row_of, tiers_of
-from .tier_repeats import by_denominator, importances, leaders_of
 
 TRIES = 4
 """Choices that are measured at most for one limit."""
@@ -35,24 +34,19 @@ class Tried:
     degradation: float
 
 
-def choose_tiers(
-    network: CompressibleModel, rows: Tensor, limit: float, threshold: float, progress: Progress
-) -> tuple[Tiers, float]:
+def choose_tiers(network: CompressibleModel, rows: Tensor, limit: float, progress: Progress) -> tuple[Tiers, float]:
     """Ratios per token for a compressed model, and the Q_d that they were measured to cost.
 
     Args:
         network: its layers compressed. rows: [n, seq_len] text to measure on. limit: of Q_d.
-        threshold: the repetition from which on a layer goes by an earlier one's choice.
     Raises:
         AccuracyError: nothing that removes anything costs so little.
     """
     meter = TierMeter(network, rows)
     with progress.task("tiers", TierGrid.cells(network.shape.num_layers), "cells") as advance:
         grid = TierGrid.measure(meter, advance)
-    found = importances(network, rows, by_denominator())
 
     def measured(policy: Tiers) -> Tried:
-        policy = with_leaders(policy, found, threshold)
         tried = Tried(policy, meter.degradation(policy))
         progress.message(f"tiers: {grid.removed(policy):.3f} of the rows removed, Q_d {tried.degradation:.4f}")
         return tried
@@ -64,12 +58,6 @@ def choose_tiers(
             "Allow more, or export without tiers.",
         )
     return best.policy, best.degradation
-
-
-def with_leaders(policy: Tiers, found: Tensor, threshold: float) -> Tiers:
-    """The policy in which layers go by an earlier one's choice where they repeat it; see leaders_of."""
-    leaders = leaders_of(found, policy.layer_important, threshold)
-    return replace(policy, leaders=leaders, layer_important=tuple(policy.layer_important[i] for i in leaders))
 
 
 def within(candidates: Candidates, limit: float, measure: Callable[[Tiers], Tried]) -> list[Tried]:

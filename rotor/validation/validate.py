@@ -28,7 +28,7 @@ from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import compressed_weights, weights_of
 from ..models.projections import longest_row
-from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, stored_bytes
+from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
 from ..recipe import Recipe, load_recipe, text_overrides
 from ..recipe.metric_registry import METRICS
@@ -121,7 +121,7 @@ def validate(
                 stored,
                 trusted,
                 Compute(device, dtype, offload),
-                checkpoint.policy if cache is None else asked,
+                read_stored(getattr(checkpoint.section, "cache", None)) if cache is None else asked,
                 shared or SourceMeasurements(),
                 progress,
             ).check()

@@ -74,7 +74,7 @@ def _choice(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     rows = search[: max(1, recipe.cache.tiers_tokens // search.shape[1])]
     _compress(study, name, recipe, study.network)
     try:
-        policy, loss = choose_tiers(study.network, rows, LIMIT, recipe.cache.tiers_repeats, study.progress)
+        policy, loss = choose_tiers(study.network, rows, LIMIT, study.progress)
     except AccuracyError:
         return {"policy": None}
     return {"policy": policy.as_dict(), "degradation": round(loss, 6)}
