@@ -47,7 +47,7 @@ def test_export_appends_to_the_log_how_it_ended(tmp_path: Path, capsys) -> None:
     log = (run / "log.txt").read_text()
     assert log.index("calibrate has finished") < log.index("export begins") < log.index("export has finished")
     assert re.search(r"DEBUG measure: \d", log)
-    assert re.search(r"INFO accuracy 0\.5: at most \d+ more point\(s\) to measure, about \d", log)
+    assert re.search(r"INFO accuracy 0\.5: about \d+ more point\(s\) to measure, \d", log)
     code, _, error = rotor(capsys, "export", run, "-o", tmp_path / "out", "--compression", "0.9999", "--overwrite")
     assert code == 2
     assert "ERROR export ended by UsageError: --compression 0.9999" in (run / "log.txt").read_text()

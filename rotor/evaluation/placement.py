@@ -29,7 +29,7 @@ class Placement:
 
     @classmethod
     def choose(cls, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress) -> Placement:
-        """Decide by an estimate of memory, which is told to `progress`.
+        """Decide by an estimate of memory, which `progress` shows.
 
         Raises:
             UsageError: the metric or the device map needs the whole model in memory, and it is not to be there.
