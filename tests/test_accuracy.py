@@ -23,7 +23,7 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.recipe import Evaluation, load_recipe
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable, RankTable
-from rotor.validation.validate import judge_target
+from rotor.validation.validate import against_target
 
 CPU = torch.device("cpu")
 
@@ -243,10 +243,10 @@ def test_one_file_of_probes_serves_every_metric_and_objective(tiny, tmp_path: Pa
 def test_a_target_is_missed_where_the_whole_interval_is_below(
     value: float, interval: tuple[float, float] | None, met: bool, text: str
 ) -> None:
-    found = judge_target("default", Fidelity(value, interval, {}), 0.99)
+    found = against_target("default", Fidelity(value, interval, {}), 0.99)
     assert found[0] is met
     assert found[1].endswith(text)
-    assert judge_target("default", Fidelity(value, interval, {}), None)[0] is None
+    assert against_target("default", Fidelity(value, interval, {}), None)[0] is None
     said = below_target({"report": value, "interval_95": interval, "target": 0.99})
     assert found[1].endswith(said)
     assert bool(said) == (value < 0.99)
