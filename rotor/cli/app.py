@@ -77,8 +77,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_NUMBER},  # the terminal's
     help="Shrink the KV cache of a decoder-only language model along its hidden dimension, at a stated accuracy.",
-    epilog="Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 the accuracy cannot be "
-    "reached or is not met, 130 interrupted (Ctrl-C or SIGTERM). Each command has --help with an example. "
+    epilog="Exit codes: 0 done; 1 a model, a file or the data is bad; 2 the request is bad; 3 the accuracy cannot be "
+    "reached or is not met; 130 interrupted (Ctrl-C or SIGTERM). Each command has --help with an example. "
     f"Documentation: {documentation()}",
     rich_markup_mode=None,
 )
