@@ -163,7 +163,9 @@ def test_a_lora_of_the_source_is_refused_in_one_line(exported, tiny, monkeypatch
     for weights, fits in ((own, True), (of_source, False)):
         model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder))
         with contextlib.nullcontext() if fits else pytest.raises(UsageError, match=refused):
-            assert not model.load_adapter(peft_config=config, adapter_state_dict=weights, is_trainable=True).missing_keys
+            assert not model.load_adapter(
+                peft_config=config, adapter_state_dict=weights, is_trainable=True
+            ).missing_keys
 
 
 def test_lora_trains_and_merges(exported, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rotor.errors import RotorError
 from rotor.export.export import export
 from rotor.progress import Progress
-from rotor.validation.integrity import Validation, check_integrity, difference
+from rotor.validation.integrity import Validation, check_integrity
 from rotor.validation.validate import validate
 
 LAYER = "model.layers.1.self_attn."
@@ -264,15 +264,6 @@ def test_tiles_may_be_edited_within_what_can_be_launched(keys: int, served: bool
     (out / "kernel_config.json").write_text(json.dumps(data))
     reseal(out)
     assert ("kernel_config.json" in problems(out).get("layouts agree", "")) != served
-
-
-def test_the_first_difference_is_named() -> None:
-    expected = {"a": [{"b": 1}, {"b": 2}]}
-    assert difference(expected, expected, "x.json", "y") == ""
-    assert difference({"a": [{"b": 1}, {"b": 3}]}, expected, "x.json", "y") == "x.json.a[1].b: 3, y implies 2"
-    assert difference({"a": [{"b": 1}]}, expected, "x.json", "y").startswith("x.json.a: [{")
-    assert difference(1.0, 1, "x", "y") == "x: 1.0, y implies 1"
-    assert difference([(1, 2)], [[1, 2]], "x", "y") == ""
 
 
 def test_the_command_finds_a_flipped_bit(out: Path, good: Path) -> None:

@@ -129,14 +129,12 @@ def run_export(settings: ExportSettings, progress: Progress | None = None) -> Ex
         held.enter_context(exclusive(job.out.path, "export"))
         job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
         held.enter_context(log_file(job.run.folder, "export"))
-        return _export(job, RankSearch(job, StageTimes(), progress or Progress()))
+        search = RankSearch(job, StageTimes(), progress or Progress())
+        return _export(search if job.recipe.cache.tiers is None else search.with_tiers())
 
 
-def _export(job: ExportJob, search: RankSearch) -> ExportResult:
-    if job.recipe.cache.tiers is not None:
-        search = search.with_tiers()
-        job = search.job
-    point = search.point()
+def _export(search: RankSearch) -> ExportResult:
+    job, point = search.job, search.point()
     policy = search.policy(point)
     search.search_targets()
     search.close()

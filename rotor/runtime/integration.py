@@ -147,7 +147,8 @@ def load_adapter_weights(model: Any, **arguments: Any) -> Any:
 
 def adapter_of_source(name: str, given: torch.Size, own: torch.Size) -> UsageError:
     return UsageError(
-        f"{name} is {list(given)}, this checkpoint takes {list(own)}: the adapter was trained on the uncompressed model.",
+        f"{name} is {list(given)}, this checkpoint takes {list(own)}: the adapter was trained on the uncompressed "
+        "model.",
         "Merge it into that model (peft's merge_and_unload), then calibrate and export the result.",
     )
 
