@@ -48,5 +48,26 @@ def test_loading_a_checkpoint_imports_nothing_of_the_offline_half() -> None:
         "print(sorted({n.split('.')[1] for n in sys.modules if n.startswith('rotor.')}))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    allowed = {"runtime", "format", "kernels", "errors", "checked", "logs", "numerics", "progress", "installing"}
+    allowed = {
+        "runtime",
+        "format",
+        "kernels",
+        "errors",
+        "checked",
+        "logs",
+        "numerics",
+        "progress",
+        "installing",
+        "versions",
+    }
     assert set(ast.literal_eval(done.stdout)) <= allowed
+
+
+def test_calibration_loads_no_cache_policy_and_no_search() -> None:
+    program = (
+        "import sys, rotor.calibration.calibrate; print([name for name in sys.modules if name.startswith('rotor.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = {name.split(".")[1] for name in ast.literal_eval(done.stdout)}
+    assert "calibration" in loaded
+    assert not loaded & {"policies", "plugins", "evaluation", "search", "study"}

@@ -3,7 +3,7 @@
 With g the gradient of the model's own loss by the keys (or values) of one token in one layer, an error e in them raises
 the loss, and the KL divergence from the uncompressed model, by e^T E[g g^T] e / 2 to second order. The expectation is
 over text that the model wrote itself, where the Fisher information is the loss's curvature; the longest gradients are
-shortened (`clipping`), or few tokens would be all of it. It is summed for the keys
+shortened (`GradientClip`), or few tokens would be all of it. It is summed for the keys
 and values as they are, [n, n] for the n numbers of a group; any basis has its own: for keys = B latent, B^T G B. So one
 pass over the uncompressed model serves every form of keys, group size and basis.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,9 @@ def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int, advance: Advanc
     """
     what = f"tokens.dataset {spec.dataset}"
     require_tokenizer(tokenizer)
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{what}: the package `datasets` is not installed.", f"Install it with: {pip_install('eval')}"
-        ) from error
+    check_dataset(str(spec.dataset))
+    import datasets
+
     documents: list[str] = []
     found = 0
     try:
@@ -100,6 +98,15 @@ def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int, advance: Advanc
             "Give the name of a data set on the hub (NAME or NAME:CONFIG), or a folder with one.",
         ) from error
     return documents
+
+
+def check_dataset(name: str) -> None:
+    """Raises DataError where the package `datasets` or a local folder is missing."""
+    what = f"tokens.dataset {name}"
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(f"{what}: the package `datasets` is not installed.", f"Install it with: {pip_install('eval')}")
+    if name.startswith((".", "/", "~")) and not Path(name).exists():
+        raise DataError(f"{what}: no such folder.", "Give a folder, or the name of a data set on the hub.")
 
 
 def _open_dataset(datasets: Any, spec: Tokens, what: str) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import DataError
-from ..installing import pip_install
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
-from .documents import read_documents, require_tokenizer
+from .documents import check_dataset, read_documents, require_tokenizer
 from .rows import rows_in
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
 
@@ -45,7 +43,7 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     if tokens.source in ("text", "dataset") or evaluation.source == "text":
         require_tokenizer(tokenizer)
     if tokens.source == "dataset":
-        _check_dataset(str(tokens.dataset))
+        check_dataset(str(tokens.dataset))
     if tokenizer is None:
         return
 
@@ -99,18 +97,6 @@ def describe_evaluation(spec: Evaluation, tokenizer: Any) -> str:
     if spec.source == "stdlib" and getattr(tokenizer, "chat_template", None):
         return f"{line}; {CHAT_ADVICE}"
     return line
-
-
-def _check_dataset(name: str) -> None:
-    if importlib.util.find_spec("datasets") is None:
-        raise DataError(
-            f"tokens.dataset {name}: the package `datasets` is not installed.",
-            f"Install it with: {pip_install('eval')}",
-        )
-    if name.startswith((".", "/", "~")) and not Path(name).exists():
-        raise DataError(
-            f"tokens.dataset {name}: no such folder.", "Give a folder, or the name of a data set on the hub."
-        )
 
 
 def _names(recipe: Recipe) -> str:

@@ -81,7 +81,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the folder, or None; tried in a child process before (see rotor.tokenizer)."""
+        """The tokenizer in the folder, or None; tried in a child process before."""
         return load_tokenizer(self.folder, self.config.vocab_size)
 
     def tensor(self, name: str) -> Tensor:
@@ -238,7 +238,7 @@ def config_of(folder: Path) -> Any:
 
     Raises:
         CheckpointError: config.json is missing or not one that transformers knows, or what it or generation_config.json
-            says is refused (see rotor.source_config).
+            says is refused.
     """
     check_config(folder / "config.json", read_json(folder / "config.json"))
     generation = folder / "generation_config.json"

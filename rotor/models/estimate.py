@@ -182,24 +182,34 @@ def calibration_estimates(
     Args:
         candidates, moments: from rotor.calibration.candidates. seq_len: of a row of calibration tokens.
     """
-    shape, fisher = model.shape, recipe.needs_gradients
+    shape, fisher, layers = model.shape, recipe.needs_gradients, model.shape.num_layers
     num_rows = -(-recipe.tokens.count // seq_len)
     count = num_rows * seq_len
     group_size = max(candidate.group_size for candidate in candidates.values())
-    joint = any(candidate.joint for candidate in candidates.values())
-    statistics = sum(8 * elements for elements in _moment_elements(shape, group_size, moments).values())
-    running = model.activation_bytes(max(1, batch_tokens // seq_len) * seq_len, group_size, moments) + statistics
-    solving = statistics + _solving_bytes(shape, group_size, moments)
-    if fisher:  # backward through one layer keeps what it computed; the moments are those of the gradients
-        running *= 3
-        solving += 3 * _gradients_bytes(shape, group_size, recipe.codes.tokens, joint)
-    bases = sum(_bases_bytes(shape, candidate.group_size, candidate.joint) for candidate in candidates.values())
-    gradients = _gradients_bytes(shape, group_size, min(count, recipe.codes.tokens), joint) if fisher else 0
+    groups, width, kv_width = shape.num_kv_heads // group_size, group_size * shape.head_dim, _kv_width(shape)
+    elements = _moment_elements(shape, group_size, moments)
+    bases = sum(_bases_bytes(shape, candidate) for candidate in candidates.values())
+    statistics = 8 * sum(elements.values())
+    # Beside the moments, while bases are computed: a symmetric copy of the largest, the closed form's own, projections.
+    solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
+    solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
+    running = statistics + model.activation_bytes(max(1, batch_tokens // seq_len) * seq_len, group_size, moments)
+    stored, gradients, codes = statistics, 0, 0
+    if "output" in elements:  # float32, and only one triangle of it
+        stored += 2 * shape.num_heads * width * (width + 1) - 8 * elements["output"]
+    if fisher:
+        # Moments of the gradients, one triangle in float32, and samples, until a layer's codes are there; backward
+        # through one layer keeps what it computed.
+        latent = width * (2 if any(candidate.joint for candidate in candidates.values()) else 1)
+        tokens = min(count, recipe.codes.tokens)
+        gradients = 3 * groups * (2 * latent * (latent + 1) + 8 * min(tokens, SAMPLES) * latent)
+        running, solving = 3 * running, solving + 3 * gradients
+        codes = len(candidates) * 2 * 17 * 8 * kv_width  # weight, variance, and three numbers at each of five widths
     disk = {
-        "codes": shape.num_layers * len(candidates) * _codes_bytes(shape) if fisher else 0,
-        "gradients, removed at the end": shape.num_layers * gradients,
-        "statistics": shape.num_layers * _stored_statistics_bytes(shape, group_size, moments),
-        "bases": shape.num_layers * bases,
+        "codes": layers * codes,
+        "gradients, removed at the end": layers * gradients,
+        "statistics": layers * stored,
+        "bases": layers * bases,
         "hidden states, removed at the end": 2 * count * shape.hidden_size * model.compute_bytes,
     }
     stages = {"activations and statistics of one layer": running if model.on_gpu else max(running, solving)}
@@ -215,15 +225,15 @@ def calibration_estimates(
 def evaluation_estimates(model: ForwardPass, recipe: Recipe, candidates: Mapping[str, Candidate]) -> Estimates:
     """Estimate what measuring rank plans takes (`rotor export --accuracy`): each layer rewritten, run, dropped."""
     spec, shape = recipe.evaluation, model.shape
-    group_size = max(candidate.group_size for candidate in candidates.values())
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-    outputs = shape.num_heads * (group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
-    rewriting = 3 * outputs + 3 * _bases_bytes(shape, group_size) + attention * 2 * 8
+    widest = max(candidates.values(), key=lambda candidate: candidate.group_size)._replace(joint=False)
+    attention = 2 * (shape.num_heads * shape.head_dim + _kv_width(shape)) * shape.hidden_size
+    outputs = shape.num_heads * (widest.group_size * shape.head_dim) ** 2 * 8 if recipe.bases.refit else 0
+    rewriting = 3 * outputs + 3 * _bases_bytes(shape, widest) + attention * 2 * 8
     allowed = LOGIT_BYTES["cuda" if model.on_gpu else "cpu"]
     scoring = LOGIT_COPIES * max(allowed, HEAD_POSITIONS * 4 * model.vocab_size)
     rows = max(measured_tokens(spec), spec.report_tokens + prompt_tokens(spec))
     disk = {"hidden states, removed at the end": 3 * rows * shape.hidden_size * model.compute_bytes}
-    work = {"activations": max(model.activation_bytes(2048, group_size), scoring)}
+    work = {"activations": max(model.activation_bytes(2048, widest.group_size), scoring)}
     resident, streamed = model.estimates({"rewriting one layer": rewriting}, work, disk)
     place = resident.device if model.on_gpu else resident.host
     place["weights"] += attention * model.compute_bytes * shape.num_layers  # compressed beside the original
@@ -262,26 +272,6 @@ def calibration_flops(
     return {**flops, "passes": passes, "statistics": 2.0 * tokens * per_token * shape.num_layers}
 
 
-def _gradients_bytes(shape: AttentionShape, group_size: int, tokens: int, joint: bool) -> int:
-    """Bytes of what one layer's gradients and samples take until its codes are there; see LayerFisher.to_tensors."""
-    width = group_size * shape.head_dim * (2 if joint else 1)
-    moments = 4 * shape.num_kv_heads // group_size * width * (width + 1) // 2
-    return 3 * (moments + 2 * 4 * min(tokens, SAMPLES) * shape.num_kv_heads // group_size * width)
-
-
-def _codes_bytes(shape: AttentionShape) -> int:
-    """Bytes of one layer's codes, float64: weight and variance, and three numbers at each of five widths."""
-    return 2 * 17 * 8 * shape.num_kv_heads * shape.head_dim
-
-
-def _stored_statistics_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> int:
-    """Bytes of one layer's file: float64, but `output` in float32 and only one triangle of it."""
-    elements = _moment_elements(shape, group_size, moments)
-    width = group_size * shape.head_dim
-    output = 4 * shape.num_heads * width * (width + 1) // 2 if "output" in elements else 0
-    return output + sum(8 * count for name, count in elements.items() if name != "output")
-
-
 def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> dict[str, int]:
     width = group_size * shape.head_dim
     groups = shape.num_kv_heads // group_size
@@ -290,14 +280,10 @@ def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[
     return {name: joint if name.startswith(JOINT) else blocks.get(name, groups * width**2) for name in moments}
 
 
-def _bases_bytes(shape: AttentionShape, group_size: int, joint: bool = False) -> int:
+def _bases_bytes(shape: AttentionShape, candidate: Candidate) -> int:
     """Both sides of one candidate of one layer, encode and decode, float64."""
-    return (8 if joint else 4) * 8 * shape.num_kv_heads * shape.head_dim * group_size * shape.head_dim
+    return (8 if candidate.joint else 4) * 8 * _kv_width(shape) * candidate.group_size * shape.head_dim
 
 
-def _solving_bytes(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> int:
-    """Bytes beside the moments while bases are computed: a symmetric copy of the largest, the closed form's own."""
-    elements = _moment_elements(shape, group_size, moments)
-    width = group_size * shape.head_dim
-    projections = 8 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-    return 8 * max(elements.values()) + 12 * 8 * shape.num_kv_heads // group_size * width**2 + projections
+def _kv_width(shape: AttentionShape) -> int:
+    return shape.num_kv_heads * shape.head_dim

@@ -17,7 +17,7 @@ from ..parallel.launch import Launched, launched
 from ..policies import stored_bytes, use_cache_policy
 from ..progress import Progress
 from .compressed import open_model
-from .hardware import pick_device, pick_dtype
+from .hardware import fit_threads, pick_device, pick_dtype
 from .hub import find_model
 from .loading import load_model
 from .tokenizer import as_chat, check_ids
@@ -63,10 +63,18 @@ def continue_prompt(
         raise UsageError(f"the prompt is not UTF-8: {prompt!a:.80}.", "Write it in UTF-8, or give --prompt-file.")
     folder = find_model(folder).folder
     checkpoint = open_model(folder)
+    fit_threads(checkpoint.total_bytes())
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
-    processes = None if parallel_timeout_s is None else _join(timedelta(seconds=parallel_timeout_s))
+    processes = None if parallel_timeout_s is None else launched()
+    if processes is not None:
+        processes.join(timedelta(seconds=parallel_timeout_s or 0))
+    elif parallel_timeout_s is not None:
+        raise UsageError(
+            "the prompt is to be spread over processes, and torchrun did not start this one.",
+            "torchrun --nproc-per-node N -m rotor generate OUT ... --parallel sequence",
+        )
     target = pick_device(device if processes is None else processes.device(device))
     compute_dtype = pick_dtype(dtype, checkpoint.config.dtype or torch.float32, target)
     chat = bool(tokenizer.chat_template) and not raw
@@ -106,18 +114,6 @@ def continue_prompt(
     if parallel is not None:
         result |= {"kv_cache_bytes_by_process": sizes, "sent_bytes": dict(sorted(parallel.wire.sent.items()))}
     return result
-
-
-def _join(timeout: timedelta) -> Launched:
-    """This process, after it has found the others."""
-    found = launched()
-    if found is None:
-        raise UsageError(
-            "the prompt is to be spread over processes, and torchrun did not start this one.",
-            "torchrun --nproc-per-node N -m rotor generate OUT ... --parallel sequence",
-        )
-    found.join(timeout)
-    return found
 
 
 @contextmanager

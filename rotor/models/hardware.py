@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import time
+import os
 
 import torch
+from torch.utils.benchmark import Timer
 
 from ..errors import UsageError
 from ..recipe.settings import Compute
 
 RATE_SIZE, RATE_SECONDS = 512, 0.2
 """Size of the matrices whose product is timed, and for how long."""
+
+BYTES_PER_THREAD, DEFAULT_THREADS = 1 << 25, torch.get_num_threads()
+"""Weights that are worth a thread on a CPU: of smaller models threads wait for each other longer than they work."""
+
+
+def fit_threads(weight_bytes: int) -> None:
+    """Let torch use as many threads as a model of that size keeps busy, unless OMP_NUM_THREADS says how many."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(DEFAULT_THREADS, weight_bytes // BYTES_PER_THREAD)))
 
 
 def pick_device(name: str) -> torch.device:
@@ -37,16 +47,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
-    right = left.clone()
-
-    def product() -> None:
-        left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    product()  # the first one loads libraries
-    start, count = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < RATE_SECONDS:
-        product()
-        count += 1
-    return 2 * RATE_SIZE**3 * count / elapsed
+    found = Timer("left @ left", globals={"left": left}, num_threads=torch.get_num_threads()).blocked_autorange(
+        min_run_time=RATE_SECONDS
+    )
+    return 2 * RATE_SIZE**3 / found.mean

@@ -7,6 +7,7 @@ change what a forward pass returns. Checked here is what would do so; everything
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,25 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..format.section import is_ours
 
 DAMAGED = "The file is damaged; download it again."
+REMOVE = "Remove it from the file."
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_experts", "num_local_experts")
 BOUNDS: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "num_labels",
-            "num_experts",
-            "num_local_experts",
-        ),
-        (0, 1 << 14),
-    ),
+    **dict.fromkeys(COUNTS, (0, 1 << 14)),
     "vocab_size": (1, 1 << 24),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), (2, 1 << 31)),
 }
 """Fields of config.json that say how many of something there are, with the least and the most of any model."""
 
-OUTPUT_FLAGS: dict[str, tuple[Any, ...]] = {
-    "return_dict": (None, True),
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "torchscript", "is_encoder_decoder"), (None, False)),
+OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "torchscript", "is_encoder_decoder")
+"""Fields of config.json that change what a forward pass returns, unless they are false."""
+
+IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa", "flex_attention", "rotor"),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""Fields of config.json that change what a forward pass returns, with the values that leave it as rotor reads it."""
+"""What may be named: functions that are in transformers and rotor. Of any other name, also those of flash attention
+where it is not installed, transformers fetches a kernel from the hub and runs it."""
 
-ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-EXPERT_KEYS = ("experts_implementation", "_experts_implementation", "_experts_implementation_internal")
-ATTENTIONS = ("eager", "sdpa", "flex_attention", "rotor")
-"""What config.json may name as attention: functions that are in transformers and rotor. Of any other name, also those
-of flash attention where it is not installed, transformers fetches a kernel from the hub and runs it."""
-
-EXPERTS = ("eager", "batched_mm", "grouped_mm")
 GENERATION_BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("max_length", "min_length", "max_new_tokens", "min_new_tokens"), (0, 1 << 31)),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1, 1 << 10)),
@@ -68,14 +57,14 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
     """
     for key, (least, most) in BOUNDS.items():
         value = config.get(key)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not least <= value <= most:
+        if value is not None and _is_number(value) and not least <= value <= most:
             raise CheckpointError(f"{path}: {key} is {shorten(value)}, expected {least} to {most}.", DAMAGED)
-    for key, allowed in OUTPUT_FLAGS.items():
-        if not any(config.get(key) is value for value in allowed):
+    for key, usual in (("return_dict", True), *((flag, False) for flag in OUTPUT_FLAGS)):
+        if config.get(key) is not None and config[key] is not usual:
             raise UnsupportedModelError(
-                f"{path}: {key} is {shorten(config[key])}, which changes what the model returns; expected "
-                f"{allowed[1]} or nothing.",
-                "Remove it from config.json.",
+                f"{path}: {key} is {shorten(config[key])}, which changes what the model returns; expected {usual} or "
+                "nothing.",
+                REMOVE,
             )
     if config.get("transformers_weights") is not None:
         raise CheckpointError(
@@ -84,7 +73,15 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
             "Remove it from config.json, and rename the files.",
         )
     _check_token_ids(path, config)
-    _check_implementations(path, config)
+    for key, value in _entries(config):
+        known = IMPLEMENTATIONS.get(key.removeprefix("_").removesuffix("_internal"), ())
+        named = list(value.values()) if isinstance(value, dict) else [value]
+        if known and any(name is not None and not _is_known(name, known) for name in named):
+            raise CheckpointError(
+                f"{path}: {key} is {shorten(value)}, expected one of {', '.join(known)}: other names are code that "
+                "transformers would fetch from the hub.",
+                REMOVE,
+            )
 
 
 def check_generation_config(path: Path, config: dict[str, Any]) -> None:
@@ -95,7 +92,7 @@ def check_generation_config(path: Path, config: dict[str, Any]) -> None:
     """
     for key, (least, most) in GENERATION_BOUNDS.items():
         value = config.get(key)
-        if value is not None and not _in_range(value, least, most):
+        if value is not None and not (_is_number(value) and math.isfinite(value) and least <= value <= most):
             raise CheckpointError(
                 f"{path}: {key} is {shorten(value)}, expected a number from {least:g} to {most:g}.",
                 "Correct or remove the file.",
@@ -103,8 +100,7 @@ def check_generation_config(path: Path, config: dict[str, Any]) -> None:
     for key in GENERATION_FLAGS:
         if config.get(key) not in (None, False):
             raise CheckpointError(
-                f"{path}: {key} is {shorten(config[key])}, which rotor's checkpoints cannot return.",
-                "Remove it from the file.",
+                f"{path}: {key} is {shorten(config[key])}, which rotor's checkpoints cannot return.", REMOVE
             )
     _check_token_ids(path, config)
     from transformers import GenerationConfig  # loads most of transformers, which reading headers does not need
@@ -125,26 +121,16 @@ def _check_token_ids(path: Path, config: dict[str, Any]) -> None:
             raise CheckpointError(f"{path}: {key} is {shorten(value)}, expected a token id or a list of them.", DAMAGED)
 
 
-def _check_implementations(path: Path, config: dict[str, Any]) -> None:
-    """Refuse names of kernels, wherever they stand: sub-configs hand theirs on."""
+def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All keys and values, wherever they stand: sub-configs hand theirs on."""
     stack: list[Any] = [config]
     while stack:
         node = stack.pop()
-        if isinstance(node, list):
+        if isinstance(node, dict):
+            yield from node.items()
+            stack += node.values()
+        elif isinstance(node, list):
             stack += node
-        if not isinstance(node, dict):
-            continue
-        stack += node.values()
-        for keys, known in ((ATTENTION_KEYS, ATTENTIONS), (EXPERT_KEYS, EXPERTS)):
-            for key in keys:
-                value = node.get(key)
-                named = list(value.values()) if isinstance(value, dict) else [value]
-                if any(name is not None and not _is_known(name, known) for name in named):
-                    raise CheckpointError(
-                        f"{path}: {key} is {shorten(value)}, expected one of {', '.join(known)}: "
-                        "other names are code that transformers would fetch from the hub.",
-                        "Remove it from config.json.",
-                    )
 
 
 def _is_known(name: Any, known: tuple[str, ...]) -> bool:
@@ -152,6 +138,5 @@ def _is_known(name: Any, known: tuple[str, ...]) -> bool:
     return isinstance(name, str) and (name in known or (is_ours(name) and "/" not in name))
 
 
-def _in_range(value: Any, least: float, most: float) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and least <= value <= most
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

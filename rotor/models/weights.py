@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
@@ -206,28 +206,15 @@ def _no_bar() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """`torch.empty`, which layers make their weights with, gives tensors without storage."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
-
-
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
     """The causal model of a config with parameters on the meta device and real buffers (rotary frequencies, masks)."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-    try:
-        with _EmptyOnMeta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    for name, buffer in list(model.named_buffers()):
+        _set(model, name, torch.empty_like(buffer, device="cpu"))
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()  # of the buffers alone, as transformers does when it loads a checkpoint
     return model.eval().requires_grad_(False)
 
 
