@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -268,7 +268,11 @@ def count_specialisation(wanted: Specialisation, arch: int, progress: Progress |
         UsageError: a kernel cannot be compiled or counted.
     """
     latent = Numbers(wanted.width) if wanted.kind == "numbers" else Channels(n4=wanted.width)
-    kind = {"joint": wanted.kind == "joint", "rope_block": wanted.rope_block, "fast_planes": wanted.fast_planes}
+    kind: dict[str, Any] = {
+        "joint": wanted.kind == "joint",
+        "rope_block": wanted.rope_block,
+        "fast_planes": wanted.fast_planes,
+    }
     layout = _layout(latent, wanted.kv_heads, **kind)
     groups = 8 // wanted.kv_heads
     shape = AttentionShape(1, groups * wanted.rows, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
