@@ -15,7 +15,7 @@ from ..format.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import join, partial_attention
 from ..kernels.rotary import Rotation
-from ..runtime.rotary_table import rows_of
+from ..runtime.rope import rows_of
 from ..runtime.steps import Step
 from .codec import tensor_bytes
 from .layer import PolicyLayer, mask_of_places
