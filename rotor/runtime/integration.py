@@ -140,11 +140,15 @@ def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path 
     beside = Path(checkpoint_files[0]).parent / KERNEL_CONFIG
     snapshots = beside.parent.parent
     if not beside.is_file() and snapshots.name == "snapshots":  # of the hub's cache
-        quiet = {
-            f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
-        }
-        of_hub: Any = {"cache_dir": snapshots.parent.parent, "revision": beside.parent.name}
-        cached_file(config.name_or_path, KERNEL_CONFIG, **of_hub, **quiet)
+        cached_file(
+            config.name_or_path,
+            KERNEL_CONFIG,
+            cache_dir=snapshots.parent.parent,
+            revision=beside.parent.name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
     return beside if beside.is_file() else None
 
 
