@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from rotor.policies import (
     GEAR,
     H2O,
     KIVI,
-    METHODS,
     PolicyLayer,
     Streaming,
     Tiers,
@@ -29,9 +29,12 @@ from rotor.policies import (
     cache_policy,
     find_policy,
     make_cache,
+    methods,
     policy_of,
+    read_stored,
     use_cache_policy,
 )
+from rotor.policies.registry import find_method, method_names
 
 
 @pytest.mark.parametrize("name", ["gear-2", "tiers-50"])
@@ -73,8 +76,8 @@ def test_a_policy_is_exported_loaded_saved_and_validated(name: str, tiny, tmp_pa
         ({"method": "h2o", "layer_shares": [1.0]}, "one for each of the model's 2 layers"),
         ({"method": "h2o", "tokens": "many"}, "cache.tokens"),
         ({"method": "tiers", "qk_unimportant": 1.0}, "qk_unimportant: got 1.0"),
-        ({"method": "tiers", "leaders": [1, 0]}, "leaders"),
-        ({"method": "tiers", "leaders": [0, 0, 0]}, "one for each of the model's 2 layers"),
+        ({"method": "tiers", "layer_important": [0, 0, 0]}, "one for each of the model's 2 layers"),
+        ({"method": "antigravity:fly"}, "of a module that is imported"),
         ({"method": "tiers", "importance": "score"}, "cache.importance"),
     ],
 )
@@ -106,10 +109,10 @@ def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, t
                 model(rows[:, :1], past_key_values=full)
             cache = DynamicCache(config=model.config)
             model(rows, past_key_values=cache)
-        with pytest.raises(UsageError, match="has dropped tokens, which cannot come back"):
+        with pytest.raises(UsageError, match="takes no tokens back"):
             cache.crop(-2)
     plain = policy_models.model("plain")
-    with cache_policy(plain, Streaming(tokens=4)), pytest.raises(UsageError, match="has dropped tokens, which cannot"):
+    with cache_policy(plain, Streaming(tokens=4)), pytest.raises(UsageError, match="takes no tokens back"):
         plain.generate(
             rows, assistant_model=policy_models.model("pre"), attention_mask=torch.ones_like(rows), max_new_tokens=6
         )
@@ -134,7 +137,7 @@ def test_what_a_policy_cannot_serve_is_said(policy_models: PolicyModels, tiny, t
 
 def test_bundled_policies_are_there_under_every_method() -> None:
     found = bundled_policies()
-    assert {policy.method for policy in found.values()} == set(METHODS)
+    assert {policy.method for policy in found.values()} == set(method_names())
     assert found["gear-l-2"] == GEAR(bits=2, sparsity=0.0)
     assert found["fp8"] == FP8("token")
     assert find_policy("none") is None
@@ -161,3 +164,27 @@ def test_commands_take_a_policy_by_name(policy_models: PolicyModels, tiny, capsy
     code, out, _ = command(capsys, "recipes")
     assert code == 0
     assert "streaming-50" in out
+
+
+def test_the_policy_of_contributing_serves_from_anywhere(policy_models: PolicyModels, tmp_path, monkeypatch) -> None:
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text().split("## A cache policy")[1]
+    code, recipe = (part.split("```")[0] for part in (text.split("```python")[1], text.split("```yaml")[1]))
+    (tmp_path / "my_module.py").write_text(code)
+    (tmp_path / "mine.yaml").write_text(recipe.replace("method: every-second ", "method: my_module:EverySecond "))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(CheckpointError, match="of a module that is imported"):
+        read_stored({"method": "my_module:EverySecond"})  # a checkpoint imports nothing
+    policy = find_policy(str(tmp_path / "mine.yaml"))
+    assert read_stored(policy.as_dict()) == policy
+    model, rows = policy_models.model("plain"), prompts(1, 12)
+    with cache_policy(model, policy), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(rows, past_key_values=cache)
+    assert cache.layers[0].places[0, 0].tolist() == [0, 2, 8, 9, 10, 11]
+    # In rotor itself the file's name is the method's.
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+    (tmp_path / "my_module.py").rename(tmp_path / "every_second.py")
+    method_names.cache_clear()
+    assert find_method("every-second", trusted=False).method == "every-second"
+    monkeypatch.undo()
+    method_names.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,40 +13,40 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from rotor.policies import (
+    FP8,
     GEAR,
     H2O,
     KCVT,
     KIVI,
-    EvictingLayer,
     Keyformer,
     PerToken,
     Policy,
     PolicyLayer,
     Random,
     Streaming,
-    TieredLayer,
     Tiers,
     Window,
     cache_policy,
     stored_bytes,
 )
+from rotor.policies.store import stored_tensors
 
 ALL = 10_000
 EVERYTHING: list[Policy] = [
     PerToken(bits=16),
     KCVT(bits=16, buffer=5),
     KIVI(bits=16, group=4, residual=8),
-    Window(tokens=ALL),
     Streaming(tokens=ALL, scope="layer"),
     H2O(tokens=ALL),
     Keyformer(tokens=ALL, scope="layer"),
-    Random(tokens=ALL),
     H2O(tokens=ALL, squeeze=0.5),
     Tiers(important=1.0, qk_unimportant=0.9, v_unimportant=0.9),
-    Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0, leaders=(0, 0)),
+    Tiers(important=0.3, qk_unimportant=0.0, v_unimportant=0.0),
 ]
 LOSSY: list[Policy] = [
     PerToken(bits=4, group=8),
+    FP8("tensor"),
+    KIVI(bits=2, group=4, residual=8),
     GEAR(bits=2, sparsity=0.2, buffer=6),
     Window(share=0.5),
     Streaming(tokens=9),
@@ -55,7 +56,7 @@ LOSSY: list[Policy] = [
     Keyformer(share=0.4, bits=4, group=8),
     Random(share=0.5),
     Tiers(important=0.4, qk_important=0.1, qk_unimportant=0.6, v_unimportant=0.5),
-    Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, leaders=(0, 0), importance="mean"),
+    Tiers(important=0.4, qk_unimportant=0.8, v_unimportant=0.5, importance="random"),
 ]
 NAMES = {"ids": lambda policy: policy.method}
 
@@ -118,7 +119,7 @@ def test_every_family_drops_tokens(family: str, policy: Policy, models) -> None:
     with cache_policy(model, policy):
         output = model.generate(rows, return_dict_in_generate=True, **options)
     layer = output.past_key_values.layers[0]
-    assert layer.keys.shape[2] == (19 if policy.tokens else round(0.4 * 14))
+    assert layer.places.shape[2] == (19 if policy.tokens else round(0.4 * 14))
     assert torch.equal(output.sequences, expected) == bool(policy.tokens)
 
 
@@ -131,32 +132,29 @@ def test_reported_bytes_are_those_of_the_tensors(policy: Policy, models) -> None
         model(rows[:, :1], past_key_values=cache)
     layer = cache.layers[0]
     assert cache.get_seq_length() == 21
-    if isinstance(layer, TieredLayer):
-        held = [layer.keys, layer.values, layer.low_keys, layer.low_values, layer.index.tiers, layer.index.scores]
-        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in held)
-    if isinstance(layer, EvictingLayer):
-        held = [layer.keys, layer.values, layer.positions, layer.scores]
-        coded = [part for codes in layer._codes for parts in codes._parts for part in parts]
-        assert bool(coded) == (policy.bits < 16)
-        assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in [*held, *coded] if t is not None)
+    held = [getattr(layer, name) for name in layer.stored]
+    assert layer.stored_bytes() == sum(t.untyped_storage().nbytes() for t in stored_tensors(held))
     assert 0 < stored_bytes(cache) == sum(layer.stored_bytes() for layer in cache.layers)
     plain = model(rows, use_cache=True).past_key_values
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
 
 
-def test_a_cache_that_kept_everything_can_be_cropped_and_regrouped(models) -> None:
-    model, rows = models("plain"), prompts(2, 10)
-    with cache_policy(model, H2O(tokens=ALL)), torch.no_grad():
+@pytest.mark.parametrize(
+    "policy", [H2O(tokens=8), H2O(tokens=8, bits=4), Tiers(important=0.4, qk_unimportant=0.8)], ids=str
+)
+def test_rows_can_be_chosen_moved_and_reset(policy: Policy, models) -> None:
+    model, rows = models("pre"), prompts(2, 16)
+    with cache_policy(model, policy), torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(rows, past_key_values=cache)
+        twin = copy.deepcopy(cache)
         expected = model(rows[:, :1], past_key_values=cache).logits
-        cache.crop(-1)
-        assert cache.get_seq_length() == 10
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 3]))
-        cache.layers[0].offload()
-        cache.layers[0].prefetch()
-        assert torch.allclose(model(rows[:, :1], past_key_values=cache).logits, expected, atol=1e-5)
+        twin.batch_repeat_interleave(2)
+        twin.batch_select_indices(torch.tensor([3, 0]))
+        twin.layers[0].offload()
+        twin.layers[0].prefetch()
+        assert torch.allclose(model(rows.flip(0)[:, :1], past_key_values=twin).logits, expected.flip(0), atol=1e-5)
+        assert cache.get_seq_length() == 17
         cache.reset()
         assert cache.get_seq_length() == stored_bytes(cache) == 0
         model(rows, past_key_values=cache)
@@ -196,34 +194,8 @@ def test_transformers_offloaded_cache_gives_the_same_tokens(policy: Policy, poli
         assert torch.equal(model.generate(rows, cache_implementation="offloaded", **options), expected)
 
 
-def test_tiers_can_be_cropped_and_regrouped(models) -> None:
-    model, rows = models("pre"), prompts(2, 16)
-    with cache_policy(model, Tiers(important=0.4, qk_unimportant=0.8, leaders=(0, 0))), torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        model(rows, past_key_values=cache)
-        expected = model(rows[:, :1], past_key_values=cache).logits
-        layer = cache.layers[0]
-        tiers = layer.index.tiers.clone()
-        cache.crop(-1)
-        assert cache.get_seq_length() == 16
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 3]))
-        cache.layers[0].offload()
-        cache.layers[0].prefetch()
-        assert torch.equal(layer.index.tiers, tiers[[0, 1], :16])  # what the step cut stays cut
-        held = [(layer.keys, layer.low_keys) for layer in cache.layers]
-        assert all(high.shape[2] + low.shape[2] >= 16 and len(high) == 2 for high, low in held)
-        again = model(rows[:, :1], past_key_values=cache).logits
-        assert not torch.isnan(again).any()
-        assert cache.get_seq_length() == 17
-        cache.reset()
-        assert cache.get_seq_length() == stored_bytes(cache) == 0
-        model(rows, past_key_values=cache)
-        assert torch.allclose(model(rows[:, :1], past_key_values=cache).logits, expected, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    "policy", [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8), H2O(tokens=8), Tiers(leaders=(0, 0))], **NAMES
+    "policy", [PerToken(4, 8), KCVT(4, buffer=5), Streaming(tokens=8), H2O(tokens=8), Tiers()], **NAMES
 )
 def test_a_prompt_in_chunks_goes_on(policy: Policy, models) -> None:
     model, rows = models("post"), prompts(2, 18)

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from rotor.errors import UsageError
-from rotor.policies import H2O, EvictingLayer, Eviction, Keyformer, LayerSample, Random, Streaming, Window
+from rotor.policies import H2O, EvictingLayer, Eviction, Keyformer, Random, Streaming, Window
 from rotor.policies.affine import AffineCode
 from rotor.policies.budgets import sensitivity_shares, squeeze_shares, three_means
-from rotor.study.part import find_part
-from rotor.study.store import StudyStore
+from rotor.policies.noise import noise_of
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
 ALL_METHODS = [
@@ -22,7 +20,6 @@ ALL_METHODS = [
     Streaming(tokens=7),
     Streaming(tokens=3, scope="layer"),
     H2O(tokens=6),
-    H2O(tokens=6, recent=0.0, average=True),
     H2O(share=0.5, scope="layer"),
     Keyformer(tokens=6, steps=5),
     Keyformer(share=0.25, scope="layer"),
@@ -55,7 +52,7 @@ def drive(policy: Eviction, x: np.ndarray) -> EvictingLayer:
             for row, query in enumerate(step):
                 seen = held[group] <= query
                 weights[0, group, :, row, seen] = softmax(x[group][:, query, held[group][seen]]).T
-        layer.finish(layer.sums_of(torch.tensor(weights).float()))
+        layer.observe_weights(torch.tensor(weights).flatten(1, 2))
     return layer
 
 
@@ -85,8 +82,6 @@ def truth(policy: Eviction, x: np.ndarray, noise: np.ndarray) -> list[list[int]]
         scores += added.mean(0) if together else added
         for group in range(GROUPS):
             row = scores[group].copy()
-            if policy.method == "h2o" and policy.average:
-                row /= np.maximum(1, newest + 1 - np.arange(TOKENS))
             if policy.method == "random":
                 row = noise[group].copy()
             sinks = min(policy.sinks, share - 1) if policy.method == "streaming" else 0
@@ -102,13 +97,12 @@ def truth(policy: Eviction, x: np.ndarray, noise: np.ndarray) -> list[list[int]]
 def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
     x = logits()
     layer = drive(policy, x)
-    assert layer.keys is not None
-    got = layer.keys[0, :, :, 0].long().tolist()
+    got = layer.sides[0].decode()[0, :, :, 0].long().tolist()
     groups = 1 if policy.scope == "layer" else GROUPS
-    table = layer.token_noise.table(getattr(policy, "seed", 0), groups, TOKENS).double().numpy()
+    index = torch.arange(TOKENS).expand(1, groups, -1)
+    table = noise_of(index, getattr(policy, "seed", 0), 1)[0].double().numpy()
     assert got == truth(policy, x, table)
-    places = layer.positions
-    assert places is not None
+    places = layer.places
     assert places.shape[1] == (1 if policy.scope == "layer" else GROUPS)
     assert places.expand(1, GROUPS, -1)[0].tolist() == got
     if policy.needs_weights:
@@ -117,7 +111,7 @@ def test_what_is_kept_is_that_of_float64(policy: Eviction) -> None:
 
 
 @pytest.mark.parametrize(
-    "spans", [None, [(slice(0, 6), slice(0, 2)), (slice(6, 9), slice(2, 9))]], ids=["heads", "packed"]
+    "spans", [None, [(slice(0, 6), slice(6, 9)), (slice(0, 2), slice(2, 9))]], ids=["heads", "packed"]
 )
 def test_what_is_kept_is_coded_token_by_token(spans) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -135,51 +129,35 @@ def test_what_is_kept_is_coded_token_by_token(spans) -> None:
                     torch.equal(s[:, :, -1], part[:, :, step.stop - 1]) for s, part in zip(seen, rows, strict=True)
                 )
             one.finish(None)
-    assert torch.equal(layer.positions, exact.positions)
-    assert layer.keys.shape[2] == 0
+    assert torch.equal(layer.places, exact.places)
     code = AffineCode(4, 1, 4)
-    for side, (codes, kept) in enumerate(zip(layer._codes, (exact.keys, exact.values), strict=True)):
-        own = [slice(None)] if spans is None else [span[side] for span in spans]
+    for side in (0, 1):
+        codes, kept = layer.sides[side], exact.sides[side].decode()
+        own = [slice(None)] if spans is None else spans[side]
         pieces = [code.decode(code.encode(kept[..., s]), heads, kept[..., s].shape[-1]) for s in own]
         assert torch.equal(codes.decode(), torch.cat(pieces, dim=-1))
     assert 0 < float((codes.decode() - kept).abs().max()) < 0.3
     slots = 2 * heads * 6
     coded = sum(-(-width * 4 // 8) + 4 * -(-width // 4) for width in ((9, 9) if spans is None else (6, 3, 2, 7)))
-    assert layer.stored_bytes() == slots * coded + layer.positions.numel() * 4
+    assert layer.stored_bytes() == slots * coded + layer.places.numel() * 4
     layer.batch_repeat_interleave(2)
     layer.batch_select_indices(torch.tensor([3, 0]))
     layer.offload()
     layer.prefetch()
     layer.begin(None, 2, 1, torch.device("cpu"))
+    before = layer.sides[0].decode()
     key, _ = layer.update(*(part[:, :, :1] for part in rows))
-    assert torch.equal(key[:, :, :6], layer._codes[0].decode())
+    assert torch.equal(key[:, :, :6], before)
     assert key.shape[2] == 7
     layer.reset()
     assert layer.stored_bytes() == 0
 
 
-def test_squeeze_can_be_measured_once_before() -> None:
-    empty = torch.zeros(1, 2, 4)
-    samples = [LayerSample(empty, empty, empty, empty, cosine) for cosine in (0.2, 0.99, 0.98, 0.6, 0.97)]
-    policy = H2O(share=0.2, squeeze=0.4, squeeze_on="calibration")
-    assert policy.needs_samples
-    assert not policy.needs_states
-    with pytest.raises(UsageError, match="budgets of layers have not been found"):
-        policy.layers(5)
-    fitted = policy.fitted(samples)
-    assert fitted == H2O(share=0.2, layer_shares=tuple(squeeze_shares([0.2, 0.99, 0.98, 0.6, 0.97], 0.4)))
-    assert len(fitted.layers(5)) == 5
-    assert fitted.fitted(samples) is fitted
-
-
 def test_noise_is_a_tokens_own() -> None:
     one, two = drive(Random(tokens=5), logits()), drive(Random(tokens=5), -logits())
-    assert one.positions is not None
-    assert two.positions is not None
-    assert torch.equal(one.positions, two.positions)
+    assert torch.equal(one.places, two.places)
     other = drive(Random(tokens=5, seed=1), logits())
-    assert other.positions is not None
-    assert not torch.equal(one.positions, other.positions)
+    assert not torch.equal(one.places, other.places)
 
 
 @pytest.mark.parametrize(
@@ -226,19 +204,6 @@ def test_sensitivity_gives_where_it_gains_most() -> None:
     assert sensitivity_shares([[4.0, 3.9, 0.0]], shares, 0.5) == [0.25]  # 0.5 is above the hull: it gains little
 
 
-def test_a_study_says_the_shares_of_layers_that_a_policy_takes(tmp_path) -> None:
-    """Their mean is the budget, the layer that loses most keeps most, and a policy reads what the table shows."""
-    store = StudyStore(tmp_path, {}, {})
-    losses = [[0.1, 0.05, 0.01], [1.2, 0.7, 0.1], [0.01, 0.0, 0.0]]
-    store.put("budgets/sensitivities/window", {"shares": [0.05, 0.2, 0.6], "kl_div": losses})
-    (rows,) = (table.rows for table in find_part("budgets").tables(store))
-    assert rows[0][0] == "window"
-    shares = tuple(yaml.safe_load(rows[0][1]))
-    assert shares[1] == max(shares)
-    assert sum(shares) / 3 <= 1.001
-    assert Window(layer_shares=shares).layer_shares == shares
-
-
 def test_a_layers_budget_is_its_share() -> None:
     policy = H2O(tokens=8, layer_shares=(0.5, 1.5))
     assert [int(policy.budget_of(torch.tensor([20]), layer)) for layer in (0, 1)] == [4, 12]
@@ -262,13 +227,11 @@ def test_kvpress_keeps_the_same_tokens(ratio: float) -> None:
     for press, policy in (
         (kvpress.StreamingLLMPress(compression_ratio=ratio, n_sink=4), Streaming(share=share)),
         (kvpress.StreamingLLMPress(compression_ratio=ratio, n_sink=0), Window(share=share)),
-        (kvpress.ObservedAttentionPress(compression_ratio=ratio), H2O(share=share, recent=0.0, average=True)),
     ):
         scores = press.score(module, torch.zeros(1, PROMPT, 8), keys, keys, attention, {})
         kept = scores.topk(int(PROMPT * share), dim=-1).indices.sort(-1).values
         layer = EvictingLayer(policy, 0)
         layer.begin(None, 1, PROMPT, torch.device("cpu"))
         layer.update(keys, keys)
-        layer.finish(layer.sums_of(attention.unflatten(1, (GROUPS, HEADS))))
-        assert layer.positions is not None
-        assert torch.equal(layer.positions.expand(1, GROUPS, -1).long(), kept)
+        layer.observe_weights(attention)
+        assert torch.equal(layer.places.expand(1, GROUPS, -1).long(), kept)

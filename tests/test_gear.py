@@ -13,7 +13,7 @@ from rotor.policies import (
     KCVT,
     CodedLayer,
 )
-from rotor.policies.low_rank import low_rank
+from rotor.policies.methods.gear import low_rank
 
 
 def gear_truth(numbers: np.ndarray, bits: int, sparsity: float, rank: int, keys: bool) -> np.ndarray:

@@ -34,12 +34,6 @@ def test_import_touches_no_gpu_and_brings_only_torch_and_transformers() -> None:
     assert not {"scipy", "sklearn", "typer", "rich", "triton", "matplotlib"} & set(new)
 
 
-def test_importing_twice_registers_once() -> None:
-    from rotor.runtime.integration import register
-
-    register()
-
-
 def test_groups_are_ordered_by_class_widest_first() -> None:
     groups = [
         GroupLayout((h,), Numbers(k), Numbers(v)) for h, (k, v) in enumerate([(16, 32), (48, 16), (16, 32), (48, 32)])

@@ -9,25 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .app import (
-    MAX_NUMBER,
-    AsJson,
-    Checkpoint,
-    DeviceFile,
-    Quiet,
-    TargetDevice,
-    app,
-    check_folder,
-    check_results,
-    command_line,
-    numbers,
-    print_json,
-)
+from .app import MAX_NUMBER, check_folder, check_results, command, command_line, numbers, print_json
 from .console import print_table, say, show_progress
 
 
-@app.command(
-    "compile",
+@command(
+    name="compile",
     epilog="Example: rotor compile out/demo --arch sm_80,sm_90. Without a checkpoint: rotor compile --named --json. "
     "rotor compile --table rotor/prediction/instructions.json counts anew what predictions look up.",
 )
@@ -48,10 +35,10 @@ def compile_kernels(
         Path | None, typer.Option(help="Count every size that predictions look up, and write this JSON file.")
     ] = None,
     dump: Annotated[Path | None, typer.Option(help="Folder for cubin, SASS and PTX of every kernel.")] = None,
-    target_device: TargetDevice = None,
-    device_file: DeviceFile = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    target_device: str | None = None,
+    device_file: Path | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Compile Triton kernels ahead of time and count what they issue; no GPU is needed.
 
@@ -134,9 +121,9 @@ def _print_layers(layers: list[Any], title: str) -> None:
     print_table(title, ("layer", "arch"), (*right, "over uncompressed"), rows)
 
 
-@app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
+@command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
 def schedule(
-    folder: Checkpoint,
+    folder: Path,
     sms: Annotated[int, typer.Option(min=1, help="Streaming multiprocessors of the GPU.")] = 132,
     lengths: Annotated[
         str, typer.Option(help="Cached tokens of each sequence of the batch: 32768, or 8x32768,200.")
@@ -144,14 +131,14 @@ def schedule(
     target_device: Annotated[
         str, typer.Option(help="Device whose rates are used (rotor/prediction/devices.yaml).")
     ] = "h200",
-    device_file: DeviceFile = None,
+    device_file: Path | None = None,
     chunk: Annotated[
         int | None,
         typer.Option(
             min=1, help="Also a prefill of so many new tokens of each sequence, after the longest cached one."
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
     """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
 
@@ -203,18 +190,18 @@ def parse_lengths(text: str) -> list[int]:
     return lengths
 
 
-@app.command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
+@command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
 def traffic(
-    folder: Checkpoint,
+    folder: Path,
     processes: Annotated[str, typer.Option(help="Numbers of processes, as in 2,4,8.")] = "2,4,8",
     tokens: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Tokens of the prompt.")] = 1024,
     target_device: Annotated[
         str, typer.Option(help="Device whose links' rate is used (rotor/prediction/devices.yaml).")
     ] = "h200",
-    device_file: DeviceFile = None,
+    device_file: Path | None = None,
     ethernet_gbit: Annotated[float, typer.Option(min=0.001, help="Gigabits a second of each process's network.")] = 100,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
     """Count the bytes that a prompt sends over several processes (generate --parallel sequence), and alternatives.
 

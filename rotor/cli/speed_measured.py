@@ -9,30 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .app import (
-    AsJson,
-    CachePolicy,
-    Checkpoint,
-    Device,
-    Dtype,
-    Quiet,
-    SourceModel,
-    app,
-    check_folder,
-    check_results,
-    command_line,
-    numbers,
-    print_json,
-)
+from .app import check_folder, check_results, command, command_line, numbers, print_json
 from .console import in_bytes, print_table, say, show_progress
 
 LAYERS = 4
 """Layers that `rotor bench` measures where nothing else is asked for."""
 
 
-@app.command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
+@command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
 def bench(
-    folder: Checkpoint,
+    folder: Path,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]")
@@ -45,15 +31,15 @@ def bench(
     memory_gb: Annotated[
         float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
     ] = None,
-    model: SourceModel = None,
-    cache: CachePolicy = None,
+    model: Path | None = None,
+    cache: str | None = None,
     engine: Annotated[
         str, typer.Option(help="transformers, or vllm: the checkpoint and its source served side by side.")
     ] = "transformers",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
 
@@ -172,7 +158,7 @@ def _print_bench(result: dict[str, Any]) -> None:
         say(f"not measured: {row}: {why}")
 
 
-@app.command(
+@command(
     epilog="Example: rotor gpu -o gpu.jsonl. Tiles of an export, measured and written into it: "
     "rotor gpu --tune out/demo. Where there is no GPU, to see that it would run: rotor gpu --dry -o dry.jsonl"
 )
@@ -188,7 +174,7 @@ def gpu(
     dry: Annotated[
         bool, typer.Option("--dry", help="Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
     """Test and measure the kernels on this GPU: tests, NVIDIA's sanitizer, attention; or tune them for a checkpoint.
 

@@ -69,31 +69,13 @@ def _row_samples(model: Any, row: Tensor) -> list[LayerSample]:
     for index, layer in enumerate(layers):
         sides = [layer.keys, layer.values, *gradients[2 * index : 2 * index + 2]]
         rows = [side.detach().float().cpu().transpose(1, 2).flatten(2) for side in sides]
-        samples.append(LayerSample(rows[0], rows[1], rows[2], rows[3], float(layer.cosines.mean())))
+        samples.append(LayerSample(*rows))
     return samples
 
 
 def _joined(samples: list[LayerSample]) -> LayerSample:
     names = ("keys", "values", "key_gradients", "value_gradients")
-    parts = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
-    return LayerSample(**parts, cosine=sum(sample.cosine for sample in samples) / len(samples))
-
-
-@torch.no_grad()
-def attention_cosines(model: Any, rows: Tensor) -> Tensor:
-    """Cosine between the hidden states before each layer's attention is added and after it, the mean over rows,
-    [layers, seq_len] float64.
-
-    Source: SqueezeAttention equation 5, figure 2.
-    """
-    total = torch.zeros(())
-    with cache_policy(model, _Recording()):
-        for row in rows.split(1):
-            cache = DynamicCache(config=model.config)
-            model(input_ids=row.to(model.device), past_key_values=cache, use_cache=True)
-            layers: list[Any] = list(cache.layers)
-            total = total + torch.stack([layer.cosines[0] for layer in layers]).cpu()
-    return total / len(rows)
+    return LayerSample(*(torch.cat([getattr(sample, name) for sample in samples]) for name in names))
 
 
 class _Recording(Policy):
@@ -102,26 +84,21 @@ class _Recording(Policy):
     method: ClassVar[str] = "recording"
 
     @property
-    def needs_states(self) -> bool:
-        return True
-
-    @property
     def longest_step(self) -> int | None:
         return None
 
     def layers(self, count: int) -> list[PolicyLayer]:
         return [_RecordingLayer() for _ in range(count)]
 
-    def check_coded(self) -> None:
+    def check_rows(self, coded: bool) -> None:
         """Rows of codes have no gradients; who asks has checked the policy that is fitted."""
 
 
 class _RecordingLayer(PolicyLayer):
-    """added: zeros that are added to keys and to values, whose gradients are those of keys and values. cosines: see
-    attention_cosines, [1, seq_len]."""
+    """added: zeros that are added to keys and to values, whose gradients are those of keys and values."""
 
+    stored = ()
     added: tuple[Tensor, Tensor]
-    cosines: Tensor
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """Nothing is padding."""
@@ -131,9 +108,6 @@ class _RecordingLayer(PolicyLayer):
         self.added, self.seen = (key, value), key_states.shape[2]
         self.keys, self.values = key_states + key, value_states + value
         return self.keys, self.values
-
-    def observe_states(self, before: Tensor, after: Tensor) -> None:
-        self.cosines = functional.cosine_similarity(before.detach().double(), after.detach().double(), dim=-1)
 
     def stored_bytes(self) -> int:
         return 0

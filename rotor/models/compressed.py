@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +15,6 @@ from ..format.schemas import CheckpointInfo, read_file
 from ..format.section import CompressedSection, is_compressed
 from ..runtime.families import attention_shape
 from .checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from ..policies import Policy
 
 HINT = "Give a folder that `rotor export` wrote."
 
@@ -58,13 +54,6 @@ class CompressedCheckpoint(Checkpoint):
     def layouts(self) -> list[LayerLayout]:
         """The layout of each layer."""
         return self.section.layouts(self.shape)
-
-    @cached_property
-    def policy(self) -> Policy | None:
-        """The policy that its cache follows, if it stores one."""
-        from ..policies import read_stored  # which calibration, that opens models too, does not load
-
-        return read_stored(getattr(self.section, "cache", None))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Caches that need a history: a policy, and the cache layer that follows it. One file a method.
+"""Caches that need a history: a policy, and the cache layer that follows it. A method is a file in `methods`.
 
 They replace the cache of any causal model that rotor knows, with full attention, and of a compressed checkpoint:
 policies that evict serve every row, those that quantise rows of 16-bit columns. Tiers are for compressed checkpoints
@@ -11,27 +11,24 @@ alone. `generate` needs no patch:
 from __future__ import annotations
 
 from .adoption import attach_stored, cache_policy, make_cache, policy_of, use_cache_policy
-from .bundled import METHODS, bundled_policies, find_policy, read_stored
-from .evicting_layer import EvictingLayer
-from .eviction import Eviction
-from .fp8 import FP8
-from .gear import GEAR
-from .h2o import H2O
-from .kcvt import KCVT
-from .keyformer import Keyformer
-from .kivi import KIVI
-from .kvquant import KVQuant
+from .eviction import EvictingLayer, Eviction
 from .layer import PolicyLayer
-from .nuq import NUQ
-from .per_token import PerToken
-from .policy import LayerSample, Policy, read_policy, stored_bytes
+from .methods.fp8 import FP8
+from .methods.gear import GEAR
+from .methods.h2o import H2O
+from .methods.kcvt import KCVT
+from .methods.keyformer import Keyformer
+from .methods.kivi import KIVI
+from .methods.kvquant import KVQuant
+from .methods.per_token import PerToken
+from .methods.random import Random
+from .methods.streaming import Streaming
+from .methods.tiers import Tiers
+from .methods.window import Window
+from .policy import LayerSample, Policy, stored_bytes
 from .quantiser import CodedLayer, Quantiser
-from .random_eviction import Random
+from .registry import bundled_policies, find_policy, read_stored
 from .sizes import LONG_TOKENS, packed_bytes_per_token
-from .streaming import Streaming
-from .tiered_layer import TieredLayer
-from .tiers import Tiers
-from .window import Window
 
 __all__ = [
     "FP8",
@@ -40,8 +37,6 @@ __all__ = [
     "KCVT",
     "KIVI",
     "LONG_TOKENS",
-    "METHODS",
-    "NUQ",
     "CodedLayer",
     "EvictingLayer",
     "Eviction",
@@ -54,7 +49,6 @@ __all__ = [
     "Quantiser",
     "Random",
     "Streaming",
-    "TieredLayer",
     "Tiers",
     "Window",
     "attach_stored",
@@ -64,7 +58,6 @@ __all__ = [
     "make_cache",
     "packed_bytes_per_token",
     "policy_of",
-    "read_policy",
     "read_stored",
     "stored_bytes",
     "use_cache_policy",

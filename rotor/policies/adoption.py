@@ -16,37 +16,24 @@ from transformers.cache_utils import Cache
 from ..errors import UnsupportedModelError
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
 from ..runtime.steps import InCache
-from .bundled import find_policy
-from .evicting_layer import EvictingLayer
-from .layer import PolicyLayer, check_left
-from .policy import Policy, check_config, check_widths
-from .quantiser import CodedLayer
+from .layer import PolicyLayer
+from .policy import Policy
+from .registry import find_policy
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 """What families call the cache in the forward pass of their attention."""
 
 
-def make_cache(policy: Policy, config: Any, attention_mask: Tensor | None = None) -> Cache:
-    """A cache that follows a policy, for `model(..., past_key_values=cache)` and `generate`.
+def make_cache(policy: Policy, config: Any) -> Cache:
+    """A cache that follows a policy, for `model(..., past_key_values=cache)` and `generate`, of a model's config.
 
-    A model that was not given the policy with `use_cache_policy` can use it too, unless the policy evicts.
+    A model that was not given the policy with `use_cache_policy` can use it too, unless the policy evicts. Padding is
+    then taken for tokens, which changes nothing where each token is coded by itself.
 
-    Args:
-        config: the model's transformers config.
-        attention_mask: [batch_size, seq_len] of a prompt that is padded on the left. Without it the policy takes
-            padding for tokens, which changes nothing where each token is coded by itself; a model that was given the
-            policy knows its own mask.
     Raises:
         UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
-        UsageError: the padding is not on the left.
     """
-    layers = policy.layers(check_config(policy, config))
-    if attention_mask is not None and not bool(attention_mask.all()):
-        check_left(attention_mask != 0)
-        for layer in layers:
-            if isinstance(layer, CodedLayer):
-                layer.padding = (attention_mask == 0).sum(-1)
-    return Cache(layers=layers)  # type: ignore[arg-type]
+    return Cache(layers=policy.layers(policy.check_config(config)))  # type: ignore[arg-type]
 
 
 def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
@@ -68,12 +55,10 @@ def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
     before = _attached.pop(model, None)
     if before is not None:
         before.remove()
-    if policy is None:
-        return
-    if model.config.model_type not in FAMILIES:
-        find_family(model.config)  # says which there are
-    check_config(policy, model.config)
-    _attached[model] = _Attachment(model, model, policy)
+    if policy is not None:
+        if model.config.model_type not in FAMILIES:
+            find_family(model.config)  # says which there are
+        attach_stored(model, model, policy)
 
 
 def policy_of(model: Any) -> Policy | None:
@@ -84,7 +69,7 @@ def policy_of(model: Any) -> Policy | None:
 
 def attach_stored(model: Any, network: nn.Module, policy: Policy) -> None:
     """What a checkpoint's loader does: `network` is the causal model, or what holds a base model as one would."""
-    check_config(policy, model.config)
+    policy.check_config(model.config)
     _attached[model] = _Attachment(model, network, policy)
 
 
@@ -104,30 +89,28 @@ class _Attachment:
 
     def __init__(self, model: Any, network: nn.Module, policy: Policy) -> None:
         self.policy = policy
-        self._config = model.config
-        self._implementation = model.config._attn_implementation
-        self._modules: list[Any] = []
+        self._config, self._implementation = model.config, model.config._attn_implementation
         self._handles: list[Any] = []
         family: Family = FAMILIES[model.config.model_type]
         count = model.config.get_text_config().num_hidden_layers
         policy.layers(count)  # what does not fit so many is said now
         modules: list[Any] = [family.attention_module(network, index) for index in range(count)]
-        compressed = [hasattr(module, "store") for module in modules]
-        if policy.rows_only and not all(compressed):
+        self._compressed = [module for module in modules if hasattr(module, "store")]
+        if policy.rows_only and len(self._compressed) < count:
+            index = next(index for index, module in enumerate(modules) if not hasattr(module, "store"))
             raise UnsupportedModelError(
-                f"cache policy {policy.method}: layer {compressed.index(False)} is not compressed, and only a "
+                f"cache policy {policy.method}: layer {index} is not compressed, and only a "
                 "compressed layer's columns come in the order of what they are worth.",
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
-        width = _key_width(model.config)
-        widths = [m.layout.row_bytes(2)[0] // 2 if has else width for m, has in zip(modules, compressed, strict=True)]
-        check_widths(policy, widths)
-        for module in (module for module, has in zip(modules, compressed, strict=True) if has):
-            policy.check_layer(module.layout, module.softcap)
-        for index, (module, has) in enumerate(zip(modules, compressed, strict=True)):
-            if has:
+        shape = attention_shape(model.config)
+        whole = shape.num_kv_heads * shape.head_dim
+        policy.check_widths([m.layout.row_bytes(2)[0] // 2 if m in self._compressed else whole for m in modules])
+        for module in self._compressed:
+            policy.check_rows(module.layout.coded)
+        for index, module in enumerate(modules):
+            if module in self._compressed:
                 module.store = InCache(policy, model.config)
-                self._modules.append(module)
             else:
                 hooks = _AttentionHooks(policy)
                 self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
@@ -137,13 +120,13 @@ class _Attachment:
                 states = _StateHooks(index)
                 self._handles.append(parent.register_forward_pre_hook(states.enter, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(states.leave, with_kwargs=True))
-        if policy.needs_weights and not all(compressed):
+        if policy.needs_weights and len(self._compressed) < count:
             model.config._attn_implementation = "eager"
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module in self._modules:
+        for module in self._compressed:
             module.store = InCache()
         self._config._attn_implementation = self._implementation
 
@@ -152,7 +135,7 @@ _attached: WeakKeyDictionary[Any, _Attachment] = WeakKeyDictionary()
 
 
 class _AttentionHooks:
-    """Around the attention of an uncompressed model: the layer is told of the step, and the mask is the layer's."""
+    """Around the attention of an uncompressed model: the layer learns of the step, and the mask is the layer's."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -163,24 +146,15 @@ class _AttentionHooks:
             return None
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)
         layer.begin(mask, states.shape[0], states.shape[1], states.device)
-        num_heads = module.config.get_text_config().num_attention_heads
-        heads = torch.arange(num_heads, device=states.device)
+        shape = attention_shape(module.config)
+        groups = torch.arange(shape.num_kv_heads).repeat_interleave(shape.heads_per_kv)
         additive = states.dtype if module.config._attn_implementation == "eager" else None
-        positions = layer.positions
-        groups = 1 if positions is None else positions.shape[1]
-        mask = layer.visible(mask, heads // (num_heads // groups) if groups > 1 else None, additive)
-        return args, {**kwargs, "attention_mask": mask}
+        return args, {**kwargs, "attention_mask": layer.visible(mask, groups, additive)}
 
     def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = _cache_of(kwargs)
-        layer = None if cache is None else cache.layers[module.layer_idx]
-        if not isinstance(layer, PolicyLayer):
-            return
-        sums = None
-        if isinstance(layer, EvictingLayer) and self.policy.needs_weights:
-            assert layer.keys is not None
-            sums = layer.sums_of(output[1].float().unflatten(1, (layer.keys.shape[1], -1)))
-        layer.finish(sums)
+        layer = _layer_of(kwargs, module.layer_idx)
+        if layer is not None:
+            layer.observe_weights(output[1] if self.policy.needs_weights else None)
 
 
 class _StateHooks:
@@ -195,20 +169,19 @@ class _StateHooks:
 
     def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entered, self._entered = self._entered, None
-        cache = _cache_of(kwargs)
-        layer = None if cache is None else cache.layers[self.index]
-        if entered is not None and isinstance(layer, PolicyLayer):
+        layer = _layer_of(kwargs, self.index)
+        if entered is not None and layer is not None:
             layer.observe_states(entered, entered + output[0])
-
-
-def _key_width(config: Any) -> int:
-    """Numbers of a token's keys in a layer of an uncompressed model."""
-    shape = attention_shape(config)
-    return shape.num_kv_heads * shape.head_dim
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
     return next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+
+
+def _layer_of(kwargs: dict[str, Any], index: int) -> PolicyLayer | None:
+    cache = _cache_of(kwargs)
+    layer = None if cache is None else cache.layers[index]
+    return layer if isinstance(layer, PolicyLayer) else None
 
 
 def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,37 +32,27 @@ def squeeze_shares(cosines: Sequence[float], p: float) -> list[float]:
     return [p if c == largest else rest for c in cluster]
 
 
-def three_means(values: Sequence[float], clusters: int = CLUSTERS) -> list[int]:
-    """The cluster of each value, 0 for the smallest: least squared distance to the clusters' means, exactly, in order.
+def three_means(values: Sequence[float]) -> list[int]:
+    """The cluster of each value, 0 for the smallest: least squared distance to the clusters' means, exactly.
 
     Numbers that are equal share a cluster; there are no more clusters than different numbers.
     """
     distinct = sorted(set(values))
-    counts = [list(values).count(value) for value in distinct]
-    clusters = min(clusters, len(distinct))
 
-    def spread(first: int, end: int) -> float:
-        part, weight = distinct[first:end], counts[first:end]
-        mean = sum(v * c for v, c in zip(part, weight, strict=True)) / sum(weight)
-        return sum(c * (v - mean) ** 2 for v, c in zip(part, weight, strict=True))
+    def loss(starts: tuple[int, ...]) -> float:
+        total = 0.0
+        for first, end in zip((0, *starts), (*starts, len(distinct)), strict=True):
+            own = [value for value in values if distinct[first] <= value <= distinct[end - 1]]
+            mean = fmean(own)
+            total += sum((value - mean) ** 2 for value in own)
+        return total
 
-    best: list[list[tuple[float, list[int]]]] = [[(spread(0, end), [0]) for end in range(1, len(distinct) + 1)]]
-    for _ in range(clusters - 1):
-        row: list[tuple[float, list[int]]] = []
-        for end in range(1, len(distinct) + 1):
-            options = [
-                (best[-1][start - 1][0] + spread(start, end), [*best[-1][start - 1][1], start])
-                for start in range(len(best), end)
-            ]
-            row.append(min(options, default=(float("inf"), []), key=lambda option: option[0]))
-        best.append(row)
-    starts = best[-1][-1][1]
-    place = {value: sum(index >= start for start in starts) - 1 for index, value in enumerate(distinct)}
-    return [place[value] for value in values]
+    starts = min(combinations(range(1, len(distinct)), min(CLUSTERS, len(distinct)) - 1), key=loss)
+    return [sum(value >= distinct[start] for start in starts) for value in values]
 
 
 class SqueezeBudgets:
-    """Budgets of the layers of one cache, known when the last layer has seen the prompt.
+    """Budgets of the layers of one cache, known when the last layer has read the prompt.
 
     Args:
         p: see squeeze_shares. layers: those whose `budget` is set, row by row, and which are then cut.
@@ -97,34 +89,22 @@ class SqueezeBudgets:
 def sensitivity_shares(losses: Sequence[Sequence[float]], shares: Sequence[float], mean: float) -> list[float]:
     """The share of its tokens that each layer keeps so that the losses add up to least, at most `mean` in the mean.
 
-    Shares grow from the smallest where that gains most per share, over the lower convex hull of each layer's losses.
+    From the smallest shares on, the step is taken that gains most per share, of any length, which goes along the lower
+    convex hull of each layer's losses.
 
     Args:
         losses: of each layer, cut by itself, at each of `shares`, in nats. shares: ascending. mean: at least the first.
     Source: rotor's own; the greedy choice is the best there is for convex losses.
     """
-    hulls = [_hull(list(zip(shares, layer, strict=True))) for layer in losses]
-    at, left = [0] * len(hulls), mean * len(hulls) - shares[0] * len(hulls)
+    at, left = [0] * len(losses), (mean - shares[0]) * len(losses)
     while True:
-        options = [
-            ((hull[i][1] - hull[i + 1][1]) / (hull[i + 1][0] - hull[i][0]), -index)
-            for index, (hull, i) in enumerate(zip(hulls, at, strict=True))
-            if i + 1 < len(hull) and hull[i + 1][0] - hull[i][0] <= left + 1e-9
-        ]
-        if not options or max(options)[0] <= 0:
-            return [hull[i][0] for hull, i in zip(hulls, at, strict=True)]
-        index = -max(options)[1]
-        left -= hulls[index][at[index] + 1][0] - hulls[index][at[index]][0]
-        at[index] += 1
-
-
-def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lower convex hull of points in ascending order."""
-    hull: list[tuple[float, float]] = []
-    for x, y in points:
-        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (
-            hull[-1][0] - hull[-2][0]
-        ):
-            hull.pop()
-        hull.append((x, y))
-    return hull
+        steps = []
+        for index, (layer, now) in enumerate(zip(losses, at, strict=True)):
+            gains = [((layer[now] - layer[i]) / (shares[i] - shares[now]), i) for i in range(now + 1, len(shares))]
+            if gains and shares[max(gains)[1]] - shares[now] <= left + 1e-9:
+                steps.append((max(gains)[0], -index, max(gains)[1]))
+        if not steps or max(steps)[0] <= 0:
+            return [shares[now] for now in at]
+        _, index, to = max(steps)
+        left -= shares[to] - shares[at[-index]]
+        at[-index] = to

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..format.layout import LayerLayout
 
 Parts = tuple[Tensor, ...]
 """The stored tensors of a run of tokens. The first is [batch_size, *, tokens, *]; all have the batch first, and in
@@ -31,10 +32,14 @@ class Codec(ABC):
     def append(self, segments: list[Parts], states: Tensor) -> None:
         """Code tokens and store them behind what is stored: in one piece with it where the groups are alike."""
         parts = self.encode(states)
-        if segments and _joinable(segments[-1], parts):
+        if segments and _grouping(segments[-1]) == _grouping(parts):
             segments[-1] = tuple(torch.cat(pair, dim=2) for pair in zip(segments[-1], parts, strict=True))
         else:
             segments.append(parts)
+
+    def take(self, parts: Parts, slots: Tensor) -> Parts:
+        """The tokens `slots`, [batch_size, 1 or heads, kept]; of codes by token."""
+        return tuple(slots_of(part, slots) for part in parts)
 
 
 class Exact(Codec):
@@ -47,8 +52,50 @@ class Exact(Codec):
         return parts[0]
 
 
-def _joinable(first: Parts, second: Parts) -> bool:
-    return len(first) == len(second) and _grouping(first) == _grouping(second)
+@dataclass(frozen=True)
+class ByGroup(Codec):
+    """Packed rows of a compressed layer, the columns of each group apart: groups keep tokens of their own.
+
+    codec: codes one group. spans: its columns. Parts: the codec's, group after group.
+    """
+
+    codec: Codec
+    spans: tuple[slice, ...]
+
+    def encode(self, states: Tensor) -> Parts:
+        return tuple(part for span in self.spans for part in self.codec.encode(states[..., span]))
+
+    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
+        widths = [span.stop - span.start for span in self.spans]
+        groups = zip(self._of_each(parts), widths, strict=True)
+        return torch.cat([self.codec.decode(own, num_heads, wide) for own, wide in groups], -1)
+
+    def take(self, parts: Parts, slots: Tensor) -> Parts:
+        each = slots.expand(-1, len(self.spans), -1).split(1, dim=1)
+        groups = zip(self._of_each(parts), each, strict=True)
+        return tuple(part for own, chosen in groups for part in self.codec.take(own, chosen))
+
+    def _of_each(self, parts: Parts) -> list[Parts]:
+        count = len(parts) // len(self.spans)
+        return [parts[at : at + count] for at in range(0, len(parts), count)]
+
+
+def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, ...]]:
+    """Where each group lies in the elements (of rows of codes: bytes) of a compressed layer's key and value rows."""
+    unit = 1 if layout.coded else element_bytes
+    starts = layout.byte_offsets(element_bytes)
+    ends = [*starts[1:], layout.row_bytes(element_bytes)]
+    keys, values = (
+        tuple(slice(start[side] // unit, end[side] // unit) for start, end in zip(starts, ends, strict=True))
+        for side in (0, 1)
+    )
+    return [keys, tuple(slice(0, 0) for _ in starts) if layout.joint else values]
+
+
+def slots_of(rows: Tensor, order: Tensor) -> Tensor:
+    """The slots `order`, [batch_size, 1 or heads, kept], of rows [batch_size, heads, slots, *]."""
+    index = order.to(rows.device).expand(-1, rows.shape[1], -1).unsqueeze(-1)  # an offloaded layer's are on the CPU
+    return rows.gather(2, index.expand(-1, -1, -1, rows.shape[-1]))
 
 
 def _grouping(parts: Parts) -> list[tuple[float, torch.Size]]:
@@ -65,24 +112,3 @@ def heads_together(states: Tensor) -> Tensor:
 def heads_apart(rows: Tensor, num_heads: int) -> Tensor:
     """The inverse of heads_together."""
     return rows[:, 0].unflatten(-1, (num_heads, -1)).transpose(1, 2)
-
-
-def stored_tensors(value: Any) -> Iterator[Tensor]:
-    """The plain tensors in nested lists, tuples, dicts and tensor subclasses (as quanto's), each where it occurs."""
-    if isinstance(value, Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            for name in value.__tensor_flatten__()[0]:
-                yield from stored_tensors(getattr(value, name))
-        else:
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from stored_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from stored_tensors(item)
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors in `value` (see stored_tensors)."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in stored_tensors(value))

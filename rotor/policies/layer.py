@@ -1,19 +1,21 @@
-"""What the cache layers of all policies share: transformers' contract, and what an attention module says to them.
+"""What the cache layers of all policies share: transformers' contract, and what attention says to them.
 
-One forward pass of an attention module that knows its cache is
+One step of an attention module that knows its cache is
 
     layer.begin(mask, batch_size, length, device)  # which of the new tokens are padding
-    mask = layer.visible(mask, ...)  # columns of the mask that the layer holds
+    mask = layer.visible(mask, ...)  # of what the layer holds
     key, value = cache.update(key, value, layer_idx)
-    ...  # attention; keys before RoPE are rotated by layer.positions
-    layer.finish(sums)  # scores are added, tokens dropped
+    ...  # attention
+    layer.finish(sums)  # tokens are scored and dropped
 
-A layer counts the tokens it has seen as its length, so that masks and positions go by their places in the sequence.
+A layer's length is the number of tokens it was given, so that masks and positions go by places in the sequence.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,15 +25,22 @@ from ..errors import UsageError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import seq_len_of
 from ..runtime.steps import Keeper, Step, attend_to_rows
+from .store import Side, tensor_bytes
 
 
 class PolicyLayer(DynamicLayer, Keeper):
-    """One layer of a cache that follows a policy. seen: tokens so far, padding included."""
+    """One layer of a cache that follows a policy.
+
+    seen: tokens so far, padding included. stored: names of the attributes whose tensors are the cache, batch first;
+    beside: of further tensors, batch first, that are too small to count.
+    """
 
     is_compileable = False
     is_croppable = False
     supports_early_init = False
     is_sliding = False
+    stored: ClassVar[tuple[str, ...]]
+    beside: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,12 +57,6 @@ class PolicyLayer(DynamicLayer, Keeper):
             UsageError: a row has padding that is not on its left.
         """
 
-    @property
-    def positions(self) -> Tensor | None:
-        """Places of what `update` returns, [batch_size, 1 or groups, slots], -1 where there is nothing; None: in order,
-        all of them."""
-        return None
-
     def visible(self, mask: Tensor | None, head_groups: Tensor | None, additive: torch.dtype | None) -> Tensor | None:
         """The mask of what `update` is to return.
 
@@ -63,12 +66,15 @@ class PolicyLayer(DynamicLayer, Keeper):
         """
         return mask
 
-    def finish(self, sums: Tensor | None) -> None:
-        """Attention is done.
+    def attend(self, step: Step) -> Tensor:
+        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
+        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
+
+    def observe_weights(self, weights: Tensor | None) -> None:
+        """Attention of an uncompressed model is done.
 
         Args:
-            sums: [batch_size, groups, slots], how much attention each token drew, softened as the layer asked for; only
-                where it did.
+            weights: [batch_size, num_heads, length, slots], where the policy needs them.
         """
 
     def observe_states(self, before: Tensor, after: Tensor) -> None:
@@ -78,40 +84,66 @@ class PolicyLayer(DynamicLayer, Keeper):
     def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
         """Before anything is stored of a compressed model: what its rows are, and the dtype of a number in them."""
 
-    def attend(self, step: Step) -> Tensor:
-        self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
-        return attend_to_rows(step, *step.cache.update(step.key, step.value, step.layer_idx))
-
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store tokens whose attention is not known, for counting bytes."""
         self.update(key_states, value_states)
 
-    @abstractmethod
     def stored_bytes(self) -> int:
         """Bytes of all tensors that the layer holds."""
+        return tensor_bytes([getattr(self, name) for name in self.stored])
 
     def get_seq_length(self) -> int:
         return self.seen
 
+    def reset(self) -> None:
+        for name in (*self.stored, *self.beside):
+            setattr(self, name, None)
+        self.seen, self.is_initialized = 0, False
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.map(lambda tensor: tensor[indices.to(tensor.device)])
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def removable(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop(tokens_to_remove)` removes; raises UsageError for a positive number."""
-        if tokens_to_remove > 0:
-            raise UsageError(f"crop({tokens_to_remove}): expected a negative number, of tokens to remove.")
-        return min(-tokens_to_remove, self.seen)
+    def offload(self) -> None:
+        self.map(Tensor.cpu, self.stored)  # not in the background: what is dropped is chosen among the rows at once
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.map(lambda tensor: tensor.to(self.device, non_blocking=True), self.stored)
+
+    def map(self, function: Callable[[Tensor], Tensor], names: tuple[str, ...] | None = None) -> None:
+        """Replace each tensor."""
+        for name in names or (*self.stored, *self.beside):
+            setattr(self, name, _mapped(getattr(self, name), function))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises UsageError: what was coded together or dropped does not come back."""
+        raise UsageError(
+            f"crop({tokens_to_remove}): a cache that follows a policy takes no tokens back.",
+            "Leave out what takes tokens back (assisted generation), or use --cache none.",
+        )
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, function) for item in value)
+    if isinstance(value, Side):
+        return value.map(function)
+    return function(value) if isinstance(value, Tensor) else value
 
 
 def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int, additive: torch.dtype | None) -> Tensor:
     """The columns of a mask that rows at some places have.
 
     Args:
-        mask: [batch_size or 1, heads or 1, length, seen + length], bool (True: attend) or added to the logits; None:
-            causal, without padding.
+        mask: as for `PolicyLayer.begin`.
         places: [batch_size, heads or 1, slots], -1 where there is nothing.
-        seen: tokens before the step's `length`. additive: the dtype of a mask that has to be made and is to be added
-            to the logits; None: bool.
+        seen: tokens before the step's `length`. additive: as for `PolicyLayer.visible`.
     Returns:
         [batch_size, heads or 1, length, slots].
     """
@@ -129,27 +161,17 @@ def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int, 
     return columns.masked_fill(~there, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
 
 
-def seen_by_last(mask: Tensor, batch_size: int) -> Tensor:
-    """Which keys the last query sees with some head, [batch_size, kv_len] bool: all but padding."""
+def tokens_shown(mask: Tensor, batch_size: int) -> Tensor:
+    """Which tokens the last query sees with some head, [batch_size, kv_len] bool: all but padding."""
     last = mask[:, :, -1]
     shown = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
     return shown.any(1).expand(batch_size, -1)
 
 
-def left_padding(mask: Tensor, batch_size: int) -> Tensor:
-    """Tokens of padding on the left of each row, [batch_size].
-
-    Raises:
-        UsageError: what the last query does not see is not on the left.
-    """
-    shown = seen_by_last(mask, batch_size)
-    check_left(shown)
-    return shown.shape[1] - shown.sum(-1)
-
-
-def check_left(shown: Tensor) -> None:
-    """Raises UsageError where of [batch_size, tokens] bool a false one comes behind a true one."""
+def check_left(shown: Tensor) -> Tensor:
+    """`shown`, [batch_size, tokens] bool; raises UsageError where a false one comes behind a true one."""
     if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
         raise UsageError(
             "the attention mask has padding that is not on the left of its row.", "Set padding_side='left'."
         )
+    return shown

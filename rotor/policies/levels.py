@@ -6,20 +6,6 @@ import torch
 from torch import Tensor
 
 
-def nearest_means(numbers: Tensor, count: int, loops: int) -> Tensor:
-    """Levels of numbers [..., n], ascending, [..., count]: quantiles, then `loops` times means of what is nearest."""
-    ordered = numbers.sort(-1).values
-    n = numbers.shape[-1]
-    places = ((torch.arange(count, device=numbers.device) + 0.5) / count * n).long().clamp(max=n - 1)
-    levels = ordered[..., places]
-    for _ in range(loops):
-        codes = nearest(ordered, levels.unsqueeze(-2))
-        sums = torch.zeros_like(levels).scatter_add(-1, codes, ordered)
-        counts = torch.zeros_like(levels).scatter_add(-1, codes, torch.ones_like(ordered))
-        levels = torch.where(counts > 0, sums / counts.clamp(min=1), levels)
-    return levels
-
-
 def weighted_means(numbers: Tensor, weights: Tensor, count: int, loops: int) -> Tensor:
     """Levels [count], ascending, that make the sum of weight * (number - nearest level)^2 small: K-means, float64.
 

@@ -1,20 +1,19 @@
-"""What a cache policy is, how it is written down, and the layers that follow it."""
+"""What a cache policy is, how it is written down, and which models it can serve."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ..checked import Reader, nearest_name, shorten
+from ..checked import shorten
 from ..errors import UnsupportedModelError, UsageError
-from ..format.layout import LayerLayout
-from .codec import tensor_bytes
 from .layer import PolicyLayer
+from .store import tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -22,42 +21,35 @@ class LayerSample:
     """What a layer's cache is given on calibration text, on the CPU in float32.
 
     keys, values: [rows, seq_len, width over all heads]. key_gradients, value_gradients: of the model's summed
-    next-token loss by them. cosine: between the hidden states before the layer's attention is added and after it, the
-    mean over tokens.
+    next-token loss by them.
     """
 
     keys: Tensor
     values: Tensor
     key_gradients: Tensor
     value_gradients: Tensor
-    cosine: float
 
 
 class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
 
-    needs_weights: attention has to hand out its weights; softens: of logits to which something is added, key by key.
-    needs_states: and what the layers' hidden states are. needs_samples: something in it is found on calibration text,
-    and has not been.
-    evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for the rows of a
-    compressed model.
+    method: its name in recipes. needs_weights: attention has to hand out its weights. evicts: tokens are dropped, so
+    that attention has to go by stored positions. rows_only: it is for the rows of a compressed model.
     """
 
     method: ClassVar[str]
+    needs_weights: ClassVar[bool] = False
     evicts: ClassVar[bool] = False
     rows_only: ClassVar[bool] = False
-    softens: ClassVar[bool] = False
-
-    @property
-    def needs_weights(self) -> bool:
-        return False
 
     @property
     def needs_states(self) -> bool:
+        """Whether its layers want `observe_states`."""
         return False
 
     @property
     def needs_samples(self) -> bool:
+        """Whether something in it is found on calibration text, and has not been."""
         return False
 
     def fitted(self, samples: Sequence[LayerSample]) -> Policy:
@@ -72,6 +64,41 @@ class Policy(ABC):
     @abstractmethod
     def layers(self, count: int) -> list[PolicyLayer]:
         """Empty layers of one cache, for a model of so many."""
+
+    @property
+    def key_widths(self) -> tuple[int, ...]:
+        """Numbers of a token's keys in each layer that the policy is for; empty where it is for any."""
+        return ()
+
+    @abstractmethod
+    def check_rows(self, coded: bool) -> None:
+        """Raises UsageError unless the policy can hold rows of a compressed model: of codes, or of 16-bit columns."""
+
+    def check_widths(self, widths: Sequence[int]) -> None:
+        """Raises UsageError where the policy is for other keys than those of layers of so many numbers a token."""
+        for index, (expected, width) in enumerate(zip(self.key_widths, widths, strict=False)):
+            if expected != width:
+                raise UsageError(
+                    f"cache policy {self.method}: layer {index}: ranges of {expected} key channels, the layer has "
+                    f"{width}.",
+                    "They are of one checkpoint: export it with --cache, or fit the policy to it.",
+                )
+
+    def check_config(self, config: Any) -> int:
+        """The number of layers of a model that the policy can serve.
+
+        Raises:
+            UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
+        """
+        layers = DynamicCache(config=config).layers
+        for index, layer in enumerate(layers):
+            if type(layer) is not DynamicLayer:
+                raise UnsupportedModelError(
+                    f"cache policy {self.method}: layer {index} of the model has a {type(layer).__name__}, expected "
+                    "full attention in every layer.",
+                    "Use this model without a cache policy.",
+                )
+        return len(layers)
 
     def adopt(self, cache: Any, config: Any) -> None:
         """Put the policy's layers in place of those of a cache that holds nothing; do nothing if it has some already.
@@ -96,31 +123,14 @@ class Policy(ABC):
                     "without it.",
                     "Begin with an empty cache.",
                 )
-        layers[:] = self.layers(check_config(self, config))
-
-    @property
-    def key_widths(self) -> tuple[int, ...]:
-        """Numbers of a token's keys in each layer that the policy is for; empty where it is for any."""
-        return ()
-
-    @abstractmethod
-    def check_coded(self) -> None:
-        """Raises UsageError unless the policy can hold rows of codes."""
-
-    def check_rows(self, coded: bool) -> None:
-        """Raises UsageError unless the policy can hold rows of a compressed model: of codes, or of 16-bit columns."""
-        if coded:
-            self.check_coded()
-
-    def check_layer(self, layout: LayerLayout, softcap: float | None) -> None:
-        """Raises UsageError unless the policy can hold the rows of a compressed layer, of which `softcap` bounds the
-        logits."""
-        self.check_rows(layout.coded)
+        layers[:] = self.layers(self.check_config(config))
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is stored, for read_policy."""
-        found: dict[str, Any] = _plain({"method": self.method, **asdict(self)})  # type: ignore[call-overload]
-        return found
+        """As it is stored, for registry.read_policy."""
+        kind = type(self)
+        own = kind.__module__.startswith(f"{__package__}.")
+        found: dict[str, Any] = _plain(asdict(self))  # type: ignore[call-overload]
+        return {"method": self.method if own else f"{kind.__module__}:{kind.__qualname__}", **found}
 
     def require(self, fits: bool, name: str, expected: str) -> None:
         """Raises UsageError, naming the parameter, its value and what was expected, unless it fits."""
@@ -136,62 +146,9 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def read_policy(section: Any, reader: Reader, methods: Mapping[str, type[Policy]]) -> Policy:
-    """A policy from plain data of unknown origin.
-
-    Args:
-        section: a mapping with `method` and the parameters of that method.
-        methods: by name, those that there are.
-    Raises:
-        reader.error: no such method, an unknown parameter, or a value that does not fit.
-    """
-    if not isinstance(section, Mapping):
-        raise reader.fail("cache", section, "a mapping with a method and its parameters")
-    method = section.get("method")
-    if not isinstance(method, str) or method not in methods:
-        known = ", ".join(methods)
-        raise reader.fail("cache.method", method, f"one of {known}{nearest_name(method, methods).rstrip('.')}")
-    fields = {key: value for key, value in section.items() if key != "method"}
-    try:
-        policy: Policy = reader.read(methods[method], fields, "cache")
-    except UsageError as error:
-        raise reader.error(f"{reader.where}: {error.message}", reader.hint) from error
-    return policy
-
-
-def check_config(policy: Policy, config: Any) -> int:
-    """The number of layers of a model that the policy can serve.
-
-    Raises:
-        UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
-    """
-    layers = DynamicCache(config=config).layers
-    for index, layer in enumerate(layers):
-        if type(layer) is not DynamicLayer:
-            raise UnsupportedModelError(
-                f"cache policy {policy.method}: layer {index} of the model has a {type(layer).__name__}, expected full "
-                "attention in every layer.",
-                "Use this model without a cache policy.",
-            )
-    return len(layers)
-
-
-def check_widths(policy: Policy, widths: Sequence[int]) -> None:
-    """Raises UsageError where the policy is for other keys than those of layers of so many numbers a token."""
-    for index, (expected, width) in enumerate(zip(policy.key_widths, widths, strict=False)):
-        if expected != width:
-            raise UsageError(
-                f"cache policy {policy.method}: layer {index}: ranges of {expected} key channels, the layer has "
-                f"{width}.",
-                "They are of one checkpoint: export it with --cache, or fit the policy to it.",
-            )
-
-
 def stored_bytes(cache: Cache) -> int:
     """Bytes of all tensors of a cache, of rotor's or of transformers' own: codes, their metadata, positions, scores,
     and what is not yet coded."""
-    return sum(_layer_bytes(layer) for layer in cache.layers)
-
-
-def _layer_bytes(layer: Any) -> int:
-    return layer.stored_bytes() if isinstance(layer, PolicyLayer) else tensor_bytes(vars(layer))
+    return sum(
+        layer.stored_bytes() if isinstance(layer, PolicyLayer) else tensor_bytes(vars(layer)) for layer in cache.layers
+    )

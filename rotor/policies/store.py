@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
-from .codec import Codec, Parts, tensor_bytes
+from .codec import Codec, Parts
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Stream:
     codec: codes them. block: tokens that are coded together; fewer wait, exactly, until there are so many.
     window: newest tokens that stay exact. whole_prompt: the first tokens are coded at once, whatever their number.
     prompt_codec: codes the first tokens, if that differs; `codec` reads what it stores.
+    exact_step: attention reads a token exactly in the step that brings it.
     """
 
     codec: Codec
@@ -27,11 +28,12 @@ class Stream:
     window: int = 0
     whole_prompt: bool = False
     prompt_codec: Codec | None = None
+    exact_step: bool = False
 
     @property
     def waits(self) -> bool:
         """Whether new tokens are exact at first; else attention reads their codes from the step that brings them."""
-        return self.block > 1 or self.window > 0
+        return self.block > 1 or self.window > 0 or self.exact_step
 
     @property
     def longest_step(self) -> int | None:
@@ -61,65 +63,41 @@ class Side:
         self.waiting = like[:, :, :0].clone()
 
     @property
-    def empty(self) -> bool:
-        return not self.segments and self.waiting.shape[2] == 0
-
-    @property
-    def stored_bytes(self) -> int:
-        return tensor_bytes([self.segments, self.waiting])
+    def tokens(self) -> int:
+        return sum(parts[0].shape[2] for parts in self.segments) + self.waiting.shape[2]
 
     def update(self, states: Tensor) -> Tensor:
         """Store tokens; returns what this step's attention sees of all tokens, [batch_size, num_heads, tokens, width].
 
         The prompt (the first tokens) sees itself exactly.
         """
-        prompt = self.empty
-        if prompt:
-            seen = states
-        elif self.stream.waits:
-            seen = torch.cat([self.decode(), states], dim=2)
+        prompt = not self.tokens
+        visible = states if prompt else torch.cat([self.decode(), states], dim=2) if self.stream.waits else None
         self._push(states, prompt)
-        return seen if prompt or self.stream.waits else self.decode()
+        return self.decode() if visible is None else visible
 
     def decode(self) -> Tensor:
         """All tokens, in the dtype in which they came."""
         codec, dtype = self.stream.codec, self.waiting.dtype
-        coded = [codec.decode(parts, self.num_heads, self.width).to(dtype) for parts in self.segments]
-        return torch.cat([*coded, self.waiting], dim=2)
+        pieces = [codec.decode(parts, self.num_heads, self.width).to(dtype) for parts in self.segments]
+        if self.waiting.shape[2] or not pieces:
+            pieces.append(self.waiting)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def _push(self, states: Tensor, prompt: bool) -> None:
         stream = self.stream
-        waiting = torch.cat([self.waiting, states], dim=2)
+        waiting = torch.cat([self.waiting, states], dim=2) if self.waiting.shape[2] else states
         count = stream.ready(waiting.shape[2], prompt)
-        if count:
-            if prompt:
-                (stream.prompt_codec or stream.codec).append(self.segments, waiting[:, :, :count])
-            else:
-                for block in waiting[:, :, :count].split(count if stream.codec.by_token else stream.block, dim=2):
-                    stream.codec.append(self.segments, block)
+        if count and prompt:
+            (stream.prompt_codec or stream.codec).append(self.segments, waiting[:, :, :count])
+        elif count:
+            for block in waiting[:, :, :count].split(count if stream.codec.by_token else stream.block, dim=2):
+                stream.codec.append(self.segments, block)
         self.waiting = waiting[:, :, count:].clone()  # a view would keep alive what was coded
 
-    def crop(self, count: int) -> None:
-        """Remove the newest tokens.
-
-        Raises:
-            UsageError: they are coded together with older ones.
-        """
-        exact = min(count, self.waiting.shape[2])
-        coded = count - exact
-        if coded and not self.stream.codec.by_token:
-            raise UsageError(
-                f"crop({-count}): only the newest {exact} tokens are not yet coded together with older ones.",
-                "Crop fewer tokens, or use a cache policy that codes each token by itself (per-token, fp8).",
-            )
-        self.waiting = self.waiting[:, :, : self.waiting.shape[2] - exact].clone()
-        while coded and self.segments:
-            parts = self.segments.pop()
-            tokens = parts[0].shape[2]
-            if tokens > coded:
-                kept = (p[:, :, : tokens - coded].clone() if p.shape[2] == tokens else p for p in parts)
-                self.segments.append(tuple(kept))
-            coded = max(0, coded - tokens)
+    def take(self, slots: Tensor) -> None:
+        """Keep the tokens `slots`, [batch_size, 1 or groups, kept], of a side where none waits."""
+        self.segments = [self.stream.codec.take(parts, slots) for parts in self.segments]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Side:
         """The same with each tensor replaced."""
@@ -127,3 +105,23 @@ class Side:
         other.segments = [tuple(function(part) for part in parts) for parts in self.segments]
         other.waiting = function(self.waiting)
         return other
+
+
+def stored_tensors(value: Any) -> Iterator[Tensor]:
+    """The plain tensors in sides, nested lists, tuples, dicts and tensor subclasses (as quanto's)."""
+    if isinstance(value, Side):
+        value = [value.segments, value.waiting]
+    if isinstance(value, Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from stored_tensors(getattr(value, name))
+        else:
+            yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_tensors(item)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in `value` (see stored_tensors)."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in stored_tensors(value))

@@ -16,29 +16,28 @@ from torch import Tensor
 
 from ..format.channels import NIBBLE_BITS, PLANE, WIDTHS, Channels, Latent, Numbers
 from ..format.layout import GroupLayout, LayerLayout
-from ..kernels.rows import cut_layer
+from ..kernels.parameters import AttentionParameters
 
 
 @dataclass(frozen=True)
 class TierRows:
-    """What a tier keeps of a layer's rows, and how attention reads it.
+    """How attention reads the rows of a tier.
 
-    layout: of the tier's rows. outer: of the rows that they are cut from.
-    basis: columns of the layer's query basis. query: of absorbed queries. output: places of the tier's outputs among
-    the layer's. All are [kept], int64.
+    layout: of the rows. basis: columns of the layer's query basis. query: of absorbed queries. output: places of the
+    tier's outputs among the layer's. All are [kept], int64.
     """
 
     layout: LayerLayout
-    outer: LayerLayout
     basis: Tensor
     query: Tensor
     output: Tensor
 
-    def cut_key(self, rows: Tensor) -> Tensor:
-        return cut_layer(rows, self.outer, self.layout, keys=True)
-
-    def cut_value(self, rows: Tensor) -> Tensor:
-        return cut_layer(rows, self.outer, self.layout, keys=False)
+    def reading(self, parameters: AttentionParameters, query: Tensor) -> tuple[AttentionParameters, Tensor]:
+        """The layer's parameters and queries for these rows."""
+        basis = parameters.query_basis
+        if basis is None:
+            return replace(parameters, layout=self.layout), query[..., self.query]
+        return replace(parameters, layout=self.layout, query_basis=basis[:, self.basis]), query
 
 
 def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLayout:
@@ -69,21 +68,13 @@ def _kept(whole: int, ratio: float, step: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def tier_rows(
-    whole: LayerLayout, outer: LayerLayout, inner: LayerLayout, heads_per_kv: int, device: torch.device
-) -> TierRows:
-    """What a tier keeps of rows that are cut already.
-
-    Args:
-        whole: the layer's. outer: of the rows that are cut; inner: of what is left.
-        heads_per_kv: query heads of a KV head. device: of the rows.
-    """
+def tier_rows(whole: LayerLayout, cut: LayerLayout, heads_per_kv: int, device: torch.device) -> TierRows:
+    """How rows `cut` from those of a layer are read, by so many query heads of a KV head."""
     heads = whole.group_size * heads_per_kv
-    keys, own_keys = [g.key.width for g in whole.groups], [g.key.width for g in inner.groups]
-    values, own_values = [g.values.width for g in whole.groups], [g.values.width for g in inner.groups]
+    keys, own_keys = [g.key.width for g in whole.groups], [g.key.width for g in cut.groups]
+    values, own_values = [g.values.width for g in whole.groups], [g.values.width for g in cut.groups]
     return TierRows(
-        inner,
-        outer,
+        cut,
         _beginnings(keys, own_keys).to(device),
         _beginnings(_each(keys, heads), _each(own_keys, heads)).to(device),
         _beginnings(_each(values, heads), _each(own_values, heads)).to(device),

@@ -222,9 +222,6 @@ class CacheSettings:
     tiers: Annotated[float, Field(gt=0)] | None = None
     """The largest loss of quality that they may cost, (perplexity' - perplexity) / perplexity on the search split,
     against the same checkpoint without them (ZDC: 0.1); null for none."""
-    tiers_repeats: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """A layer goes by an earlier layer's important tokens where more than this share of these, and of the unimportant
-    ones, are its own as well (ZDC: 0.95)."""
     tiers_tokens: Count = 4096
     """Tokens of the search split that they are measured on."""
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -27,7 +28,7 @@ from .attention import RotorAttention, refuse_others
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
 from .rope import RotaryTable
-from .steps import NO_GRADIENTS
+from .steps import NO_GRADIENTS, NO_GRADIENTS_HINT
 
 log = logging.getLogger("rotor")
 
@@ -79,6 +80,9 @@ class RotorQuantizer(HfQuantizer):
         for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
             module.kernels = kernels
+            module.register_load_state_dict_pre_hook(refuse_adapter_of_source)
+        if self.quantization_config.coded:  # type: ignore[attr-defined]
+            model.register_forward_pre_hook(refuse_training)
         if self.cache_policy is not None:
             try:
                 import_module("rotor.policies").attach_stored(model, network, self.cache_policy)
@@ -116,6 +120,24 @@ class RotorQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def refuse_training(model: Any, *_: Any) -> None:
+    """Raises UsageError before the first step of training a checkpoint of codes."""
+    if model.training and torch.is_grad_enabled():
+        raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)
+
+
+def refuse_adapter_of_source(module: RotorAttention, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raises UsageError where a LoRA that was trained on the source is loaded into a compressed layer."""
+    own = {prefix + name: parameter.shape for name, parameter in module.named_parameters()}
+    for name in own.keys() & state.keys():
+        if ".lora_" in name and own[name] != state[name].shape:
+            raise UsageError(
+                f"{name} is {list(state[name].shape)}, this checkpoint takes {list(own[name])}: the adapter was "
+                "trained on the uncompressed model.",
+                "Merge it into that model (peft's merge_and_unload), then calibrate and export the result.",
+            )
 
 
 def with_head(model: Any) -> Any:

@@ -21,6 +21,7 @@ from .checks import check_mask
 from .rope import Place, Rotations
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
+NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
 
 
 class Step(NamedTuple):
@@ -116,4 +117,4 @@ def attend_to_rows(step: Step, key: Tensor, value: Tensor) -> Tensor:
 
 def _refuse_gradients(gradient: Tensor) -> None:
     """Keys and values get no gradient through their codes: what is left of it would train something else."""
-    raise UsageError(NO_GRADIENTS, "Export a run of rows of numbers (recipe rotor-16), and train that.")
+    raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)

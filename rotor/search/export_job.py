@@ -14,7 +14,6 @@ from ..format.places import OutputFolder
 from ..format.publishing import check_space
 from ..models.checkpoint import Checkpoint
 from ..policies import Policy, find_policy
-from ..policies.policy import check_config
 from ..recipe import Recipe
 from ..recipe.metric_registry import LM_EVAL
 from ..recipe.settings import ExportSettings, Goal
@@ -25,7 +24,7 @@ from ..runtime.families import Family, find_family
 class ExportJob:
     """An export, with everything that is known before any work.
 
-    recipe: the run's, with what was overridden. policy: by which the cache is kept, and judged; None: as it is.
+    recipe: the run's, with what was overridden. policy: by which the cache is kept and measured, if any.
     """
 
     settings: ExportSettings
@@ -149,7 +148,7 @@ def _checked_policy(name: str, recipe: Recipe, checkpoint: Checkpoint, settings:
     policy = find_policy(name)
     if policy is None:
         return None
-    count = check_config(policy, checkpoint.config)
+    count = policy.check_config(checkpoint.config)
     if not policy.needs_samples:
         policy.layers(count)  # what it cannot serve is said now
     elif not settings.measure:

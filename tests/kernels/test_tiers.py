@@ -17,9 +17,8 @@ from rotor.format.layout import GroupLayout, KeyForm
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import read_class
 from rotor.policies import Tiers
-from rotor.policies.tier_index import HIGH, LOW, right_aligned
+from rotor.policies.methods.tiers import HIGH, LOW, TieredLayer
 from rotor.policies.tier_rows import cut_latent, cut_layout
-from rotor.policies.tiered_layer import TieredLayer, attend_to_tiers
 
 HPK, HEAD_DIM, TOKENS, PADS = 2, 24, 26, (5, 0)
 STEPS = [12, *[1] * 6, 3, *[1] * 5]
@@ -35,7 +34,7 @@ LAYOUTS = {
 }
 POLICIES = [
     Tiers(important=0.4, qk_unimportant=0.5, v_unimportant=0.25),
-    Tiers(important=0.3, qk_important=0.2, qk_unimportant=0.7, v_important=0.1, v_unimportant=0.6, importance="mean"),
+    Tiers(important=0.3, qk_important=0.2, qk_unimportant=0.7, v_important=0.1, v_unimportant=0.6),
     Tiers(important=0.0, qk_unimportant=0.4, v_unimportant=0.4),
     Tiers(important=1.0),
 ]
@@ -106,55 +105,39 @@ def same(got: Tensor, expected: Tensor, real: Tensor) -> None:
     torch.testing.assert_close(got[real].double(), expected[real].double(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "kind, policy", CASES, ids=lambda x: x if isinstance(x, str) else f"{x.important:g}-{x.importance}"
-)
+@pytest.mark.parametrize("kind, policy", CASES, ids=lambda x: x if isinstance(x, str) else f"{x.important:g}")
 def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, kind: str) -> None:
     case, start = Case(kind), 0
     size = 4
-    chooser, _ = layers = Tiers(**{**vars(policy), "leaders": (0, 0)}).layers(2)
+    (layer_,) = policy.layers(1)
+    assert isinstance(layer_, TieredLayer)
+    layer_.follow(case.layout, HPK, torch.float32)
     tiers, scores = np.zeros((2, 0), int), np.zeros((2, 0))
     for length in STEPS:
         tokens = slice(start, start + length)
-        mask, real = (
-            case.mask[:, :, tokens, : tokens.stop],
-            torch.arange(start, tokens.stop) >= torch.tensor(PADS)[:, None],
-        )
+        mask = case.mask[:, :, tokens, : tokens.stop]
+        real = torch.arange(start, tokens.stop) >= torch.tensor(PADS)[:, None]
         tiers = np.concatenate([tiers, np.where(real, HIGH, 0)], axis=1)
-        for layer_ in layers:
-            assert isinstance(layer_, TieredLayer)
-            layer_.follow(case.layout, HPK, torch.float32)
-            layer_.begin(mask, 2, length, torch.device("cpu"))
-            layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
-            got, log_sum = attend_to_tiers(
-                case.parameters, layer_, case.queries(tokens), mask, case.tables(tokens.stop)
-            )  # type: ignore[arg-type]
-            expected, expected_sum = case.expected(policy, tokens, tiers)
-            same(got, expected, real)
-            same(log_sum, expected_sum, real)
-            layer_.finish_step(log_sum)
-            if layer_ is chooser:
-                found = torch.logsumexp(expected_sum.float(), -1)
-                if policy.importance == "mean":
-                    keys = torch.arange(start, tokens.stop) + 1 - torch.tensor(PADS)[:, None]
-                    found = found - keys.clamp(min=1).log()
-                scores = np.concatenate([scores, found.numpy()], axis=1)
-                settle(policy, tiers, scores)
+        layer_.begin(mask, 2, length, torch.device("cpu"))
+        layer_.update(case.key[:, None, tokens], case.value[:, None, tokens])
+        got, log_sum = layer_.attention(case.parameters, case.queries(tokens), mask, case.tables(tokens.stop))
+        expected, expected_sum = case.expected(policy, tokens, tiers)
+        same(got, expected, real)
+        same(log_sum, expected_sum, real)
+        layer_.choose(log_sum)
+        scores = np.concatenate([scores, torch.logsumexp(expected_sum.float(), -1).numpy()], axis=1)
+        settle(policy, tiers, scores)
         start += length
-        for row, marks in enumerate(tiers):
-            assert chooser.index.tiers is not None
-            assert chooser.index.tiers[row].tolist() == marks.tolist()
+        assert layer_.tiers.tolist() == tiers.tolist()
     counts = {tier: max(int((marks == tier).sum()) for marks in tiers) for tier in (HIGH, LOW)}
     high, low = policy.layouts(case.layout)
     unit = 1 if case.layout.coded else size
-    for layer_ in layers:
-        held = [layer_.keys, layer_.values, layer_.low_keys, layer_.low_values]
-        sizes = [width // unit for layout in (high, low) for width in layout.row_bytes(size)]
-        assert [(t.shape[2], t.shape[3]) for t in held] == [
-            (counts[tier], width) for tier, width in zip((HIGH, HIGH, LOW, LOW), sizes, strict=True)
-        ]
-        own = sum(t.nbytes for t in held)
-        assert layer_.stored_bytes() == own + (2 * TOKENS + 4 * 2 * counts[HIGH] if layer_ is chooser else 0)
+    held = [layer_.high_keys, layer_.high_values, layer_.low_keys, layer_.low_values]
+    sizes = [width // unit for layout in (high, low) for width in layout.row_bytes(size)]
+    assert [(t.shape[2], t.shape[3]) for t in held] == [
+        (counts[tier], width) for tier, width in zip((HIGH, HIGH, LOW, LOW), sizes, strict=True)
+    ]
+    assert layer_.stored_bytes() == sum(t.nbytes for t in held) + 2 * TOKENS + 4 * 2 * counts[HIGH]
 
 
 def test_shares_are_of_planes_and_at_least_one_stays() -> None:
@@ -169,12 +152,6 @@ def test_shares_are_of_planes_and_at_least_one_stays() -> None:
             assert after.key.width < before.key.width
 
 
-def test_right_aligned() -> None:
-    chosen = torch.tensor([[True, False, True, True], [False, False, False, True]])
-    assert right_aligned(chosen, 3).tolist() == [[0, 2, 3], [-1, -1, 3]]
-    assert right_aligned(chosen & False, 0).shape == (2, 0)
-
-
 @pytest.mark.parametrize(
     "fields, text",
     [
@@ -182,8 +159,6 @@ def test_right_aligned() -> None:
         ({"qk_important": 0.6}, r"qk_unimportant: got 0.5, expected a share from qk_important \(0.6\)"),
         ({"v_unimportant": 1.0}, "v_unimportant: got 1.0"),
         ({"layer_important": (0.5, -1.0)}, "layer_important"),
-        ({"leaders": (0, 2, 2)}, "leaders: got .* expected for each layer itself, or an earlier one"),
-        ({"leaders": (0, 0, 1)}, "leaders"),
         ({"importance": "luck"}, "importance"),
     ],
 )
@@ -196,18 +171,11 @@ def test_the_choice_by_chance_is_a_tokens_own() -> None:
     def tiers(scale: float) -> list[list[int]]:
         (kept,) = Tiers(important=0.5, importance="random", seed=3).layers(1)
         assert isinstance(kept, TieredLayer)
-        kept.index.append(None, 1, 20, torch.device("cpu"))
-        kept.index.choose(scale * torch.arange(20.0)[None, :, None])
-        assert kept.index.tiers is not None
-        return kept.index.tiers.tolist()
+        kept.follow(LAYOUTS["post"], HPK, torch.float32)
+        kept.begin(None, 1, 20, torch.device("cpu"))
+        kept.update(torch.zeros(1, 1, 20, 32), torch.zeros(1, 1, 20, 22))
+        kept.choose(scale * torch.arange(20.0)[None, :, None])
+        return kept.tiers.tolist()
 
     assert tiers(1.0) == tiers(-1.0)
     assert tiers(1.0)[0].count(HIGH) == 10
-
-
-def test_layers_run_in_order() -> None:
-    _, follower = Tiers(leaders=(0, 0)).layers(2)
-    follower.follow(LAYOUTS["post"], HPK, torch.float32)
-    follower.begin(None, 1, 2, torch.device("cpu"))
-    with pytest.raises(UsageError, match="does not know that its cache has tiers"):
-        follower.update(torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2, 22))

@@ -57,7 +57,6 @@ def baselines() -> dict[str, Baseline]:
         "KCVT-4": KCVT(4),
         **{f"GEAR-{bits}": GEAR(bits) for bits in (4, 2)},
         **{f"per token, {bits} bits": PerToken(bits, GROUP) for bits in (4, 2)},
-        **{f"per token, {bits} bits, Hadamard": PerToken(bits, GROUP, hadamard=True) for bits in (4, 2)},
         "fp8, scale a token": FP8("token"),
         "fp8, one scale": FP8("tensor"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...policies import FP8, GEAR, KCVT, KIVI, NUQ, KVQuant, PerToken, Policy
+from ...policies import FP8, GEAR, KCVT, KIVI, KVQuant, PerToken, Policy
 from ..cache_part import GROUP, CachePart
 from ..context import StudyContext
 from ..part import Task
@@ -30,7 +30,6 @@ def quantisers() -> dict[str, Policy]:
             f"per token, {bits} bits": PerToken(bits, GROUP),
             f"KCVT-{bits}": KCVT(bits),
             f"KIVI-{bits}": KIVI(bits, GROUP, GROUP),
-            f"NUQ-{bits}": NUQ(bits),
             f"KVQuant-{bits}": KVQuant(bits),
             f"GEAR-L KCVT-{bits}": GEAR(bits, sparsity=0.0),
             f"GEAR KCVT-{bits}": GEAR(bits),

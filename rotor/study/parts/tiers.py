@@ -18,7 +18,7 @@ from ...policies import read_stored
 from ...recipe import Recipe
 from ...rewriting.compressible import CompressibleModel
 from ...search.probe import full_ranks
-from ...search.tier_choice import choose_tiers
+from ...search.tiers import choose_tiers
 from ..cache_part import CachePart
 from ..caches import CachedModel, CacheRecord
 from ..context import StudyContext
@@ -74,7 +74,7 @@ def _choice(study: StudyContext, name: str, recipe: Recipe) -> dict[str, Any]:
     rows = search[: max(1, recipe.cache.tiers_tokens // search.shape[1])]
     _compress(study, name, recipe, study.network)
     try:
-        policy, loss = choose_tiers(study.network, rows, LIMIT, recipe.cache.tiers_repeats, study.progress)
+        policy, loss = choose_tiers(study.network, rows, LIMIT, study.progress)
     except AccuracyError:
         return {"policy": None}
     return {"policy": policy.as_dict(), "degradation": round(loss, 6)}

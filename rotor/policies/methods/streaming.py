@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .evicting_layer import EvictingLayer
-from .eviction import Eviction
+from ..eviction import Eviction
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,3 @@ class Streaming(Eviction):
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         sinks = torch.minimum(torch.full_like(budget, self.sinks), budget - 1)
         return sinks, budget - sinks
-
-    def priority(self, layer: EvictingLayer) -> Tensor:
-        return layer.index_in_row.float()

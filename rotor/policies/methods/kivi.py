@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .affine import AffineCode
-from .codec import Codec, Exact
-from .quantiser import BITS, Quantiser
-from .store import Stream
+from ..affine import AffineCode
+from ..codec import Codec, Exact
+from ..quantiser import BITS, Quantiser
+from ..store import Stream
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class KIVI(Quantiser):
 
     Bytes of a number: bits / 8 + 4 / g; and up to R keys and R values that are exact.
     Limits: exact as published when tokens come one at a time; the tokens of a longer step see each other exactly.
-        Padding must be known (make_cache).
+        Padding must be known (use_cache_policy).
     Source: KIVI (arXiv 2402.02750), section 3.2, algorithm 1; settings of GEAR section 4: g = R = 64.
     """
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .evicting_layer import EvictingLayer
-from .eviction import Eviction
+from ..eviction import Eviction, Held
 
 
 @dataclass(frozen=True)
@@ -31,5 +30,5 @@ class Random(Eviction):
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(budget), budget.clamp(max=1)
 
-    def priority(self, layer: EvictingLayer) -> Tensor:
-        return layer.noise(self.seed)
+    def priority(self, held: Held) -> Tensor:
+        return held.noise(self.seed)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from .evicting_layer import EvictingLayer
-from .eviction import ScoringEviction
+from ..eviction import ScoringEviction
 
 
 @dataclass(frozen=True)
@@ -17,20 +13,8 @@ class H2O(ScoringEviction):
     """A token's score is the sum of the attention weights that later tokens and itself gave it, the mean over the query
     heads that share it: s_j = sum_i softmax(q_i K^T)_j.
 
-    Args:
-        average: divide each prompt's sums by the number of queries that could see the token, as kvpress's
-            ObservedAttention does; older tokens lose their lead.
-
     Limits: an uncompressed model stores all weights of a step, length^2 a head; a compressed one sums their columns.
     Source: Zhang et al., H2O (arXiv 2306.14048), algorithm 1, half recent and half heavy.
     """
 
     method: ClassVar[str] = "h2o"
-    average: bool = False
-
-    def priority(self, layer: EvictingLayer) -> Tensor:
-        assert layer.scores is not None
-        if not self.average:
-            return layer.scores
-        assert layer.positions is not None
-        return layer.scores / (layer.seen - layer.positions).to(torch.float32)

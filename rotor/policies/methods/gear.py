@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from .affine import LARGEST
-from .codec import Codec, Parts, heads_apart, heads_together
+from ..affine import LARGEST
+from ..codec import Codec, Parts, heads_apart, heads_together
+from ..outliers import stored_index, take_out
+from ..quantiser import Quantiser
+from ..store import Stream
 from .kcvt import KCVT
 from .kivi import KIVI
-from .low_rank import low_rank
-from .outliers import stored_index, take_out
-from .quantiser import Quantiser
-from .store import Stream
 
 BACKBONE_PARTS = 3
-
 
 MOST_LOOPS = 100
 """Of the power iteration, which has converged long before: a checkpoint of unknown origin may ask for any number."""
@@ -121,3 +121,21 @@ class GEARCode(Codec):
 
     def _numbers(self, vectors: Tensor, num_heads: int) -> Tensor:
         return vectors if self.per_channel else heads_apart(vectors, num_heads)
+
+
+def low_rank(matrix: Tensor, rank: int, loops: int) -> tuple[Tensor, Tensor]:
+    """A and B, matrix ~ A B^T, by power iteration from a fixed start with orthonormal factors in the last loop.
+
+    Args:
+        matrix: [..., n, width], float32. rank: at most n and width are used; 0 gives empty factors.
+    Returns:
+        [..., n, rank] orthonormal, [..., width, rank].
+    Limits: columns are made orthogonal in the last loop only, so that with many loops they become too alike for it.
+    Source: GEAR algorithm 2 (PowerSGD's iteration).
+    """
+    rank = min(rank, *matrix.shape[-2:])
+    right = torch.randn(matrix.shape[-1], rank, generator=torch.Generator().manual_seed(0)).to(matrix)
+    for _ in range(loops - 1):  # normalised against overflow; what it spans is the same
+        right = functional.normalize(matrix.mT @ (matrix @ right), dim=-2)
+    left = torch.linalg.qr(matrix @ torch.linalg.qr(right).Q).Q
+    return left, matrix.mT @ left

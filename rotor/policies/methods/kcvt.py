@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .affine import AffineCode
-from .codec import Codec, Exact
-from .quantiser import BITS, Quantiser
-from .store import Stream
+from ..affine import AffineCode
+from ..codec import Codec, Exact
+from ..quantiser import BITS, Quantiser
+from ..store import Stream
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class KCVT(Quantiser):
         bits: 16 (no code), 8, 4, 3 or 2. buffer: tokens that wait (n_b).
 
     Bytes of a number: keys bits / 8 + 4 / n (n the prompt, then `buffer`), values bits / 8 + 4 / (heads * width).
-    Limits: the range of a channel is that of the whole prompt; padding must be known (make_cache).
+    Limits: the range of a channel is that of the whole prompt; padding must be known (use_cache_policy).
     Source: GEAR section 2, "KCVT"; its buffer: section 3, "Streaming Buffer".
     """
 

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from .column_sums import Softening
-from .evicting_layer import EvictingLayer
-from .eviction import ScoringEviction
+from ..column_sums import Softening
+from ..eviction import Held, ScoringEviction
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Keyformer(ScoringEviction):
     """
 
     method: ClassVar[str] = "keyformer"
-    softens: ClassVar[bool] = True
     recent: float = 0.3
     tau_first: float = 1.0
     tau_last: float = 2.0
@@ -41,10 +39,7 @@ class Keyformer(ScoringEviction):
         self.require(self.steps >= 1, "steps", "at least 1")
         self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
 
-    def temperature(self, generated: int) -> float:
-        """tau after so many generated tokens; 0 in the prompt."""
-        return self.tau_first + (self.tau_last - self.tau_first) * min(1.0, generated / self.steps)
-
-    def softening(self, layer: EvictingLayer) -> Softening:
-        gumbel = -torch.log(-torch.log(layer.noise(self.seed)))
-        return Softening(gumbel, self.temperature(layer.generated))
+    def softening(self, held: Held) -> Softening:
+        gumbel = -torch.log(-torch.log(held.noise(self.seed)))
+        grown = min(1.0, held.generated / self.steps)
+        return Softening(gumbel, self.tau_first + (self.tau_last - self.tau_first) * grown)

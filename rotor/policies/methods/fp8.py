@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .codec import Codec, Parts
-from .quantiser import Quantiser
-from .store import Stream
+from ..codec import Codec, Parts
+from ..quantiser import Quantiser
+from ..store import Stream
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max

@@ -1,4 +1,4 @@
-"""The newest tokens, and with StreamingLLM the first ones too."""
+"""The newest tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .evicting_layer import EvictingLayer
-from .eviction import Eviction
+from ..eviction import Eviction
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,3 @@ class Window(Eviction):
 
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(budget), budget
-
-    def priority(self, layer: EvictingLayer) -> Tensor:
-        return layer.index_in_row.float()

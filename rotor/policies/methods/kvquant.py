@@ -1,0 +1,207 @@
+"""KVQuant: non-uniform levels, ranges of channels and outliers that are found before, on calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ..affine import LARGEST
+from ..codec import Codec, Parts, heads_apart, heads_together
+from ..layer import PolicyLayer
+from ..levels import nearest, weighted_means
+from ..outliers import filled, stored_index
+from ..packing import pack, unpack
+from ..policy import LayerSample
+from ..quantiser import CodedLayer, Quantiser
+from ..store import Stream
+
+LOOPS = 50
+"""Of K-means; it has come to rest by then, or nearly."""
+
+LEAST_HALF = 2**-14
+"""Of a range: a float16 that is not subnormal."""
+
+
+@dataclass(frozen=True)
+class LayerLevels:
+    """What calibration finds for one layer.
+
+    key_low, key_high: [width over all heads], each key channel's range without its outliers. key_levels, value_levels:
+    [2^bits], ascending, of numbers from -1 to 1.
+    """
+
+    key_low: tuple[float, ...]
+    key_high: tuple[float, ...]
+    key_levels: tuple[float, ...]
+    value_levels: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class KVQuant(Quantiser):
+    """x ~ middle + half * level[code], the nearest of 2^bits levels of the layer, which has its own for keys and for
+    values. Keys: the range (middle, half) of a channel is fixed. Values: it is that of the token without its outliers.
+
+    Levels minimise sum g^2 (x - its level)^2 over calibration text, g the gradient of the model's loss by x.
+
+    Args:
+        bits: 4, 3 or 2. outliers: share of a token's numbers that are kept as they are. first: tokens of a row that are
+            kept whole. levels: of each layer; empty until calibration has found them (rotor.fit_cache_policy, or
+            `rotor export --cache`).
+
+    Bytes of a number: bits / 8 + 4 outliers (a float16 and an int16 index), of values + 4 / width over all heads.
+    Levels and ranges belong to the checkpoint and are not counted with the cache.
+    Limits: KVQuant takes out every key beyond its channel's range; here each token has as many places, for those
+        farthest beyond it, so that rows are of equal size. Keys are coded as the cache gets them: before RoPE, as
+        KVQuant wants it, on compressed rows of domain `pre`.
+    Source: Hooper et al., KVQuant (arXiv 2401.18079), sections 3.1 to 3.5, equation 2.
+    """
+
+    method: ClassVar[str] = "kvquant"
+    bits: int = 4
+    outliers: float = 0.01
+    first: int = 1
+    levels: tuple[LayerLevels, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.require(self.bits in (4, 3, 2), "bits", "one of (4, 3, 2)")
+        self.require(0 <= self.outliers < 0.5, "outliers", "a share below 0.5")
+        self.require(self.first >= 0, "first", "0 or more")
+        for found in self.levels:
+            sizes = {len(found.key_levels), len(found.value_levels)}
+            fits = sizes == {2**self.bits} and len(found.key_low) == len(found.key_high) > 0
+            self.require(fits, "levels", f"{2**self.bits} levels, and as many lower ends of ranges as upper ones")
+
+    @property
+    def needs_samples(self) -> bool:
+        return not self.levels
+
+    def fitted(self, samples: Sequence[LayerSample]) -> KVQuant:
+        return replace(self, levels=tuple(self._levels(sample) for sample in samples))
+
+    def streams(self) -> tuple[Stream, Stream]:
+        """How the first layer's keys and values are coded: which tokens wait is the same in all layers."""
+        return self._streams(self.levels[0] if self.levels else LayerLevels((), (), (), ()))
+
+    def layers(self, count: int) -> list[PolicyLayer]:
+        if len(self.levels) != count:
+            raise UsageError(
+                f"cache policy kvquant: levels of {len(self.levels)} layers, the model has {count}.",
+                "They are found on calibration text: `rotor export RUN -o OUT --accuracy 0.99 --cache kvquant-4` "
+                "stores them, and rotor.fit_cache_policy(model, policy, rows) gives a policy that has them.",
+            )
+        return [CodedLayer(self._streams(levels)) for levels in self.levels]
+
+    @property
+    def key_widths(self) -> tuple[int, ...]:
+        return tuple(len(found.key_low) for found in self.levels)
+
+    def _streams(self, found: LayerLevels) -> tuple[Stream, Stream]:
+        alike = self.bits, self.outliers, self.first
+        keys = RangedCode(*alike, found.key_levels, (found.key_low, found.key_high))
+        return Stream(keys), Stream(RangedCode(*alike, found.value_levels))
+
+    def _levels(self, sample: LayerSample) -> LayerLevels:
+        sides = sample.keys, sample.values, sample.key_gradients, sample.value_gradients
+        keys, values, key_weights, value_weights = (part[:, self.first :].flatten(0, 1).double() for part in sides)
+        ordered = keys.sort(0).values
+        beyond = int(self.outliers / 2 * len(keys))
+        low, high = ordered[beyond], ordered[len(keys) - 1 - beyond]
+        middle, half = range_of(low, high)
+        numbers = (keys - middle) / half
+        weights = key_weights.square() * half.square() * (numbers.abs() <= 1)
+        key_levels = weighted_means(numbers, weights, 2**self.bits, LOOPS)
+        index, middle, half = token_ranges(values, self.outliers)
+        weights = (value_weights.square() * half.square()).scatter(-1, index, 0.0)
+        numbers = (filled(values, index, -1)[2] - middle) / half
+        value_levels = weighted_means(numbers, weights, 2**self.bits, LOOPS)
+        return LayerLevels(*(_short(part) for part in (low, high, key_levels, value_levels)))
+
+
+@dataclass(frozen=True)
+class RangedCode(Codec):
+    """Codes of numbers by fixed levels inside a range, with the numbers farthest beyond it kept as they are.
+
+    Args:
+        ends: the lower and upper ends of each channel's range; empty: each token has the range of its own numbers.
+
+    Parts: codes [batch_size, 1, tokens, bytes] uint8, outliers and their indices [batch_size, 1, tokens, outliers]
+    float16 and int16, and a token's own range: middle and half, float16; of the `first` tokens the numbers alone.
+    """
+
+    bits: int
+    outliers: float
+    first: int
+    levels: tuple[float, ...]
+    ends: tuple[tuple[float, ...], ...] = ()
+
+    def encode(self, states: Tensor) -> Parts:
+        rows = heads_together(states.float().clamp(-LARGEST, LARGEST))
+        stored: Parts = ()
+        if self.ends:
+            middle, half = (part.to(rows.device) for part in self._range)
+            numbers = (rows - middle) / half
+            index = _largest(numbers, self.outliers)
+        else:
+            index, *found = token_ranges(rows, self.outliers)
+            stored = tuple(part.half() for part in found)
+            # Outliers have codes too, which nothing reads.
+            numbers = (rows - stored[0].float()) / stored[1].float()
+        codes = pack(nearest(numbers, self._levels.to(rows.device)), self.bits)
+        return codes, rows.gather(-1, index).half(), stored_index(index, rows.shape[-1]), *stored
+
+    def append(self, segments: list[Parts], states: Tensor) -> None:
+        held = segments[0][0].shape[2] if segments else 0
+        whole = min(max(0, self.first - held), states.shape[2])
+        if whole:
+            exact = states[:, :, :whole].clone()
+            segments[:1] = [(torch.cat([segments[0][0], exact], dim=2) if segments else exact,)]
+        if whole < states.shape[2]:
+            super().append(segments, states[:, :, whole:])
+
+    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        codes, outliers, index, *stored = parts
+        middle, half = (part.to(codes.device).float() for part in (stored or self._range))
+        numbers = self._levels.to(codes.device)[unpack(codes, self.bits, num_heads * width).long()]
+        rows = (numbers * half + middle).scatter(-1, index.long(), outliers.float())
+        return heads_apart(rows, num_heads)
+
+    @cached_property
+    def _levels(self) -> Tensor:
+        return torch.tensor(self.levels)
+
+    @cached_property
+    def _range(self) -> tuple[Tensor, Tensor]:
+        low, high = (torch.tensor(ends) for ends in self.ends)
+        return range_of(low, high)
+
+
+def range_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Middle and half of ranges."""
+    return (low + high) / 2, ((high - low) / 2).clamp(min=LEAST_HALF)
+
+
+def token_ranges(rows: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows [..., width]: indices of the `share` of numbers that is farthest from the mean, and middle and half of
+    the range of the others."""
+    index = _largest(rows - rows.mean(-1, keepdim=True), share)
+    rest = filled(rows, index, -1)[2]
+    return index, *range_of(rest.amin(-1, keepdim=True), rest.amax(-1, keepdim=True))
+
+
+def _largest(numbers: Tensor, share: float) -> Tensor:
+    """Indices of the largest by amount: to the nearest number of them, and one where there are to be any."""
+    count = max(1, round(share * numbers.shape[-1])) if share > 0 else 0
+    return numbers.abs().topk(count, dim=-1).indices
+
+
+def _short(numbers: Tensor) -> tuple[float, ...]:
+    """Five digits: what is stored as text, and is beyond a float16."""
+    return tuple(float(f"{number:.5g}") for number in numbers.tolist())

@@ -1,0 +1,36 @@
+"""Each token by itself, in groups of neighbouring columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..affine import AffineCode
+from ..codec import Exact
+from ..quantiser import BITS, Quantiser
+from ..store import Stream
+
+
+@dataclass(frozen=True)
+class PerToken(Quantiser):
+    """Asymmetric quantisation of each token's keys and values in groups of columns.
+
+    Args:
+        bits: 16 (no code), 8, 4, 3 or 2.
+        group: columns in a group; at most the width of a head, or of a packed row.
+
+    Bytes of a number: bits / 8 + 4 / group. Nothing waits; a token's own step reads its code.
+    Source: GEAR section 2, equation 2 (FlexGen's groups).
+    """
+
+    method: ClassVar[str] = "per-token"
+    bits: int = 4
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        self.require(self.bits in BITS, "bits", f"one of {BITS}")
+        self.require(self.group >= 1, "group", "at least 1")
+
+    def streams(self) -> tuple[Stream, Stream]:
+        stream = Stream(Exact() if self.bits == 16 else AffineCode(self.bits, 1, self.group))
+        return stream, stream

@@ -1,0 +1,108 @@
+"""Policies by name: bundled ones, a user's YAML file, or what a checkpoint stores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module, resources
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from ..checked import Reader, nearest_name
+from ..errors import CheckpointError, RecipeError, UsageError
+from ..format.section import EDITED
+from ..format.yaml_files import read_text, read_yaml
+from . import methods
+from .policy import Policy
+
+NONE = "none"
+
+
+@cache
+def method_names() -> list[str]:
+    """The methods that rotor has: a module in `methods` each."""
+    return [module.name.replace("_", "-") for module in iter_modules(methods.__path__)]
+
+
+def find_method(name: str, trusted: bool) -> type[Policy] | None:
+    """The class of a method: rotor's by its name, anybody's as `module:Class`; None if there is none.
+
+    Args:
+        trusted: a module may be imported for it. What a checkpoint names is not: the user's program has to have
+            imported it.
+    """
+    module, _, wanted = name.partition(":")
+    if name in method_names():
+        found = vars(import_module(f"{methods.__name__}.{name.replace('-', '_')}")).values()
+        return next(c for c in found if isinstance(c, type) and getattr(c, "method", "") == name)
+    if not wanted or not (trusted or module in sys.modules):
+        return None
+    try:
+        kind = getattr(import_module(module), wanted, None)
+    except ImportError:
+        return None
+    return kind if isinstance(kind, type) and issubclass(kind, Policy) else None
+
+
+def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
+    """A policy from plain data of unknown origin.
+
+    Args:
+        section: a mapping with `method` and the parameters of that method. trusted: see find_method.
+    Raises:
+        reader.error: no such method, an unknown parameter, or a value that does not fit.
+    """
+    if not isinstance(section, Mapping):
+        raise reader.fail("cache", section, "a mapping with a method and its parameters")
+    method = section.get("method")
+    kind = find_method(method, trusted) if isinstance(method, str) else None
+    if kind is None:
+        known = ", ".join([*method_names(), "module:Class" if trusted else "module:Class of a module that is imported"])
+        raise reader.fail("cache.method", method, f"one of {known}{nearest_name(method, method_names()).rstrip('.')}")
+    try:
+        policy: Policy = reader.read(kind, {key: value for key, value in section.items() if key != "method"}, "cache")
+    except UsageError as error:
+        raise reader.error(f"{reader.where}: {error.message}", reader.hint) from error
+    return policy
+
+
+def bundled_policies() -> dict[str, Policy]:
+    """The policies that come with rotor, by name."""
+    found = sorted(path for path in _folder().iterdir() if path.name.endswith(".yaml"))
+    return {path.name[:-5]: _parse(path.read_text("utf-8"), path.name[:-5]) for path in found}
+
+
+def find_policy(name: str) -> Policy | None:
+    """A bundled policy by name, or one in a YAML file by its path; None for `none`.
+
+    Raises:
+        RecipeError: no such policy, or not one.
+    """
+    if name == NONE:
+        return None
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return _parse(read_text(path, f"cache policy {name}"), name)
+    names = sorted(item.name[:-5] for item in _folder().iterdir() if item.name.endswith(".yaml"))
+    if name not in names:
+        raise RecipeError(
+            f"cache policy {name!r} is neither bundled nor a YAML file{nearest_name(name, [NONE, *names])}",
+            f"Bundled policies: {NONE}, {', '.join(names)}; or give the path of a YAML file.",
+        )
+    return _parse((_folder() / f"{name}.yaml").read_text("utf-8"), name)
+
+
+def read_stored(section: Any, where: str = "config.json, quantization_config") -> Policy | None:
+    """The policy that a checkpoint stores; None if it has none. Raises CheckpointError for one that does not fit."""
+    return None if section is None else read_policy(section, Reader(where, CheckpointError, EDITED))
+
+
+def _folder() -> Any:
+    return resources.files("rotor.recipes") / "cache"
+
+
+def _parse(text: str, where: str) -> Policy:
+    where = f"cache policy {where}"
+    return read_policy(read_yaml(text, where), Reader(where, RecipeError), trusted=True)
