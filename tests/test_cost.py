@@ -178,11 +178,11 @@ def test_sizes_of_groups_by_time(table) -> None:
 
 def test_times_of_an_8b(table) -> None:
     times = {(t.candidate, t.scenario): t for t in decode_times(LLAMA, H200, STEP)}
-    found = times["joint, 16 fast, 1 a group", "0.875"]
+    found = times["joint, blocks of 64, 16 fast planes, 1 head", "0.875"]
     assert found.instructions_per_key == 128 + 32 + 1.5
     assert found.kv_bytes_per_token == 32 * 8 * 64
     assert found.share == pytest.approx(161.5 / 42, rel=0.01)
-    assert times["joint, pre-RoPE, 8 a group", "0.94"].instructions_per_key == 0
+    assert times["joint, pre-RoPE, 8 heads", "0.94"].instructions_per_key == 0
     without = AttentionShape(12, 12, 12, 64, 768)
     assert {t.candidate.partition(",")[0] for t in decode_times(without, H200, STEP)} == {"joint", "apart"}
 
