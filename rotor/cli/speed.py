@@ -143,21 +143,11 @@ def schedule(
 
     tokens = parse_lengths(lengths)
     checkpoint = CompressedCheckpoint(folder)
-<<<<<<< HEAD
     layouts, shape = checkpoint.layouts, checkpoint.shape
     balances = simulate(layouts, shape, tokens, find_device(target_device, device_file), sms, checkpoint.dtype.itemsize)
     prefill = None if chunk is None else simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
     if as_json:
-        found = {"schedules": [*map(asdict, balances)], "prefill": None if prefill is None else asdict(prefill)}
-=======
-    layouts, shape, element_bytes = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
-    rates = find_device(target_device, None if device_file is None else str(device_file))
-    balances = simulate(layouts, shape, tokens, rates, sms, element_bytes)
-    prefill = chunk and simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
-    if as_json:
-        entries = [dataclasses.asdict(balance) for balance in balances]
-        found = {"schedules": entries, "prefill": prefill}
->>>>>>> main
+        found = {"schedules": [*map(asdict, balances)], "prefill": prefill}
         print_json({**provenance(command_line()), "sms": sms, "lengths": tokens, "chunk": chunk, **found})
         return
     rows = [(b.schedule, f"{b.largest_over_mean:.3f}", b.parts, b.worst_layer, f"{max(b.loads):.3f}") for b in balances]
@@ -208,15 +198,8 @@ def traffic(
     from ..bench.records import write_report
     from ..bench.traffic import LABELS, count_traffic
 
-<<<<<<< HEAD
     rates, counts = find_device(target_device, device_file), numbers("--processes", processes)
-    result = count_traffic(folder, counts, tokens, target_device, rates, ethernet_gbit * 1e9 / 8, command_line())
-=======
-    rates = find_device(target_device, None if device_file is None else str(device_file))
-    result = count_traffic(
-        folder, numbers("--processes", processes), tokens, rates, ethernet_gbit * 1e9 / 8, command_line()
-    )
->>>>>>> main
+    result = count_traffic(folder, counts, tokens, rates, ethernet_gbit * 1e9 / 8, command_line())
     if out is not None:
         write_report(out, result)
     if as_json:

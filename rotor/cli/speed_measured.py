@@ -28,7 +28,6 @@ class Engine(str, Enum):
 @command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
 def bench(
     folder: Path,
-<<<<<<< HEAD
     compute: DeviceOptions,
     out: Path | None = None,
     lengths: str | None = None,
@@ -41,23 +40,6 @@ def bench(
     model: Path | None = None,
     cache: str | None = None,
     engine: Engine = Engine.transformers,
-=======
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]")
-    ] = None,
-    prefill: Annotated[str | None, typer.Option(help="Tokens of a prompt. [8192; on a CPU 512]")] = None,
-    batch: Annotated[str | None, typer.Option(help="Sequences in a batch. [1,8; on a CPU 1]")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = LAYERS,
-    repetitions: Annotated[int, typer.Option(min=1, help="Of every row of the attention; of a model a quarter.")] = 20,
-    new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that whole models generate; 0 leaves them out.")] = 32,
-    model: Path | None = None,
-    engine: Annotated[
-        str, typer.Option(help="transformers, or vllm: the checkpoint and its source served side by side.")
-    ] = "transformers",
-    device: str = "auto",
-    dtype: str = "auto",
->>>>>>> main
     as_json: bool = False,
     quiet: bool = False,
 ) -> None:
@@ -67,14 +49,8 @@ def bench(
     a CPU runs is measured, and the Triton kernels are listed as not measured.
 
     With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
-<<<<<<< HEAD
     requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
     --layers, --cache and --device do not apply.
-=======
-    requests at once (1,4,16), --prefill tokens of a prompt (512); --lengths, --layers and --device do not apply.
-    """
-    from ..recipe.settings import Compute
->>>>>>> main
 
     Args:
         out: JSON file to write.
@@ -88,7 +64,6 @@ def bench(
         engine: transformers, or vllm: the checkpoint and its source served side by side.
     """
     check_results(out)
-<<<<<<< HEAD
     served = engine is Engine.vllm
     in_vain = {
         "--lengths": lengths,
@@ -97,12 +72,6 @@ def bench(
         "--device": compute.device != "auto",
     }
     if served and any(in_vain.values()):
-=======
-    if engine not in ("transformers", "vllm"):
-        raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
-    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--device": device != "auto"}
-    if engine == "vllm" and any(in_vain.values()):
->>>>>>> main
         given = ", ".join(option for option, value in in_vain.items() if value)
         raise UsageError(f"{given}: not with --engine vllm.", "Leave it out.")
     options = (("--lengths", lengths), ("--prefill", prefill), ("--batch", batch))
@@ -122,19 +91,9 @@ def bench(
             raise UsageError(
                 "--engine vllm measures prompts of one length, and at least 2 new tokens.", "Give --prefill 512."
             )
-<<<<<<< HEAD
         requests, size = loads[2] or default.concurrency, memory or default.cache_bytes
         serving = ServingSettings(requests, prompts[0], new_tokens, size, max(1, repetitions // 4))
         result = bench_serving(folder, serving, model=model, dtype=compute.dtype, command=command_line())
-=======
-        serving = ServingSettings(
-            loads[2] or default.concurrency,
-            prompts[0],
-            new_tokens,
-            repetitions=max(1, repetitions // 4),
-        )
-        result = bench_serving(folder, serving, model=model, dtype=dtype, command=command_line())
->>>>>>> main
     else:
         from ..bench.bench import CPU_LOADS, GPU_LOADS, BenchSettings
         from ..bench.bench import bench as run_bench
@@ -142,17 +101,10 @@ def bench(
 
         usual = GPU_LOADS if pick_device(compute.device).type == "cuda" else CPU_LOADS
         decode, prompts, batches = (given or default for given, default in zip(loads, usual, strict=True))
-<<<<<<< HEAD
         settings = BenchSettings(
             decode, prompts, batches, layers, repetitions, new_tokens, memory_bytes=memory, cache=cache
         )
         result = run_bench(folder, settings, model=model, **vars(compute), command=command_line(), progress=progress)
-=======
-        settings = BenchSettings(decode, prompts, batches, layers, repetitions, new_tokens)
-        result = run_bench(
-            folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=progress
-        )
->>>>>>> main
     if out is not None:
         write_report(out, result)
     if as_json:
