@@ -36,9 +36,7 @@ def bench(
     layers: Count = LAYERS,
     repetitions: Count = 20,
     new_tokens: Annotated[int, typer.Option(min=0)] = 32,
-    memory_gb: Annotated[float | None, typer.Option(min=0.0)] = None,
     model: Path | None = None,
-    cache: str | None = None,
     engine: Engine = Engine.transformers,
     as_json: bool = False,
     quiet: bool = False,
@@ -49,8 +47,7 @@ def bench(
     a CPU runs is measured, and the Triton kernels are listed as not measured.
 
     With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
-    requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
-    --layers, --cache and --device do not apply.
+    requests at once (1,4,16), --prefill tokens of a prompt (512); --lengths, --layers and --device do not apply.
 
     Args:
         out: JSON file to write.
@@ -60,17 +57,11 @@ def bench(
         layers: Layers to measure, spread over the depth.
         repetitions: Of every row of the attention; of a model a quarter.
         new_tokens: Tokens that whole models generate; 0 leaves them out.
-        memory_gb: Memory for the largest batch, in 1e9 bytes. [the device's]
         engine: transformers, or vllm: the checkpoint and its source served side by side.
     """
     check_results(out)
     served = engine is Engine.vllm
-    in_vain = {
-        "--lengths": lengths,
-        "--layers": layers != LAYERS,
-        "--cache": cache,
-        "--device": compute.device != "auto",
-    }
+    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--device": compute.device != "auto"}
     if served and any(in_vain.values()):
         given = ", ".join(option for option, value in in_vain.items() if value)
         raise UsageError(f"{given}: not with --engine vllm.", "Leave it out.")
@@ -91,8 +82,8 @@ def bench(
             raise UsageError(
                 "--engine vllm measures prompts of one length, and at least 2 new tokens.", "Give --prefill 512."
             )
-        requests, size = loads[2] or default.concurrency, memory or default.cache_bytes
-        serving = ServingSettings(requests, prompts[0], new_tokens, size, max(1, repetitions // 4))
+        requests, runs = loads[2] or default.concurrency, max(1, repetitions // 4)
+        serving = ServingSettings(requests, prompts[0], new_tokens, repetitions=runs)
         result = bench_serving(folder, serving, model=model, dtype=compute.dtype, command=command_line())
     else:
         from ..bench.bench import CPU_LOADS, GPU_LOADS, BenchSettings
@@ -101,9 +92,7 @@ def bench(
 
         usual = GPU_LOADS if pick_device(compute.device).type == "cuda" else CPU_LOADS
         decode, prompts, batches = (given or default for given, default in zip(loads, usual, strict=True))
-        settings = BenchSettings(
-            decode, prompts, batches, layers, repetitions, new_tokens, memory_bytes=memory, cache=cache
-        )
+        settings = BenchSettings(decode, prompts, batches, layers, repetitions, new_tokens)
         result = run_bench(folder, settings, model=model, **vars(compute), command=command_line(), progress=progress)
     if out is not None:
         write_report(out, result)
