@@ -132,8 +132,8 @@ def _print_bench(result: dict[str, Any]) -> None:
         low, middle, high = (f"{1e3 * r['seconds'][key]:.3f}" for key in ("low", "median", "high"))
         load = f"{r['batch_size']} x {r['length']}"
         rows.append((r["row"], r["phase"], load, middle, f"{low} - {high}", f"{r['over_stock']:.2f}"))
-    left, right = ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA")
-    print_table(f"Attention of layers {result['layers']}, medians, cold caches", left, right, rows)
+    title = f"Attention of layers {result['layers']}, medians, cold caches"
+    print_table(title, ("row", "phase", "batch x tokens"), ("ms", "quartiles", "over the fastest SDPA"), rows)
     rows = []
     for r in result["model"]:
         load = f"{r['batch_size']} x {r['length']}"

@@ -92,7 +92,7 @@ def study(
         progress = output.progress()
         result = run_study(model, out, split(recipes), overrides or [], **request, progress=progress)
     if output.as_json:
-        shown = {"study": str(out), "settings": result.settings, "records": result.records}
+        shown: dict[str, Any] = {"study": str(out), "settings": result.settings, "records": result.records}
         shown |= {"files": [*map(str, result.files)], "measured_records": result.added, "seconds": result.seconds}
         print_json(shown)
         return
