@@ -124,8 +124,8 @@ def split(names: str) -> list[str]:
 
 def numbers(option: str, text: str) -> list[int]:
     """`1,8`; raises UsageError unless they are positive whole numbers."""
-    items = [item.strip() for item in text.split(",")]
-    if not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
+    items = split(text)
+    if not items or not all(item.isdecimal() and item.isascii() and 0 < int(item) <= MAX_NUMBER for item in items):
         raise UsageError(f"{option} {text}: expected whole numbers from 1 to {MAX_NUMBER}.", f"Example: {option} 1,8")
     return list(dict.fromkeys(map(int, items)))
 

@@ -6,10 +6,9 @@ import os
 import shutil
 import sys
 from dataclasses import asdict
-from enum import Enum
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,12 +21,6 @@ from .plans import print_inspection
 
 BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
 """Its sitecustomize is found by every Python process that has this folder on PYTHONPATH."""
-
-
-class Parallel(str, Enum):
-    """What is spread over processes."""
-
-    sequence = "sequence"
 
 
 @command(
@@ -46,7 +39,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     seed: int = 0,
     cache: str | None = None,
-    parallel: Parallel | None = None,
+    parallel: Literal["sequence"] | None = None,
     parallel_timeout: Annotated[float, typer.Option(min=1.0)] = 300.0,
 ) -> None:
     """Continue a prompt with transformers' generate(); a model with a chat template answers it.

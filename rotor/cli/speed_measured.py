@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,13 +15,6 @@ from .options import Count, DeviceOptions
 
 LAYERS = 4
 """Layers that `rotor bench` measures where nothing else is asked for."""
-
-
-class Engine(str, Enum):
-    """What serves the checkpoint."""
-
-    transformers = "transformers"
-    vllm = "vllm"
 
 
 @command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
@@ -37,7 +29,7 @@ def bench(
     repetitions: Count = 20,
     new_tokens: Annotated[int, typer.Option(min=0)] = 32,
     model: Path | None = None,
-    engine: Engine = Engine.transformers,
+    engine: Literal["transformers", "vllm"] = "transformers",
     as_json: bool = False,
     quiet: bool = False,
 ) -> None:
@@ -60,7 +52,7 @@ def bench(
         engine: transformers, or vllm: the checkpoint and its source served side by side.
     """
     check_results(out)
-    served = engine is Engine.vllm
+    served = engine == "vllm"
     in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--device": compute.device != "auto"}
     if served and any(in_vain.values()):
         given = ", ".join(option for option, value in in_vain.items() if value)
@@ -79,9 +71,8 @@ def bench(
         default = ServingSettings()
         prompts = loads[1] or (default.prompt_tokens,)
         if len(prompts) != 1 or new_tokens < 2:
-            raise UsageError(
-                "--engine vllm measures prompts of one length, and at least 2 new tokens.", "Give --prefill 512."
-            )
+            message = "--engine vllm measures prompts of one length, and at least 2 new tokens."
+            raise UsageError(message, "Give --prefill 512.")
         requests, runs = loads[2] or default.concurrency, max(1, repetitions // 4)
         serving = ServingSettings(requests, prompts[0], new_tokens, repetitions=runs)
         result = bench_serving(folder, serving, model=model, dtype=compute.dtype, command=command_line())
@@ -185,11 +176,11 @@ def gpu(
     if as_json:
         print_json({"parts": parts, "measured": found})
     else:
-        cells: list[tuple[Any, ...]] = []
-        for r in found:
-            load = f"{r['batch_size']} x {r['tokens']}, {r['new_tokens']} new"
-            times = f"{1e6 * r['seconds']:.1f}", f"{r['over_uncompressed']:.2f}"
-            cells.append((r["layout"], r["cache"], load, *times))
+        load = "{batch_size} x {tokens}, {new_tokens} new"
+        cells = [
+            (r["layout"], r["cache"], load.format(**r), f"{1e6 * r['seconds']:.1f}", f"{r['over_uncompressed']:.2f}")
+            for r in found
+        ]
         left = ("layout", "cache", "batch x tokens")
         print_table("Attention of a layer", left, ("us", "over uncompressed"), cells)
         for name, outcome in parts.items():

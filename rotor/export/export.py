@@ -249,12 +249,13 @@ def _report(
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
     about = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
+    place = job.out.path.resolve()  # paths as seen from inside it, so that the folders can be moved together
     return {
         "format_version": FORMAT_VERSION,
         "versions": info["versions"],
         "recipe": job.recipe.name,
-        "run": _relative(job.run.folder, job.out.path),
-        "source": about | {"path": _relative(job.checkpoint.folder, job.out.path)},
+        "run": os.path.relpath(job.run.folder.resolve(), place),
+        "source": about | {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)},
         "compression": point.compression_json,
         "rank_method": allocated_by(job.recipe),
         "parameter": point.parameter,
@@ -299,8 +300,3 @@ def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str
 def allocated_by(recipe: Recipe) -> str:
     """What chose ranks or bits."""
     return f"bits {list(recipe.codes.bits)}" if recipe.coded else recipe.ranks.method
-
-
-def _relative(path: Path, out: Path) -> str:
-    """A path as seen from inside `out`, so that the folders can be moved together."""
-    return os.path.relpath(path.resolve(), out.resolve())
