@@ -11,8 +11,9 @@ import torch
 from rotor.errors import UsageError
 from rotor.policies import H2O, EvictingLayer, Eviction, Keyformer, Random, Streaming, Window
 from rotor.policies.affine import AffineCode
-from rotor.policies.budgets import sensitivity_shares, squeeze_shares, three_means
-from rotor.policies.noise import noise_of
+from rotor.policies.budgets import squeeze_shares, three_means
+from rotor.policies.layer import noise_of
+from rotor.study.parts.budgets import sensitivity_shares
 
 GROUPS, HEADS, PROMPT, TOKENS = 2, 3, 12, 20
 ALL_METHODS = [

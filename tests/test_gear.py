@@ -92,7 +92,7 @@ def test_low_rank_comes_close_to_the_best_there_is() -> None:
 
 
 def test_loops_are_bounded() -> None:
-    with pytest.raises(UsageError, match="loops: got 1000000000, expected at most 100"):
+    with pytest.raises(UsageError, match="loops: got 1000000000, expected a whole number from 1 to 100"):
         GEAR(loops=10**9)
 
 

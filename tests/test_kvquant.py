@@ -17,7 +17,7 @@ from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fitting import layer_samples
 from rotor.export.export import export
 from rotor.policies import CodedLayer, KVQuant, LayerSample, cache_policy, find_policy, policy_of, read_stored
-from rotor.policies.levels import weighted_means
+from rotor.policies.methods.kvquant import weighted_means
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -191,8 +191,9 @@ def test_an_uncompressed_model_is_fitted_and_generates(tiny) -> None:
         output = model.generate(rows[:, :20], return_dict_in_generate=True, **options)
     assert isinstance(output.past_key_values.layers[0], CodedLayer)
     short = replace(policy.levels[1], key_low=(0.0,), key_high=(1.0,))
-    with pytest.raises(UsageError, match=r"layer 1: ranges of 1 key channels, the layer has \d+"):
-        rotor.use_cache_policy(model, replace(policy, levels=(policy.levels[0], short)))
+    other = replace(policy, levels=(policy.levels[0], short))
+    with cache_policy(model, other), pytest.raises(UsageError, match=r"ranges of 1 key channels, the layer has \d+"):
+        model.generate(rows[:, :20], **options)
     with pytest.raises(DataError, match="expected rows of two tokens"):
         rotor.fit_cache_policy(model, KVQuant(), rows[:, :1])
 

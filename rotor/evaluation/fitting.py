@@ -90,9 +90,6 @@ class _Recording(Policy):
     def layers(self, count: int) -> list[PolicyLayer]:
         return [_RecordingLayer() for _ in range(count)]
 
-    def check_rows(self, coded: bool) -> None:
-        """Rows of codes have no gradients; who asks has checked the policy that is fitted."""
-
 
 class _RecordingLayer(PolicyLayer):
     """added: zeros that are added to keys and to values, whose gradients are those of keys and values."""

@@ -10,7 +10,7 @@ alone. `generate` needs no patch:
 
 from __future__ import annotations
 
-from .adoption import attach_stored, cache_policy, make_cache, policy_of, use_cache_policy
+from .adoption import attach_stored, cache_policy, policy_of, use_cache_policy
 from .eviction import EvictingLayer, Eviction
 from .layer import PolicyLayer
 from .methods.fp8 import FP8
@@ -55,7 +55,6 @@ __all__ = [
     "bundled_policies",
     "cache_policy",
     "find_policy",
-    "make_cache",
     "packed_bytes_per_token",
     "policy_of",
     "read_stored",

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
@@ -22,18 +21,6 @@ from .registry import find_policy
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 """What families call the cache in the forward pass of their attention."""
-
-
-def make_cache(policy: Policy, config: Any) -> Cache:
-    """A cache that follows a policy, for `model(..., past_key_values=cache)` and `generate`, of a model's config.
-
-    A model that was not given the policy with `use_cache_policy` can use it too, unless the policy evicts. Padding is
-    then taken for tokens, which changes nothing where each token is coded by itself.
-
-    Raises:
-        UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
-    """
-    return Cache(layers=policy.layers(policy.check_config(config)))  # type: ignore[arg-type]
 
 
 def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
@@ -103,9 +90,6 @@ class _Attachment:
                 "compressed layer's columns come in the order of what they are worth.",
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
-        shape = attention_shape(model.config)
-        whole = shape.num_kv_heads * shape.head_dim
-        policy.check_widths([m.layout.row_bytes(2)[0] // 2 if m in self._compressed else whole for m in modules])
         for module in self._compressed:
             policy.check_rows(module.layout.coded)
         for index, module in enumerate(modules):
@@ -148,8 +132,7 @@ class _AttentionHooks:
         layer.begin(mask, states.shape[0], states.shape[1], states.device)
         shape = attention_shape(module.config)
         groups = torch.arange(shape.num_kv_heads).repeat_interleave(shape.heads_per_kv)
-        additive = states.dtype if module.config._attn_implementation == "eager" else None
-        return args, {**kwargs, "attention_mask": layer.visible(mask, groups, additive)}
+        return args, {**kwargs, "attention_mask": layer.visible(mask, groups)}
 
     def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         layer = _layer_of(kwargs, module.layer_idx)

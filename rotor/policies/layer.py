@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,9 @@ from ..format.layout import LayerLayout
 from ..kernels.parameters import seq_len_of
 from ..runtime.steps import Keeper, Step, attend_to_rows
 from .store import Side, tensor_bytes
+
+NOISE_BLOCK = 1024
+"""Tokens whose random numbers are drawn together."""
 
 
 class PolicyLayer(DynamicLayer, Keeper):
@@ -57,12 +61,11 @@ class PolicyLayer(DynamicLayer, Keeper):
             UsageError: a row has padding that is not on its left.
         """
 
-    def visible(self, mask: Tensor | None, head_groups: Tensor | None, additive: torch.dtype | None) -> Tensor | None:
+    def visible(self, mask: Tensor | None, head_groups: Tensor) -> Tensor | None:
         """The mask of what `update` is to return.
 
         Args:
-            mask: as for `begin`. head_groups: [num_heads], the group of each query head; None: heads share alike.
-            additive: the dtype of a mask that has to be made and is to be added to the logits; None: bool.
+            mask: as for `begin`. head_groups: [num_heads], the group of each query head.
         """
         return mask
 
@@ -81,7 +84,7 @@ class PolicyLayer(DynamicLayer, Keeper):
         """What a step's hidden states were before this layer's attention was added and after it, [batch_size, length,
         hidden_size] each; only for policies that need them."""
 
-    def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
+    def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
         """Before anything is stored of a compressed model: what its rows are, and the dtype of a number in them."""
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -137,24 +140,20 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return function(value) if isinstance(value, Tensor) else value
 
 
-def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int, additive: torch.dtype | None) -> Tensor:
+def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int) -> Tensor:
     """The columns of a mask that rows at some places have.
 
     Args:
         mask: as for `PolicyLayer.begin`.
         places: [batch_size, heads or 1, slots], -1 where there is nothing.
-        seen: tokens before the step's `length`. additive: as for `PolicyLayer.visible`.
+        seen: tokens before the step's `length`.
     Returns:
         [batch_size, heads or 1, length, slots].
     """
     there = (places >= 0).unsqueeze(2)
     if mask is None:
         queries = torch.arange(seen, seen + length, device=places.device)
-        shown = there & (places.unsqueeze(2) <= queries[:, None])
-        if additive is None:
-            return shown
-        least = torch.finfo(additive).min
-        return torch.zeros(shown.shape, dtype=additive, device=shown.device).masked_fill(~shown, least)
+        return there & (places.unsqueeze(2) <= queries[:, None])
     heads = max(mask.shape[1], places.shape[1])
     index = places.clamp(min=0).long().unsqueeze(2).expand(-1, heads, length, -1)
     columns = mask.expand(len(places), heads, length, -1).gather(-1, index)
@@ -168,6 +167,13 @@ def tokens_shown(mask: Tensor, batch_size: int) -> Tensor:
     return shown.any(1).expand(batch_size, -1)
 
 
+def new_tokens(mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> Tensor:
+    """Which of a step's tokens are not padding, [batch_size, length] bool; a single one never is."""
+    if mask is None or length == 1:
+        return torch.ones(batch_size, length, dtype=torch.bool, device=device)
+    return check_left(tokens_shown(mask, batch_size)[:, -length:])
+
+
 def check_left(shown: Tensor) -> Tensor:
     """`shown`, [batch_size, tokens] bool; raises UsageError where a false one comes behind a true one."""
     if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
@@ -175,3 +181,18 @@ def check_left(shown: Tensor) -> Tensor:
             "the attention mask has padding that is not on the left of its row.", "Set padding_side='left'."
         )
     return shown
+
+
+def noise_of(index: Tensor, seed: int, layer: int) -> Tensor:
+    """Numbers from (0, 1), for tokens at the places `index` of their rows, [batch_size, groups, slots]; of negative
+    ones any."""
+    groups = index.shape[1]
+    blocks = [_block(seed, layer, block, groups) for block in range(int(index.max()) // NOISE_BLOCK + 1)]
+    table = torch.cat(blocks or [_block(seed, layer, 0, groups)], dim=1).to(index.device)
+    return table.expand(len(index), -1, -1).gather(-1, index.clamp(min=0).long())
+
+
+@lru_cache(maxsize=1024)
+def _block(seed: int, layer: int, block: int, groups: int) -> Tensor:
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_000_003 + block) % 2**63)
+    return torch.rand(groups, NOISE_BLOCK, generator=generator).clamp(1e-6, 1 - 1e-6)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, get_type_hints
 
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ..checked import shorten
+from ..checked import Expect, Reader, shorten
 from ..errors import UnsupportedModelError, UsageError
 from .layer import PolicyLayer
 from .store import tensor_bytes
+
+Bits = Annotated[int, Expect((16, 8, 4, 3, 2).__contains__, "one of 16, 8, 4, 3, 2")]
+CodeBits = Annotated[int, Expect((8, 4, 3, 2).__contains__, "one of 8, 4, 3, 2")]
+"""Bits of a number; 16: no code."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
@@ -33,14 +41,25 @@ class LayerSample:
 class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
 
-    method: its name in recipes. needs_weights: attention has to hand out its weights. evicts: tokens are dropped, so
-    that attention has to go by stored positions. rows_only: it is for the rows of a compressed model.
+    A parameter's type says which values it may have. method: its name in recipes. needs_weights: attention has to hand
+    out its weights. evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for
+    the rows of a compressed model.
     """
 
     method: ClassVar[str]
     needs_weights: ClassVar[bool] = False
     evicts: ClassVar[bool] = False
     rows_only: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        reader, hints = Reader(f"cache policy {self.method}", UsageError), get_type_hints(type(self), None, None, True)
+        for field in fields(self):  # type: ignore[arg-type]
+            reader.read(hints[field.name], getattr(self, field.name), field.name)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether it codes numbers, so that rows which are codes already are not for it."""
+        return False
 
     @property
     def needs_states(self) -> bool:
@@ -65,24 +84,13 @@ class Policy(ABC):
     def layers(self, count: int) -> list[PolicyLayer]:
         """Empty layers of one cache, for a model of so many."""
 
-    @property
-    def key_widths(self) -> tuple[int, ...]:
-        """Numbers of a token's keys in each layer that the policy is for; empty where it is for any."""
-        return ()
-
-    @abstractmethod
     def check_rows(self, coded: bool) -> None:
         """Raises UsageError unless the policy can hold rows of a compressed model: of codes, or of 16-bit columns."""
-
-    def check_widths(self, widths: Sequence[int]) -> None:
-        """Raises UsageError where the policy is for other keys than those of layers of so many numbers a token."""
-        for index, (expected, width) in enumerate(zip(self.key_widths, widths, strict=False)):
-            if expected != width:
-                raise UsageError(
-                    f"cache policy {self.method}: layer {index}: ranges of {expected} key channels, the layer has "
-                    f"{width}.",
-                    "They are of one checkpoint: export it with --cache, or fit the policy to it.",
-                )
+        if coded and self.quantises:
+            raise UsageError(
+                f"cache policy {self.method}: it quantises, and this checkpoint's rows are codes already.",
+                "Use --cache none or a policy that only evicts, or a recipe whose columns have 16 bits (rotor-16).",
+            )
 
     def check_config(self, config: Any) -> int:
         """The number of layers of a model that the policy can serve.
@@ -129,7 +137,7 @@ class Policy(ABC):
         """As it is stored, for registry.read_policy."""
         kind = type(self)
         own = kind.__module__.startswith(f"{__package__}.")
-        found: dict[str, Any] = _plain(asdict(self))  # type: ignore[call-overload]
+        found = TypeAdapter(kind).dump_python(self, mode="json")
         return {"method": self.method if own else f"{kind.__module__}:{kind.__qualname__}", **found}
 
     def require(self, fits: bool, name: str, expected: str) -> None:
@@ -137,13 +145,6 @@ class Policy(ABC):
         if not fits:
             got = shorten(getattr(self, name))
             raise UsageError(f"cache policy {self.method}: {name}: got {got}, expected {expected}.")
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back: lists in place of tuples."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def stored_bytes(cache: Cache) -> int:

@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
 from .layer import PolicyLayer, check_left, tokens_shown
 from .policy import Policy
 from .store import Side, Stream
-
-BITS = (16, 8, 4, 3, 2)
 
 
 class Quantiser(Policy):
@@ -24,19 +21,15 @@ class Quantiser(Policy):
         """How keys and values are coded."""
 
     @property
+    def quantises(self) -> bool:
+        return True
+
+    @property
     def longest_step(self) -> int | None:
         return min((step for step in (stream.longest_step for stream in self.streams()) if step), default=None)
 
     def layers(self, count: int) -> list[PolicyLayer]:
         return [CodedLayer(self.streams()) for _ in range(count)]
-
-    def check_rows(self, coded: bool) -> None:
-        if coded:
-            raise UsageError(
-                f"cache policy {self.method}: this checkpoint's rows are codes already, which it would take for "
-                "numbers.",
-                "Use --cache none or a policy that evicts, or a recipe whose columns have 16 bits (rotor-16).",
-            )
 
 
 class CodedLayer(PolicyLayer):
@@ -71,11 +64,6 @@ class CodedLayer(PolicyLayer):
             self._pads = [new if old >= self.seen else old for old, new in zip(self._pads, now, strict=True)]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        if not key_states.is_floating_point() or key_states.element_size() == 1:
-            raise UsageError(
-                f"a cache policy was given rows of {key_states.dtype}, which are codes already.",
-                "Use --cache none with this checkpoint, or a policy with a checkpoint of 16-bit columns.",
-            )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         if self._pads:
             key_states, value_states = key_states[:1], value_states[:1]

@@ -23,7 +23,7 @@ def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype
     for layer, layout in zip(policy.layers(len(layouts)), layouts, strict=True):
         widths = [size // (1 if layout.coded else dtype.itemsize) for size in layout.row_bytes(dtype.itemsize)]
         rows = [random_rows(1, tokens, width, torch.uint8 if layout.coded else dtype) for width in widths]
-        layer.follow(layout, 1, dtype)  # of queries nothing is stored
+        layer.follow(layout, dtype)
         layer.fill(rows[0], rows[1])
         total += layer.stored_bytes()
     return total / tokens

@@ -128,7 +128,7 @@ class CachedModel:
             for index, layer in enumerate(layers):
                 module = self.network.family.attention_module(self.network.model, index)
                 if isinstance(module, RotorAttention):
-                    layer.follow(module.layout, module.shape.heads_per_kv, self.network.dtype)
+                    layer.follow(module.layout, self.network.dtype)
         for place, (start, end) in enumerate(zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True)):
             for index, (keys, values) in rows.items():
                 layer, states = layers[index], (keys[:, :, start:end], values[:, :, start:end])

@@ -32,7 +32,7 @@ def test_sums_are_those_of_all_weights(name, softcap, block, monkeypatch) -> Non
         monkeypatch.setattr(sums, "BLOCK_ELEMENTS_CPU", 2 * heads * 2 * tokens * block)  # a few queries at a time
     bias = torch.randn(2, len(layout.groups), tokens, generator=torch.Generator().manual_seed(1))
     counted = torch.arange(tokens).expand(2, -1) > torch.tensor([[-1], [4]])
-    for softening in (sums.Softening(), sums.Softening(bias, 1.5)):
+    for softening in (None, sums.Softening(bias, 1.5)):
         for mask in (None, causal(2, tokens, tokens)[:, None]):
             got = sums.column_sums(
                 case.query, case.key.unsqueeze(1), case.parameters, rotation, mask, softening, counted
@@ -49,9 +49,10 @@ def _all_weights(case, rotation, allowed, softening, counted):
         logits = (logits if extra is None else logits + extra) * case.parameters.scaling
         if case.parameters.softcap is not None:
             logits = case.parameters.softcap * torch.tanh(logits / case.parameters.softcap)
-        if softening.bias is not None:
-            logits = logits + softening.bias[:, cls.start : cls.start + cls.count, None, None, None]
+        if softening is not None:
+            bias = softening.bias[:, cls.start : cls.start + cls.count, None, None, None]
+            logits = (logits + bias) / softening.temperature
         logits = logits.masked_fill(~allowed[:, None, None, None], -torch.inf)
-        weights = (logits / softening.temperature).softmax(-1) * counted[:, None, None, None, :, None]
+        weights = logits.softmax(-1) * counted[:, None, None, None, :, None]
         found.append(weights.sum(4).flatten(2, 3).mean(2))
     return torch.cat(found, dim=1)
