@@ -116,8 +116,7 @@ def test_the_longest_step_sees_what_steps_of_one_token_see(policy, model) -> Non
     step = policy.longest_step
     assert step == {"per-token": None, "fp8": None, "kcvt": 6, "gear": 6, "kivi": 1}[policy.method]
     one, many = (
-        score_through_cache(model, rows, lambda: cache_of(policy, model.config), 22, chunk)
-        for chunk in (1, step or 9)
+        score_through_cache(model, rows, lambda: cache_of(policy, model.config), 22, chunk) for chunk in (1, step or 9)
     )
     assert torch.allclose(one.nll, many.nll, rtol=1e-3, atol=1e-3)
     assert one.kv_bytes_per_token == many.kv_bytes_per_token

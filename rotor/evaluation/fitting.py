@@ -83,10 +83,6 @@ class _Recording(Policy):
 
     method: ClassVar[str] = "recording"
 
-    @property
-    def longest_step(self) -> int | None:
-        return None
-
     def layers(self, count: int) -> list[PolicyLayer]:
         return [_RecordingLayer() for _ in range(count)]
 

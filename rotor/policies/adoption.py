@@ -93,17 +93,16 @@ class _Attachment:
         for module in self._compressed:
             policy.check_rows(module.layout.coded)
         for index, module in enumerate(modules):
-            if module in self._compressed:
+            hooks = _Hooks(policy, index, module in self._compressed)
+            if hooks.compressed:
                 module.store = InCache(policy, model.config)
             else:
-                hooks = _AttentionHooks(policy)
                 self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
             if policy.needs_states:
                 parent = network.get_submodule(f"{family.decoder}.{family.layers}.{index}")
-                states = _StateHooks(index)
-                self._handles.append(parent.register_forward_pre_hook(states.enter, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(states.leave, with_kwargs=True))
+                self._handles.append(parent.register_forward_pre_hook(hooks.enter, with_kwargs=True))
+            if policy.needs_states or not hooks.compressed:
+                self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
         if policy.needs_weights and len(self._compressed) < count:
             model.config._attn_implementation = "eager"
 
@@ -118,14 +117,19 @@ class _Attachment:
 _attached: WeakKeyDictionary[Any, _Attachment] = WeakKeyDictionary()
 
 
-class _AttentionHooks:
-    """Around the attention of an uncompressed model: the layer learns of the step, and the mask is the layer's."""
+class _Hooks:
+    """Around a layer's attention: of an uncompressed model the cache's layer learns of the step, and the mask is its.
+    Where the policy needs states, it gets what enters the decoder layer, and that with what attention adds to it."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, index: int, compressed: bool) -> None:
+        self.policy, self.index, self.compressed = policy, index, compressed
+        self._entered: Tensor | None = None
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._entered = _states_of(args, kwargs)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), module.layer_idx)
+        layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), self.index)
         if not isinstance(layer, PolicyLayer):
             return None
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)
@@ -135,36 +139,19 @@ class _AttentionHooks:
         return args, {**kwargs, "attention_mask": layer.visible(mask, groups)}
 
     def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        layer = _layer_of(kwargs, module.layer_idx)
-        if layer is not None:
-            layer.observe_weights(output[1] if self.policy.needs_weights else None)
-
-
-class _StateHooks:
-    """What enters a decoder layer, and what it is when its attention has added to it."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self._entered: Tensor | None = None
-
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._entered = _states_of(args, kwargs)
-
-    def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entered, self._entered = self._entered, None
-        layer = _layer_of(kwargs, self.index)
-        if entered is not None and layer is not None:
+        cache = _cache_of(kwargs)
+        layer = None if cache is None else cache.layers[self.index]
+        if not isinstance(layer, PolicyLayer):
+            return
+        if not self.compressed:
+            layer.observe_weights(output[1] if self.policy.needs_weights else None)
+        if entered is not None:
             layer.observe_states(entered, entered + output[0])
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
     return next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-
-
-def _layer_of(kwargs: dict[str, Any], index: int) -> PolicyLayer | None:
-    cache = _cache_of(kwargs)
-    layer = None if cache is None else cache.layers[index]
-    return layer if isinstance(layer, PolicyLayer) else None
 
 
 def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

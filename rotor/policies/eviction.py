@@ -20,7 +20,7 @@ from .budgets import SqueezeBudgets
 from .column_sums import Softening, column_sums
 from .layer import PolicyLayer, mask_of_places, new_tokens, noise_of
 from .policy import Bits, Policy, Share
-from .store import ByGroup, Codec, Exact, Side, Stream, spans_of
+from .store import Codec, Exact, Side, Stream, spans_of
 
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 LAST = torch.iinfo(torch.int32).max
@@ -83,10 +83,6 @@ class Eviction(Policy):
         return self.bits < 16
 
     @property
-    def longest_step(self) -> int | None:
-        return 1
-
-    @property
     def needs_states(self) -> bool:
         return self.squeeze is not None
 
@@ -143,16 +139,17 @@ class EvictingLayer(PolicyLayer):
 
     It works on a model's heads, on packed rows and on rows of codes.
 
-    sides: keys and values, without what was dropped. places: [batch_size, 1 or groups, slots] int32, where the tokens
-    are in the sequence; a row with fewer tokens than slots has places of -1. scores: [batch_size, 1 or groups, slots]
-    float32, where the policy has any. start: [batch_size], the place of each row's first token.
-    spans: of packed rows, the columns of each group in keys and in values.
+    sides: keys and values, without what was dropped; of packed rows each group's by itself. places: [batch_size, 1 or
+    groups, slots] int32, where the tokens are in the sequence; a row with fewer tokens than slots has places of -1.
+    scores: of the same shape, float32, where the policy has any. start: [batch_size], the place of each row's first
+    token.
+    spans: the columns of each group in keys and in values; of heads all.
     """
 
     in_pytorch = True
     stored = ("sides", "places", "scores")
     beside = ("start", "budget")
-    sides: tuple[Side, Side]
+    sides: tuple[list[Side], ...]
     places: Tensor
     scores: Tensor | None
     start: Tensor
@@ -162,7 +159,7 @@ class EvictingLayer(PolicyLayer):
         super().__init__()
         self.policy, self.index = policy, index
         self.budgets: SqueezeBudgets | None = None
-        self.spans: list[tuple[slice, ...]] | None = None
+        self.spans: list[tuple[slice, ...]] = [(slice(None),)] * 2
         self.reset()
 
     def reset(self) -> None:
@@ -225,25 +222,27 @@ class EvictingLayer(PolicyLayer):
         """Store the new tokens; returns the keys and values of what is held, in the order of `places`."""
         if self.sides is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.sides = Side(self._stream(0), key_states), Side(self._stream(1), value_states)
+            coded = self.policy.quantises
+            codec: Codec = AffineCode(self.policy.bits, 1, self.policy.group) if coded else Exact()
+            self.sides = tuple(
+                [Side(Stream(codec, exact_step=coded), states[..., span]) for span in spans]
+                for states, spans in zip((key_states, value_states), self.spans, strict=True)
+            )
             self._prompt = key_states.shape[2]
             if self.policy.scope == "group":
-                groups = key_states.shape[1] if self.spans is None else len(self.spans[0])
-                self.places = self.places.expand(-1, groups, -1)
+                self.places = self.places.expand(-1, max(key_states.shape[1], len(self.spans[0])), -1)
         self.seen += key_states.shape[2]
-        key, value = self.sides
-        return key.update(key_states), value.update(value_states)
-
-    def _stream(self, side: int) -> Stream:
-        coded = self.policy.quantises
-        codec: Codec = AffineCode(self.policy.bits, 1, self.policy.group) if coded else Exact()
-        return Stream(codec if self.spans is None else ByGroup(codec, self.spans[side]), exact_step=coded)
+        key, value = (
+            torch.cat([side.update(states[..., span]) for side, span in zip(sides, spans, strict=True)], -1)
+            for states, sides, spans in zip((key_states, value_states), self.sides, self.spans, strict=True)
+        )
+        return key, value
 
     def observe_weights(self, weights: Tensor | None) -> None:
         if weights is None:
             self.finish(None)
             return
-        weights = weights.float().unflatten(1, (self.sides[0].num_heads, -1))
+        weights = weights.float().unflatten(1, (self.sides[0][0].num_heads, -1))
         softening = self.policy.softening(self.held)
         if softening is not None:
             weights = ((weights.log() + softening.bias[:, :, None, None]) / softening.temperature).softmax(-1)
@@ -298,8 +297,10 @@ class EvictingLayer(PolicyLayer):
         by_place = chosen.argsort(dim=-1, stable=True)
         order, self.places = order.gather(-1, by_place), chosen.gather(-1, by_place)
         self.scores = None if self.scores is None else self.scores.gather(-1, order)
-        for side in self.sides:
-            side.take(order)
+        for sides in self.sides:
+            each = order.expand(-1, len(sides), -1).split(1, dim=1) if len(sides) > 1 else (order,)
+            for side, own in zip(sides, each, strict=True):
+                side.take(own)
 
 
 def _groups_of_heads(parameters: AttentionParameters) -> Tensor:

@@ -40,10 +40,6 @@ class Codec(ABC):
         else:
             segments.append(parts)
 
-    def take(self, parts: Parts, slots: Tensor) -> Parts:
-        """The tokens `slots`, [batch_size, 1 or heads, kept]; of codes by token."""
-        return tuple(slots_of(part, slots) for part in parts)
-
 
 class Exact(Codec):
     """Stores the numbers as they are: the case of 16 bits."""
@@ -53,34 +49,6 @@ class Exact(Codec):
 
     def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
         return parts[0]
-
-
-@dataclass(frozen=True)
-class ByGroup(Codec):
-    """Packed rows of a compressed layer, the columns of each group apart: groups keep tokens of their own.
-
-    codec: codes one group. spans: its columns. Parts: the codec's, group after group.
-    """
-
-    codec: Codec
-    spans: tuple[slice, ...]
-
-    def encode(self, states: Tensor) -> Parts:
-        return tuple(part for span in self.spans for part in self.codec.encode(states[..., span]))
-
-    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
-        widths = [span.stop - span.start for span in self.spans]
-        groups = zip(self._of_each(parts), widths, strict=True)
-        return torch.cat([self.codec.decode(own, num_heads, wide) for own, wide in groups], -1)
-
-    def take(self, parts: Parts, slots: Tensor) -> Parts:
-        each = slots.expand(-1, len(self.spans), -1).split(1, dim=1)
-        groups = zip(self._of_each(parts), each, strict=True)
-        return tuple(part for own, chosen in groups for part in self.codec.take(own, chosen))
-
-    def _of_each(self, parts: Parts) -> list[Parts]:
-        count = len(parts) // len(self.spans)
-        return [parts[at : at + count] for at in range(0, len(parts), count)]
 
 
 def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, ...]]:
@@ -200,8 +168,8 @@ class Side:
         self.waiting = waiting[:, :, count:].clone()  # a view would keep alive what was coded
 
     def take(self, slots: Tensor) -> None:
-        """Keep the tokens `slots`, [batch_size, 1 or groups, kept], of a side where none waits."""
-        self.segments = [self.stream.codec.take(parts, slots) for parts in self.segments]
+        """Keep the tokens `slots`, [batch_size, 1 or heads, kept], of codes by token where none waits."""
+        self.segments = [tuple(slots_of(part, slots) for part in parts) for parts in self.segments]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Side:
         """The same with each tensor replaced."""

@@ -77,10 +77,6 @@ class Tiers(Policy):
             least, name = getattr(self, f"{side}_important"), f"{side}_unimportant"
             self.require(least <= getattr(self, name), name, f"at least {side}_important ({least:g})")
 
-    @property
-    def longest_step(self) -> int | None:
-        return 1
-
     def layers(self, count: int) -> list[PolicyLayer]:
         fits = len(self.layer_important) in (0, count)
         self.require(fits, "layer_important", f"one for each of the model's {count} layers")
