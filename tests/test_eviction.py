@@ -161,20 +161,6 @@ def test_noise_is_a_tokens_own() -> None:
     assert not torch.equal(one.places, other.places)
 
 
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        ([0.1, 0.9, 0.95, 0.5, 0.92], [0, 2, 2, 1, 2]),
-        ([0.5, 0.5], [0, 0]),
-        ([0.7, 0.2], [1, 0]),
-        ([1, 2, 3, 10, 11, 30], [0, 0, 0, 1, 1, 2]),
-    ],
-)
-def test_three_means_are_the_best_there_are(values: list[float], expected: list[int]) -> None:
-    assert three_means(values) == expected
-    assert three_means(tuple(values)) == expected
-
-
 def test_three_means_against_every_split() -> None:
     values = torch.rand(9, generator=torch.Generator().manual_seed(2)).double().tolist()
     ordered = sorted(values)

@@ -116,21 +116,6 @@ def test_codes_are_those_of_float64(outliers: float) -> None:
             np.testing.assert_allclose(decoded, expected, rtol=2e-3, atol=1e-2)
 
 
-def test_weights_decide_where_levels_lie() -> None:
-    found = sample()
-    heavy = torch.where(found.values > found.values.median(), 1.0, 1e-4)
-    weighed = LayerSample(found.keys, found.values, heavy, heavy)
-
-    def error(policy: KVQuant) -> float:
-        code = policy.streams()[1].codec
-        x = found.values.unsqueeze(1)
-        return float(((code.decode(code.encode(x), 1, 12) - x)[:, 0] * heavy).square().sum())
-
-    plain = LayerSample(found.keys, found.values, torch.ones_like(heavy), torch.ones_like(heavy))
-    policy = KVQuant(2, outliers=0.0, first=0)
-    assert error(policy.fitted([weighed])) < 0.7 * error(policy.fitted([plain]))
-
-
 def test_first_tokens_and_outliers_are_kept_as_they_are() -> None:
     policy = KVQuant(2, outliers=0.1, first=3).fitted([sample()])
     layer = policy.layers(1)[0]

@@ -36,10 +36,6 @@ class AffineCode(Codec):
     columns: int | None = None
     heads_together: bool = False
 
-    @property
-    def by_token(self) -> bool:  # type: ignore[override]
-        return self.tokens == 1
-
     def encode(self, states: Tensor) -> Parts:
         """(codes [batch_size, heads, tokens, bytes] uint8, scale and zero [batch_size, heads, groups, groups] float16);
         heads is 1 where they lie together."""

@@ -18,7 +18,7 @@ from ..runtime.steps import Step, attend_to_rows
 from .affine import AffineCode
 from .budgets import SqueezeBudgets
 from .column_sums import Softening, column_sums
-from .layer import PolicyLayer, mask_of_places, new_tokens, noise_of
+from .layer import PolicyLayer, mask_of_places, noise_of, real_tokens
 from .policy import Bits, Policy, Share
 from .store import Codec, Exact, Side, Stream, spans_of
 
@@ -199,7 +199,7 @@ class EvictingLayer(PolicyLayer):
         return Held(index, self.scores, self.index, self.seen - self._prompt)
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
-        shown = new_tokens(mask, batch_size, length, device)
+        shown = real_tokens(mask, batch_size, length, device)
         self._ragged = self._ragged or not bool(shown.all())
         place = torch.arange(self.seen, self.seen + length, dtype=torch.int32, device=device)
         new = torch.where(shown, place, -1)

@@ -160,27 +160,18 @@ def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int) 
     return columns.masked_fill(~there, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
 
 
-def tokens_shown(mask: Tensor, batch_size: int) -> Tensor:
-    """Which tokens the last query sees with some head, [batch_size, kv_len] bool: all but padding."""
-    last = mask[:, :, -1]
-    shown = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-    return shown.any(1).expand(batch_size, -1)
-
-
-def new_tokens(mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> Tensor:
-    """Which of a step's tokens are not padding, [batch_size, length] bool; a single one never is."""
+def real_tokens(mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> Tensor:
+    """Which of the newest tokens are not padding, [batch_size, length] bool: those that the last query sees with some
+    head; a single one always. Raises UsageError where there is padding behind a token."""
     if mask is None or length == 1:
         return torch.ones(batch_size, length, dtype=torch.bool, device=device)
-    return check_left(tokens_shown(mask, batch_size)[:, -length:])
-
-
-def check_left(shown: Tensor) -> Tensor:
-    """`shown`, [batch_size, tokens] bool; raises UsageError where a false one comes behind a true one."""
+    last = mask[:, :, -1, -length:]
+    shown = (last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).any(1)
     if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
         raise UsageError(
             "the attention mask has padding that is not on the left of its row.", "Set padding_side='left'."
         )
-    return shown
+    return shown.expand(batch_size, -1)
 
 
 def noise_of(index: Tensor, seed: int, layer: int) -> Tensor:

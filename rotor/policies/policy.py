@@ -112,26 +112,19 @@ class Policy(ABC):
         """Put the policy's layers in place of those of a cache that holds nothing; do nothing if it has some already.
 
         Raises:
-            UsageError: a cache of another kind (static, sliding, quantised), or one that was filled without the policy.
-            UnsupportedModelError: see check_config.
+            UsageError: a cache of another kind (static, quantised), or one that was filled without the policy.
         """
         layers: list[Any] = cache.layers
         if layers and isinstance(layers[0], PolicyLayer):
             return
         for index, layer in enumerate(layers):
-            if type(layer) is not DynamicLayer:
+            if type(layer) is not DynamicLayer or layer.get_seq_length():
                 raise UsageError(
-                    f"cache policy {self.method}: layer {index} of the cache is a {type(layer).__name__}, expected "
-                    "one that grows.",
-                    "Leave cache_implementation out, or load the model with the policy `none`.",
+                    f"cache policy {self.method}: layer {index} of the cache is a {type(layer).__name__} of "
+                    f"{layer.get_seq_length()} tokens, expected an empty one that grows.",
+                    "Begin with an empty cache, and leave cache_implementation out.",
                 )
-            if layer.get_seq_length():
-                raise UsageError(
-                    f"cache policy {self.method}: the cache holds {layer.get_seq_length()} tokens that were stored "
-                    "without it.",
-                    "Begin with an empty cache.",
-                )
-        layers[:] = self.layers(self.check_config(config))
+        layers[:] = self.layers(config.get_text_config().num_hidden_layers)
 
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for registry.read_policy."""

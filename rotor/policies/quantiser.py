@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layer import PolicyLayer, check_left, tokens_shown
+from .layer import PolicyLayer, real_tokens
 from .policy import Policy
 from .store import Side, Stream
 
@@ -54,14 +54,10 @@ class CodedLayer(PolicyLayer):
         self._pads: list[int] | None = None
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
-        if mask is None:
-            return
-        if not self.is_initialized:
-            padding = _left_padding(mask, batch_size)
-            self._pads = padding.tolist() if bool(padding.any()) else None
-        elif self._pads is not None and max(self._pads) >= self.seen:  # a row that is padding so far
-            now = _left_padding(mask, batch_size).tolist()
-            self._pads = [new if old >= self.seen else old for old, new in zip(self._pads, now, strict=True)]
+        if mask is None or (self.is_initialized and (self._pads is None or max(self._pads) < self.seen)):
+            return  # else there is a row that is padding so far
+        padding = (~real_tokens(mask, batch_size, mask.shape[-1], device)).sum(-1).tolist()
+        self._pads = padding if any(padding) else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -108,9 +104,3 @@ class CodedLayer(PolicyLayer):
         chosen = indices.tolist()
         self._pads, self.sides = [self._pads[row] for row in chosen], [self.sides[row] for row in chosen]
         self.map(Tensor.clone)  # a row chosen twice has tensors of its own, as its bytes are counted
-
-
-def _left_padding(mask: Tensor, batch_size: int) -> Tensor:
-    """Tokens of padding on the left of each row, [batch_size]; raises UsageError where there is some elsewhere."""
-    shown = check_left(tokens_shown(mask, batch_size))
-    return shown.shape[1] - shown.sum(-1)

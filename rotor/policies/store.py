@@ -21,9 +21,6 @@ dimension 2 something that grows with the tokens: the tokens themselves, or grou
 class Codec(ABC):
     """Codes the keys or the values of tokens."""
 
-    by_token = True
-    """Whether a token's code depends on no other token, so that tokens can be cut off again."""
-
     @abstractmethod
     def encode(self, states: Tensor) -> Parts:
         """What is stored of `states`, [batch_size, num_heads, tokens, width]."""
@@ -163,7 +160,7 @@ class Side:
         if count and prompt:
             (stream.prompt_codec or stream.codec).append(self.segments, waiting[:, :, :count])
         elif count:
-            for block in waiting[:, :, :count].split(count if stream.codec.by_token else stream.block, dim=2):
+            for block in waiting[:, :, :count].split(stream.block if stream.block > 1 else count, dim=2):
                 stream.codec.append(self.segments, block)
         self.waiting = waiting[:, :, count:].clone()  # a view would keep alive what was coded
 

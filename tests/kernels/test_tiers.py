@@ -12,7 +12,6 @@ import truth
 from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
 from torch import Tensor
 
-from rotor.errors import UsageError
 from rotor.format.layout import GroupLayout, KeyForm
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import read_class
@@ -150,21 +149,6 @@ def test_shares_are_of_planes_and_at_least_one_stays() -> None:
         assert cut_layout(layout, 0.0, 0.0) == layout
         for before, after in zip(layout.groups, cut_layout(layout, 0.5, 0.3).groups, strict=True):
             assert after.key.width < before.key.width
-
-
-@pytest.mark.parametrize(
-    "fields, text",
-    [
-        ({"important": 1.5}, "important: got 1.5, expected a finite number from 0"),
-        ({"qk_important": 0.6}, r"qk_unimportant: got 0.5, expected at least qk_important \(0.6\)"),
-        ({"v_unimportant": 1.0}, "v_unimportant: got 1.0"),
-        ({"layer_important": (0.5, -1.0)}, "layer_important"),
-        ({"importance": "luck"}, "importance"),
-    ],
-)
-def test_what_does_not_fit_is_said(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        Tiers(**fields)
 
 
 def test_the_choice_by_chance_is_a_tokens_own() -> None:

@@ -76,8 +76,6 @@ class GEARCode(Codec):
     loops: int
     per_channel: bool
 
-    by_token = False
-
     def encode(self, states: Tensor) -> Parts:
         numbers = states.float().clamp(-LARGEST, LARGEST)
         heads, vectors = numbers.shape[1], self._vectors(numbers)

@@ -17,7 +17,7 @@ from ...kernels.rotary import Rotation
 from ...kernels.rows import cut_layer
 from ...runtime.rotary_table import rows_of
 from ...runtime.steps import Step
-from ..layer import PolicyLayer, mask_of_places, new_tokens, noise_of
+from ..layer import PolicyLayer, mask_of_places, noise_of, real_tokens
 from ..policy import Policy, Seed, Share
 from ..store import slots_of
 from ..tier_rows import cut_layout, tier_rows
@@ -116,7 +116,7 @@ class TieredLayer(PolicyLayer):
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """New tokens are important until it is known what they are worth."""
-        new = torch.where(new_tokens(mask, batch_size, length, device), HIGH, PADDING).to(torch.uint8)
+        new = torch.where(real_tokens(mask, batch_size, length, device), HIGH, PADDING).to(torch.uint8)
         self.tiers = new if self.tiers is None else torch.cat([self.tiers, new], dim=1)
 
     def attend(self, step: Step) -> Tensor:
