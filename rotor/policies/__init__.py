@@ -25,10 +25,9 @@ from .methods.random import Random
 from .methods.streaming import Streaming
 from .methods.tiers import Tiers
 from .methods.window import Window
-from .policy import LayerSample, Policy, stored_bytes
+from .policy import LONG_TOKENS, LayerSample, Policy, packed_bytes_per_token, random_rows, stored_bytes
 from .quantiser import CodedLayer, Quantiser
 from .registry import bundled_policies, find_policy, read_stored
-from .sizes import LONG_TOKENS, packed_bytes_per_token
 
 __all__ = [
     "FP8",
@@ -57,6 +56,7 @@ __all__ = [
     "find_policy",
     "packed_bytes_per_token",
     "policy_of",
+    "random_rows",
     "read_stored",
     "stored_bytes",
     "use_cache_policy",

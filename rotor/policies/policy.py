@@ -7,18 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, get_type_hints
 
+import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..checked import Expect, Reader, shorten
 from ..errors import UnsupportedModelError, UsageError
+from ..format.layout import LayerLayout
 from .layer import PolicyLayer
 from .store import tensor_bytes
 
 Bits = Annotated[int, Expect((16, 8, 4, 3, 2).__contains__, "one of 16, 8, 4, 3, 2")]
 CodeBits = Annotated[int, Expect((8, 4, 3, 2).__contains__, "one of 8, 4, 3, 2")]
 """Bits of a number; 16: no code."""
+
+LONG_TOKENS = 32768
+"""Tokens of context to which bytes are extrapolated."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -146,3 +151,26 @@ def stored_bytes(cache: Cache) -> int:
     return sum(
         layer.stored_bytes() if isinstance(layer, PolicyLayer) else tensor_bytes(vars(layer)) for layer in cache.layers
     )
+
+
+def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype: torch.dtype, tokens: int) -> float:
+    """Bytes of a compressed model's cache for each token of a prompt of `tokens`, all layers.
+
+    Budgets that depend on the prompt (`squeeze`) are taken as equal, which they are in the mean.
+    """
+    total = 0
+    for layer, layout in zip(policy.layers(len(layouts)), layouts, strict=True):
+        widths = [size // (1 if layout.coded else dtype.itemsize) for size in layout.row_bytes(dtype.itemsize)]
+        rows = [random_rows(1, tokens, width, torch.uint8 if layout.coded else dtype) for width in widths]
+        layer.follow(layout, dtype)
+        layer.fill(rows[0], rows[1])
+        total += layer.stored_bytes()
+    return total / tokens
+
+
+def random_rows(heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[1, heads, tokens, width] of random numbers, or bytes."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype == torch.uint8:
+        return torch.randint(256, (1, heads, tokens, width), generator=generator, dtype=dtype)
+    return torch.randn(1, heads, tokens, width, generator=generator).to(dtype)

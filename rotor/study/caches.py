@@ -26,8 +26,7 @@ from ..evaluation.cached import (
 from ..evaluation.fitting import fit_cache_policy
 from ..evaluation.metrics.distance import Prompts, check_base
 from ..evaluation.scoring import AnswerScores
-from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, stored_bytes
-from ..policies.sizes import random_rows
+from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, random_rows, stored_bytes
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
