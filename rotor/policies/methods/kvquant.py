@@ -151,7 +151,7 @@ class RangedCode(Codec):
             stored = tuple(part.half() for part in found)
             # Outliers have codes too, which nothing reads.
             numbers = (rows - stored[0].float()) / stored[1].float()
-        codes = pack(nearest(numbers, self._levels.to(rows.device)), self.bits)
+        codes = pack(torch.bucketize(numbers, self._middles.to(rows.device)), self.bits)
         return codes, rows.gather(-1, index).half(), stored_index(index, rows.shape[-1]), *stored
 
     def append(self, segments: list[Parts], states: Tensor) -> None:
@@ -175,6 +175,11 @@ class RangedCode(Codec):
     @cached_property
     def _levels(self) -> Tensor:
         return torch.tensor(self.levels)
+
+    @cached_property
+    def _middles(self) -> Tensor:
+        """Between neighbouring levels; a number's code counts those that it exceeds."""
+        return (self._levels[1:] + self._levels[:-1]) / 2
 
     @cached_property
     def _range(self) -> tuple[Tensor, Tensor]:
@@ -232,12 +237,3 @@ def weighted_means(numbers: Tensor, weights: Tensor, count: int, loops: int) -> 
         sums = moment[bounds[1:]] - moment[bounds[:-1]]
         levels = torch.where(held > 0, sums / held.clamp(min=torch.finfo(held.dtype).tiny), levels)
     return levels
-
-
-def nearest(numbers: Tensor, levels: Tensor) -> Tensor:
-    """The index of the level nearest to each number: numbers [...], ascending levels broadcastable to [..., count]."""
-    middles = (levels[..., 1:] + levels[..., :-1]) / 2
-    codes = torch.zeros(numbers.shape, dtype=torch.int64, device=numbers.device)
-    for middle in middles.unbind(-1):
-        codes += numbers > middle
-    return codes
