@@ -34,11 +34,10 @@ from rotor.recipe.settings import Compute, ExportSettings, Goal
 from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.shards import planned_layouts
-from rotor.runtime.cache_size import cache_bytes_per_token
 from rotor.search.point import Point, channels_json
 from rotor.search.search import rank_path
 from rotor.search.table import RankTable
-from rotor.validation.validate import validate
+from rotor.validation.validate import cache_bytes_per_token, validate
 
 BITS = "codes.bits=[0,4,8]"
 SMALL = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.metric=ppl_ratio", *SHORT_TEXT]
@@ -214,7 +213,7 @@ def test_dry_run_report_and_card_say_channels_by_bits(coded_run, tmp_path: Path)
     card = (result.folder / "README.md").read_text()
     assert "at 8 bits" in card
     for page in (collect(result.folder), collect(run.folder)):
-        assert all(cell.keys.widths and cell.values.widths for layer in page.ranks for cell in layer)
+        assert all(cell.keys.coded for layer in page.ranks for cell in layer)
 
 
 def test_the_card_counts_a_joint_latent_once() -> None:

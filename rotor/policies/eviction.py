@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..format.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..runtime.rotary_table import rows_of
+from ..runtime.rope import rows_of
 from ..runtime.steps import Step, attend_to_rows
 from .affine import AffineCode
 from .budgets import SqueezeBudgets

@@ -15,7 +15,7 @@ from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.reference import join, partial_attention
 from ...kernels.rotary import Rotation
 from ...kernels.rows import cut_layer
-from ...runtime.rotary_table import rows_of
+from ...runtime.rope import rows_of
 from ...runtime.steps import Step
 from ..layer import PolicyLayer, mask_of_places, noise_of, real_tokens
 from ..policy import Policy, Seed, Share
