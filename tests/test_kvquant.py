@@ -1,4 +1,4 @@
-"""KVQuant: levels and ranges found on calibration text, against float64; outliers; stored, loaded and judged with."""
+"""KVQuant: levels and ranges found on calibration text, against float64; outliers; stored, loaded and measured."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class _RecordingLayer(PolicyLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         key, value = (torch.zeros_like(states).requires_grad_() for states in (key_states, value_states))
-        self.added, self.seen = (key, value), key_states.shape[2]
+        self.added, self.num_tokens = (key, value), key_states.shape[2]
         self.keys, self.values = key_states + key, value_states + value
         return self.keys, self.values
 

@@ -47,8 +47,8 @@ class AffineCode(Codec):
         zero = groups.amin((3, 5)).half()
         span = groups.amax((3, 5)) - zero.float()
         scale = (span / (2**self.bits - 1)).clamp(0, LARGEST).half()
-        steps = _spread(scale, tokens, columns, width)
-        codes = (numbers - _spread(zero, tokens, columns, width)) / steps
+        steps = _per_number(scale, tokens, columns, width)
+        codes = (numbers - _per_number(zero, tokens, columns, width)) / steps
         codes = torch.where(steps > 0, codes, torch.zeros_like(codes)).round().clamp(0, 2**self.bits - 1)
         return pack(codes, self.bits), scale, zero
 
@@ -57,14 +57,14 @@ class AffineCode(Codec):
         laid = width * num_heads if self.heads_together else width
         codes = unpack(packed, self.bits, laid).float()
         tokens, columns = codes.shape[2] // scale.shape[2], min(self.columns or laid, laid)
-        numbers = codes.mul_(_spread(scale, tokens, columns, laid)).add_(_spread(zero, tokens, columns, laid))
+        numbers = codes.mul_(_per_number(scale, tokens, columns, laid)).add_(_per_number(zero, tokens, columns, laid))
         return heads_apart(numbers, num_heads) if self.heads_together else numbers
 
     def _lay(self, states: Tensor) -> Tensor:
         return heads_together(states) if self.heads_together else states
 
 
-def _spread(values: Tensor, tokens: int, columns: int, width: int) -> Tensor:
+def _per_number(values: Tensor, tokens: int, columns: int, width: int) -> Tensor:
     """One number a group -> one a number, float32: [..., groups, groups] -> [..., tokens, width] or broadcast to it."""
     values = values.float()
     if tokens > 1:

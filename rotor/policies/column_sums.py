@@ -16,7 +16,7 @@ BLOCK_ELEMENTS_GPU = 1 << 26
 """Logits of a block of queries."""
 
 
-class Softening(NamedTuple):
+class ScoreSoftmax(NamedTuple):
     """Logits become (logit + bias) / temperature before the softmax whose columns are summed.
 
     bias: of each key, [batch_size, 1 or groups, kv_len], groups in the order of the layout.
@@ -32,7 +32,7 @@ def column_sums(
     parameters: AttentionParameters,
     key_rotation: Rotation | None,
     attention_mask: Tensor | None,
-    softening: Softening | None,
+    score_softmax: ScoreSoftmax | None,
     counted: Tensor,
 ) -> Tensor:
     """Of each key, the sum over queries of the weights that it draws, the mean over the query heads of its group.
@@ -64,13 +64,10 @@ def column_sums(
                 logits = masked(logits, mask[..., rows, :])
             elif seq_len > 1:
                 logits = masked(logits, places <= places[rows, None])
-            if softening is not None:
-                bias = (
-                    softening.bias[:, cls.start : cls.start + cls.count]
-                    if softening.bias.shape[1] > 1
-                    else softening.bias
-                )
-                logits = (logits + bias[:, :, None, None]) / softening.temperature
+            if score_softmax is not None:
+                bias = score_softmax.bias
+                bias = bias[:, cls.start : cls.start + cls.count] if bias.shape[1] > 1 else bias
+                logits = (logits + bias[:, :, None, None]) / score_softmax.temperature
             total += (logits.softmax(-1).nan_to_num() * counted[:, None, None, rows, None]).sum((2, 3))
         found.append(total / heads)
     return torch.cat(found, dim=1)

@@ -17,7 +17,7 @@ from ..runtime.rope import rows_of
 from ..runtime.steps import Step, attend_to_rows
 from .affine import AffineCode
 from .budgets import SqueezeBudgets
-from .column_sums import Softening, column_sums
+from .column_sums import ScoreSoftmax, column_sums
 from .layer import PolicyLayer, mask_of_places, noise_of, real_tokens
 from .policy import Bits, Policy, Share
 from .store import Codec, Exact, Side, Stream, spans_of
@@ -110,7 +110,7 @@ class Eviction(Policy):
         """What is kept first, [batch_size, 1 or groups, slots]; of equals the older."""
         return held.index.float()
 
-    def softening(self, held: Held) -> Softening | None:
+    def score_softmax(self, held: Held) -> ScoreSoftmax | None:
         """What is done to a step's logits before the softmax whose columns are added to the scores."""
         return None
 
@@ -183,8 +183,8 @@ class EvictingLayer(PolicyLayer):
         output = attend_to_rows(step._replace(mask=mask, rotations=rotations), key, value)
         sums = None
         if self.policy.needs_weights:
-            softening = self.policy.softening(self.held)
-            sums = column_sums(query, key, parameters, rotations.read, mask, softening, self.newest)
+            score_softmax = self.policy.score_softmax(self.held)
+            sums = column_sums(query, key, parameters, rotations.read, mask, score_softmax, self.newest)
         self.finish(sums)
         return output
 
@@ -196,12 +196,12 @@ class EvictingLayer(PolicyLayer):
     @property
     def held(self) -> Held:
         index = torch.where(self.places >= 0, self.places - self.start[:, None, None], -1)
-        return Held(index, self.scores, self.index, self.seen - self._prompt)
+        return Held(index, self.scores, self.index, self.num_tokens - self._prompt)
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         shown = real_tokens(mask, batch_size, length, device)
         self._ragged = self._ragged or not bool(shown.all())
-        place = torch.arange(self.seen, self.seen + length, dtype=torch.int32, device=device)
+        place = torch.arange(self.num_tokens, self.num_tokens + length, dtype=torch.int32, device=device)
         new = torch.where(shown, place, -1)
         if self.places is None:
             self.start = torch.full((batch_size,), -1, dtype=torch.int32, device=device)
@@ -213,10 +213,10 @@ class EvictingLayer(PolicyLayer):
         self._length = length
 
     def visible(self, mask: Tensor | None, head_groups: Tensor) -> Tensor | None:
-        if mask is None and not self._ragged and (self._length == 1 or self.seen == 0):
+        if mask is None and not self._ragged and (self._length == 1 or self.num_tokens == 0):
             return None
         places = self.places if self.places.shape[1] == 1 else self.places[:, head_groups.to(self.places.device)]
-        return mask_of_places(mask, places, self.seen, self._length)
+        return mask_of_places(mask, places, self.num_tokens, self._length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns the keys and values of what is held, in the order of `places`."""
@@ -231,7 +231,7 @@ class EvictingLayer(PolicyLayer):
             self._prompt = key_states.shape[2]
             if self.policy.scope == "group":
                 self.places = self.places.expand(-1, max(key_states.shape[1], len(self.spans[0])), -1)
-        self.seen += key_states.shape[2]
+        self.num_tokens += key_states.shape[2]
         key, value = (
             torch.cat([side.update(states[..., span]) for side, span in zip(sides, spans, strict=True)], -1)
             for states, sides, spans in zip((key_states, value_states), self.sides, self.spans, strict=True)
@@ -243,9 +243,9 @@ class EvictingLayer(PolicyLayer):
             self.finish(None)
             return
         weights = weights.float().unflatten(1, (self.sides[0][0].num_heads, -1))
-        softening = self.policy.softening(self.held)
-        if softening is not None:
-            weights = ((weights.log() + softening.bias[:, :, None, None]) / softening.temperature).softmax(-1)
+        score_softmax = self.policy.score_softmax(self.held)
+        if score_softmax is not None:
+            weights = ((weights.log() + score_softmax.bias[:, :, None, None]) / score_softmax.temperature).softmax(-1)
         weights = torch.nan_to_num(weights) * self.newest[:, None, None, :, None]
         self.finish(weights.mean(2).sum(2))
 
@@ -260,7 +260,7 @@ class EvictingLayer(PolicyLayer):
             if self.scores is not None:
                 sums = sums + functional.pad(self.scores, (0, sums.shape[2] - self.scores.shape[2]))
             self.scores = sums
-        if self.budget is None and self.seen == self._length:
+        if self.budget is None and self.num_tokens == self._length:
             self.budget = self.policy.budget_of(self.newest.sum(-1), self.index)
         if self.budgets is None or self.budgets.done:
             self.evict()
@@ -274,14 +274,14 @@ class EvictingLayer(PolicyLayer):
         self.evict()
 
     def observe_states(self, before: Tensor, after: Tensor) -> None:
-        if self.budgets is not None and self.seen == self._length:
+        if self.budgets is not None and self.num_tokens == self._length:
             self.budgets.observe(self.index, before, after, self.newest)
 
     def evict(self) -> None:
         """Drop what is over the budget."""
         places, budget, held = self.places, self.budget.to(self.places.device), self.held
         there = held.index >= 0
-        lengths = (self.seen - self.start)[:, None, None]
+        lengths = (self.num_tokens - self.start)[:, None, None]
         first, newest = self.policy.protected(budget)
         safe = (held.index < first[:, None, None]) | (held.index >= lengths - newest[:, None, None])
         priority = self.policy.priority(held).expand(places.shape).masked_fill(safe, torch.inf)

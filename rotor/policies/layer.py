@@ -35,7 +35,7 @@ NOISE_BLOCK = 1024
 class PolicyLayer(DynamicLayer, Keeper):
     """One layer of a cache that follows a policy.
 
-    seen: tokens so far, padding included. stored: names of the attributes whose tensors are the cache, batch first;
+    num_tokens: so far, padding included. stored: names of the attributes whose tensors are the cache, batch first;
     beside: of further tensors, batch first, that are too small to count.
     """
 
@@ -48,15 +48,15 @@ class PolicyLayer(DynamicLayer, Keeper):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.num_tokens = 0
 
     @abstractmethod
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """Tokens are about to be stored.
 
         Args:
-            mask: [batch_size or 1, heads or 1, length, seen + length], bool (True: attend) or added to the logits;
-                None: causal, without padding.
+            mask: [batch_size or 1, heads or 1, length, tokens so far], bool (True: attend) or added to the logits; None:
+                causal, without padding.
         Raises:
             UsageError: a row has padding that is not on its left.
         """
@@ -96,12 +96,12 @@ class PolicyLayer(DynamicLayer, Keeper):
         return tensor_bytes([getattr(self, name) for name in self.stored])
 
     def get_seq_length(self) -> int:
-        return self.seen
+        return self.num_tokens
 
     def reset(self) -> None:
         for name in (*self.stored, *self.beside):
             setattr(self, name, None)
-        self.seen, self.is_initialized = 0, False
+        self.num_tokens, self.is_initialized = 0, False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
@@ -140,19 +140,19 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return function(value) if isinstance(value, Tensor) else value
 
 
-def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int) -> Tensor:
+def mask_of_places(mask: Tensor | None, places: Tensor, num_tokens: int, length: int) -> Tensor:
     """The columns of a mask that rows at some places have.
 
     Args:
         mask: as for `PolicyLayer.begin`.
         places: [batch_size, heads or 1, slots], -1 where there is nothing.
-        seen: tokens before the step's `length`.
+        num_tokens: tokens before the step's `length`.
     Returns:
         [batch_size, heads or 1, length, slots].
     """
     there = (places >= 0).unsqueeze(2)
     if mask is None:
-        queries = torch.arange(seen, seen + length, device=places.device)
+        queries = torch.arange(num_tokens, num_tokens + length, device=places.device)
         return there & (places.unsqueeze(2) <= queries[:, None])
     heads = max(mask.shape[1], places.shape[1])
     index = places.clamp(min=0).long().unsqueeze(2).expand(-1, heads, length, -1)

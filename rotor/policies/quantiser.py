@@ -40,7 +40,7 @@ class CodedLayer(PolicyLayer):
     Args:
         streams: of keys and of values.
 
-    sides: of keys and of values, for all rows alike; where `begin` is told of padding for each row by itself, without
+    sides: of keys and of values, for all rows alike; where there is padding for each row by itself, without
     its padding, so that what is stored of a row does not depend on the others. Attention decodes the whole cache at
     each step.
     """
@@ -54,7 +54,7 @@ class CodedLayer(PolicyLayer):
         self._pads: list[int] | None = None
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
-        if mask is None or (self.is_initialized and (self._pads is None or max(self._pads) < self.seen)):
+        if mask is None or (self.is_initialized and (self._pads is None or max(self._pads) < self.num_tokens)):
             return  # else there is a row that is padding so far
         padding = (~real_tokens(mask, batch_size, mask.shape[-1], device)).sum(-1).tolist()
         self._pads = padding if any(padding) else None
@@ -71,16 +71,16 @@ class CodedLayer(PolicyLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         key, value = self._update_side(0, key_states), self._update_side(1, value_states)
-        self.seen += key_states.shape[-2]
+        self.num_tokens += key_states.shape[-2]
         return key, value
 
     def _update_side(self, side: int, states: Tensor) -> Tensor:
         assert self.sides is not None
         if self._pads is None:
             return self.sides[0][side].update(states)
-        result = states.new_zeros(*states.shape[:2], self.seen + states.shape[-2], states.shape[-1])
+        result = states.new_zeros(*states.shape[:2], self.num_tokens + states.shape[-2], states.shape[-1])
         for row, (sides, pads) in enumerate(zip(self.sides, self._pads, strict=True)):
-            new = states[row : row + 1, :, max(0, pads - self.seen) :]
+            new = states[row : row + 1, :, max(0, pads - self.num_tokens) :]
             if new.shape[2]:
                 visible = sides[side].update(new)
                 result[row : row + 1, :, -visible.shape[2] :] = visible

@@ -148,10 +148,10 @@ class Side:
     def decode(self) -> Tensor:
         """All tokens, in the dtype in which they came."""
         codec, dtype = self.stream.codec, self.waiting.dtype
-        pieces = [codec.decode(parts, self.num_heads, self.width).to(dtype) for parts in self.segments]
-        if self.waiting.shape[2] or not pieces:
-            pieces.append(self.waiting)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        decoded = [codec.decode(parts, self.num_heads, self.width).to(dtype) for parts in self.segments]
+        if self.waiting.shape[2] or not decoded:
+            decoded.append(self.waiting)
+        return decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=2)
 
     def _push(self, states: Tensor, prompt: bool) -> None:
         stream = self.stream

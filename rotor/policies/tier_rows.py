@@ -80,7 +80,8 @@ def tier_rows(whole: LayerLayout, cut: LayerLayout, heads_per_kv: int, device: t
 
 def _beginnings(blocks: Sequence[tuple[int, int]], times: int) -> Tensor:
     """Indices of the first entries of neighbouring blocks, so many of each size in a row; blocks: (size, kept)."""
-    index, start = [], 0
+    index: list[int] = []
+    start = 0
     for size, kept in blocks:
         for _ in range(times):
             index += range(start, start + kept)

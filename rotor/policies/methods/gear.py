@@ -96,8 +96,8 @@ class GEARCode(Codec):
         runs = right.shape[2]
         numbers = numbers + (left.float().unflatten(2, (runs, -1)) @ right.float().mT).flatten(2, 3)
         if self.per_channel:
-            spread = numbers.unflatten(2, (runs, -1)).scatter(3, index.long(), outliers.float())
-            return spread.flatten(2, 3)
+            whole = numbers.unflatten(2, (runs, -1)).scatter(3, index.long(), outliers.float())
+            return whole.flatten(2, 3)
         return self._numbers(self._vectors(numbers).scatter(3, index.long(), outliers.float()), num_heads)
 
     @property

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
-from ..column_sums import Softening
+from ..column_sums import ScoreSoftmax
 from ..eviction import Held, ScoringEviction
 from ..policy import Seed, Share
 
@@ -34,7 +34,7 @@ class Keyformer(ScoringEviction):
     steps: PositiveInt = 128
     seed: Seed = 0
 
-    def softening(self, held: Held) -> Softening:
+    def score_softmax(self, held: Held) -> ScoreSoftmax:
         gumbel = -torch.log(-torch.log(held.noise(self.seed)))
         grown = min(1.0, held.generated / self.steps)
-        return Softening(gumbel, self.tau_first + (self.tau_last - self.tau_first) * grown)
+        return ScoreSoftmax(gumbel, self.tau_first + (self.tau_last - self.tau_first) * grown)

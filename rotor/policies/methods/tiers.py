@@ -94,7 +94,7 @@ class TieredLayer(PolicyLayer):
     """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer channels.
 
     high: key and value rows of important tokens, in the order of their places, at the right end of as many slots as the
-    longest row of the batch needs. low: likewise of the others. tiers: [batch_size, seen] uint8, what each token is.
+    longest row of the batch needs. low: likewise of the others. tiers: [batch_size, tokens] uint8, what each token is.
     scores: [batch_size, slots of important tokens] float32, what these are chosen by; -inf where a slot is empty.
     """
 
@@ -134,7 +134,7 @@ class TieredLayer(PolicyLayer):
             empty = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
             self.high, self.low = (_cut(empty, self.layout, layout) for layout in self.layouts)
         self.high = _behind(self.high, _cut((key_states, value_states), self.layout, self.layouts[0]))
-        self.seen += key_states.shape[2]
+        self.num_tokens += key_states.shape[2]
         return key_states, value_states
 
     def attention(
@@ -151,7 +151,7 @@ class TieredLayer(PolicyLayer):
         """
         widths = [group.values.width for group in parameters.layout.groups for _ in range(parameters.heads_per_group)]
         outputs, log_sums, length = [], [], seq_len_of(query)
-        in_order = (self.high[0].shape[2], self.low[0].shape[2]) in ((self.seen, 0), (0, self.seen))
+        in_order = (self.high[0].shape[2], self.low[0].shape[2]) in ((self.num_tokens, 0), (0, self.num_tokens))
         for tier, layout, (key, value) in zip((HIGH, LOW), self.layouts, (self.high, self.low), strict=True):
             if not key.shape[2]:
                 continue
@@ -159,7 +159,7 @@ class TieredLayer(PolicyLayer):
             if not in_order:
                 places = self._places(tier).unsqueeze(1)
                 if mask is not None or length > 1 or not bool((places >= 0).all()):
-                    shown = mask_of_places(mask, places, self.seen - length, length)
+                    shown = mask_of_places(mask, places, self.num_tokens - length, length)
                 rotation = None if key_rotation is None else rows_of(key_rotation, places.clamp(min=0))
             rows = tier_rows(self.layout, layout, parameters.shape.heads_per_kv, key.device)
             own, queries = rows.reading(parameters, query)
