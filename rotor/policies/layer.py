@@ -55,7 +55,7 @@ class PolicyLayer(DynamicLayer, Keeper):
         """Tokens are about to be stored.
 
         Args:
-            mask: [batch_size or 1, heads or 1, length, tokens so far], bool (True: attend) or added to the logits; None:
+            mask: [batch_size or 1, heads or 1, length, tokens], bool (True: attend) or added to the logits; None:
                 causal, without padding.
         Raises:
             UsageError: a row has padding that is not on its left.
