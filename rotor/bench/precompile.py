@@ -124,13 +124,11 @@ def parse_archs(text: str) -> list[int]:
         UsageError: not of that form.
     """
     known = {f"sm_{number}": number for number in ARCHS}
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise UsageError(
-                f"--arch {text}: {name!r} is no architecture that is compiled for.", f"Known are {', '.join(known)}."
-            )
-    return [known[name] for name in dict.fromkeys(names)]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    if wrong := [name for name in names if name not in known]:
+        message = f"--arch {text}: {wrong[0]!r} is no architecture that is compiled for."
+        raise UsageError(message, f"Known are {', '.join(known)}.")
+    return [known[name] for name in names]
 
 
 def subjects_of(folder: Path, dtype: str) -> list[Subject]:

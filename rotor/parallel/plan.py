@@ -12,7 +12,7 @@ causal mask leaves all processes as much to do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -42,12 +42,24 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Bytes of one token: of the queries, the rows (keys and values) and the outputs of what a process computes."""
+class Traffic:
+    """Bytes that are sent, by what they are: queries, rows (keys and values) and outputs.
 
-    queries: int
-    rows: int
-    outputs: int
+    busiest_bytes: what the process sends or receives, whichever is more, that sends or receives most: links carry both
+    at once.
+    """
+
+    queries: int = 0
+    rows: int = 0
+    outputs: int = 0
+    busiest_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.queries + self.rows + self.outputs
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -76,14 +88,13 @@ class LayerPlan:
     def rows_alone(self) -> bool:
         """Whether fewer bytes travel if every process gets all rows, and queries and outputs stay where they are."""
         count = len(self.parts)
-        sizes = [self.sizes(process) for process in range(count)]
-        by_heads = sum(size.queries + size.rows + size.outputs for size in sizes)
+        by_heads = sum(self.sizes(process).total for process in range(count))
         return count > 1 and count * sum(self.layout.row_bytes(self.element_bytes)) < by_heads
 
-    def sizes(self, process: int) -> Sizes:
+    def sizes(self, process: int) -> Traffic:
         """What a process receives and sends back for each token, where heads are spread."""
         parts, groups, element_bytes = self.parts[process], self.layout.groups, self.element_bytes
-        return Sizes(
+        return Traffic(
             element_bytes * sum(part.num_heads * self.query_width(part.group) for part in parts),
             sum(_row_bytes(groups[i], element_bytes) for i in self.groups(process)),
             element_bytes * sum(part.num_heads * groups[part.group].values.width for part in parts),
