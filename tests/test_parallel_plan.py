@@ -14,7 +14,7 @@ from test_cli import rotor
 from rotor.format.channels import Numbers
 from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.parallel.attention import visible
-from rotor.parallel.plan import bounds, pieces, plan_layer
+from rotor.parallel.plan import bounds, token_runs, plan_layer
 from rotor.parallel.traffic import of_prompt, of_ring
 
 
@@ -54,7 +54,7 @@ def test_bounds_are_even() -> None:
 
 @pytest.mark.parametrize("tokens, processes", [(8, 4), (9, 4), (23, 3), (5, 1), (1000, 7)])
 def test_pieces_hold_every_token_once_and_share_the_causal_work(tokens: int, processes: int) -> None:
-    found = pieces(tokens, processes)
+    found = token_runs(tokens, processes)
     assert sorted(i for runs in found for run in runs for i in run) == list(range(tokens))
     work = [sum(i + 1 for run in runs for i in run) for runs in found]
     assert all(run for runs in found for run in runs)

@@ -5,7 +5,7 @@ what one process computes of a group: all of its query heads where there are gro
 them. The rows of a group that is cut into parts go to each process that has one (one latent a layer goes to all).
 
 Where rows are so small that all of them, sent to all, weigh less than queries, rows and outputs on their way, queries
-stay where they are, and only rows travel. Tokens are cut into two pieces a process, one from either end, so that the
+stay where they are, and only rows travel. Tokens are cut into two runs a process, one from either end, so that the
 causal mask leaves all processes as much to do.
 """
 
@@ -163,11 +163,11 @@ def plan_layer(
 
 
 def bounds(tokens: int, count: int) -> list[int]:
-    """Where each of several pieces begins, and the end of the last one: as even as can be."""
+    """Where each of several runs begins, and the end of the last one: as even as can be."""
     return [tokens * i // count for i in range(count + 1)]
 
 
-def pieces(tokens: int, processes: int) -> list[list[range]]:
+def token_runs(tokens: int, processes: int) -> list[list[range]]:
     """The tokens of each process: one piece from the beginning and one from the end, as even as can be.
 
     Args:
@@ -184,7 +184,7 @@ def own_indices(tokens: int, processes: int, device: torch.device) -> list[Tenso
     """
     if tokens < 2 * processes:
         return [torch.arange(tokens, device=device)] * processes
-    return [torch.tensor([*head, *tail], device=device) for head, tail in pieces(tokens, processes)]
+    return [torch.tensor([*head, *tail], device=device) for head, tail in token_runs(tokens, processes)]
 
 
 def _row_bytes(group: GroupLayout, element_bytes: int) -> int:

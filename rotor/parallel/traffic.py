@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..format.channels import Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
-from .plan import LayerPlan, Traffic, pieces, plan_layer
+from .plan import LayerPlan, Traffic, token_runs, plan_layer
 
 
 def of_prompt(
@@ -25,7 +25,7 @@ def of_prompt(
     Args:
         tokens: at least two a process. exchange: as in `sequence_parallel`.
     """
-    lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
+    lengths = [sum(map(len, runs)) for runs in token_runs(tokens, processes)]
     whole = Traffic()
     for layout in layouts:
         plan = plan_layer(layout, shape, element_bytes, processes)
@@ -59,7 +59,7 @@ def of_ring(row_bytes: int, tokens: int, processes: int) -> Traffic:
     Args:
         row_bytes: of the keys and values of one token over all layers.
     """
-    lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
+    lengths = [sum(map(len, runs)) for runs in token_runs(tokens, processes)]
     busiest = tokens - min(lengths) if processes > 1 else 0
     return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest_bytes=busiest * row_bytes)
 
