@@ -14,7 +14,7 @@ from test_cli import rotor
 from rotor.format.channels import Numbers
 from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.parallel.attention import visible
-from rotor.parallel.plan import bounds, token_runs, plan_layer
+from rotor.parallel.plan import bounds, plan_layer, token_runs
 from rotor.parallel.traffic import of_prompt, of_ring
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..format.channels import Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
-from .plan import LayerPlan, Traffic, token_runs, plan_layer
+from .plan import LayerPlan, Traffic, plan_layer, token_runs
 
 
 def of_prompt(
