@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
-from . import completion
+from . import completion, is_first_process
 from .app import (
     AsJson,
     BatchTokens,
@@ -43,6 +43,7 @@ from .plans import print_calibration_plan, print_export_plan
 
 @app.command(
     epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384. "
+    "Several processes that share the tokens: torchrun --nproc-per-node 4 -m rotor calibrate ... "
     "After an interruption: the same command with --resume."
 )
 def calibrate(
@@ -103,6 +104,8 @@ def calibrate(
         return
     with resumable(lambda: _how_to_resume(out)):
         run = run_calibration(settings, progress)
+    if not is_first_process():
+        return
     if as_json:
         print_json({"run": str(run.folder), "recipe": run.recipe.name, **run.info})
         return
