@@ -221,7 +221,7 @@ def test_local_datasets(data_folder: Path, demo, monkeypatch: pytest.MonkeyPatch
         ({"split": "tset"}, r"no split 'tset'; it has train"),
         (
             {"column": "txt"},
-            r"column 'txt' holds nothing, expected text(.|\n)*tokens.column=NAME; there are text, kind, n",
+            r"column 'txt' holds nothing, expected text(.|\n)*tokens.column=NAME; there are text",
         ),
         ({"topic_column": "topic"}, r"no column 'topic'(.|\n)*tokens.topic_column=NAME; there are text, kind, n"),
         ({"column": "n"}, r"column 'n' holds int, expected text"),
