@@ -169,7 +169,7 @@ def test_checkpoint_files(places_for, share: float) -> None:
     def check(data: bytes) -> None:
         (out / "rotor.json").write_bytes(data)
         clean(lambda: check_integrity(Validation(out), Progress()))
-        clean(lambda: collect(out, run="not looked for"))
+        clean(lambda: collect(out))
 
     both("checkpoint", json.loads((out / "rotor.json").read_text()), check, share)
 

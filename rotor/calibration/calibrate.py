@@ -28,6 +28,7 @@ from ..format.hashes import file_sha256
 from ..format.locks import exclusive
 from ..format.publishing import check_space, recover
 from ..logs import log_file
+from ..models.hardware import fit_threads
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import read_attention
@@ -101,6 +102,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
     processes = Processes.from_environment()
     progress = progress if progress is not None and processes.is_first else Progress()
     job = processes.in_each(lambda: CalibrationJob.check(settings, processes))
+    fit_threads(job.checkpoint.total_bytes())
     streamed, memory = processes.in_first(job.streams)
     partial = PartialRun(job.out, processes.rank)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch.utils.benchmark import Timer
 
@@ -10,6 +12,15 @@ from ..recipe.settings import Compute
 
 RATE_SIZE, RATE_SECONDS = 512, 0.2
 """Size of the matrices whose product is timed, and for how long."""
+
+BYTES_PER_THREAD, DEFAULT_THREADS = 1 << 25, torch.get_num_threads()
+"""Weights that are worth a thread on a CPU: of smaller models threads wait for each other longer than they work."""
+
+
+def fit_threads(weight_bytes: int) -> None:
+    """Let torch use as many threads as a model of that size keeps busy, unless OMP_NUM_THREADS says how many."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(DEFAULT_THREADS, weight_bytes // BYTES_PER_THREAD)))
 
 
 def pick_device(name: str) -> torch.device:

@@ -6,12 +6,9 @@ that are known beforehand, at a rate that is measured for a fraction of a second
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..allocation.plan import RankPlan
@@ -26,9 +23,8 @@ from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
-from ..models.estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
+from ..models.estimate import Estimate, WeightSizes, forward_flops, measured_tokens
 from ..models.hardware import matmul_rate
-from ..models.memory import available_host_bytes, usable_host_bytes
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.shards import ShardContents, planned_layouts
@@ -36,25 +32,7 @@ from ..search.export_job import ExportJob
 from ..search.point import channels_json
 from ..search.rank_search import RankSearch
 from ..search.search import most_points
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Memory by what it is for, disk, and the time of the matrix products alone, by stage.
-
-    usable_host_bytes: of what is available, where weights are to stay in memory.
-    disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
-    """
-
-    streamed: bool
-    host_bytes: dict[str, int]
-    device_bytes: dict[str, int]
-    available_host_bytes: int
-    usable_host_bytes: int
-    disk_bytes: int
-    kept_disk_bytes: int
-    free_disk_bytes: int
-    product_seconds: dict[str, float]
+from .needs import Needs
 
 
 @dataclass(frozen=True)
@@ -126,13 +104,6 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     estimate, spec = job.estimates()[streamed], job.recipe
     check_space(partial.folder, 0 if partial.exists else estimate.disk_bytes)
     finished = partial.finished_layers if resume else 0
-    flops = calibration_flops(job.outline.sizes, job.shape, spec, job.group_size, job.wanted)
-    left = 1 - finished / job.shape.num_layers
-    rate, rate64 = matmul_rate(job.device, job.dtype), matmul_rate(torch.device("cpu"), torch.float64)
-    seconds = {
-        name: round(count / (rate64 if name == "statistics" else rate) * (1.0 if name == "text" else left), 1)
-        for name, count in flops.items()
-    }
     return CalibrationPlan(
         model=job.source.name,
         run=str(out),
@@ -143,7 +114,9 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
         finished_layers=finished,
         device=str(job.device),
         dtype=str(job.dtype).removeprefix("torch."),
-        needs=_needs(estimate, streamed, out, estimate.disk_bytes, estimate.kept_disk_bytes, seconds),
+        needs=Needs.of_calibration(
+            job.outline, spec, job.device, job.dtype, estimate, streamed, out, 1 - finished / job.shape.num_layers
+        ),
     )
 
 
@@ -183,7 +156,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         points=points,
         known_points=0 if job.unmeasured else len(search.table.points),
         unmeasured=job.unmeasured,
-        needs=_needs(
+        needs=Needs.of(
             estimate,
             place.streamed,
             job.out.path,
@@ -267,12 +240,3 @@ def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points
         seconds["probes"] = probes * share * forward_flops(sizes, tokens, head=False) / rate
         seconds["probes"] += probes * probed * forward_flops(replace(sizes, layers=()), tokens, head=True) / rate
     return {name: round(value, 1) for name, value in seconds.items()}
-
-
-def _needs(estimate: Estimate, streamed: bool, out: Path, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
-    place = out
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    memory = available_host_bytes(), usable_host_bytes()
-    return Needs(streamed, estimate.host, estimate.device, *memory, disk, kept, free, seconds)

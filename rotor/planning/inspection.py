@@ -17,39 +17,21 @@ from transformers import AutoModelForCausalLM
 from ..calibration.outline import ModelOutline, needs_whole_model
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
-from ..models.estimate import Estimates
 from ..models.hardware import pick_device, pick_dtype
 from ..models.hub import tensor_headers
-from ..models.memory import WholeModel, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
+from ..models.memory import available_device_bytes, stream_weights
 from ..models.source import find_source
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
 from ..recipe import ObjectiveSettings, Recipe, load_recipe
+from .needs import Needs
 
 WEIGHTS = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
 """Files of weights in any form; without one a config.json stands alone, and says what the weights would be."""
 
 CONTEXTS = (8192, 32768, 131072)
 """Lengths, in tokens, at which the size of the cache is shown."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Memory and disk of one command, bytes; `streamed`: one layer of weights in memory at a time."""
-
-    streamed: bool
-    host_bytes: int
-    device_bytes: int
-    disk_bytes: int
-    kept_disk_bytes: int
-
-    @classmethod
-    def of(cls, estimates: Estimates, device: torch.device, whole: WholeModel | None = None) -> Needs:
-        """As the command itself decides; where it would refuse, what it lacks."""
-        streamed, _ = stream_weights("auto" if whole is None else "never", estimates, device)
-        estimate = estimates[streamed]
-        return cls(streamed, estimate.host_bytes, estimate.device_bytes, estimate.disk_bytes, estimate.kept_disk_bytes)
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,6 @@ class Inspection:
     objective: device and load for which decode times are predicted; instructions_per_cycle: that an SM of it is taken
         to issue. decode_times: of every group size, at a few numbers of bytes; a prediction.
     keys: what happens to keys, by candidate (`pre-8`: before RoPE, groups of 8 KV heads).
-    usable_host_bytes: of what is available, where weights are to stay in memory.
     calibrate, export: what the commands take on this machine, as they would be run.
     """
 
@@ -85,9 +66,6 @@ class Inspection:
     decode_times: list[DecodeTime]
     calibrate: Needs
     export: Needs
-    export_disk_bytes: int
-    available_host_bytes: int
-    usable_host_bytes: int
     available_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,6 +106,10 @@ def inspect(
     load = spec.objective
     rates = find_device(load.device, load.device_file)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
+    calibrating = outline.calibration(spec, target, compute_dtype, batch_tokens)
+    streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
+    measuring, grown = outline.evaluation(spec, target, compute_dtype), int(stored * 1.1)
+    layerwise, _ = stream_weights("auto", measuring, target)
     return Inspection(
         name=source.name,
         revision=source.revision,
@@ -146,14 +128,11 @@ def inspect(
         keys={key: _keys(candidate, shape) for key, candidate in candidates.items()},
         objective=load,
         instructions_per_cycle=rates.instructions_per_cycle,
-        decode_times=decode_times(shape, rates, step),
-        calibrate=Needs.of(
-            outline.calibration(spec, target, compute_dtype, batch_tokens), target, needs_whole_model(spec)
+        decode_times=decode_times(shape, rates, step, candidates.values()),
+        calibrate=Needs.of_calibration(
+            outline, spec, target, compute_dtype, calibrating[streamed], streamed, Path.cwd()
         ),
-        export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
-        export_disk_bytes=int(stored * 1.1),
-        available_host_bytes=available_host_bytes(),
-        usable_host_bytes=usable_host_bytes(),
+        export=Needs.of(measuring[layerwise], layerwise, Path.cwd(), grown, grown, {}),
         available_device_bytes=available_device_bytes(target),
     )
 

@@ -34,6 +34,10 @@ def _is_device(name: str) -> bool:
     return name == "auto" or (kind in ("cpu", "cuda") and (index.isdecimal() or not colon))
 
 
+def _is_confidence(value: float) -> bool:
+    return value == CONFIDENCE
+
+
 def _check_options(settings: Any) -> None:
     """Raises UsageError, naming the option, for a field that does not fit its type."""
     for name, kind in get_type_hints(type(settings), include_extras=True).items():
@@ -91,7 +95,7 @@ class Goal:
     accuracy: Share | None = None
     compression: Share | None = None
     removal_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
-    confidence: Annotated[float, Expect(lambda value: value == CONFIDENCE, f"{CONFIDENCE}")] | None = None
+    confidence: Annotated[float, Expect(_is_confidence, f"{CONFIDENCE}")] | None = None
 
     def check(self) -> None:
         """Raises UsageError if not one, or out of range."""

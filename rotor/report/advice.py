@@ -22,13 +22,15 @@ def steps_of_run(
         target: of the point that is shown, if it has one. missed: targets that were out of reach. stored: compression
             of the point that is shown; None if nothing was measured.
     """
-    export, steps = f"rotor export {shlex.quote(name)} -o OUT", []
+    quoted, steps = shlex.quote(name), []
     if stored is None or target is not None or not missed:
-        goal = 0.99 if target is None else target
-        steps.append((f"{export} --accuracy {goal:g}", "writes the checkpoint; a measured table is read again"))
+        goal = "0.99" if target is None else f"{target:g}"
+        steps.append(
+            (f"rotor export {quoted} -o OUT --accuracy {goal}", "writes the checkpoint; a measured table is read again")
+        )
     elif share := math.floor(1000 * stored) / 1000:
         why = "writes the best point that was measured, as no target was reached"
-        steps.append((f"{export} --compression {share:g}", why))
+        steps.append((f"rotor export {quoted} -o OUT --compression {share:g}", why))
     if missed:
         own, count = shlex.quote(f"{name}/{RECIPE}"), 2 * recipe.tokens.count
         why = f"{missed[0]} is out of reach: more tokens, or another recipe, may bring it nearer"
@@ -42,9 +44,12 @@ def steps_of_checkpoint(recipe: Recipe, name: str, short_of: float | None) -> li
     Args:
         short_of: the target, if the interval on the report split reaches below it.
     """
-    quoted, checks = shlex.quote(name), "checks every tensor, the numbers against the source, and the accuracy again"
+    quoted = shlex.quote(name)
     steps = [
-        (f"rotor validate {quoted}{_same_text(recipe)}", checks),
+        (
+            f"rotor validate {quoted}{_same_text(recipe)}",
+            "checks every tensor, the numbers against the source, and the accuracy again",
+        ),
         (f'rotor generate {quoted} "PROMPT"', "a first look at what it writes"),
     ]
     if short_of is not None:
