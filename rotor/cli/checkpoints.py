@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
-from . import is_first_process
+from ..logs import is_first_process
 from .app import check_folder, command, print_json, resumable, shares
 from .console import in_interval, print_seconds, print_table, say
 from .options import ComputeOptions, MemoryOptions, Output
