@@ -16,12 +16,13 @@ from ..errors import RotorError
 class Launched:
     """One of several processes.
 
-    rank: among all of them. count: of all. local_rank: on this machine.
+    rank: among all of them. count: of all. local_rank, local_count: on this machine.
     """
 
     rank: int
     count: int
     local_rank: int
+    local_count: int
 
     def device(self, name: str) -> str:
         """Name the device: `auto` and `cuda` are this process's own GPU."""
@@ -59,6 +60,6 @@ class Launched:
 
 def launched() -> Launched | None:
     """What torchrun's environment variables say; None without them."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     values = [os.environ.get(name, "") for name in names]
     return Launched(*map(int, values)) if all(value.isdigit() for value in values) else None
