@@ -163,7 +163,7 @@ def test_no_card_is_empty() -> None:
     data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured."}
     page = page_of(data)
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    assert sections == ["spectra", "next", "absent", "recipe"]
+    assert sections == ["spectra", "absent", "recipe"]
     assert page.text.count("Nothing was measured.") == 1
 
 
