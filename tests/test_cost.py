@@ -72,7 +72,7 @@ def test_the_uncompressed_layer_takes_its_bytes() -> None:
     weights = 2 * (32 + 8) * 128 * 4096 * 2
     assert time.projection_bytes == weights
     assert time.seconds == time.attention_s + weights / 4.8e12
-    assert uncompressed_decode_seconds(LLAMA, H200, STEP) == pytest.approx(32 * time.seconds)
+    assert uncompressed_decode_seconds(LLAMA, H200, STEP) == 32 * time.seconds
 
 
 def test_the_longer_of_reading_and_issuing(table) -> None:
@@ -178,11 +178,11 @@ def test_sizes_of_groups_by_time(table) -> None:
 
 def test_times_of_an_8b(table) -> None:
     times = {(t.candidate, t.scenario): t for t in decode_times(LLAMA, H200, STEP)}
-    found = times["joint, 16 fast, 1 a group", "0.875"]
+    found = times["joint, blocks of 64, 16 fast planes, 1 head", "0.875"]
     assert found.instructions_per_key == 128 + 32 + 1.5
     assert found.kv_bytes_per_token == 32 * 8 * 64
     assert found.share == pytest.approx(161.5 / 42, rel=0.01)
-    assert times["joint, pre-RoPE, 8 a group", "0.94"].instructions_per_key == 0
+    assert times["joint, pre-RoPE, 8 heads", "0.94"].instructions_per_key == 0
     without = AttentionShape(12, 12, 12, 64, 768)
     assert {t.candidate.partition(",")[0] for t in decode_times(without, H200, STEP)} == {"joint", "apart"}
 
@@ -257,18 +257,21 @@ def test_a_device_file_adds_and_replaces(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- 1", "expected a mapping from device names to their rates, got [1]"),
+        ("- 1", "got [1], expected a mapping"),
         ("x: [", "not valid YAML"),
         ("x: 3", "x: got 3, expected a mapping"),
         (f"x: {{{FIELDS}, clok_hz: 1}}", "unknown key 'x.clok_hz'; did you mean 'clock_hz'?"),
         ("x: {source: measured}", "missing key 'x.bandwidth_bytes_per_s'"),
         (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected a finite number"),
-        (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0.0, expected a positive number"),
+        (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0, expected a finite number above 0"),
         (
             f"x: {{{FIELDS.replace('7.9e14', '.inf')}}}",
             "x.matmul_flops_per_s: got 'Infinity', expected a",
         ),
-        (f"x: {{{FIELDS}, instructions_per_cycle: 5}}", "instructions_per_cycle: got 5.0, an SM issues at most 4."),
+        (
+            f"x: {{{FIELDS}, instructions_per_cycle: 5}}",
+            "instructions_per_cycle: got 5, expected a finite number above 0 and at most 4",
+        ),
         (f"x: {{{FIELDS.replace('measured', 'guessed')}}}", "x.source: got 'guessed', expected one of data-sheet"),
     ],
 )
