@@ -23,6 +23,7 @@ from .sections import (
     Evaluation,
     Groups,
     ObjectiveSettings,
+    Prune,
     Ranks,
     Search,
     Tokens,
@@ -41,6 +42,7 @@ class Recipe:
     summary: str
     """What it is, in a sentence."""
     tokens: Tokens = Tokens()
+    prune: Prune = Prune()
     groups: Groups = Groups()
     bases: Bases = Bases()
     ranks: Ranks = Ranks()
