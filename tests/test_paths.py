@@ -96,10 +96,9 @@ def test_a_source_under_a_name_that_may_be_removed(run: Run, model: Path, tmp_pa
         for path in source.iterdir():
             (linked / path.name).symlink_to(path)
         before = contents(tmp_path)
-        for given in (source, linked):
-            for resume in (False, True):
-                with pytest.raises(UsageError, match="which rotor reads from"):
-                    calibrate(given, tmp_path / "L", "fdc", SETTINGS, overwrite=True, resume=resume)
+        for given, resume in ((source, False), (linked, True)):
+            with pytest.raises(UsageError, match="which rotor reads from"):
+                calibrate(given, tmp_path / "L", "fdc", SETTINGS, overwrite=True, resume=resume)
         assert contents(tmp_path) == before
         shutil.rmtree(tmp_path / name.split("/")[0])
         shutil.rmtree(linked)
@@ -124,7 +123,7 @@ def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(run: Run, tmp
     assert export(run.folder, tmp_path / "dangling", compression=0.4).folder == tmp_path / "new"
 
 
-@pytest.mark.parametrize("name", ["m[ab]", "**", "-rf [b]"])
+@pytest.mark.parametrize("name", ["m[ab]", "-rf **"])
 def test_names_with_a_meaning_to_others(run: Run, tmp_path: Path, name: str) -> None:
     """Neighbours that a pattern would match stay; so does the backup of `.ma`, which `m[ab]` once took."""
     neighbours = [tmp_path / f".{other}.rotor-0123456789abcdef{end}" for other in ("ma", "x") for end in ("", "-old")]
