@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from rotor.bases.moments import LayerStatistics
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import read_statistics
+from rotor.data.splits import digests
 from rotor.errors import CheckpointError
 from rotor.evaluation.fidelity import FidelityMeter
 from rotor.export.export import export
@@ -29,7 +30,7 @@ from rotor.format.section import MARK
 from rotor.recipe import override
 from rotor.search.point import as_lists
 from rotor.search.search import rank_path
-from rotor.search.table import RankTable, any_probes
+from rotor.search.table import RankTable, read_probes
 from rotor.validation.validate import SourceMeasurements, validate
 
 
@@ -165,6 +166,22 @@ def test_statistics_on_disk_are_those_of_the_tokens(tmp_path: Path, tiny) -> Non
         torch.testing.assert_close(merged.sums[name], total, rtol=1e-5, atol=1e-3)
 
 
+def test_calibrating_on_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 500)
+    settings = ["tokens.source=text", f"tokens.path={tmp_path / 'text.txt'}", "tokens.count=1024", *FAST_EVALUATION]
+    run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", settings)
+    documents = run.info["tokens"].pop("documents_sha256")
+    assert documents == digests([(tmp_path / "text.txt").read_text()])
+    assert run.info["tokens"] == {
+        "source": "text",
+        "count": 1024,
+        "rows": 2,
+        "seq_len": 512,
+        "topics": {"text.txt": 2},
+        "pruned_rows": 0,
+    }
+
+
 def test_shards_are_kept_and_a_layer_may_be_spread_over_them(tmp_path: Path, tiny) -> None:
     """Sharded source with odd file names, the tensors of each layer split between two files."""
     source = shutil.copytree(tiny("qwen2"), tmp_path / "sharded")
@@ -270,7 +287,7 @@ def test_validate_elsewhere_says_what_it_could_not_check(run_copy, tmp_path: Pat
     ],
 )
 def test_every_recipe_on_models_with_and_without_rope(recipe: str, family: str, tiny, tmp_path: Path) -> None:
-    small = ["tokens.count=512", "tokens.seq_len=64"]
+    small = ["tokens.count=512", "tokens.seq_len=64", *(["prune.kmeans=32"] if recipe == "zdc" else [])]
     ranks = ["ranks.multiple_of=4", "ranks.probe_tokens=256", "ranks.fisher_tokens=128", *FAST_EVALUATION, *SHORT_TEXT]
     run = calibrate(tiny(family), tmp_path / "run", recipe, [*small, *ranks])
     report = export(run.folder, tmp_path / "out", compression=0.3).report
@@ -292,7 +309,9 @@ def test_ranks_may_choose_domain_and_group_size_for_latency(tiny, tmp_path: Path
         assert result.report["compression"]["stored"] >= 0.4
         checked = validate(result.folder, measure=False)
         assert not checked.damaged, [c for c in checked.checks if c.status == "fail"]
-    path = rank_path(run.bases(), run, override(run.recipe, ["objective.kind=latency"]), any_probes(run))
+    (probes,) = (run.folder / "probes").iterdir()
+    found = read_probes(run, probes.stem)
+    path = rank_path(run.bases(), run, override(run.recipe, ["objective.kind=latency"]), found)
     plan = path.at_compression(0.4)
     assert plan is not None
     assert plan.saving != pytest.approx(plan.stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ from .sections import (
     Evaluation,
     Groups,
     ObjectiveSettings,
+    Prune,
     Ranks,
     Search,
     Tokens,
@@ -40,6 +42,7 @@ class Recipe:
     summary: str
     """What it is, in a sentence."""
     tokens: Tokens = Tokens()
+    prune: Prune = Prune()
     groups: Groups = Groups()
     bases: Bases = Bases()
     ranks: Ranks = Ranks()
@@ -74,10 +77,8 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def to_yaml(self) -> str:
-        data = self.to_dict()
-        data["ranks"]["probe_shares"] = list(data["ranks"]["probe_shares"])
-        data["codes"]["bits"] = list(data["codes"]["bits"])
-        return yaml.safe_dump(data, sort_keys=False, width=120)
+        plain = json.loads(json.dumps(self.to_dict()))  # with lists for tuples
+        return yaml.safe_dump(plain, sort_keys=False, width=120)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
