@@ -37,13 +37,12 @@ def find_source(model: str | Path, revision: str | None = None, *, weights: bool
 
 def _check(folder: Path) -> None:
     config = read_json(folder / "config.json")
-    section = config.get("quantization_config")
     if is_compressed(config):
         raise UnsupportedModelError(
             f"{folder}: `rotor export` wrote it: it is compressed already.",
             "Give the run or the model that it was made from (rotor.json names both), or use it as it is.",
         )
-    if isinstance(section, dict):
+    if isinstance(section := config.get("quantization_config"), dict):
         method = str(section.get("quant_method"))
         what, else_ = QUANTISED.get(method, (f"quantised ({method[:40]})", ""))
         raise UnsupportedModelError(f"{folder}: already quantised: its weights are {what}.", f"{ORIGINAL}{else_}.")
