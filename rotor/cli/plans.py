@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..progress import in_time
 from .console import in_bytes, print_pairs, print_table, say
 
 
@@ -138,7 +137,7 @@ def _by_bits(channels: dict[str, int]) -> str:
 
 
 def _planned_needs(needs: Any) -> list[tuple[str, str]]:
-    """Memory, disk and time of a plan."""
+    """Memory and disk of a plan."""
     rows = []
     for where, parts in (("memory", needs.host_bytes), ("GPU memory", needs.device_bytes)):
         if parts:
@@ -147,8 +146,4 @@ def _planned_needs(needs: Any) -> list[tuple[str, str]]:
             rows.append((where, f"about {in_bytes(sum(parts.values()))} ({named}){there}"))
     disk = f"up to {in_bytes(needs.disk_bytes)}, of which {in_bytes(needs.kept_disk_bytes)} stay"
     rows.append(("disk", f"{disk}; {in_bytes(needs.free_disk_bytes)} free"))
-    if needs.product_seconds:
-        named = ", ".join(f"{name} {in_time(seconds)}" for name, seconds in needs.product_seconds.items())
-        total = in_time(sum(needs.product_seconds.values()))
-        rows.append(("time", f"about {total} for the matrix products alone ({named}), at the rate measured here"))
     return rows

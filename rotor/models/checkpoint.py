@@ -231,12 +231,12 @@ def _check_files(folder: Path) -> None:
         raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
     for path in sorted(folder.iterdir()):
         check_regular(path, "Replace it by the model's own file.")
-        if path.is_file() and path.stat().st_size <= LARGEST_POINTER and os.access(path, os.R_OK):
-            if path.read_bytes().startswith(LFS_POINTER):
-                raise CheckpointError(
-                    f"{path}: a pointer of Git LFS, in place of the file that it stands for.",
-                    "Fetch it with `git lfs pull` in that folder, or download the model again.",
-                )
+        small = path.is_file() and path.stat().st_size <= LARGEST_POINTER and os.access(path, os.R_OK)
+        if small and path.read_bytes().startswith(LFS_POINTER):
+            raise CheckpointError(
+                f"{path}: a pointer of Git LFS, in place of the file that it stands for.",
+                "Fetch it with `git lfs pull` in that folder, or download the model again.",
+            )
 
 
 def _safetensors(path: Path) -> Any:

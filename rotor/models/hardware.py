@@ -1,15 +1,11 @@
-"""Choose the device and dtype of a forward pass by what the user named; and time a matrix product there."""
+"""Choose the device and dtype of a forward pass by what the user named."""
 
 from __future__ import annotations
 
 import torch
-from torch.utils.benchmark import Timer
 
 from ..errors import UsageError
 from ..recipe.settings import Compute
-
-RATE_SIZE, RATE_SECONDS = 512, 0.2
-"""Size of the matrices whose product is timed, and for how long."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -30,13 +26,3 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
     Compute(dtype=name).check()
     found: torch.dtype = getattr(torch, name)
     return found
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a matrix product, measured for RATE_SECONDS."""
-    generator = torch.Generator().manual_seed(0)
-    left = torch.randn(RATE_SIZE, RATE_SIZE, generator=generator).to(device, dtype)
-    found = Timer("left @ left", globals={"left": left}, num_threads=torch.get_num_threads()).blocked_autorange(
-        min_run_time=RATE_SECONDS
-    )
-    return 2 * RATE_SIZE**3 / found.mean

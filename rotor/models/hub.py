@@ -92,25 +92,3 @@ def _explained(error: Exception, name: str, offline: bool) -> RotorError:
             f"{where} not in the hub's cache; {why}.", "Check the name and the connection, or give a model's folder."
         )
     return CheckpointError(f"{where} not to be had from the hub: {reason}", "Check the name and the revision.")
-
-
-def tensor_headers(source: ModelSource) -> tuple[dict[str, list[int]], int]:
-    """Shapes of a hub model's tensors by name, and the bytes of all; only the headers of its shards are fetched.
-
-    Raises:
-        CheckpointError: the repository has no safetensors weights, or the hub cannot be reached.
-    """
-    from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
-
-    assert source.hub_id is not None
-    try:
-        found = get_safetensors_metadata(source.hub_id, revision=source.revision)
-    except (HfHubHTTPError, NotASafetensorsRepoError, OSError) as error:
-        raise CheckpointError(
-            f"{source.hub_id}: the headers of its weights cannot be fetched: {' '.join(str(error).split())[:300]}",
-            "Download it first, and give its folder.",
-        ) from error
-    tensors = {name: info for file in found.files_metadata.values() for name, info in file.tensors.items()}
-    shapes = {name: list(info.shape) for name, info in tensors.items()}
-    return shapes, sum(info.data_offsets[1] - info.data_offsets[0] for info in tensors.values())

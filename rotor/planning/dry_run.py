@@ -1,7 +1,6 @@
 """Plans of what calibrate and export would do and take, made without writing anything or reading weights.
 
-Ranks and sizes come from the same code that writes them, on the meta device. Times are those of the matrix products
-that are known beforehand, at a rate that is measured for a fraction of a second; everything else comes on top.
+Ranks and sizes come from the same code that writes them, on the meta device.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..allocation.plan import RankPlan
@@ -26,8 +24,7 @@ from ..codes.layer import CodedBases
 from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
-from ..models.estimate import Estimate, WeightSizes, calibration_flops, forward_flops, measured_tokens
-from ..models.hardware import matmul_rate
+from ..models.estimate import Estimate
 from ..models.memory import available_host_bytes, usable_host_bytes
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
@@ -40,7 +37,7 @@ from ..search.search import most_points
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory by what it is for, disk, and the time of the matrix products alone, by stage.
+    """Memory by what it is for, and disk.
 
     usable_host_bytes: of what is available, where weights are to stay in memory.
     disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
@@ -54,7 +51,14 @@ class Needs:
     disk_bytes: int
     kept_disk_bytes: int
     free_disk_bytes: int
-    product_seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, estimate: Estimate, streamed: bool, out: Path, disk_bytes: int, kept_disk_bytes: int) -> Needs:
+        """What an estimate of memory says, beside what there is."""
+        place = next(place for place in (out, *out.parents) if place.exists())
+        memory = available_host_bytes(), usable_host_bytes()
+        free = shutil.disk_usage(place).free
+        return cls(streamed, estimate.host, estimate.device, *memory, disk_bytes, kept_disk_bytes, free)
 
 
 @dataclass(frozen=True)
@@ -125,14 +129,6 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     streamed, _ = job.streams()
     estimate, spec = job.estimates()[streamed], job.recipe
     check_space(partial.folder, 0 if partial.exists else estimate.disk_bytes)
-    finished = partial.finished_layers if resume else 0
-    flops = calibration_flops(job.outline.sizes, job.shape, spec, job.group_size, job.wanted)
-    left = 1 - finished / job.shape.num_layers
-    rate, rate64 = matmul_rate(job.device, job.dtype), matmul_rate(torch.device("cpu"), torch.float64)
-    seconds = {
-        name: round(count / (rate64 if name == "statistics" else rate) * (1.0 if name == "text" else left), 1)
-        for name, count in flops.items()
-    }
     return CalibrationPlan(
         model=job.source.name,
         run=str(out),
@@ -140,10 +136,10 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
         candidates=job.candidates,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count, "seq_len": spec.tokens.seq_len},
         num_layers=job.shape.num_layers,
-        finished_layers=finished,
+        finished_layers=partial.finished_layers if resume else 0,
         device=str(job.device),
         dtype=str(job.dtype).removeprefix("torch."),
-        needs=_needs(estimate, streamed, out, estimate.disk_bytes, estimate.kept_disk_bytes, seconds),
+        needs=Needs.of(estimate, streamed, out, estimate.disk_bytes, estimate.kept_disk_bytes),
     )
 
 
@@ -162,11 +158,10 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
         tensors, after, cache = _sizes(job, search, found, element_bytes)
     points, probed = _to_measure(search, found)
-    outline = ModelOutline.of(job.checkpoint)
     place = Placement.choose(job.checkpoint, job.recipe, settings.compute, silent)
-    estimate = outline.evaluation(job.recipe, place.device, place.dtype)[place.streamed]
-    if not points and not probed:
-        estimate = Estimate({}, {}, {})  # nothing runs: the shards are rewritten one by one
+    estimate = Estimate({}, {})  # where nothing runs: the shards are rewritten one by one
+    if points or probed:
+        estimate = ModelOutline.of(job.checkpoint).evaluation(job.recipe, place.device, place.dtype)[place.streamed]
     return ExportPlan(
         run=str(job.run.folder),
         out=str(job.out.path),
@@ -178,19 +173,15 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         compression=share,
         kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
         tensors=tensors,
-        checkpoint_bytes={"before": _stored_bytes(job), "after": after},
+        checkpoint_bytes={
+            "before": sum(_bytes(job.checkpoint.meta_tensor(name)) for name in job.checkpoint.names),
+            "after": after,
+        },
         probed_layers=probed,
         points=points,
         known_points=0 if job.unmeasured else len(search.table.points),
         unmeasured=job.unmeasured,
-        needs=_needs(
-            estimate,
-            place.streamed,
-            job.out.path,
-            job.needed_bytes,
-            job.needed_bytes if after is None else after,
-            _export_seconds(job, outline.sizes, place, points, probed),
-        ),
+        needs=Needs.of(estimate, place.streamed, job.out.path, job.needed_bytes, after or job.needed_bytes),
     )
 
 
@@ -226,11 +217,8 @@ def _sizes(
         for name in sorted({*before, *after})
         if name not in before or name not in after or before[name].shape != after[name].shape
     }
-    return (
-        changed,
-        sum(map(_bytes, after.values())),
-        kv_bytes_per_token([layout for layout, _ in planned], element_bytes),
-    )
+    cache = kv_bytes_per_token([layout for layout, _ in planned], element_bytes)
+    return changed, sum(map(_bytes, after.values())), cache
 
 
 def _on_meta(bases: LayerBases) -> LayerBases:
@@ -246,33 +234,3 @@ def _on_meta(bases: LayerBases) -> LayerBases:
 
 def _bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
-
-
-def _stored_bytes(job: ExportJob) -> int:
-    return sum(_bytes(job.checkpoint.meta_tensor(name)) for name in job.checkpoint.names)
-
-
-def _export_seconds(job: ExportJob, sizes: WeightSizes, place: Placement, points: int, probed: int) -> dict[str, float]:
-    """The forward passes of points (and of the uncompressed model), and of probes: each a layer of the rest of them."""
-    if not points and not probed:
-        return {}
-    recipe, layers = job.recipe, job.run.shape.num_layers
-    rate = matmul_rate(place.device, place.dtype)
-    rows = measured_tokens(recipe.evaluation)
-    seconds = {"points": (points + 1) * forward_flops(sizes, rows, head=True) / rate}
-    if probed:
-        probes = 2 * len(recipe.ranks.probe_shares) * len(job.run.info["candidates"])
-        tokens = min(recipe.ranks.probe_tokens, recipe.evaluation.search_tokens)
-        share = probed * (probed + 1) / (2 * layers)  # a probe of layer i runs the layers from i on
-        seconds["probes"] = probes * share * forward_flops(sizes, tokens, head=False) / rate
-        seconds["probes"] += probes * probed * forward_flops(replace(sizes, layers=()), tokens, head=True) / rate
-    return {name: round(value, 1) for name, value in seconds.items()}
-
-
-def _needs(estimate: Estimate, streamed: bool, out: Path, disk: int, kept: int, seconds: dict[str, float]) -> Needs:
-    place = out
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    memory = available_host_bytes(), usable_host_bytes()
-    return Needs(streamed, estimate.host, estimate.device, *memory, disk, kept, free, seconds)

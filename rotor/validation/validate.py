@@ -27,7 +27,7 @@ from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.layerwise import LayerwiseModel
-from ..models.loading import compressed_weights, weights_of
+from ..models.loading import weights_of
 from ..models.projections import longest_row
 from ..policies import Policy, cache_policy, find_policy, packed_bytes_per_token, read_stored, stored_bytes
 from ..progress import Progress, StageTimes
@@ -173,7 +173,7 @@ def _against_source(
             context = EvaluationContext(trusted.spec, data.rows, checkpoint.tokenizer, checkpoint.config)
             meter = _measured_source(source, place, context, progress, policy)
     with progress.task("load model", None, ""):
-        weights = compressed_weights(checkpoint, place.device, place.dtype, place.streamed)
+        weights = weights_of(checkpoint, place.device, place.dtype, place.streamed)
     compressed = LayerwiseModel(weights)
     if meter is not None and data is not None:
         _check_accuracy(result, meter, compressed, report)
