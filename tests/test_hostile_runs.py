@@ -15,16 +15,7 @@ import pytest
 from conftest import calibrated, reseal
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import (
-    BYTES,
-    CHANGES,
-    SHARES,
-    both,
-    changed,
-    clean,
-    garbled,
-    mutations,
-)
+from mutations import BYTES, CHANGES, SHARES, both, changed, clean, garbled, mutations
 from worlds import SECONDS, limited
 
 from rotor.calibration.run import Run, read_statistics
