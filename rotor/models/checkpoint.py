@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ from .tokenizer import load_tokenizer
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 AGAIN = "Download it again: index and shards are not of one model."
-LFS_POINTER, LARGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
-"""How the text begins that a clone without Git LFS has in place of a large file, and the most bytes that it has."""
-
 ORIGINAL = "Give the original safetensors checkpoint."
 OTHER_FORMATS = {
     "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
@@ -38,6 +34,8 @@ OTHER_FORMATS = {
 
 class Checkpoint:
     """A folder with config.json and safetensors shards, opened read-only; tensors are read when asked for.
+
+    file_of: shard file name by tensor name. names: of the tensors. files: names of the shards, sorted.
 
     Raises:
         CheckpointError: no model folder, a missing, truncated or unreadable shard, or a pickle checkpoint.
@@ -58,15 +56,7 @@ class Checkpoint:
         check_config(self.folder / "config.json", self.config_dict)
         self._handles: dict[str, Any] = {}
         self.file_of = self._locate()
-
-    @property
-    def files(self) -> list[str]:
-        """Shard file names, sorted."""
-        return sorted(set(self.file_of.values()))
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.file_of)
+        self.names, self.files = frozenset(self.file_of), sorted(set(self.file_of.values()))
 
     @cached_property
     def config(self) -> Any:
@@ -110,7 +100,8 @@ class Checkpoint:
     def meta_tensor(self, name: str) -> Tensor:
         """The shape and dtype of a tensor, on the meta device; only its header is read."""
         stored = self._open(self.file_of[name]).get_slice(name)
-        return torch.empty(stored.get_shape(), dtype=stored[:0].dtype if stored.get_shape() else None, device="meta")
+        shape = stored.get_shape()
+        return torch.empty(shape, dtype=stored[:0].dtype if shape else None, device="meta")
 
     def release(self) -> None:
         """Close the shards, so that what was read of them no longer counts as this process's memory."""
@@ -223,7 +214,7 @@ def config_of(folder: Path) -> Any:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises UnsupportedModelError for other formats, CheckpointError for pipes and for pointers of Git LFS."""
+    """Raises UnsupportedModelError for other formats, CheckpointError for pipes."""
     for name, (what, hint) in OTHER_FORMATS.items():
         if (folder / name).is_file():
             raise UnsupportedModelError(f"{folder / name}: {what}, which rotor cannot compress.", hint)
@@ -231,12 +222,6 @@ def _check_files(folder: Path) -> None:
         raise UnsupportedModelError(f"{folder}: a GGUF model, which rotor cannot compress.", ORIGINAL)
     for path in sorted(folder.iterdir()):
         check_regular(path, "Replace it by the model's own file.")
-        small = path.is_file() and path.stat().st_size <= LARGEST_POINTER and os.access(path, os.R_OK)
-        if small and path.read_bytes().startswith(LFS_POINTER):
-            raise CheckpointError(
-                f"{path}: a pointer of Git LFS, in place of the file that it stands for.",
-                "Fetch it with `git lfs pull` in that folder, or download the model again.",
-            )
 
 
 def _safetensors(path: Path) -> Any:
@@ -251,7 +236,7 @@ def _safetensors(path: Path) -> Any:
     except SafetensorError as error:
         raise CheckpointError(
             f"{path}: truncated or not a safetensors file ({path.stat().st_size} bytes): {one_line(error)}",
-            AGAIN,
+            "Download it again; in a clone of a repository run `git lfs pull`.",
         ) from error
 
 

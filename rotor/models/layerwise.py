@@ -25,7 +25,7 @@ from ..progress import Advance
 from ..runtime.families import FAMILIES, Family, attention_shape
 from .checkpoint import is_finite
 from .estimate import HEAD_POSITIONS, LOGIT_BYTES
-from .weights import ResidentWeights, Weights
+from .weights import Weights
 
 STATES_IN_MEMORY_BYTES = 256 << 20
 """Hidden states up to this size are kept in memory; larger ones in a file that is mapped."""
@@ -57,7 +57,7 @@ class LayerwiseModel:
     @classmethod
     def of(cls, model: Any, batch_tokens: int = 2048) -> LayerwiseModel:
         """A model that is in memory."""
-        return cls(ResidentWeights(model), batch_tokens)
+        return cls(Weights(model), batch_tokens)
 
     def states_like(self, rows: Tensor) -> Tensor:
         """Room for the hidden states of rows [n, seq_len]: [n, seq_len, hidden_size] on the CPU."""

@@ -15,7 +15,7 @@ from ..runtime.families import FAMILIES
 from ..runtime.integration import replace_attention
 from .checkpoint import Checkpoint, one_line
 from .compressed import CompressedCheckpoint
-from .weights import ResidentWeights, StreamedWeights, Weights, keep_softcap
+from .weights import StreamedWeights, Weights, keep_softcap
 
 BELONGS = "Check that config.json belongs to these weights."
 LARGEST_SHARE = 4
@@ -120,7 +120,7 @@ def weights_of(
 ) -> Weights:
     """Open a checkpoint's weights, of a source or of what rotor wrote, all in memory or one layer at a time."""
     if not streamed:
-        return ResidentWeights(load_model(checkpoint.folder, device, dtype, device_map=device_map))
+        return Weights(load_model(checkpoint.folder, device, dtype, device_map=device_map))
     check_fit(checkpoint)
 
     def prepare(model: Any) -> None:

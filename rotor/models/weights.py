@@ -8,8 +8,8 @@ another form than the checkpoint (fused experts) need no knowledge here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,37 +27,24 @@ from .checkpoint import Checkpoint
 Part = int | Literal["embedding", "head"]
 
 
-class Weights(Protocol):
-    """A causal model, its device and dtype, and the promise that weights are there while they are used."""
-
-    model: Any
-    streamed: bool
-    device: torch.device
-    dtype: torch.dtype
-
-    def loaded(self, part: Part) -> Any:
-        """A context manager, in which a part's weights are on their device."""
-
-    def whole(self) -> Any:
-        """A context manager, in which the model itself can be called."""
-
-
-class ResidentWeights:
-    """Weights that are all in memory; loading a part is nothing."""
+class Weights:
+    """A causal model whose weights are there while they are used: here, all in memory."""
 
     streamed = False
 
     def __init__(self, model: Any) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
 
-    def loaded(self, part: Part) -> Any:
+    def loaded(self, part: Part) -> AbstractContextManager[None]:
+        """In its body a part's weights are on their device."""
         return nullcontext()
 
-    def whole(self) -> Any:
+    def whole(self) -> AbstractContextManager[None]:
+        """In its body the model itself can be called."""
         return nullcontext()
 
 
-class StreamedWeights:
+class StreamedWeights(Weights):
     """Weights of which one part is in memory at a time.
 
     Args:
