@@ -28,6 +28,9 @@ MAX_FILE_BYTES = 1 << 28
 MEMORY_BYTES, CPU_S, TIMEOUT_S = 4 << 30, 60, 120.0
 """What a trial may take: data in memory, seconds of processor time, and seconds in all."""
 
+CHAT_CPU_S = 20
+"""Seconds of processor time that a chat template may take, most of which is the start of the process."""
+
 TRIAL_TEXT = "\n".join(
     [
         "The quick brown fox jumps over 13 lazy dogs; 3.14159 is near 22/7, and (a + b) * c != a + b * c.",
@@ -84,13 +87,34 @@ def _tried(folder: Path) -> dict[str, Any]:
     return _verdicts[key]
 
 
+def as_chat(folder: Path, prompt: str) -> str:
+    """A user's prompt in the model's chat template, with the beginning of an answer.
+
+    A template is a program of the folder's: it is run where a tokenizer is tried.
+
+    Raises:
+        CheckpointError: it fails, or not within the limits above.
+    """
+    verdict = _in_child("chat", folder, prompt, CHAT_CPU_S)
+    if "error" in verdict:
+        raise CheckpointError(
+            f"{folder}: its chat template cannot be applied: {verdict['error']}",
+            "Give --raw to continue the prompt as it is.",
+        )
+    return str(verdict["text"])
+
+
 def _trial(folder: Path) -> dict[str, Any]:
+    return _in_child("text", folder, TRIAL_TEXT, CPU_S)
+
+
+def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
     """Run rotor.models.tokenizer_trial in a process of its own."""
-    limits = str(MEMORY_BYTES), str(CPU_S)
+    command = [sys.executable, tokenizer_trial.__file__, task, folder.absolute(), str(MEMORY_BYTES), str(cpu_s)]
     try:
         done = subprocess.run(
-            [sys.executable, tokenizer_trial.__file__, folder.absolute(), *limits],
-            input=TRIAL_TEXT.encode(),
+            command,
+            input=text.encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=TIMEOUT_S,
@@ -104,22 +128,6 @@ def _trial(folder: Path) -> dict[str, Any]:
         return {"error": f"the process that tries it cannot be started ({error.strerror})"}
     except ValueError:  # it did not live to say anything
         return {"error": f"the process that tried it ended with code {done.returncode} (a signal, if negative)"}
-
-
-def as_chat(tokenizer: Any, prompt: str) -> str:
-    """A user's prompt in the tokenizer's chat template, with the beginning of an answer.
-
-    Raises:
-        CheckpointError: the template, which runs in a sandbox of jinja2, fails.
-    """
-    try:
-        messages = [{"role": "user", "content": prompt}]
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # whatever a template raises
-        raise CheckpointError(
-            f"{tokenizer.name_or_path}: its chat template cannot be applied: {' '.join(str(error).split())[:300]}",
-            "Give --raw to continue the prompt as it is.",
-        ) from error
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

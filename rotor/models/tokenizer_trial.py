@@ -1,8 +1,9 @@
 """Load a tokenizer of unknown origin and use it once, in a process of its own that may die of it.
 
-Run as a file: its arguments are the model folder, the bytes of memory and the seconds of processor time that it may take,
-and its standard input is a text. It prints one line of JSON: as `largest` the largest id of the vocabulary that text can
-give, or `error`. It imports neither rotor nor torch, so that it starts within a second.
+Run as a file: its arguments are the task (`text` or `chat`), the model folder, the bytes of memory and the seconds of
+processor time that it may take, and its standard input is a text. It prints one line of JSON: of `text` as `largest`
+the largest id of the vocabulary that text can give, of `chat` as `text` what the chat template makes of it, or `error`.
+It imports neither rotor nor torch, so that it starts within a second.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import os
 import resource
 import sys
 from typing import Any
+
+MOST_CHARACTERS = 1 << 20
+"""That a chat template may add."""
 
 
 def limit(memory_bytes: int, cpu_s: int) -> None:
@@ -43,11 +47,17 @@ def largest_id(tokenizer: Any) -> int:
     return max((number for word, number in tokenizer.get_vocab().items() if word not in added), default=-1)
 
 
-def trial(folder: str, text: str) -> dict[str, Any]:
+def trial(task: str, folder: str, text: str) -> dict[str, Any]:
     without_torch()
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if task == "chat":
+        said = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        if len(rendered) > len(text) + MOST_CHARACTERS:
+            return {"error": f"it makes {len(rendered)} characters of {len(text)}"}
+        return {"text": rendered}
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     tokenizer.decode(ids)
     if not all(type(number) is int and number >= 0 for number in ids):
@@ -59,11 +69,11 @@ def main() -> None:
     os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="critical")
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # this file's folder, whose modules would hide others of the same name
-    folder, memory_bytes, cpu_s = sys.argv[1:]
+    task, folder, memory_bytes, cpu_s = sys.argv[1:]
     text = sys.stdin.buffer.read().decode("utf-8")
     limit(int(memory_bytes), int(cpu_s))
     try:
-        verdict = trial(folder, text)
+        verdict = trial(task, folder, text)
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         verdict = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     print("\n" + json.dumps(verdict), flush=True)
