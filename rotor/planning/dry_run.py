@@ -88,11 +88,9 @@ class CalibrationPlan:
 class ExportPlan:
     """What an export would do.
 
-    choice, ranks, kv_bytes_per_token, compression, tensors: None where they depend on what has to be measured first.
-        ranks: [key rank, value rank] by layer and group; channels: where they are codes, those by bits. tensors: bytes
-        before and after, of each tensor that changes.
-    checkpoint_bytes: of all tensors, before and after.
-    probed_layers: layers to probe first. points: about how many would be measured; known_points: are in the table.
+    choice to tensors: None where they depend on what has to be measured first. ranks: [key rank, value rank] by layer
+        and group; channels: where they are codes, those by bits. tensors: bytes of each that changes.
+    probed_layers: to probe first. points: about how many would be measured; known_points: are in the table.
     unmeasured: why accuracy is not measured, or nothing.
     """
 
@@ -153,10 +151,7 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
     search = RankSearch(job, StageTimes(), silent)
     shape, element_bytes = job.run.shape, int(job.run.info["element_bytes"])
     found = search.known()
-    choice, ranks, share, tensors, after, cache = None, None, None, None, None, None
-    if found is not None:
-        choice, ranks, share = list(found.choice), [list(layer) for layer in found.rounded], found.stored
-        tensors, after, cache = _sizes(job, search, found, element_bytes)
+    tensors, after, cache = (None, None, None) if found is None else _sizes(job, search, found, element_bytes)
     points, probed = _to_measure(search, found)
     place = Placement.choose(job.checkpoint, job.recipe, settings.compute, silent)
     estimate = Estimate({}, {})  # where nothing runs: the shards are rewritten one by one
@@ -167,10 +162,10 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         out=str(job.out.path),
         recipe=job.recipe.name,
         goal={name: value for name, value in asdict(job.goal).items() if value is not None},
-        choice=choice,
-        ranks=None if ranks is None else [[list(pair) for pair in layer] for layer in ranks],
+        choice=None if found is None else list(found.choice),
+        ranks=None if found is None else [[list(pair) for pair in layer] for layer in found.rounded],
         channels=None if found is None or found.channels is None else channels_json(found.channels),
-        compression=share,
+        compression=None if found is None else found.stored,
         kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
         tensors=tensors,
         checkpoint_bytes={

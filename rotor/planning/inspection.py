@@ -69,8 +69,6 @@ class Inspection:
     weight_bytes: int
     parameters: int
     shape: AttentionShape
-    rotary: bool
-    key_norm: bool
     kv_bytes_per_token: int
     kv_cache_bytes: dict[int, int]
     recipe: str
@@ -134,8 +132,6 @@ def inspect(
         weight_bytes=stored,
         parameters=outline.sizes.total,
         shape=shape,
-        rotary=bool(shape.rotary_dim),
-        key_norm=shape.key_norm,
         kv_bytes_per_token=per_token,
         kv_cache_bytes={tokens: kv_cache_bytes(outline.config, shape, per_token, tokens) for tokens in CONTEXTS},
         recipe=spec.name,
@@ -157,13 +153,7 @@ def inspect(
 
 
 def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: int) -> int:
-    """Bytes of the cache of one sequence.
-
-    As transformers' caches have it: where config.json gives a window but no types of layers, all have it.
-
-    Args:
-        per_token: bytes of all layers together. tokens: length of the sequence.
-    """
+    """Bytes of the cache of one sequence; a window in config.json without types of layers is all layers'."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.num_layers
     kept = [min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in types]
@@ -173,15 +163,14 @@ def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: i
 def _keys(candidate: Candidate, shape: AttentionShape) -> str:
     shared = ", one latent with the values" if candidate.joint else ""
     block, fast = candidate.form
-    how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
     if not shape.rotary_dim:
         return f"no RoPE: basis inside W_q and W_k, no overhead{shared}"
     if block is None:
         return "compressed after RoPE by a product at run time, never rebuilt"
     if fast == shape.rotary_planes:
+        how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
         return f"compressed before RoPE ({how}{shared}), rebuilt for attention"
     return (
         f"{fast} fast planes of {shape.rotary_planes} before RoPE, the others rotated within blocks of {block} "
-        f"positions, compressed by a product at run time{shared}; attention rebuilds the fast ones and rotates queries "
-        "once a block"
+        f"positions{shared}; attention rebuilds the fast ones and rotates queries once a block"
     )
