@@ -89,7 +89,8 @@ class StreamedWeights(Weights):
         self._load(None)
         # A head is in the shards or tied to the embedding; transformers would make up a random one.
         head = self._vocabulary["head"] + "weight"
-        if "head" in self._sources and not any(head in group for group in self._aliases):
+        tied = any(head in group for group in self._aliases)
+        if "head" in self._sources and not tied and self.model.get_parameter(head).is_meta:
             raise self._misfit(f"missing on loading: {head}, which config.json does not tie")
 
     @contextmanager
