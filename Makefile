@@ -1,5 +1,8 @@
-# make demo      set up .venv, then calibrate, export and validate the bundled model; ends with a table
+# make demo      set up .venv, then calibrate, export and validate the bundled model in short: the recipe `rotor`, one
+#                target, small measurements; ends with a table
+# make demo-full two recipes and three targets as their recipes stand
 # make test      set up .venv, then lint, types, the layers of the packages, and tests
+# make test-fast those that take seconds
 # make test-slow the tests marked slow: more kills, more mutations
 # make fuzz      whole commands with drawn paths, damage, environments and faults: 2,000 examples of each
 # make test-min  the tests on the oldest versions that pyproject.toml allows
@@ -15,10 +18,16 @@ WORKERS ?= auto
 # One thread a process, and compiled modules kept for the processes that tests start, whatever the user's shell says.
 TESTED := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 TARGETS := 0.99 0.95 0.90
+DEMO_TOKENS := --set tokens.count=16384 --set codes.tokens=8192
+DEMO_MEASURES := --set evaluation.search_tokens=4096 --set evaluation.report_tokens=8192 \
+	--set evaluation.lookup_prompts=24 --set evaluation.copy_prompts=12 --set search.resolution=0.02
+# Tests of values and of words: what needs no exports, no processes and no interpreter of kernels.
+FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference search inspection cost layers \
+	arguments installing ranks,tests/test_$(name).py))
 
 PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/studies
 
-.PHONY: docs demo gpu test test-slow test-vllm fuzz test-min lint setup clean
+.PHONY: docs demo demo-full gpu test test-fast test-slow test-vllm fuzz test-min lint setup clean
 
 setup: $(VENV)/.done
 
@@ -28,6 +37,12 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
+	$(BIN)/rotor calibrate artifacts/demo-model -o runs/demo $(DEMO_TOKENS) --overwrite
+	$(BIN)/rotor export runs/demo -o out/demo --accuracy 0.99 $(DEMO_MEASURES) --overwrite
+	$(BIN)/rotor validate out/demo
+	$(BIN)/python artifacts/demo.py out/demo
+
+demo-full: setup
 	@for recipe in fdc rotor; do \
 		$(BIN)/rotor calibrate artifacts/demo-model -o runs/demo-$$recipe --recipe $$recipe --overwrite || exit; \
 		for target in $(TARGETS); do \
@@ -46,6 +61,9 @@ lint: setup
 
 test: lint
 	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-fast: setup
+	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow" $(FAST)
 
 test-slow: setup
 	$(TESTED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow

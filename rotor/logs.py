@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,11 @@ from pathlib import Path
 
 log = logging.getLogger("rotor")
 LOG = "log.txt"
+
+
+def is_first_process() -> bool:
+    """Of those that torchrun started; the others are silent."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def printable(text: str) -> str:

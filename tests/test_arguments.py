@@ -177,9 +177,9 @@ def test_what_is_left_of_a_long_task_is_told_where_there_is_no_terminal(monkeypa
         for _ in range(8):
             advance(1000.0)
     assert caplog.messages == [
-        "measure: 25% of 8.0k tokens, about 2.0 min left",
-        "measure: 50% of 8.0k tokens, about 80 s left",
-        "measure: 75% of 8.0k tokens, about 40 s left",
+        "measure: 25% of 8,000 tokens, about 2.0 min left",
+        "measure: 50% of 8,000 tokens, about 80 s left",
+        "measure: 75% of 8,000 tokens, about 40 s left",
     ]
 
 

@@ -9,10 +9,10 @@ from rotor.bases import identity, kq, palu, svd
 from rotor.bases.layer import LayerBases
 from rotor.bases.method import Inputs, block_diagonal, output_moments, rotary_average
 from rotor.bases.moments import LayerStatistics
+from rotor.bases.weights import AttentionWeights
 from rotor.format.layout import POST_ROPE, AttentionShape
 from rotor.kernels.reference import rotate
 from rotor.rewriting.rewrite import layer_layout, rewrite_layer
-from rotor.runtime.families import AttentionWeights
 
 DOUBLE = torch.float64
 
@@ -37,12 +37,6 @@ def test_svd_equals_scipy_on_the_stacked_matrix_up_to_sign() -> None:
     alignment = np.abs(np.sum(pair.encode[0].numpy() * right.T, axis=0))
     np.testing.assert_allclose(alignment, 1.0, atol=1e-8)
     assert pair.is_orthonormal
-
-
-def test_svd_basis_is_orthonormal_and_signed_alike() -> None:
-    moments = anisotropic(100, 12, 3)
-    pair = svd.from_moments((moments.T @ moments)[None], torch.eye(12, dtype=DOUBLE)[None])
-    torch.testing.assert_close(pair.encode.mT @ pair.encode, torch.eye(12, dtype=DOUBLE)[None])
     largest = pair.encode.abs().argmax(dim=1, keepdim=True)
     assert (pair.encode.gather(1, largest) > 0).all()
 
@@ -64,41 +58,16 @@ def test_palu_equals_scipy_on_the_weight() -> None:
         np.testing.assert_allclose(np.abs(np.sum(pair.encode[group].numpy() * left, axis=0)), 1.0, atol=1e-10)
 
 
-def test_palu_with_more_rows_than_inputs_has_zero_singular_values() -> None:
-    pair = palu.from_weight(random(12, 5), 12)
-    assert pair.encode.shape == (1, 12, 12)
-    assert (pair.singular_values[0, 5:] == 0).all()
-
-
-def test_closed_form_inverts_at_full_rank() -> None:
-    queries, keys = anisotropic(400, 16, 4), anisotropic(300, 16, 5)
-    pair = kq.closed_form((queries.T @ queries)[None], (keys.T @ keys)[None])
-    torch.testing.assert_close(pair.encode[0] @ pair.decode[0].T, torch.eye(16, dtype=DOUBLE), atol=1e-8, rtol=0)
-
-
-@pytest.mark.parametrize("rank", [1, 3, 8, 15])
+@pytest.mark.parametrize("rank", [1, 8, 16])
 def test_closed_form_error_is_the_sum_of_dropped_squares(rank: int) -> None:
     queries, keys = random(400, 16, seed=6) @ random(16, 16, seed=7), random(300, 16, seed=8) @ random(16, 16, seed=9)
     pair = kq.closed_form((queries.T @ queries)[None], (keys.T @ keys)[None])
     encode, decode = pair.encode[0, :, :rank], pair.decode[0, :, :rank]
     error = (queries @ keys.T - (queries @ decode) @ (keys @ encode).T).square().sum()
     dropped = pair.singular_values[0, rank:].square().sum()
-    torch.testing.assert_close(error, dropped, rtol=1e-6, atol=0)
-
-
-def test_closed_form_is_never_above_svd_on_logits() -> None:
-    queries, keys = 30 * random(400, 16, seed=1) @ random(16, 16, seed=2), anisotropic(300, 16, 3)
-    moments = (queries.T @ queries)[None], (keys.T @ keys)[None]
-    logits = queries @ keys.T
-    previous = float("inf")
-    for rank in range(1, 17):
-        errors = []
-        for pair in (kq.closed_form(*moments), svd.from_moments(*moments)):
-            approximation = (queries @ pair.decode[0, :, :rank]) @ (keys @ pair.encode[0, :, :rank]).T
-            errors.append(float((logits - approximation).square().sum()))
-        assert errors[0] <= errors[1] * (1 + 1e-9) + 1e-9
-        assert errors[0] <= previous * (1 + 1e-9) + 1e-9
-        previous = errors[0]
+    torch.testing.assert_close(error, dropped, rtol=1e-6, atol=1e-6)
+    if rank == 16:
+        torch.testing.assert_close(encode @ decode.T, torch.eye(16, dtype=DOUBLE), atol=1e-8, rtol=0)
 
 
 def test_closed_form_is_the_decomposition_that_it_stands_for() -> None:

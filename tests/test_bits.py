@@ -34,11 +34,10 @@ from rotor.recipe.settings import Compute, ExportSettings, Goal
 from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.shards import planned_layouts
-from rotor.runtime.cache_size import cache_bytes_per_token
 from rotor.search.point import Point, channels_json
 from rotor.search.search import rank_path
 from rotor.search.table import RankTable
-from rotor.validation.validate import validate
+from rotor.validation.validate import cache_bytes_per_token, validate
 
 BITS = "codes.bits=[0,4,8]"
 SMALL = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.metric=ppl_ratio", *SHORT_TEXT]
@@ -140,24 +139,23 @@ def coded_logits(network: CompressibleModel, layers: list[CodedBases]) -> Tensor
 
 CASES = [
     ("llama", "rotor", ()),
-    ("llama", "rotor", ("groups.size=1",)),
     ("llama", "rotor", ("groups.size=2", "groups.rope_block=4", "groups.fast_planes=3")),
     ("llama", "rotor-post", ("groups.domain=post", "bases.qk=kq")),
     ("llama", "rotor-post", ("groups.rope_block=4",)),
     ("llama", "rotor", ("groups.joint=false",)),
     ("llama", "rotor-smallest", ()),
     ("gpt2", "rotor", ()),
-    ("qwen3", "rotor", ()),
     ("qwen3", "rotor-smallest", ()),
     ("gpt_neox", "rotor", ()),
-    ("gemma2", "rotor", ()),
     ("gemma2", "rotor-post", ("groups.domain=post",)),
 ]
 
 
 @pytest.mark.parametrize(("family", "recipe", "overrides"), CASES)
-def test_compressed_model_is_the_model_with_its_keys_and_values_coded(family, recipe, overrides, coded_run):
-    """In memory, against fake quantisation of what the uncompressed model caches."""
+def test_compressed_model_is_the_model_with_its_keys_and_values_coded(
+    family, recipe, overrides, coded_run, tmp_path: Path
+):
+    """In memory, against fake quantisation of what the uncompressed model caches; then exported and loaded."""
     run = coded_run(family, recipe, *overrides)
     plan = plan_of(run)
     network, model = in_memory(run, plan)
@@ -168,17 +166,11 @@ def test_compressed_model_is_the_model_with_its_keys_and_values_coded(family, re
     assert (got - expected).abs().median() < 1e-4 * expected.abs().median()
     assert relative_error(got, expected) < 0.2 * relative_error(expected, plain)
 
-
-@pytest.mark.parametrize(("family", "recipe", "overrides"), CASES)
-def test_exported_checkpoint_is_the_model_compressed_in_memory(family, recipe, overrides, coded_run, tmp_path: Path):
-    run = coded_run(family, recipe, *overrides)
     result = export(run.folder, tmp_path / "out", compression=COMPRESSION)
-    plan = plan_of(run)
-    _, model = in_memory(run, plan)
     loaded = AutoModelForCausalLM.from_pretrained(result.folder)
     with torch.inference_mode():
-        expected, output = model(PROMPT).logits, loaded(PROMPT, use_cache=True)
-    torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
+        output = loaded(PROMPT, use_cache=True)
+    torch.testing.assert_close(output.logits, got, rtol=1e-4, atol=1e-4)
     size = result.report["kv_bytes_per_token"]
     assert cache_bytes_per_token(output.past_key_values) == size["after"]
     assert all(layer.keys.dtype == torch.uint8 for layer in output.past_key_values.layers)
@@ -221,7 +213,7 @@ def test_dry_run_report_and_card_say_channels_by_bits(coded_run, tmp_path: Path)
     card = (result.folder / "README.md").read_text()
     assert "at 8 bits" in card
     for page in (collect(result.folder), collect(run.folder)):
-        assert all(cell.keys.widths and cell.values.widths for layer in page.ranks for cell in layer)
+        assert all(cell.keys.coded for layer in page.ranks for cell in layer)
 
 
 def test_the_card_counts_a_joint_latent_once() -> None:
@@ -255,18 +247,6 @@ def test_papers_recipe_with_codes(coded_run, tmp_path: Path):
     result = export(run.folder, tmp_path / "out", compression=0.7)
     layouts = CompressedCheckpoint(result.folder).layouts
     assert all(layout.coded and layout.group_size == 1 and layout.form == POST_ROPE for layout in layouts)
-
-
-def test_refitted_output_projection_reads_the_codes(coded_run):
-    """Least squares of W_o beside codes: no further from the model than without."""
-    errors = []
-    for refit in ("true", "false"):
-        run = coded_run("llama", "rotor", "groups.joint=false", f"bases.refit={refit}")
-        network, model = in_memory(run, plan_of(run, 0.9))
-        with torch.inference_mode():
-            got, plain = model(PROMPT, use_cache=False).logits, network.restore()(PROMPT, use_cache=False).logits
-        errors.append(relative_error(got, plain))
-    assert errors[0] < 1.2 * errors[1]
 
 
 def test_allocation_chooses_form_and_group_size_of_each_layer(coded_run):

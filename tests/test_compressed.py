@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -35,18 +34,6 @@ def test_its_files_are_read_through_one_object(folder: Path) -> None:
     assert len(checkpoint.kernel_config.layers) == checkpoint.shape.num_layers
     assert checkpoint.source_folder.resolve() == DEMO_MODEL.resolve()
     assert (checkpoint.run_folder / "run.json").is_file()
-
-
-def test_each_file_is_read_only_when_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "rotor.json").unlink()
-    (copy / "kernel_config.json").unlink()
-    checkpoint = CompressedCheckpoint(copy)
-    assert len(checkpoint.layouts) == checkpoint.shape.num_layers
-    with pytest.raises(CheckpointError, match=r"copy/rotor\.json: no such file"):
-        _ = checkpoint.report
-    with pytest.raises(CheckpointError, match=r"copy/kernel_config\.json: no such file"):
-        _ = checkpoint.kernel_config
 
 
 def test_plain_models_and_folders_that_are_none(folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_export_appends_to_the_log_how_it_ended(tmp_path: Path, capsys) -> None:
     log = (run / "log.txt").read_text()
     assert log.index("calibrate has finished") < log.index("export begins") < log.index("export has finished")
     assert re.search(r"DEBUG measure: \d", log)
-    assert re.search(r"INFO accuracy 0\.5: at most \d+ more point\(s\) to measure, about \d", log)
+    assert re.search(r"INFO accuracy 0\.5: about \d+ more point\(s\) to measure, \d", log)
     code, _, error = rotor(capsys, "export", run, "-o", tmp_path / "out", "--compression", "0.9999", "--overwrite")
     assert code == 2
     assert "ERROR export ended by UsageError: --compression 0.9999" in (run / "log.txt").read_text()
@@ -106,7 +106,7 @@ def test_exit_codes_are_documented(capsys) -> None:
     code, shown, _ = rotor(capsys, "--help")
     assert code == 0
     for text in (" ".join(shown.split()), " ".join(README.split())):
-        assert re.search(r"Exit codes: 0 done, 1 a model, a file or the data is bad, 2 the request is, 3 .*130 ", text)
+        assert re.search(r"Exit codes: 0 done.* 1 a model.* 2 the request.* 3 .*130[ :]", text)
 
 
 def test_shell_completion() -> None:

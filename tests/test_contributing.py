@@ -25,11 +25,10 @@ def examples() -> dict[str, list[str]]:
 @pytest.mark.parametrize("heading", examples())
 def test_an_example_runs(heading: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block after the other; one that begins with the path of a new file of rotor is that module."""
-    names: dict[str, object] = {"__name__": "example"}
+    name = "example"
     for block in examples()[heading]:
         path = re.match(r"# (rotor/\S+)\.py\n", block)
-        if path:
-            module = ModuleType(path[1].replace("/", "."))
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-            names = module.__dict__
-        exec(compile(block, f"CONTRIBUTING.md, {heading}", "exec"), names)
+        name = path[1].replace("/", ".") if path else name
+        if name not in sys.modules:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        exec(compile(block, f"CONTRIBUTING.md, {heading}", "exec"), sys.modules[name].__dict__)

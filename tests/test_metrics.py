@@ -141,16 +141,6 @@ def test_an_unknown_metric_names_the_nearest(metric: str, text: str) -> None:
     assert text in str(error.value)
 
 
-def test_recipes_take_metrics_and_check_their_settings() -> None:
-    assert (
-        load_recipe("fdc", ["evaluation.metric=lm-eval:tasks/a b.yaml"]).evaluation.metric == "lm-eval:tasks/a b.yaml"
-    )
-    assert load_recipe("fdc", ["evaluation.lm_eval_limit=null"]).evaluation.lm_eval_limit is None
-    for name in ("lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens", "lm_eval_limit"):
-        with pytest.raises(RecipeError, match=f"evaluation.{name}: got 0"):
-            load_recipe("fdc", [f"evaluation.{name}=0"])
-
-
 @pytest.mark.parametrize("metric", ["kl_div", "lookup", "text"])
 def test_export_and_validate_agree_on_a_metric(metric: str, run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc")

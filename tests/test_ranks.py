@@ -114,10 +114,6 @@ def test_planned_and_stored_compression_count_what_they_say() -> None:
     assert all(r % 16 == 0 for layer in plan.rounded for pair in layer for r in pair)
 
 
-def test_squares_remove_more_at_the_same_rate() -> None:
-    assert path(squares=True).plan(0.1).planned > path(squares=False).plan(0.1).planned
-
-
 def constant(qk: float, vo: float) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     return [(16, qk)], [(16, vo)]
 
@@ -176,12 +172,6 @@ def test_water_filling_gives_the_least_loss_at_its_cost() -> None:
         assert predicted_loss(plan.rounded) == pytest.approx(least, abs=1e-9)
         assert plan.exact == plan.rounded
         assert plan.saving == pytest.approx(plan.stored)
-
-
-def test_water_filling_gives_more_to_what_is_more_sensitive() -> None:
-    plan = water_filling(sensitivities=((100.0, 1e-3), (1.0, 1.0))).at_compression(0.5)
-    assert plan is not None
-    assert all(qk > v for qk, v in plan.rounded[0])
 
 
 def test_water_filling_chooses_the_candidate_that_pays() -> None:

@@ -3,12 +3,9 @@
 import dataclasses
 
 import pytest
-from conftest import ROOT
 
-from rotor.bases.registry import BasisMethod
 from rotor.errors import RecipeError
 from rotor.recipe import EXPORT_SECTIONS, bundled_recipes, load_recipe, override, parse_recipe
-from rotor.recipe.sections import NAMES
 
 
 def test_bundled_recipes_are_what_the_papers_say() -> None:
@@ -107,28 +104,6 @@ def test_calibration_settings_are_refused_on_export() -> None:
     assert override(recipe, ["ranks.multiple_of=8"], EXPORT_SECTIONS).ranks.multiple_of == 8
     with pytest.raises(RecipeError, match="Calibrate again"):
         override(recipe, ["tokens.count=1"], EXPORT_SECTIONS)
-
-
-def methods_table() -> list[str]:
-    """The rows of the documentation's table, from what is registered."""
-    rows = []
-    for setting, methods in NAMES.items():
-        for method in methods.values():
-            reads, where = "spectra", ""
-            if isinstance(method, BasisMethod):
-                reads = ", ".join(sorted(method.moments)) or "weights"
-                reads += ", gradients" if method.gradients else ""
-                where = ", ".join(method.domains) if method.side == "qk" else ""
-            elif method.needs:
-                reads = f"spectra, {', '.join(sorted(method.needs))}"
-            rows.append(f"| `{setting}` | `{method.name}` | {where} | {reads} | {method.summary} |")
-    return rows
-
-
-def test_the_documentation_lists_the_registered_methods() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text("utf-8")
-    listed = [line for line in page.splitlines() if line.startswith(("| `bases.", "| `ranks.method"))]
-    assert listed == methods_table()
 
 
 def test_a_basis_for_either_domain_must_work_in_both() -> None:

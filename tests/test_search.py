@@ -75,15 +75,21 @@ def test_confidence_asks_for_the_lower_end_of_the_interval() -> None:
         find_plan(slope.steps, 0.01, 0.95, lambda plan: Fidelity(1.0, None, {}), 0.95)
 
 
-def test_a_target_alone_decides_what_is_measured() -> None:
-    """Where accuracy is not monotonous another order could choose otherwise; what was asked before changes nothing."""
+def test_beside_the_path_units_are_taken_while_the_target_is_reached() -> None:
+    """Two units are taken, each from the second layer that is tried; then the first three of four break the model."""
 
-    def bumpy(saving: float) -> float:
-        return 0.97 if 0.6 < saving < 0.66 else 1.0 - saving / 8
+    def lighter(plan: Any) -> list[Any]:
+        layers = "abcd" if plan.saving > 0.45 else "ab"
+        return [SimpleNamespace(saving=plan.saving + 0.05, stored=0.0, taken=layer) for layer in layers]
 
-    first, second = Fake(bumpy, STEPS), Fake(bumpy, STEPS)
-    second.find(0.9)
-    second.find(0.99)
-    second.asked.clear()
-    assert first.find(0.95) == second.find(0.95)
-    assert first.asked == second.asked
+    def fidelity(plan: Any) -> Fidelity:
+        tried.append((round(plan.saving, 2), getattr(plan, "taken", "")))
+        reached = plan.saving <= 0.4 or (plan.saving < 0.52 and getattr(plan, "taken", "") == "b")
+        return Fidelity(1.0 if reached else 0.9, None, {})
+
+    tried: list[tuple[float, str]] = []
+    steps: Any = [SimpleNamespace(saving=saving, stored=saving) for saving in (0.2, 0.4, 0.6)]
+    chosen: Any = find_plan(steps, 0.01, 0.95, fidelity, lighter=lighter)
+    assert (round(chosen.saving, 2), chosen.taken) == (0.5, "b")
+    assert tried[-3:] == [(0.55, "a"), (0.55, "b"), (0.55, "c")]
+    assert find_plan(steps, 0.1, 0.95, fidelity, lighter=lighter).saving == 0.4  # units below the resolution

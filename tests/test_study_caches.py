@@ -19,7 +19,7 @@ from rotor.models.checkpoint import Checkpoint
 from rotor.policies import GEAR, KCVT, KVQuant, PerToken, make_cache
 from rotor.progress import Progress
 from rotor.rewriting.compressible import CompressibleModel
-from rotor.search import tier_grid
+from rotor.search import tiers as tier_search
 from rotor.search.search import rank_path
 from rotor.study import caches, context
 from rotor.study.cache_part import draw_fidelity, family, pareto_front
@@ -307,9 +307,7 @@ def test_the_parts_of_a_study(tmp_path, monkeypatch) -> None:
 
 def test_tiers_are_compared_at_equal_bytes(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tiers_part, "LIMIT", 2.0)
-    monkeypatch.setattr(tier_grid, "RATIOS", (0.8,))
-    monkeypatch.setattr(tier_grid, "SHARES", (0.0,))
-    monkeypatch.setattr(tier_grid, "LEVELS", (0.0, 0.4, 0.8))
+    monkeypatch.setattr(tier_search, "STEP", 0.4)
     monkeypatch.setattr(caches, "LONG_TOKENS", 512)
     overrides = [*FAST_EVALUATION, *SHORT_TEXT, "tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64"]
     overrides += ["evaluation.report_tokens=64", "evaluation.search_tokens=64", "evaluation.metric=text"]

@@ -109,6 +109,39 @@ def test_a_loss_of_codes_has_no_gradient(coded: Path) -> None:
         loss.backward()
 
 
+def test_codes_refuse_training_before_the_first_step(coded: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(coded).train()
+    with pytest.raises(UsageError, match="caches codes, which have no gradients"):
+        loss_of(model)
+    with torch.no_grad():
+        assert loss_of(model) > 0
+
+
+class Lora(torch.nn.Module):
+    """The modules and names of a LoRA of peft's."""
+
+    def __init__(self, base: torch.nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(rank, base.out_features, bias=False)})
+
+
+def test_a_lora_of_the_source_is_refused_in_one_line(exported, tiny) -> None:
+    source = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    model = AutoModelForCausalLM.from_pretrained(exported("llama-pre", compression=0.3))
+    for adapted in (source, model):
+        for layer in adapted.model.layers:
+            layer.self_attn.v_proj = Lora(layer.self_attn.v_proj, 4)
+    own, of_source = ({k: v for k, v in m.state_dict().items() if ".lora_" in k} for m in (model, source))
+    assert not model.load_state_dict(own, strict=False).unexpected_keys
+    with pytest.raises(
+        UsageError, match=r"v_proj\.lora_B\.default\.weight is .*trained on the uncompressed model"
+    ) as told:
+        model.load_state_dict(of_source, strict=False)
+    assert "merge_and_unload" in told.value.hint
+
+
 def test_lora_trains_and_merges(exported, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     if not is_accelerate_available():

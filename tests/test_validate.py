@@ -141,11 +141,6 @@ def reshaped(folder: Path) -> None:
     rewrite(holder(folder, name), lambda t: t.update({name: t[name].T.contiguous()}))
 
 
-def flattened(folder: Path) -> None:
-    name = LAYER + "o_proj.weight"
-    rewrite(holder(folder, name), lambda t: t.update({name: t[name].reshape(-1)}))
-
-
 def other_dtype(folder: Path) -> None:
     name = LAYER + "o_proj.weight"
     rewrite(holder(folder, name), lambda t: t.update({name: t[name].to(torch.bfloat16)}))
@@ -188,12 +183,9 @@ def lost_shard(folder: Path) -> None:
         (added_to_the_index_too, "tensor names", "extra.weight in model-0000"),
         (renamed, "tensor names", LAYER + "o_proj.weight is missing; other.weight in model-0000"),
         (reshaped, "tensor shapes and dtypes", LAYER + "o_proj.weight is float32 ["),
-        (flattened, "tensor shapes and dtypes", LAYER + "o_proj.weight is float32 ["),
         (other_dtype, "tensor shapes and dtypes", LAYER + "o_proj.weight is bfloat16 ["),
         (swapped, "tensor hashes", "model.layers.0.input_layernorm.weight in model-0000"),
-        (swapped, "tensor hashes", "model.layers.1.input_layernorm.weight in model-0000"),
         (swapped_bases, "tensor hashes", LAYER + "key_basis in model-0000"),
-        (swapped_bases, "tensor hashes", LAYER + "query_basis in model-0000"),
         (not_finite, "tensors finite", LAYER + "o_proj.weight has 2 elements that are NaN or Inf"),
         (stray_shard, "files", "model-00009-of-00009.safetensors is unexpected"),
         (lost_shard, "error", "missing shard"),

@@ -20,7 +20,7 @@ STEPS = 1024
 UNIT_BYTES = PLANE // 2
 """What rows grow by: the unit in which bytes are split."""
 
-GRAIN = f"at least {UNIT_BYTES} bytes a latent", "calibrate with larger groups.size"
+STEP = f"at least {UNIT_BYTES} bytes a latent", "calibrate with larger groups.size"
 """What plans of codes are made of, and what makes that finer."""
 
 
@@ -93,7 +93,7 @@ class BitsPath(RankPath):
         uniform_rows: bool = False,
     ) -> None:
         super().__init__((), shape, 1)
-        self.element_bytes = element_bytes
+        self.element_bytes, self.uniform_rows = element_bytes, uniform_rows
         self._layers = [
             {
                 key: _Candidate(layer_curves(found, widths), len(found.sides), exact=uniform_rows)
@@ -109,8 +109,8 @@ class BitsPath(RankPath):
         self._least_units = int(np.isfinite(self._path.loss).argmax())
 
     @property
-    def grain(self) -> tuple[str, str]:
-        return GRAIN
+    def step(self) -> tuple[str, str]:
+        return STEP
 
     def full(self) -> RankPlan:
         """The plan of most bytes."""
@@ -129,12 +129,25 @@ class BitsPath(RankPath):
         step = max(1, self._uncompressed_bytes // (UNIT_BYTES * STEPS))
         return [self._plan(units) for units in range(len(self._path.loss) - 1, self._least_units - 1, -step)]
 
+    def lighter(self, plan: RankPlan) -> list[RankPlan]:
+        """Plans with a plane less in one layer, by the loss that is predicted; of rows of one width none."""
+        if self.uniform_rows:
+            return []
+        split = [channels_bytes([layer]) // UNIT_BYTES for layer in plan.channels or []]
+        lost = [float(loss[own - 1] - loss[own]) for (loss, _), own in zip(self._best, split, strict=True)]
+        order = [index for index in np.argsort(lost) if np.isfinite(lost[index])]
+        return [self._of([own - (place == index) for place, own in enumerate(split)]) for index in order]
+
     def _plan(self, units: int) -> RankPlan:
+        return self._of(self._path.split(units))
+
+    def _of(self, split: Sequence[int]) -> RankPlan:
+        """The plan of so many units of bytes in each layer."""
         choice, channels = [], []
-        for layer, (_, best), own in zip(self._layers, self._best, self._path.split(units), strict=True):
+        for layer, (_, best), own in zip(self._layers, self._best, split, strict=True):
             choice.append(list(layer)[int(best[own])])
             channels.append(layer[choice[-1]].channels(own))
-        return coded_plan(float(units), tuple(choice), channels, self.shape, self.element_bytes)
+        return coded_plan(float(sum(split)), tuple(choice), channels, self.shape, self.element_bytes)
 
 
 def coded_plan(

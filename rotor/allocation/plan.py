@@ -144,7 +144,7 @@ class RankPath(ABC):
         return RankPlan(0.0, choice, ranks, ranks, 0.0, 0.0, 0.0)
 
     @property
-    def grain(self) -> tuple[str, str]:
+    def step(self) -> tuple[str, str]:
         """What plans are made of, and what makes that finer: for a message."""
         return f"ranks in multiples of {self.multiple_of}", "lower it with --set ranks.multiple_of=8"
 
@@ -152,28 +152,23 @@ class RankPath(ABC):
         """The mildest step that removes at least `target` of the cache, or None if none does."""
         return next((plan for plan in self.steps() if plan.stored >= target - SLACK), None)
 
+    def lighter(self, plan: RankPlan) -> list[RankPlan]:
+        """Plans beside the path that store one unit less than `plan`, the most promising first; none by default."""
+        del plan
+        return []
+
     def _make(self, parameter: float, choice: tuple[str, ...], exact: list[LayerRanks]) -> RankPlan:
         """A plan with its ranks rounded and its compressions counted."""
         rounded = []
         for layer, key, ranks in zip(self.spectra, choice, exact, strict=True):
-            columns = layer[key].qk.shape[-1], layer[key].vo.shape[-1]
+            qk_columns, vo_columns = layer[key].qk.shape[-1], layer[key].vo.shape[-1]
+            multiple = self.multiple_of
             rounded.append(
-                [
-                    (round_rank(qk, self.multiple_of, columns[0]), round_rank(vo, self.multiple_of, columns[1]))
-                    for qk, vo in ranks
-                ]
+                [(round_rank(qk, multiple, qk_columns), round_rank(vo, multiple, vo_columns)) for qk, vo in ranks]
             )
-        stored = compression(rounded, self.shape)
-        saving = self._saving(choice, rounded)
-        return RankPlan(
-            parameter,
-            choice,
-            exact,
-            rounded,
-            compression(exact, self.shape),
-            stored,
-            stored if saving is None else saving,
-        )
+        stored, saving = compression(rounded, self.shape), self._saving(choice, rounded)
+        planned = compression(exact, self.shape)
+        return RankPlan(parameter, choice, exact, rounded, planned, stored, stored if saving is None else saving)
 
     def _saving(self, choice: tuple[str, ...], rounded: list[LayerRanks]) -> float | None:
         """Share of the cost that is saved, where the cost is not bytes."""

@@ -16,7 +16,7 @@ import numpy as np
 from ..codes.layer import LayerCodes, as_pair
 from ..format.channels import Channels
 from ..format.layout import AttentionShape
-from .bits import GRAIN, coded_plan, layer_curves
+from .bits import STEP, coded_plan, layer_curves
 from .plan import GroupCost, RankPlan
 from .priced import Choice, PricedPath
 
@@ -42,8 +42,8 @@ class PricedBitsPath(PricedPath):
         self._costs: dict[tuple[str, int, int | None], float] = {}
 
     @property
-    def grain(self) -> tuple[str, str]:
-        return GRAIN
+    def step(self) -> tuple[str, str]:
+        return STEP
 
     def full(self) -> RankPlan:
         """The plan of most cost."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape, KeyForm
-from ..runtime.families import AttentionWeights
 from .moments import LayerStatistics, stored_name
+from .weights import AttentionWeights
 
 
 class Gradients(Protocol):
@@ -102,7 +102,7 @@ def block_diagonal(moments: Tensor, group_size: int) -> Tensor:
 def rotary_average(moments: Tensor, rotary_dim: int) -> Tensor:
     """Second moments of queries averaged over all relative rotations: one weight per rotary frequency.
 
-    Averaged over spread-out distances, the rotation between a query and a key leaves of the query's moment in each
+    Averaged over many distances, the rotation between a query and a key leaves of the query's moment in each
     rotary plane only its mean square, and nothing between planes. Rotations do not change that mean square, so
     queries after RoPE serve as well as before it. Planes pair dimension i with i + rotary_dim/2, as in transformers;
     the dimensions after them are not rotated and keep their moment.

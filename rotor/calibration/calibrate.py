@@ -27,6 +27,7 @@ from ..format.hashes import file_sha256
 from ..format.locks import exclusive
 from ..format.publishing import check_space, recover
 from ..logs import log_file
+from ..models.hardware import fit_threads
 from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import read_attention
@@ -97,6 +98,7 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
     """Calibrate, with the arguments in one object; raises likewise."""
     progress = progress or Progress()
     job = CalibrationJob.check(settings)
+    fit_threads(job.checkpoint.total_bytes())
     streamed, memory = job.streams()
     partial = PartialRun(job.out)
     with ExitStack() as held:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..errors import Interrupted, RotorError, UsageError, from_system
-from ..logs import printable
+from ..logs import is_first_process, printable
 
 
 def main() -> None:
@@ -73,11 +73,6 @@ class PrintableRecord(logging.LogRecord):
 def _printable_warning(*arguments: Any, _format: Any = warnings.formatwarning, **keywords: Any) -> str:
     """A warning as Python shows it, likewise."""
     return printable(_format(*arguments, **keywords))
-
-
-def is_first_process() -> bool:
-    """Of those that torchrun started; the others are silent."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _fail(error: RotorError) -> None:

@@ -1,4 +1,4 @@
-"""The application that the commands belong to, and the options that several of them have."""
+"""The application that the commands belong to, and what they have in common."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ..errors import Interrupted, MissingError, UsageError
 from ..format.json_files import json_text
 from ..installing import documentation
 from ..versions import __version__
-from . import completion
 from .console import stdout
+from .options import with_options
 
 MAX_NUMBER = 1 << 30
 LONGEST_SUMMARY = 1000
-UNTOUCHED = "Nothing was written half; give the same command again."
+CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""Click's UsageError, of which newer versions of Typer have a copy."""
 
 
 @contextmanager
@@ -34,15 +35,15 @@ def resumable(how: Callable[[], str]) -> Iterator[None]:
         raise Interrupted("interrupted.", how()) from None
 
 
-CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
-"""Click's UsageError, of which newer versions of Typer have a copy."""
-
-
 @contextmanager
 def _in_two_lines() -> Iterator[None]:
-    """What Typer says of options and arguments becomes an error like others; a bare `rotor` still shows its help."""
+    """An interruption, and what Typer says of options and arguments, become errors like others.
+
+    A bare `rotor` still shows its help.
+    """
     try:
-        yield
+        with resumable(lambda: "Nothing was written half; give the same command again."):
+            yield
     except CLICK_USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise
@@ -52,11 +53,15 @@ def _in_two_lines() -> Iterator[None]:
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; one that is interrupted says so, with its exit code."""
+    """The commands, whose errors are RotorErrors."""
 
     def make_context(self, *arguments: Any, **keywords: Any) -> Any:
-        with resumable(lambda: UNTOUCHED), _in_two_lines():
+        with _in_two_lines():
             return super().make_context(*arguments, **keywords)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _in_two_lines():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """As Typer does, but with whole summaries: the formatter breaks lines."""
@@ -64,10 +69,6 @@ class Commands(typer.core.TyperGroup):
         rows = [(name, command.get_short_help_str(LONGEST_SUMMARY)) for name, command in named if command is not None]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
-
-    def invoke(self, ctx: Any) -> Any:
-        with resumable(lambda: UNTOUCHED), _in_two_lines():
-            return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -82,81 +83,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Model = Annotated[str, typer.Argument(help="Folder of the model (config.json and safetensors), or a hub id.")]
-Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint that `rotor export` wrote.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-RecipeOverrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.",
-        autocompletion=completion.settings,
-    ),
-]
-OwnText = Annotated[
-    Path | None,
-    typer.Option(
-        "--text",
-        metavar="FILE",
-        help="Text of your own (a UTF-8 file or a folder of them) to calibrate on and to judge accuracy on; its "
-        "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's "
-        "tokens calibrate, and source of Python's standard library judges (evaluation.source=stdlib).",
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(help="auto (the GPU if there is one), cpu, cuda or cuda:N.", autocompletion=completion.devices),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="auto (float32 on a CPU), float32, bfloat16 or float16.",
-        autocompletion=completion.one_of(("auto", "float32", "bfloat16", "float16")),
-    ),
-]
-BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one forward pass of a calibration.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a non-empty output folder.")]
-Offload = Annotated[
-    str,
-    typer.Option(
-        metavar="WHEN",
-        help="Whether to read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
-        autocompletion=completion.one_of(("auto", "always", "never")),
-    ),
-]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(metavar="MAP", help="auto spreads the model over several GPUs; needs the package accelerate."),
-]
-TargetDevice = Annotated[
-    str | None,
-    typer.Option(
-        help="Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).",
-        autocompletion=completion.target_devices,
-    ),
-]
-DeviceFile = Annotated[Path | None, typer.Option(help="YAML with further devices.")]
-SourceModel = Annotated[Path | None, typer.Option(help="Source model, if it is not where it was.")]
-CachePolicy = Annotated[
-    str | None,
-    typer.Option(
-        "--cache",
-        metavar="NAME",
-        help="How the cache is kept: none, a bundled policy (see `rotor recipes`), or a YAML file; default: the "
-        "checkpoint's own.",
-        autocompletion=completion.cache_policies,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and what --json prints.")]
-QuietText = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors and the text itself.")]
-NoMeasure = Annotated[
-    bool,
-    typer.Option("--no-measure", help="Leave accuracy unmeasured; of an export, with --compression or --removal-rate."),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and what it takes; write nothing.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also tell how long each stage takes.")]
+
+def command(*, epilog: str, name: str | None = None, **context: Any) -> Callable[[Callable[..., None]], Any]:
+    """Add a command to the application; see with_options for what its parameters may be."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        return app.command(name, epilog=epilog, context_settings=context)(with_options(function))
+
+    return register
 
 
 def _version(value: bool) -> None:

@@ -10,73 +10,39 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
-from . import completion
-from .app import (
-    AsJson,
-    BatchTokens,
-    CachePolicy,
-    Device,
-    DeviceFile,
-    DeviceMap,
-    DryRun,
-    Dtype,
-    Model,
-    NoMeasure,
-    Offload,
-    Overwrite,
-    OwnText,
-    Quiet,
-    RecipeOverrides,
-    Revision,
-    SourceModel,
-    TargetDevice,
-    Verbose,
-    app,
-    check_folder,
-    print_json,
-    resumable,
-    shares,
-)
-from .console import in_interval, print_seconds, print_table, say, show_progress
+from .app import check_folder, command, print_json, resumable, shares
+from .console import in_interval, print_seconds, print_table, say
+from .options import ComputeOptions, MemoryOptions, Output
 from .plans import print_calibration_plan, print_export_plan
 
 
-@app.command(
+@command(
     epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384. "
     "After an interruption: the same command with --resume."
 )
 def calibrate(
-    model: Model,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Run folder to write.")],
-    recipe: Annotated[
-        str,
-        typer.Option(
-            help="Name of a bundled recipe (see `rotor recipes`) or a YAML file.",
-            autocompletion=completion.recipe_names,
-        ),
-    ] = "rotor",
-    text: OwnText = None,
-    revision: Revision = None,
-    overrides: RecipeOverrides = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    batch_tokens: BatchTokens = 2048,
-    offload: Offload = "auto",
-    device_map: DeviceMap = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on with an unfinished run (RUN.partial), after its last finished layer."),
-    ] = False,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    model: str,
+    out: Path,
+    compute: ComputeOptions,
+    output: Output,
+    recipe: str = "rotor",
+    text: Path | None = None,
+    revision: str | None = None,
+    overrides: list[str] | None = None,
+    batch_tokens: Annotated[int, typer.Option(min=1)] = 2048,
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
 ) -> None:
-    """Find the bases of the model's KV heads and write them to a run folder."""
+    """Find the bases of the model's KV heads and write them to a run folder.
+
+    Args:
+        out: Run folder to write.
+        resume: Go on with an unfinished run (RUN.partial), after its last finished layer.
+    """
     from ..models.hub import check_name
     from ..recipe import text_overrides
-    from ..recipe.settings import CalibrationSettings, Compute
+    from ..recipe.settings import CalibrationSettings
 
     settings = CalibrationSettings(
         model,
@@ -84,7 +50,7 @@ def calibrate(
         recipe,
         (*text_overrides(text), *(overrides or ())),
         revision=revision,
-        compute=Compute(device, dtype, offload, device_map),
+        compute=compute.checked(),
         batch_tokens=batch_tokens,
         overwrite=overwrite,
         resume=resume,
@@ -96,14 +62,14 @@ def calibrate(
     from ..models.checkpoint import Checkpoint
     from ..planning.dry_run import plan_calibration
 
-    progress = show_progress(quiet, verbose, dry_run=dry_run)
+    progress = output.progress(dry_run=dry_run)
     if dry_run:
         plan = plan_calibration(settings)
-        print_json(plan.to_dict()) if as_json else print_calibration_plan(plan)
+        print_json(plan.to_dict()) if output.as_json else print_calibration_plan(plan)
         return
     with resumable(lambda: _how_to_resume(out)):
         run = run_calibration(settings, progress)
-    if as_json:
+    if output.as_json:
         print_json({"run": str(run.folder), "recipe": run.recipe.name, **run.info})
         return
     candidates = ", ".join(f"{key} joint" if found.joint else key for key, found in run.candidates.items())
@@ -130,59 +96,46 @@ def _how_to_resume(out: Path) -> str:
     )
 
 
-@app.command(epilog="Example: rotor export runs/demo -o out/demo --accuracy 0.99")
+@command(epilog="Example: rotor export runs/demo -o out/demo --accuracy 0.99")
 def export(
-    run: Annotated[Path, typer.Argument(help="Run folder that `rotor calibrate` wrote.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Checkpoint folder to write.")],
-    accuracy: Annotated[
-        float | None,
-        typer.Option(help="Remove as much as keeps this accuracy (ratio to the model) on the search split."),
-    ] = None,
-    confidence: Annotated[
-        float | None,
-        typer.Option(help="0.95: the lower end of the 95 % interval has to reach --accuracy, not the value alone."),
-    ] = None,
-    targets: Annotated[str | None, typer.Option(metavar="A,B", help="Further accuracies to search.")] = None,
-    compression: Annotated[float | None, typer.Option(help="Remove at least this share of the KV cache.")] = None,
-    removal_rate: Annotated[float | None, typer.Option(help="Singular-value removal rate.")] = None,
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            help="memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.",
-            autocompletion=completion.objectives,
-        ),
-    ] = None,
-    target_device: TargetDevice = None,
-    device_file: DeviceFile = None,
-    overrides: RecipeOverrides = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    offload: Offload = "auto",
-    device_map: DeviceMap = None,
-    no_measure: NoMeasure = False,
-    cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a "
-            "YAML file.",
-            autocompletion=completion.cache_policies,
-        ),
-    ] = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    run: Path,
+    out: Path,
+    compute: ComputeOptions,
+    output: Output,
+    accuracy: float | None = None,
+    confidence: float | None = None,
+    targets: str | None = None,
+    compression: float | None = None,
+    removal_rate: float | None = None,
+    objective: str | None = None,
+    target_device: str | None = None,
+    device_file: Path | None = None,
+    overrides: list[str] | None = None,
+    no_measure: bool = False,
+    cache: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
 ) -> None:
     """Write a compressed checkpoint; give exactly one of --accuracy, --compression, --removal-rate.
 
     An --accuracy measures the points that its search needs, and keeps them in the run; the report split is measured
     once, for the point that is written. Of the recipe, --set can still change the sections ranks, codes, evaluation,
     search, objective and cache.
+
+    Args:
+        run: Run folder that `rotor calibrate` wrote.
+        out: Checkpoint folder to write.
+        accuracy: Remove as much as keeps this accuracy (ratio to the model) on the search split.
+        confidence: 0.95: the lower end of the 95 % interval has to reach --accuracy, not the value alone.
+        targets: Further accuracies to search.
+        compression: Remove at least this share of the KV cache.
+        removal_rate: Singular-value removal rate.
+        objective: memory (bytes of cache), latency (predicted decode time), or a weight from 0 to 1 between.
+        cache: Store a cache policy, with which accuracy is measured: a bundled one (see `rotor recipes`), or a YAML
+            file.
     """
     from ..recipe import device_overrides
-    from ..recipe.settings import Compute, ExportSettings, Goal
+    from ..recipe.settings import ExportSettings, Goal
 
     settings = ExportSettings(
         run,
@@ -191,7 +144,7 @@ def export(
         shares("--targets", targets),
         (*(overrides or ()), *device_overrides(target_device, device_file)),
         objective=objective,
-        compute=Compute(device, dtype, offload, device_map),
+        compute=compute.checked(),
         overwrite=overwrite,
         measure=not no_measure,
         cache=cache,
@@ -199,24 +152,29 @@ def export(
     settings.check()
 
     from ..export.export import run_export
-    from ..export.model_card import below_target
     from ..planning.dry_run import plan_export
 
-    progress = show_progress(quiet, verbose, dry_run=dry_run)
+    progress = output.progress(dry_run=dry_run)
     if dry_run:
         plan = plan_export(settings)
-        print_json(plan.to_dict()) if as_json else print_export_plan(plan)
+        print_json(plan.to_dict()) if output.as_json else print_export_plan(plan)
         return
     with resumable(
         lambda: f"Nothing was written to {out}; what was measured is kept in {run}: the same command goes on."
     ):
         result = run_export(settings, progress)
-    report = result.report
-    if as_json:
-        shown = {k: v for k, v in report.items() if k not in ("tensors", "layouts")}
+    if output.as_json:
+        shown = {k: v for k, v in result.report.items() if k not in ("tensors", "layouts")}
         more = {"digest": result.digest, "seconds": result.seconds, "measured_points": result.measured_points}
         print_json({"folder": str(out), **shown, **more})
         return
+    _print_export(out, result)
+
+
+def _print_export(out: Path, result: Any) -> None:
+    from ..export.model_card import below_target
+
+    report = result.report
     size, value = report["kv_bytes_per_token"], report["accuracy"]
     written = (
         f"{out}: compression {report['compression']['stored']:.3f} ({size['before']} -> {size['after']} KV bytes per "
@@ -232,58 +190,50 @@ def export(
         if below := below_target(value):
             say(f"On the report split {below} ({value['target']:g}).")
     for tokens, found in report.get("cache", {}).get("kv_bytes_per_token", {}).items():
-        name = cache or report["cache"]["policy"]["method"]
+        name = report["cache"]["policy"]["method"]
         say(f"Cache policy {name}: {found:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
     say(f"Digest: {result.digest} (of every file; whom you give it to checks with rotor validate --digest)")
     say(f"Next: rotor validate {shlex.quote(str(out))}")
 
 
-@app.command(epilog="Example: rotor validate out/demo")
+@command(epilog="Example: rotor validate out/demo")
 def validate(
-    folders: Annotated[list[Path], typer.Argument(help="One or more folders that `rotor export` wrote.")],
-    model: SourceModel = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder, if it is not where it was.")] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="Recipe whose section evaluation says how accuracy is measured.",
-            autocompletion=completion.recipe_names,
-        ),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Text to judge accuracy on, as of `rotor calibrate`: a file or a folder."),
-    ] = None,
-    overrides: RecipeOverrides = None,
-    digest: Annotated[
-        str | None, typer.Option(metavar="HEX", help="What `rotor export` printed: the digest of every file.")
-    ] = None,
-    cache: CachePolicy = None,
-    no_measure: NoMeasure = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    offload: Offload = "auto",
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    folders: list[Path],
+    compute: MemoryOptions,
+    output: Output,
+    model: Path | None = None,
+    run: Path | None = None,
+    recipe: str | None = None,
+    text: Path | None = None,
+    overrides: list[str] | None = None,
+    digest: str | None = None,
+    cache: str | None = None,
+    no_measure: bool = False,
 ) -> None:
     """Check integrity, numerics against the source, accuracy on the report split, and measured KV bytes per token.
 
     A text or an lm-eval task that only the checkpoint names is not opened: name it with --text, --set or --recipe.
     Exit code 3: everything is sound, but the interval of the accuracy lies below the stored target.
-    """
-    from ..recipe.settings import Compute
 
+    Args:
+        folders: One or more folders that `rotor export` wrote.
+        model: Source model, if it is not where it was.
+        run: Run folder, if it is not where it was.
+        recipe: Recipe whose section evaluation says how accuracy is measured.
+        text: Text to measure accuracy on, as of `rotor calibrate`: a file or a folder.
+        digest: What `rotor export` printed: the digest of every file.
+    """
     if digest is not None and len(folders) > 1:
         raise UsageError("--digest belongs to one folder.", "Validate them one by one.")
-    Compute(device, dtype, offload).check()
+    compute.checked()
     for folder in folders:
         check_folder(folder)
 
+    from ..validation.validate import SourceMeasurements
     from ..validation.validate import validate as run_validate
 
-    progress = show_progress(quiet, verbose)
+    shared, progress = SourceMeasurements(), output.progress()
     results = [
         run_validate(
             folder,
@@ -295,14 +245,13 @@ def validate(
             digest=digest,
             cache=cache,
             measure=not no_measure,
-            device=device,
-            dtype=dtype,
-            offload=offload,
+            **vars(compute),
+            shared=shared,
             progress=progress,
         )
         for folder in folders
     ]
-    if as_json:
+    if output.as_json:
         objects = [result.to_dict() for result in results]
         print_json(objects[0] if len(objects) == 1 else {"folders": objects})
     else:
@@ -323,24 +272,26 @@ def _print_checks(result: Any) -> None:
 
 
 def _print_summary(results: list[Any]) -> None:
-    rows = []
-    for result in results:
+    """One row for each folder, below one for the uncompressed model."""
+    found = [result.summary.get("accuracy") for result in results]
+    before = {(result.summary.get("kv_bytes_per_token") or {}).get("before") for result in results}
+    rows: list[tuple[Any, ...]] = [("uncompressed", "-", "-", "1", "0", "-", "0", *before)] if len(before) == 1 else []
+    for result, accuracy in zip(results, found, strict=True):
         summary = result.summary
-        accuracy = summary.get("accuracy")
         size, share = summary.get("kv_bytes_per_token") or {}, summary.get("compression") or {}
         rows.append(
             (
                 result.folder,
                 summary.get("recipe"),
-                "-" if not accuracy or accuracy["target"] is None else f"{accuracy['target']:g}",
+                f"{accuracy['target']:g}" if accuracy and accuracy["target"] is not None else "-",
                 f"{accuracy['value']:.4f}{in_interval(accuracy)}" if accuracy else "not measured",
-                "-" if not accuracy else f"{accuracy['kl_div']:.4f}",
-                *(f"{share[k]:.3f}" if k in share else "-" for k in ("planned", "stored")),
+                f"{accuracy['kl_div']:.4f}" if accuracy else "-",
+                f"{share['stored']:.3f}" if share else "-",
                 f"{summary['measured_compression']:.3f}" if "measured_compression" in summary else "-",
-                f"{size.get('before')} -> {summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
+                f"{summary.get('measured_kv_bytes_per_token', size.get('after')):g}",
             )
         )
     left = "folder", "recipe", "target", "report accuracy [95 % interval]", "KL"
-    texts = dict.fromkeys(r.summary["accuracy"]["data"] for r in results if r.summary.get("accuracy"))
+    texts = dict.fromkeys(accuracy["data"] for accuracy in found if accuracy)
     title = "KV cache compression" + (f"; accuracy on the report split of {' and of '.join(texts)}" if texts else "")
-    print_table(title, left, ("planned", "stored", "measured", "bytes/token"), rows)
+    print_table(title, left, ("stored", "measured", "bytes/token"), rows)

@@ -10,14 +10,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from ..logs import log, printable
+from ..logs import is_first_process, log, printable
 from ..progress import Advance, Progress, in_time
-from . import is_first_process
 
 SECONDS_BETWEEN_LINES = 30.0
 """Of a task that has no bar."""
@@ -35,14 +34,6 @@ class Terminal(Console):
 stdout, stderr = Terminal(width=None if sys.stdout.isatty() else 132), Terminal(stderr=True)
 
 
-class RateColumn(ProgressColumn):
-    """Units per second."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{_with_prefix(speed)} {task.fields['unit']}/s")
-
-
 class ConsoleProgress(Progress):
     """Bars on stderr, which is a terminal."""
 
@@ -51,11 +42,11 @@ class ConsoleProgress(Progress):
         columns = (
             TextColumn("{task.description:18}"),
             BarColumn(),
-            RateColumn(),
+            TaskProgressColumn(),
             TimeRemainingColumn(elapsed_when_finished=True) if total is not None else TimeElapsedColumn(),
         )
         with RichProgress(*columns, console=stderr, transient=True) as bars:
-            task = bars.add_task(name, total=total, unit=unit)
+            task = bars.add_task(name, total=total)
             yield lambda done: bars.advance(task, done)
 
 
@@ -74,7 +65,7 @@ class LineProgress(Progress):
                 return
             said = now
             left = (now - start) * (total - done) / done
-            self.message(f"{name}: {done / total:.0%} of {_with_prefix(total)} {unit}, about {in_time(left)} left")
+            self.message(f"{name}: {done / total:.0%} of {total:,.0f} {unit}, about {in_time(left)} left")
 
         yield advance
 
@@ -151,11 +142,3 @@ def in_bytes(size: int) -> str:
 def in_interval(accuracy: dict[str, Any]) -> str:
     """` [low, high]`, or nothing where a metric has no interval."""
     return "" if accuracy["interval_95"] is None else " [{:.4f}, {:.4f}]".format(*accuracy["interval_95"])
-
-
-def _with_prefix(value: float) -> str:
-    for unit in ("", "k", "M", "G"):
-        if abs(value) < 1000 or unit == "G":
-            return f"{value:.0f}{unit}" if unit == "" else f"{value:.1f}{unit}"
-        value /= 1000
-    raise AssertionError

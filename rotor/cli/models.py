@@ -12,22 +12,9 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
-from ..logs import printable
-from . import completion, is_first_process
-from .app import (
-    AsJson,
-    BatchTokens,
-    CachePolicy,
-    Device,
-    Dtype,
-    Model,
-    QuietText,
-    RecipeOverrides,
-    Revision,
-    app,
-    print_json,
-)
-from .console import show_progress
+from ..logs import is_first_process, printable
+from .app import command, print_json
+from .options import DeviceOptions, Printed
 from .plans import print_inspection
 
 
@@ -37,72 +24,67 @@ class Parallel(str, Enum):
     sequence = "sequence"
 
 
-@app.command(
+@command(
     epilog='Example: rotor generate out/demo "def main(" --max-new-tokens 40. A long prompt: rotor generate out/demo '
     "--prompt-file prompt.txt. Over several processes: torchrun --nproc-per-node 4 -m rotor generate ... "
     "--parallel sequence"
 )
 def generate(
-    folder: Annotated[str, typer.Argument(help="A compressed checkpoint (or any model's folder or hub id).")],
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue, or to answer.")] = None,
-    prompt_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="The prompt as a file in UTF-8, - for stdin; the end of its last line goes."),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, also where the model has a chat template.")
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, samples at this temperature.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
-    cache: CachePolicy = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    parallel: Annotated[
-        Parallel | None,
-        typer.Option(help="sequence: spread the prompt and its cache over the processes that torchrun started."),
-    ] = None,
-    parallel_timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that a process waits for another before all end.")
-    ] = 300.0,
-    as_json: AsJson = False,
-    quiet: QuietText = False,
+    folder: str,
+    compute: DeviceOptions,
+    output: Printed,
+    prompt: Annotated[str | None, typer.Argument()] = None,
+    prompt_file: str | None = None,
+    raw: bool = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    seed: int = 0,
+    cache: str | None = None,
+    parallel: Parallel | None = None,
+    parallel_timeout: Annotated[float, typer.Option(min=1.0)] = 300.0,
 ) -> None:
     """Continue a prompt with transformers' generate(); a model with a chat template answers it.
 
     Text is printed as it is generated; with --json one object at the end.
+
+    Args:
+        folder: A compressed checkpoint (or any model's folder or hub id).
+        prompt: Text to continue, or to answer.
+        prompt_file: The prompt as a file in UTF-8, - for stdin; the end of its last line goes.
+        raw: Continue the prompt as it is, also where the model has a chat template.
+        max_new_tokens: Tokens to generate.
+        temperature: 0 is greedy; above, samples at this temperature.
+        seed: Seed for sampling.
+        parallel: sequence: spread the prompt and its cache over the processes that torchrun started.
+        parallel_timeout: Seconds that a process waits for another before all end.
     """
     from ..models.hub import check_name
-    from ..recipe.settings import Compute
 
     if parallel is not None and prompt_file == "-":
         raise UsageError("--prompt-file -: several processes cannot all read stdin.", "Give a file.")
     text = _read_prompt(prompt, prompt_file)
-    Compute(device, dtype).check()
+    compute.checked()
     check_name(folder)
 
     from ..models.generation import continue_prompt
 
-    progress = show_progress(quiet)
-    first, timeout_s = is_first_process(), None if parallel is None else parallel_timeout
+    first = is_first_process()
     result = continue_prompt(
         folder,
         text,
         max_new_tokens,
         temperature,
         seed,
-        device,
-        dtype,
+        compute.device,
+        compute.dtype,
         cache,
         raw=raw,
-        progress=progress,
-        on_text=_show if first and not as_json else None,
-        parallel_timeout_s=timeout_s,
+        progress=output.progress(),
+        on_text=_show if first and not output.as_json else None,
+        parallel_timeout_s=None if parallel is None else parallel_timeout,
     )
-    if first and as_json:
-        print_json(result)
-    elif first:
-        print()
+    if first:
+        print_json(result) if output.as_json else print()
 
 
 def _show(text: str) -> None:
@@ -128,62 +110,46 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-@app.command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
+@command(epilog="Example: rotor inspect artifacts/demo-model --recipe fdc")
 def inspect(
-    model: Model,
-    recipe: Annotated[
-        str,
-        typer.Option(
-            help="Recipe whose needs are shown: a bundled one or a YAML file.", autocompletion=completion.recipe_names
-        ),
-    ] = "rotor",
-    revision: Revision = None,
-    overrides: RecipeOverrides = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    batch_tokens: BatchTokens = 2048,
-    as_json: AsJson = False,
+    model: str,
+    compute: DeviceOptions,
+    recipe: str = "rotor",
+    revision: str | None = None,
+    overrides: list[str] | None = None,
+    batch_tokens: Annotated[int, typer.Option(min=1)] = 2048,
+    as_json: bool = False,
 ) -> None:
-    """Tell what a model is to rotor: attention, cache, what a recipe does with it, memory and disk that it takes.
+    """Describe a model: attention, cache, what a recipe does with it, the memory and disk that this takes.
 
-    Reads the configuration and the headers of the shards, no weights; of a hub id nothing else is fetched.
+    Reads the configuration and the headers of the shards, no weights; of a hub id nothing else is fetched. A
+    config.json alone is enough.
     """
     from ..models.hub import check_name
     from ..recipe import load_recipe
-    from ..recipe.settings import Compute
 
     load_recipe(recipe, overrides or [])
-    Compute(device, dtype).check()
+    compute.checked()
     check_name(model, revision)
 
     from ..planning.inspection import inspect as run_inspect
 
-    found = run_inspect(
-        model, recipe, overrides or [], revision=revision, device=device, dtype=dtype, batch_tokens=batch_tokens
-    )
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print_inspection(found)
+    found = run_inspect(model, recipe, overrides or [], revision=revision, batch_tokens=batch_tokens, **vars(compute))
+    print_json(found.to_dict()) if as_json else print_inspection(found)
 
 
-@app.command(epilog="Example: rotor recipes --show rotor")
+@command(epilog="Example: rotor recipes --show rotor")
 def recipes(
-    show: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Print this recipe whole, every default filled in: YAML that --recipe takes.",
-            autocompletion=completion.recipe_names,
-        ),
-    ] = None,
-    fields: Annotated[
-        bool,
-        typer.Option("--fields", help="Print what each field of a recipe may be, its default and what it decides."),
-    ] = False,
-    as_json: AsJson = False,
+    show: str | None = None,
+    fields: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one."""
+    """List the bundled recipes, the bases and rank methods that a recipe may name, and cache policies; or show one.
+
+    Args:
+        show: Print this recipe whole, every default filled in: YAML that --recipe takes.
+        fields: Print what each field of a recipe may be, its default and what it decides.
+    """
     from ..format.yaml_files import read_yaml
     from ..recipe import bundled_recipes, load_recipe
     from ..recipe.reference import recipe_fields, reference_page

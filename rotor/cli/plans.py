@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..progress import in_time
 from .console import in_bytes, print_pairs, print_table, say
 
 
@@ -11,7 +12,7 @@ def print_inspection(found: Any) -> None:
     shape = found.shape
     extras = ("RoPE" if shape.rotary_dim else "no RoPE") + (", norm on queries and keys" if shape.key_norm else "")
     cache = ", ".join(f"{in_bytes(size)} at {tokens // 1024} K" for tokens, size in found.kv_cache_bytes.items())
-    device = "" if found.available_device_bytes is None else f", {in_bytes(found.available_device_bytes)} on the GPU"
+    gpu = found.available_device_bytes
     print_pairs(
         ("model", found.name + (f" at {found.revision}" if found.revision else "")),
         ("family", f"{found.model_type}, {found.dtype}, {found.parameters / 1e6:,.1f} M parameters"),
@@ -24,46 +25,42 @@ def print_inspection(found: Any) -> None:
         ("KV cache", f"{found.kv_bytes_per_token:,} bytes per token: {cache}"),
         (
             "recipe",
-            f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens, columns of "
+            f"{found.recipe}, {found.tokens['count']} {found.tokens['source']} tokens, channels of "
             f"{' or '.join(map(str, found.bits))} bits",
         ),
         *(("keys", f"{key}: {what}") for key, what in found.keys.items()),
-        ("calibrate", _needs(found.calibrate) + f", run folder {in_bytes(found.calibrate.kept_disk_bytes)}"),
+        ("calibrate", _needs(found.calibrate)),
+        ("export", _needs(found.export)),
         (
-            "export",
-            f"{_needs(found.export)}, checkpoint up to {in_bytes(found.export_disk_bytes)} where the model has "
-            f"{in_bytes(found.weight_bytes)}: bases come beside its projections",
+            "checkpoint",
+            f"up to {in_bytes(found.export.disk_bytes)}, {in_bytes(found.weight_bytes)} before: it grows because bases "
+            "are stored beside projections",
         ),
-        (
-            "available",
-            _available(found) + device,
-        ),
+        *([] if gpu is None else [("GPU", f"{in_bytes(gpu)} available")]),
     )
     _print_decode_times(found)
 
 
 def _print_decode_times(found: Any) -> None:
-    """Candidates down, shares of the bytes removed across: instructions a key and KV head, and time as a share of the
-    uncompressed model's; "memory" for keys that are rebuilt there.
-    """
-    times = {(t.candidate, t.scenario): t for t in found.decode_times}
-    candidates = list(dict.fromkeys(t.candidate for t in found.decode_times))
+    """Candidates down, shares of the bytes removed across; without layouts that no kernel attends to."""
+    served = {(t.candidate, t.scenario): t for t in found.decode_times if t.instructions_per_key}
     scenarios = list(dict.fromkeys(t.scenario for t in found.decode_times))
     rows = []
-    for candidate in candidates:
-        cells = [times[candidate, scenario] for scenario in scenarios]
-        issued = (f"{t.instructions_per_key:.0f}" if t.instructions_per_key else "memory" for t in cells)
-        rows.append((candidate, *(f"{n}: {t.share:.2f}" for n, t in zip(issued, cells, strict=True))))
+    for candidate in dict.fromkeys(name for name, _ in served):
+        cells = [served.get((candidate, scenario)) for scenario in scenarios]
+        mark = "* " if any(t and t.chosen for t in cells) else "  "
+        rows.append((mark + candidate, *(f"{t.share:.2f}" if t else "-" for t in cells)))
     load = found.objective
     title = (
-        "Predicted attention of a decode step: instructions a key and KV head, and time over the uncompressed model's, "
-        f"by the share of bytes removed ({load.device} at {found.instructions_per_cycle:g} instructions a cycle and "
-        f"SM, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured)"
+        "Predicted time of attention in a decode step, as a share of the uncompressed model's, by the share of the "
+        f"cache removed ({load.device}, {load.batch_size} x {load.context_tokens} tokens, "
+        f"{found.instructions_per_cycle:g} instructions a cycle and SM; arithmetic, not measured)"
     )
-    print_table(title, ("codes of keys and values, heads a group",), scenarios, rows)
+    print_table(title, ("  layout of the cache",), scenarios, rows)
     say(
-        "Time below 1: faster than the uncompressed model. joint: keys and values in one latent; fast: rotary planes "
-        "that attention rebuilds; then the KV heads that share a latent."
+        "Below 1: faster than the uncompressed model. *: what the recipe takes. joint: keys and values in one latent; "
+        "apart: in one each. fast planes: of keys, stored pre-RoPE and rebuilt by attention. heads: KV heads that "
+        "share a latent. -, and what is left out: no kernel attends to it."
     )
 
 
@@ -72,9 +69,24 @@ def _available(found: Any) -> str:
 
 
 def _needs(needs: Any) -> str:
+    """Memory, disk and time, a line each."""
+    lines = []
     kind = "one layer of weights at a time" if needs.streamed else "all weights in memory"
-    gpu = f" and {in_bytes(needs.device_bytes)} on the GPU" if needs.device_bytes else ""
-    return f"about {in_bytes(needs.host_bytes)} of memory{gpu}, {kind}"
+    there = f"{in_bytes(needs.available_host_bytes)} available"
+    if not needs.streamed:
+        there += f", {in_bytes(needs.usable_host_bytes)} of them for weights in memory"
+    for where, parts in (("memory", needs.host_bytes), ("GPU memory", needs.device_bytes)):
+        if parts:
+            named = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
+            about = f"about {in_bytes(sum(parts.values()))} of {where}"
+            lines.append(f"{about}, {kind} ({named}); {there}" if where == "memory" else f"{about} ({named})")
+    kept = "" if needs.kept_disk_bytes == needs.disk_bytes else f", of which {in_bytes(needs.kept_disk_bytes)} stay"
+    lines.append(f"up to {in_bytes(needs.disk_bytes)} of disk{kept}; {in_bytes(needs.free_disk_bytes)} free")
+    if needs.product_seconds:
+        named = ", ".join(f"{name} {in_time(seconds)}" for name, seconds in needs.product_seconds.items())
+        total = in_time(sum(needs.product_seconds.values()))
+        lines.append(f"about {total} for the matrix products alone ({named}), at the rate measured here")
+    return "\n".join(lines)
 
 
 def _described(key: str, candidate: Any) -> str:
@@ -93,7 +105,7 @@ def print_calibration_plan(plan: Any) -> None:
         ("recipe", f"{plan.recipe}, {tokens['count']} {tokens['source']} tokens in rows of {tokens['seq_len']}"),
         ("work", f"{layers}, on {plan.device} in {plan.dtype}"),
         ("candidates", ", ".join(_described(key, candidate) for key, candidate in plan.candidates.items())),
-        *_planned_needs(plan.needs),
+        ("takes", _needs(plan.needs)),
     )
 
 
@@ -117,7 +129,7 @@ def print_export_plan(plan: Any) -> None:
             ("compression", f"{plan.compression:.3f}, {cache['before']} -> {cache['after']} KV bytes per token")
         )
         rows.append(("tensors", f"{in_bytes(size['before'])} -> {in_bytes(size['after'])}"))
-    print_pairs(*rows, *_planned_needs(plan.needs))
+    print_pairs(*rows, ("takes", _needs(plan.needs)))
     if plan.ranks is None:
         return
     if plan.channels is None:
@@ -134,16 +146,3 @@ def print_export_plan(plan: Any) -> None:
 
 def _by_bits(channels: dict[str, int]) -> str:
     return " ".join(f"{count}x{bits}" for bits, count in channels.items())
-
-
-def _planned_needs(needs: Any) -> list[tuple[str, str]]:
-    """Memory and disk of a plan."""
-    rows = []
-    for where, parts in (("memory", needs.host_bytes), ("GPU memory", needs.device_bytes)):
-        if parts:
-            named = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
-            there = f"; {_available(needs)} available" if where == "memory" else ""
-            rows.append((where, f"about {in_bytes(sum(parts.values()))} ({named}){there}"))
-    disk = f"up to {in_bytes(needs.disk_bytes)}, of which {in_bytes(needs.kept_disk_bytes)} stay"
-    rows.append(("disk", f"{disk}; {in_bytes(needs.free_disk_bytes)} free"))
-    return rows

@@ -9,25 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .app import (
-    MAX_NUMBER,
-    AsJson,
-    Checkpoint,
-    DeviceFile,
-    Quiet,
-    TargetDevice,
-    app,
-    check_folder,
-    check_results,
-    command_line,
-    numbers,
-    print_json,
-)
+from .app import MAX_NUMBER, check_folder, check_results, command, command_line, numbers, print_json
 from .console import print_table, say, show_progress
 
 
-@app.command(
-    "compile",
+@command(
+    name="compile",
     epilog="Example: rotor compile out/demo --arch sm_80,sm_90. Without a checkpoint: rotor compile --named --json. "
     "rotor compile --table rotor/prediction/instructions.json counts anew what predictions look up.",
 )
@@ -48,10 +35,10 @@ def compile_kernels(
         Path | None, typer.Option(help="Count every size that predictions look up, and write this JSON file.")
     ] = None,
     dump: Annotated[Path | None, typer.Option(help="Folder for cubin, SASS and PTX of every kernel.")] = None,
-    target_device: TargetDevice = None,
-    device_file: DeviceFile = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    target_device: str | None = None,
+    device_file: Path | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Compile Triton kernels ahead of time and count what they issue; no GPU is needed.
 
@@ -134,9 +121,9 @@ def _print_layers(layers: list[Any], title: str) -> None:
     print_table(title, ("layer", "arch"), (*right, "over uncompressed"), rows)
 
 
-@app.command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
+@command(epilog="Example: rotor schedule out/demo --sms 132 --lengths 8x32768,200")
 def schedule(
-    folder: Checkpoint,
+    folder: Path,
     sms: Annotated[int, typer.Option(min=1, help="Streaming multiprocessors of the GPU.")] = 132,
     lengths: Annotated[
         str, typer.Option(help="Cached tokens of each sequence of the batch: 32768, or 8x32768,200.")
@@ -144,14 +131,14 @@ def schedule(
     target_device: Annotated[
         str, typer.Option(help="Device whose rates are used (rotor/prediction/devices.yaml).")
     ] = "h200",
-    device_file: DeviceFile = None,
+    device_file: Path | None = None,
     chunk: Annotated[
         int | None,
         typer.Option(
             min=1, help="Also a prefill of so many new tokens of each sequence, after the longest cached one."
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
     """Simulate how evenly a decode step's attention loads a GPU: unsplit, the papers' greedy schedule, equal slices.
 
@@ -170,21 +157,19 @@ def schedule(
     layouts, shape, element_bytes = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
     rates = find_device(target_device, None if device_file is None else str(device_file))
     balances = simulate(layouts, shape, tokens, rates, sms, element_bytes)
-    prefill = None
-    if chunk is not None:
-        prefill = simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
+    prefill = chunk and simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
     if as_json:
         entries = [dataclasses.asdict(balance) for balance in balances]
-        found = {"schedules": entries, "prefill": None if prefill is None else dataclasses.asdict(prefill)}
+        found = {"schedules": entries, "prefill": prefill}
         print_json({**provenance(command_line()), "sms": sms, "lengths": tokens, "chunk": chunk, **found})
         return
     rows = [(b.schedule, f"{b.largest_over_mean:.3f}", b.parts, b.worst_layer, f"{max(b.loads):.3f}") for b in balances]
     right = "largest over mean", "partial results", "worst layer", "largest over mean there"
     print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
-    if prefill is not None:
+    if prefill:
         say(
             f"Prefill of {chunk} tokens each as FDC has it, time over that of even loads: row blocks alike "
-            f"{prefill.equal:.3f}, of B_r rows {prefill.balanced:.3f}"
+            f"{prefill['equal']:.3f}, of B_r rows {prefill['balanced']:.3f}"
         )
 
 
@@ -203,18 +188,18 @@ def parse_lengths(text: str) -> list[int]:
     return lengths
 
 
-@app.command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
+@command(epilog="Example: rotor traffic out/demo --processes 2,4,8")
 def traffic(
-    folder: Checkpoint,
+    folder: Path,
     processes: Annotated[str, typer.Option(help="Numbers of processes, as in 2,4,8.")] = "2,4,8",
     tokens: Annotated[int, typer.Option(min=1, max=MAX_NUMBER, help="Tokens of the prompt.")] = 1024,
     target_device: Annotated[
         str, typer.Option(help="Device whose links' rate is used (rotor/prediction/devices.yaml).")
     ] = "h200",
-    device_file: DeviceFile = None,
+    device_file: Path | None = None,
     ethernet_gbit: Annotated[float, typer.Option(min=0.001, help="Gigabits a second of each process's network.")] = 100,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
     """Count the bytes that a prompt sends over several processes (generate --parallel sequence), and alternatives.
 
@@ -229,7 +214,7 @@ def traffic(
 
     rates = find_device(target_device, None if device_file is None else str(device_file))
     result = count_traffic(
-        folder, numbers("--processes", processes), tokens, target_device, rates, ethernet_gbit * 1e9 / 8, command_line()
+        folder, numbers("--processes", processes), tokens, rates, ethernet_gbit * 1e9 / 8, command_line()
     )
     if out is not None:
         write_report(out, result)

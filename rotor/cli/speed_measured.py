@@ -9,30 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .app import (
-    AsJson,
-    CachePolicy,
-    Checkpoint,
-    Device,
-    Dtype,
-    Quiet,
-    SourceModel,
-    app,
-    check_folder,
-    check_results,
-    command_line,
-    numbers,
-    print_json,
-)
+from .app import check_folder, check_results, command, command_line, numbers, print_json
 from .console import in_bytes, print_table, say, show_progress
 
 LAYERS = 4
 """Layers that `rotor bench` measures where nothing else is asked for."""
 
 
-@app.command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
+@command(epilog="Example: rotor bench out/demo --lengths 32768 --batch 1,8 -o bench.json")
 def bench(
-    folder: Checkpoint,
+    folder: Path,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Cached tokens when decoding, as in 8192,32768. [32768; on a CPU 2048]")
@@ -42,18 +28,14 @@ def bench(
     layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = LAYERS,
     repetitions: Annotated[int, typer.Option(min=1, help="Of every row of the attention; of a model a quarter.")] = 20,
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that whole models generate; 0 leaves them out.")] = 32,
-    memory_gb: Annotated[
-        float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
-    ] = None,
-    model: SourceModel = None,
-    cache: CachePolicy = None,
+    model: Path | None = None,
     engine: Annotated[
         str, typer.Option(help="transformers, or vllm: the checkpoint and its source served side by side.")
     ] = "transformers",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Measure attention and generation of a checkpoint beside PyTorch's, a Palu-style baseline and the source model.
 
@@ -61,15 +43,14 @@ def bench(
     a CPU runs is measured, and the Triton kernels are listed as not measured.
 
     With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
-    requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
-    --layers, --cache and --device do not apply.
+    requests at once (1,4,16), --prefill tokens of a prompt (512); --lengths, --layers and --device do not apply.
     """
     from ..recipe.settings import Compute
 
     check_results(out)
     if engine not in ("transformers", "vllm"):
         raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
-    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--cache": cache, "--device": device != "auto"}
+    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--device": device != "auto"}
     if engine == "vllm" and any(in_vain.values()):
         given = ", ".join(option for option, value in in_vain.items() if value)
         raise UsageError(f"{given}: not with --engine vllm.", "Leave it out.")
@@ -80,7 +61,6 @@ def bench(
     Compute(device, dtype).check()
     check_folder(folder)
     progress = show_progress(quiet)
-    memory = None if memory_gb is None else int(memory_gb * 1e9)
 
     from ..bench.records import write_report
 
@@ -97,8 +77,7 @@ def bench(
             loads[2] or default.concurrency,
             prompts[0],
             new_tokens,
-            memory or default.cache_bytes,
-            max(1, repetitions // 4),
+            repetitions=max(1, repetitions // 4),
         )
         result = bench_serving(folder, serving, model=model, dtype=dtype, command=command_line())
     else:
@@ -108,9 +87,7 @@ def bench(
 
         usual = GPU_LOADS if pick_device(device).type == "cuda" else CPU_LOADS
         decode, prompts, batches = (given or default for given, default in zip(loads, usual, strict=True))
-        settings = BenchSettings(
-            decode, prompts, batches, layers, repetitions, new_tokens, memory_bytes=memory, cache=cache
-        )
+        settings = BenchSettings(decode, prompts, batches, layers, repetitions, new_tokens)
         result = run_bench(
             folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=progress
         )
@@ -172,7 +149,7 @@ def _print_bench(result: dict[str, Any]) -> None:
         say(f"not measured: {row}: {why}")
 
 
-@app.command(
+@command(
     epilog="Example: rotor gpu -o gpu.jsonl. Tiles of an export, measured and written into it: "
     "rotor gpu --tune out/demo. Where there is no GPU, to see that it would run: rotor gpu --dry -o dry.jsonl"
 )
@@ -188,7 +165,7 @@ def gpu(
     dry: Annotated[
         bool, typer.Option("--dry", help="Toy sizes in Triton's interpreter, on a CPU: everything but the numbers.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
     """Test and measure the kernels on this GPU: tests, NVIDIA's sanitizer, attention; or tune them for a checkpoint.
 

@@ -98,7 +98,7 @@ def score_through_cache(
         chunk: tokens of each later step. Tokens of a step may see each other as they came, so that 1 is exact for every
             cache; Policy.longest_step is as exact, and faster.
         reference: the model that KL is measured against, over whole rows, without a cache.
-        batch_size: rows at a time. advance: told the tokens that are done.
+        batch_size: rows at a time. advance: gets the tokens that are done.
     Raises:
         DataError: there are no rows, or fewer than two tokens behind the prefill.
         NumericsError: logits that are not finite.
@@ -171,7 +171,7 @@ def check_in_memory(network: LayerwiseModel, policy: Policy) -> None:
     """Raises UsageError where weights are read layer by layer: what a policy does shows only step by step."""
     if network.source.streamed:
         raise UsageError(
-            f"cache policy {policy.method}: is judged step by step, which needs all weights in memory.",
+            f"cache policy {policy.method}: is measured step by step, which needs all weights in memory.",
             "Give --offload never on a machine that can hold them, or --cache none.",
         )
 

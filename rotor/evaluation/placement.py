@@ -9,7 +9,7 @@ import torch
 
 from ..calibration.outline import ModelOutline
 from ..models.checkpoint import Checkpoint
-from ..models.hardware import pick_device, pick_dtype
+from ..models.hardware import fit_threads, pick_device, pick_dtype
 from ..models.memory import WholeModel, stream_weights
 from ..progress import Progress
 from ..recipe import Recipe
@@ -29,12 +29,13 @@ class Placement:
 
     @classmethod
     def choose(cls, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress) -> Placement:
-        """Decide by an estimate of memory, which is told to `progress`.
+        """Decide by an estimate of memory, which `progress` shows.
 
         Raises:
             UsageError: the metric or the device map needs the whole model in memory, and it is not to be there.
         """
         outline, device = ModelOutline.of(checkpoint), pick_device(compute.device)
+        fit_threads(outline.sizes.stored_bytes)
         dtype = pick_dtype(compute.dtype, outline.dtype, device)
         whole = None
         if recipe.evaluation.metric.startswith(LM_EVAL):

@@ -7,12 +7,12 @@ import os.path
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..bases.layer import LayerBases
-from ..calibration.run import Run
 from ..data.splits import SPLITS
 from ..errors import system_errors
 from ..format.atomic import write_json, write_text
@@ -26,7 +26,7 @@ from ..format.schemas import CheckpointInfo
 from ..format.section import FORMAT_VERSION, MARK
 from ..kernels.defaults import default_config
 from ..logs import log_file
-from ..models.checkpoint import INDEX_FILE, Checkpoint
+from ..models.checkpoint import INDEX_FILE
 from ..models.projections import read_attention
 from ..models.sidecars import sidecars
 from ..policies import LONG_TOKENS, Policy, packed_bytes_per_token
@@ -123,9 +123,13 @@ def export(
 @system_errors()
 def run_export(settings: ExportSettings, progress: Progress | None = None) -> ExportResult:
     """What `export` does, with its arguments in one object; raises likewise."""
-    job = ExportJob.check(settings)
-    with exclusive(job.run.folder, "export"), exclusive(job.out.path, "export"), log_file(job.run.folder, "export"):
-        job = ExportJob.check(settings)  # again: who held the folders until now may have written to them
+    settings.check()
+    with ExitStack() as held:
+        held.enter_context(exclusive(Path(settings.run), "export"))
+        job = ExportJob.check(settings)
+        held.enter_context(exclusive(job.out.path, "export"))
+        job.out.check(settings.overwrite, job.sources)  # who held it until now may have written to it
+        held.enter_context(log_file(job.run.folder, "export"))
         return _export(job, RankSearch(job, StageTimes(), progress or Progress()))
 
 
@@ -183,8 +187,7 @@ def _write(
     write_json(staging / "config.json", config)
     write_json(staging / KERNEL_CONFIG, replace(default_config(layouts), cache=cache).to_dict())
     write_text(staging / RECIPE, recipe.to_yaml())
-    accuracy_info = _unmeasured(job) if table is None else _accuracy(recipe, point, table, job.goal)
-    report = _report(run, recipe, checkpoint, layouts, point, accuracy_info, tensors, first.v_weight.element_size())
+    report = _report(job, layouts, point, _accuracy(job, point, table), tensors, first.v_weight.element_size())
     if policy is not None:
         dtype = first.v_weight.dtype
         report["cache"] = {
@@ -194,8 +197,6 @@ def _write(
                 for tokens in (recipe.evaluation.seq_len, LONG_TOKENS)
             },
         }
-    report["run"] = _relative(run.folder, job.out.path)
-    report["source"]["path"] = _relative(checkpoint.folder, job.out.path)
     write_json(staging / ROTOR_JSON, report)
     write_text(staging / CARD, model_card(report, recipe, run.shape))
     with progress.task("report", None, ""):
@@ -241,9 +242,7 @@ def write_shards(
 
 
 def _report(
-    run: Run,
-    recipe: Recipe,
-    checkpoint: Checkpoint,
+    job: ExportJob,
     layouts: list[LayerLayout],
     point: Point,
     accuracy: dict[str, Any],
@@ -251,67 +250,53 @@ def _report(
     element_bytes: int,
 ) -> dict[str, Any]:
     """The content of rotor.json."""
-    source = run.info["model"]
+    source, info = job.run.info["model"], job.run.info
+    about = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source}
     return {
         "format_version": FORMAT_VERSION,
-        "versions": run.info["versions"],
-        "recipe": recipe.name,
-        "source": {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files") if key in source},
+        "versions": info["versions"],
+        "recipe": job.recipe.name,
+        "run": _relative(job.run.folder, job.out.path),
+        "source": about | {"path": _relative(job.checkpoint.folder, job.out.path)},
         "compression": point.compression_json,
-        "rank_method": allocated_by(recipe),
+        "rank_method": allocated_by(job.recipe),
         "parameter": point.parameter,
         "kv_bytes_per_token": {
-            "before": uncompressed_kv_bytes_per_token(run.shape, element_bytes),
+            "before": uncompressed_kv_bytes_per_token(job.run.shape, element_bytes),
             "after": kv_bytes_per_token(layouts, element_bytes),
             "element_bytes": element_bytes,
         },
         "accuracy": accuracy,
         "ranks": point.ranks_json,
         "layouts": [layout.to_dict() for layout in layouts],
-        "removed_tensors": sorted(checkpoint.names - set(tensors)),
+        "removed_tensors": sorted(job.checkpoint.names - set(tensors)),
         "tensors": dict(sorted(tensors.items())),
     }
 
 
-def _accuracy(recipe: Recipe, point: Point, table: RankTable, goal: Goal) -> dict[str, Any]:
-    """What rotor.json says of the accuracy that was measured."""
-    context, fidelity = table.context, {split: point.fidelity(split) for split in SPLITS}
-    report = fidelity["report"]
-    return {
-        "target": goal.accuracy,
-        "confidence": goal.confidence,
-        "metric": recipe.evaluation.metric,
-        "search": fidelity["search"].accuracy,
-        "report": report.accuracy,
-        "interval_95": None if report.interval is None else list(report.interval),
-        "measurements": {split: found.to_json() for split, found in fidelity.items()},
-        "base": {split: table.base.get(split) for split in SPLITS},
-        "left_out": table.left_out,
-        "data": context.data,
-        "data_sha256": context.data_sha256,
-        "excluded_documents": list(context.excluded),
-        "table": context.key,
-    }
-
-
-def _unmeasured(job: ExportJob) -> dict[str, Any]:
-    """The same where nothing was measured, and why; what was calibrated on is no text for `validate` to judge by."""
-    return {
-        "target": None,
-        "confidence": None,
+def _accuracy(job: ExportJob, point: Point, table: RankTable | None) -> dict[str, Any]:
+    """What rotor.json says of the accuracy; where nothing was measured (no table), why."""
+    found = {} if table is None else {split: point.fidelity(split) for split in SPLITS}
+    search, report = found.get("search"), found.get("report")
+    context = None if table is None else table.context
+    # What was calibrated on is no text for `validate` to measure on.
+    excluded = sorted(job.run.calibrated_documents) if context is None else list(context.excluded)
+    accuracy = {
+        "target": job.goal.accuracy,
+        "confidence": job.goal.confidence,
         "metric": job.recipe.evaluation.metric,
-        "search": None,
-        "report": None,
-        "interval_95": None,
-        "measurements": {},
-        "base": dict.fromkeys(SPLITS),
-        "left_out": {},
-        "data": None,
-        "data_sha256": None,
-        "excluded_documents": sorted(job.run.calibrated_documents),
-        "table": None,
-        "not_measured": job.unmeasured,
+        "search": search and search.accuracy,
+        "report": report and report.accuracy,
+        "interval_95": list(report.interval) if report and report.interval else None,
+        "measurements": {split: fidelity.to_json() for split, fidelity in found.items()},
+        "base": {split: table and table.base.get(split) for split in SPLITS},
+        "left_out": table.left_out if table else {},
+        "data": context and context.data,
+        "data_sha256": context and context.data_sha256,
+        "excluded_documents": excluded,
+        "table": context and context.key,
     }
+    return accuracy if table is not None else accuracy | {"not_measured": job.unmeasured}
 
 
 def allocated_by(recipe: Recipe) -> str:

@@ -230,6 +230,23 @@ def prompt_tokens(spec: Evaluation, names: Collection[str] = ("lookup", "copy"))
     return row * sum(count for name, count in counts.items() if name in names)
 
 
+def calibration_flops(
+    sizes: WeightSizes, shape: AttentionShape, recipe: Recipe, group_size: int, moments: frozenset[str]
+) -> dict[str, float]:
+    """Count FLOPs of the large products of `rotor calibrate`, by stage; the statistics in float64.
+
+    Of a mixture of experts, as if all of them worked.
+    """
+    tokens, layers = recipe.tokens.count, 2.0 * sum(sizes.layers)
+    whole = layers + 2.0 * max(sizes.vocabulary, default=0)
+    elements = _moment_elements(shape, group_size, moments)
+    per_token = sum(count * (shape.heads_per_kv if name == "query" else 1) for name, count in elements.items())
+    flops = {"text": whole * tokens} if recipe.tokens.source == "synthetic" else {}
+    if recipe.needs_gradients:  # forward once, then each layer again and twice as much backward
+        flops["gradients"] = 4 * whole * min(tokens, recipe.codes.tokens)
+    return {**flops, "passes": layers * tokens, "statistics": 2.0 * tokens * per_token * shape.num_layers}
+
+
 def _moment_elements(shape: AttentionShape, group_size: int, moments: frozenset[str]) -> dict[str, int]:
     width = group_size * shape.head_dim
     groups = shape.num_kv_heads // group_size

@@ -17,7 +17,7 @@ from ..parallel.launch import launched
 from ..policies import stored_bytes, use_cache_policy
 from ..progress import Progress
 from .compressed import open_model
-from .hardware import pick_device, pick_dtype
+from .hardware import fit_threads, pick_device, pick_dtype
 from .hub import find_model
 from .loading import load_model
 from .tokenizer import as_chat, check_ids
@@ -61,6 +61,7 @@ def continue_prompt(
         raise UsageError(f"the prompt is not UTF-8: {prompt!a:.80}.", "Write it in UTF-8, or give --prompt-file.")
     folder = find_model(folder).folder
     checkpoint = open_model(folder)
+    fit_threads(checkpoint.total_bytes())
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")

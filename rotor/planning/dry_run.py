@@ -5,9 +5,7 @@ Ranks and sizes come from the same code that writes them, on the meta device.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +23,6 @@ from ..evaluation.placement import Placement
 from ..format.layout import kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.publishing import check_space
 from ..models.estimate import Estimate
-from ..models.memory import available_host_bytes, usable_host_bytes
 from ..progress import Progress, StageTimes
 from ..recipe.settings import CalibrationSettings, ExportSettings
 from ..rewriting.shards import ShardContents, planned_layouts
@@ -33,32 +30,7 @@ from ..search.export_job import ExportJob
 from ..search.point import channels_json
 from ..search.rank_search import RankSearch
 from ..search.search import most_points
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Memory by what it is for, and disk.
-
-    usable_host_bytes: of what is available, where weights are to stay in memory.
-    disk_bytes: in the output folder while it is written; kept_disk_bytes: of it, what stays.
-    """
-
-    streamed: bool
-    host_bytes: dict[str, int]
-    device_bytes: dict[str, int]
-    available_host_bytes: int
-    usable_host_bytes: int
-    disk_bytes: int
-    kept_disk_bytes: int
-    free_disk_bytes: int
-
-    @classmethod
-    def of(cls, estimate: Estimate, streamed: bool, out: Path, disk_bytes: int, kept_disk_bytes: int) -> Needs:
-        """What an estimate of memory says, beside what there is."""
-        place = next(place for place in (out, *out.parents) if place.exists())
-        memory = available_host_bytes(), usable_host_bytes()
-        free = shutil.disk_usage(place).free
-        return cls(streamed, estimate.host, estimate.device, *memory, disk_bytes, kept_disk_bytes, free)
+from .needs import Needs
 
 
 @dataclass(frozen=True)
@@ -127,6 +99,7 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
     streamed, _ = job.streams()
     estimate, spec = job.estimates()[streamed], job.recipe
     check_space(partial.folder, 0 if partial.exists else estimate.disk_bytes)
+    finished = partial.finished_layers if resume else 0
     return CalibrationPlan(
         model=job.source.name,
         run=str(out),
@@ -134,10 +107,12 @@ def plan_calibration(settings: CalibrationSettings) -> CalibrationPlan:
         candidates=job.candidates,
         tokens={"source": spec.tokens.source, "count": spec.tokens.count, "seq_len": spec.tokens.seq_len},
         num_layers=job.shape.num_layers,
-        finished_layers=partial.finished_layers if resume else 0,
+        finished_layers=finished,
         device=str(job.device),
         dtype=str(job.dtype).removeprefix("torch."),
-        needs=Needs.of(estimate, streamed, out, estimate.disk_bytes, estimate.kept_disk_bytes),
+        needs=Needs.of_calibration(
+            job.outline, spec, job.device, job.dtype, estimate, streamed, out, 1 - finished / job.shape.num_layers
+        ),
     )
 
 
@@ -168,15 +143,12 @@ def plan_export(settings: ExportSettings) -> ExportPlan:
         compression=None if found is None else found.stored,
         kv_bytes_per_token={"before": uncompressed_kv_bytes_per_token(shape, element_bytes), "after": cache},
         tensors=tensors,
-        checkpoint_bytes={
-            "before": sum(_bytes(job.checkpoint.meta_tensor(name)) for name in job.checkpoint.names),
-            "after": after,
-        },
+        checkpoint_bytes={"before": _stored_bytes(job), "after": after},
         probed_layers=probed,
         points=points,
         known_points=0 if job.unmeasured else len(search.table.points),
         unmeasured=job.unmeasured,
-        needs=Needs.of(estimate, place.streamed, job.out.path, job.needed_bytes, after or job.needed_bytes),
+        needs=Needs.of(estimate, place.streamed, job.out.path, job.needed_bytes, after or job.needed_bytes, {}),
     )
 
 
@@ -229,3 +201,7 @@ def _on_meta(bases: LayerBases) -> LayerBases:
 
 def _bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _stored_bytes(job: ExportJob) -> int:
+    return sum(_bytes(job.checkpoint.meta_tensor(name)) for name in job.checkpoint.names)

@@ -17,39 +17,21 @@ import torch
 from ..calibration.outline import ModelOutline, needs_whole_model
 from ..format.layout import AttentionShape, Candidate, uncompressed_kv_bytes_per_token
 from ..models.checkpoint import Checkpoint, config_of
-from ..models.estimate import Estimates
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import config_model
-from ..models.memory import WholeModel, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
+from ..models.memory import available_device_bytes, stream_weights
 from ..models.source import find_source
 from ..prediction.cost import DecodeStep
 from ..prediction.decode_times import DecodeTime, decode_times
 from ..prediction.devices import find_device
 from ..recipe import ObjectiveSettings, Recipe, load_recipe
+from .needs import Needs
 
 WEIGHTS = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
 """Files of weights in any form; without one a config.json stands alone, and says what the weights would be."""
 
 CONTEXTS = (8192, 32768, 131072)
 """Lengths, in tokens, at which the size of the cache is shown."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Memory and disk of one command, bytes; `streamed`: one layer of weights in memory at a time."""
-
-    streamed: bool
-    host_bytes: int
-    device_bytes: int
-    disk_bytes: int
-    kept_disk_bytes: int
-
-    @classmethod
-    def of(cls, estimates: Estimates, device: torch.device, whole: WholeModel | None = None) -> Needs:
-        """As the command itself decides; where it would refuse, what it would need."""
-        streamed, _ = stream_weights("auto" if whole is None else "never", estimates, device)
-        estimate = estimates[streamed]
-        return cls(streamed, estimate.host_bytes, estimate.device_bytes, estimate.disk_bytes, estimate.kept_disk_bytes)
 
 
 @dataclass(frozen=True)
@@ -80,9 +62,6 @@ class Inspection:
     decode_times: list[DecodeTime]
     calibrate: Needs
     export: Needs
-    export_disk_bytes: int
-    available_host_bytes: int
-    usable_host_bytes: int
     available_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,13 +87,13 @@ def inspect(
     if Path(model).name == "config.json" and Path(model).is_file():
         model = Path(model).parent
     spec, source = load_recipe(recipe, overrides), find_source(model, revision, weights=False)
-    if any(WEIGHTS.search(path.name) for path in source.folder.iterdir()) and source.hub_id is None:
+    if source.hub_id is None and any(WEIGHTS.search(path.name) for path in source.folder.iterdir()):
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
         config = config_of(source.folder)
-        model_on_meta = config_model(config)
-        shapes = {name: list(parameter.shape) for name, parameter in model_on_meta.named_parameters()}
-        elements = sum(parameter.numel() for parameter in model_on_meta.parameters())
+        implied = config_model(config)
+        shapes = {name: list(parameter.shape) for name, parameter in implied.named_parameters()}
+        elements = sum(parameter.numel() for parameter in implied.parameters())
         outline = ModelOutline.of_headers(config, shapes, elements * (config.dtype or torch.float32).itemsize)
     shape, stored = outline.shape, outline.sizes.stored_bytes
     target = pick_device(device)
@@ -124,6 +103,10 @@ def inspect(
     load = spec.objective
     rates = find_device(load.device, load.device_file)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
+    calibrating = outline.calibration(spec, target, compute_dtype, batch_tokens)
+    streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
+    measuring, grown = outline.evaluation(spec, target, compute_dtype), int(stored * 1.1)
+    layerwise, _ = stream_weights("auto", measuring, target)
     return Inspection(
         name=source.name,
         revision=source.revision,
@@ -140,14 +123,11 @@ def inspect(
         keys={key: _keys(candidate, shape) for key, candidate in candidates.items()},
         objective=load,
         instructions_per_cycle=rates.instructions_per_cycle,
-        decode_times=decode_times(shape, rates, step),
-        calibrate=Needs.of(
-            outline.calibration(spec, target, compute_dtype, batch_tokens), target, needs_whole_model(spec)
+        decode_times=decode_times(shape, rates, step, candidates.values()),
+        calibrate=Needs.of_calibration(
+            outline, spec, target, compute_dtype, calibrating[streamed], streamed, Path.cwd()
         ),
-        export=Needs.of(outline.evaluation(spec, target, compute_dtype), target),
-        export_disk_bytes=int(stored * 1.1),
-        available_host_bytes=available_host_bytes(),
-        usable_host_bytes=usable_host_bytes(),
+        export=Needs.of(measuring[layerwise], layerwise, Path.cwd(), grown, grown, {}),
         available_device_bytes=available_device_bytes(target),
     )
 
@@ -163,14 +143,15 @@ def kv_cache_bytes(config: Any, shape: AttentionShape, per_token: int, tokens: i
 def _keys(candidate: Candidate, shape: AttentionShape) -> str:
     shared = ", one latent with the values" if candidate.joint else ""
     block, fast = candidate.form
+    how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
     if not shape.rotary_dim:
         return f"no RoPE: basis inside W_q and W_k, no overhead{shared}"
     if block is None:
         return "compressed after RoPE by a product at run time, never rebuilt"
     if fast == shape.rotary_planes:
-        how = "basis applied behind the key norm" if shape.key_norm else "basis inside W_k"
         return f"compressed before RoPE ({how}{shared}), rebuilt for attention"
     return (
         f"{fast} fast planes of {shape.rotary_planes} before RoPE, the others rotated within blocks of {block} "
-        f"positions{shared}; attention rebuilds the fast ones and rotates queries once a block"
+        f"positions, compressed by a product at run time{shared}; attention rebuilds the fast ones and rotates queries "
+        "once a block"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..format.channels import PLANE, Channels, Latent, Numbers
@@ -31,7 +32,7 @@ class DecodeTime:
     """One candidate in one of SCENARIOS.
 
     instructions_per_key: of attention, a key and KV head; 0 where keys are rebuilt in memory. seconds: of attention in
-    all layers in a decode step, predicted. share: of the uncompressed model's.
+    all layers in a decode step, predicted. share: of the uncompressed model's. chosen: by the recipe.
     """
 
     candidate: str
@@ -40,38 +41,48 @@ class DecodeTime:
     instructions_per_key: float
     seconds: float
     share: float
+    chosen: bool = False
 
 
-def decode_times(shape: AttentionShape, device: Device, step: DecodeStep) -> list[DecodeTime]:
+def decode_times(
+    shape: AttentionShape, device: Device, step: DecodeStep, chosen: Iterable[Candidate] = ()
+) -> list[DecodeTime]:
     """Codes of every group size in each of SCENARIOS, all layers alike: joint latents without fast planes, with
     FAST_PLANES and with all of them, and, of a model with RoPE, latents of their own for keys after it and values.
+
+    Args:
+        chosen: candidates of a recipe, which are among them in any case.
     """
-    planes = min(FAST_PLANES, shape.rotary_planes)
-    forms = {
-        "joint": (KeyForm(MOST_ROPE_BLOCK, 0), True),
-        f"joint, {planes} fast": (KeyForm(MOST_ROPE_BLOCK, planes), True),
-    }
-    forms |= {"joint, pre-RoPE": (pre_rope(shape), True), "apart, post-RoPE": (POST_ROPE, False)}
+    block, apart = MOST_ROPE_BLOCK, [(POST_ROPE, False)]
+    planes = sorted({0, min(FAST_PLANES, shape.rotary_planes)})
+    forms = [*((KeyForm(block, count), True) for count in planes), (pre_rope(shape), True), *apart]
     if not shape.rotary_dim:
-        forms = {"joint": (POST_ROPE, True), "apart": (POST_ROPE, False)}
-    base = uncompressed_layer_time(shape, device, step)
-    found = []
-    for name, (form, joint) in forms.items():
-        for size in group_sizes(shape):
-            for scenario, removed in SCENARIOS:
-                layout = uniform_layout(shape, Candidate(form, size, joint), 1 - removed, True)
-                time = layer_time(layout, shape, device, step)
-                found.append(
-                    DecodeTime(
-                        f"{name}, {size} a group",
-                        scenario,
-                        kv_bytes_per_token([layout] * shape.num_layers, step.element_bytes),
-                        time.instructions / step.keys / shape.num_kv_heads,
-                        shape.num_layers * time.attention_s,
-                        time.attention_s / base.attention_s,
-                    )
+        forms = [(POST_ROPE, True), *apart]
+    candidates = [Candidate(form, size, joint) for form, joint in forms for size in group_sizes(shape)]
+    own = list(chosen)
+    candidates = [*(found for found in own if found not in candidates), *candidates]
+    base, found = uncompressed_layer_time(shape, device, step), []
+    for candidate in candidates:
+        for scenario, removed in SCENARIOS:
+            layout = uniform_layout(shape, candidate, 1 - removed, True)
+            time = layer_time(layout, shape, device, step)
+            found.append(
+                DecodeTime(
+                    _described(candidate, shape),
+                    scenario,
+                    kv_bytes_per_token([layout] * shape.num_layers, step.element_bytes),
+                    time.instructions / step.keys / shape.num_kv_heads,
+                    shape.num_layers * time.attention_s,
+                    time.attention_s / base.attention_s,
+                    candidate in own,
                 )
+            )
     return found
+
+
+def _described(candidate: Candidate, shape: AttentionShape) -> str:
+    heads = f"{candidate.group_size} head{'s' if candidate.group_size > 1 else ''}"
+    return f"{'joint' if candidate.joint else 'apart'}, {candidate.form.in_words(shape)}, {heads}"
 
 
 def group_sizes(shape: AttentionShape) -> list[int]:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -26,8 +27,8 @@ from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from .attention import RotorAttention, refuse_others
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
-from .rotary_table import RotaryTable
-from .steps import NO_GRADIENTS
+from .rope import RotaryTable
+from .steps import NO_GRADIENTS, NO_GRADIENTS_HINT
 
 log = logging.getLogger("rotor")
 
@@ -79,6 +80,9 @@ class RotorQuantizer(HfQuantizer):
         for index, kernels in enumerate(self.kernel_config.layers):
             module: Any = family.attention_module(network, index)
             module.kernels = kernels
+            module.register_load_state_dict_pre_hook(refuse_adapter_of_source)
+        if self.quantization_config.coded:  # type: ignore[attr-defined]
+            model.register_forward_pre_hook(refuse_training)
         if self.cache_policy is not None:
             try:
                 import_module("rotor.policies").attach_stored(model, network, self.cache_policy)
@@ -118,6 +122,24 @@ class RotorQuantizer(HfQuantizer):
         return True
 
 
+def refuse_training(model: Any, *_: Any) -> None:
+    """Raises UsageError before the first step of training a checkpoint of codes."""
+    if model.training and torch.is_grad_enabled():
+        raise UsageError(NO_GRADIENTS, NO_GRADIENTS_HINT)
+
+
+def refuse_adapter_of_source(module: RotorAttention, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raises UsageError where a LoRA that was trained on the source is loaded into a compressed layer."""
+    own = {prefix + name: parameter.shape for name, parameter in module.named_parameters()}
+    for name in own.keys() & state.keys():
+        if ".lora_" in name and own[name] != state[name].shape:
+            raise UsageError(
+                f"{name} is {list(state[name].shape)}, this checkpoint takes {list(own[name])}: the adapter was "
+                "trained on the uncompressed model.",
+                "Merge it into that model (peft's merge_and_unload), then calibrate and export the result.",
+            )
+
+
 def with_head(model: Any) -> Any:
     """A causal model as it is; the base model in it (that of AutoModel), below the name that it has there."""
     name = model.base_model_prefix
@@ -130,29 +152,26 @@ def with_head(model: Any) -> Any:
 
 
 def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path | None:
-    """kernel_config.json beside the weights: in a local folder, or in the hub's cache, fetched if it is not there yet.
+    """kernel_config.json beside the weights, fetched from the hub if its cache lacks it; None where there is none.
 
     Args:
         config: of the model, which knows where it came from. checkpoint_files: paths of the weights.
-    Returns:
-        None where there is none, or the hub cannot be asked.
     """
     if not checkpoint_files:
         return None
     beside = Path(checkpoint_files[0]).parent / KERNEL_CONFIG
     snapshots = beside.parent.parent
-    if beside.is_file() or snapshots.name != "snapshots":
-        return beside if beside.is_file() else None
-    found = cached_file(
-        config.name_or_path,
-        KERNEL_CONFIG,
-        cache_dir=snapshots.parent.parent,
-        revision=beside.parent.name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found)
+    if not beside.is_file() and snapshots.name == "snapshots":  # of the hub's cache
+        cached_file(
+            config.name_or_path,
+            KERNEL_CONFIG,
+            cache_dir=snapshots.parent.parent,
+            revision=beside.parent.name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    return beside if beside.is_file() else None
 
 
 def replace_attention(

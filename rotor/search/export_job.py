@@ -24,7 +24,7 @@ from ..runtime.families import Family, find_family
 class ExportJob:
     """An export, with everything that is known before any work.
 
-    recipe: the run's, with what was overridden. policy: by which the cache is kept, and judged; None: as it is.
+    recipe: the run's, with what was overridden. policy: by which the cache is kept and measured, if any.
     """
 
     settings: ExportSettings

@@ -24,7 +24,7 @@ from .export_job import ExportJob
 from .point import Point
 from .search import Measurer, find_plan, most_points, plan_for, probe_rows, rank_path, search_target
 from .table import Context, ProbeTable, RankTable
-from .tier_choice import choose_tiers
+from .tiers import choose_tiers
 
 
 class _Unmeasured(Exception):
@@ -100,7 +100,8 @@ class RankSearch:
             return point.search
 
         try:
-            return find_plan(path.steps(), self.job.recipe.search.resolution, goal.accuracy, known, goal.confidence)
+            resolution = self.job.recipe.search.resolution
+            return find_plan(path.steps(), resolution, goal.accuracy, known, goal.confidence, path.lighter)
         except _Unmeasured:
             return None
 
@@ -200,9 +201,7 @@ class RankSearch:
                 seconds.append(time.perf_counter() - start)
                 if len(seconds) == 1 and most > 1:
                     left = in_time((most - 1) * seconds[0])
-                    self.progress.message(
-                        f"accuracy {target:g}: at most {most - 1} more point(s) to measure, about {left}"
-                    )
+                    self.progress.message(f"accuracy {target:g}: about {most - 1} more point(s) to measure, {left}")
             return found
 
         return search_target(self.table, path, recipe, target, fidelity, self.job.goal.confidence)

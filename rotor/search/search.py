@@ -31,6 +31,9 @@ from .point import Point
 from .probe import probe
 from .table import ProbeTable, RankTable, Request
 
+TRIES = 3
+"""Layers from which a unit is taken, at most, before a plan is final."""
+
 
 def rank_path(bases: RunBases, run: Run, recipe: Recipe, sensitivities: list[Sensitivity] | None = None) -> RankPath:
     """All rank plans that the recipe's rank method can give for these bases.
@@ -146,28 +149,32 @@ def find_plan(
     target: float,
     fidelity: Callable[[RankPlan], Fidelity],
     confidence: float | None = None,
+    lighter: Callable[[RankPlan], list[RankPlan]] = lambda plan: [],
 ) -> RankPlan:
     """The plan that a target leads to, by bisection over what plans save.
 
     The first plan is in the middle of the path; each next one halves what lies between the last that reached the target
-    and the last that did not, until they are `resolution` apart or neighbours.
+    and the last that did not, until they are `resolution` apart or neighbours. Where a unit is more than `resolution`,
+    plans beside the path follow: units are taken from one layer after another as long as the target is reached, since
+    a layer may break at a width at which the predicted loss does not.
 
     Args:
         steps: of a path, by rising saving.
         fidelity: of a plan on the search split, measured or known.
         confidence: None compares the value with the target; 0.95 the lower end of its 95 % interval.
+        lighter: see RankPath; the first TRIES are measured.
     Raises:
         AccuracyError: no plan reaches the target; names the best that was measured.
         UsageError: a confidence of a metric that has no interval.
     """
     tried: list[tuple[float, RankPlan]] = []
 
-    def reaches(index: int) -> bool:
-        found = fidelity(steps[index])
+    def reaches(plan: RankPlan) -> bool:
+        found = fidelity(plan)
         value = found.accuracy if confidence is None else found.lower
         if value is None:
             raise UsageError("this metric has no interval, which --confidence asks for.", "Leave --confidence out.")
-        tried.append((value, steps[index]))
+        tried.append((value, plan))
         return value >= target
 
     low, high = -1, len(steps)  # the last that reaches the target, and the first that does not: none yet
@@ -178,9 +185,14 @@ def find_plan(
             break
         halfway = begin if near else (begin + end) / 2
         middle = min(range(low + 1, high), key=lambda i: abs(steps[i].saving - halfway))
-        low, high = (middle, high) if reaches(middle) else (low, middle)
+        low, high = (middle, high) if reaches(steps[middle]) else (low, middle)
     if low >= 0:
-        return steps[low]
+        chosen: RankPlan | None = steps[low]
+        while chosen is not None:
+            reached = chosen
+            coarse = (plan for plan in lighter(reached)[:TRIES] if plan.saving - reached.saving > resolution)
+            chosen = next((plan for plan in coarse if reaches(plan)), None)
+        return reached
     best, plan = max(tried, key=lambda found: (found[0], found[1].saving), default=(math.nan, None))
     of = "" if confidence is None else f" at the lower end of its {100 * confidence:g} % interval"
     raise AccuracyError(
@@ -204,7 +216,7 @@ def search_target(
     Raises: as find_plan.
     """
     try:
-        plan = find_plan(path.steps(), recipe.search.resolution, target, fidelity, confidence)
+        plan = find_plan(path.steps(), recipe.search.resolution, target, fidelity, confidence, path.lighter)
     except AccuracyError:
         table.note(Request(target, confidence, method_key(recipe), None))
         raise
@@ -238,7 +250,7 @@ def plan_for(path: RankPath, removal_rate: float | None, compression: float | No
     if plan is None:
         raise UsageError(
             f"--compression {compression}: the most that can be removed is {path.steps()[-1].stored:.4f}, "
-            f"with {path.grain[0]}.",
-            f"Ask for less, or {path.grain[1]}.",
+            f"with {path.step[0]}.",
+            f"Ask for less, or {path.step[1]}.",
         )
     return plan

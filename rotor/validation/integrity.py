@@ -65,7 +65,7 @@ class Validation:
     def add(self, name: str, ok: bool, detail: str) -> None:
         self.checks.append(Check(name, "pass" if ok else "fail", detail))
 
-    def judge(self, name: str, problems: list[str], fine: str) -> None:
+    def add_problems(self, name: str, problems: list[str], fine: str) -> None:
         """A check that passes without problems; shows the first three."""
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         self.add(name, not problems, "; ".join(problems[:3]) + more if problems else fine)
@@ -96,7 +96,7 @@ def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Ca
     stored = set(checkpoint.names)
     problems = [f"{name} is missing" for name in sorted(set(recorded) - stored)]
     problems += [f"{name} in {checkpoint.file_of[name]} is unexpected" for name in sorted(stored - set(recorded))]
-    result.judge("tensor names", problems, f"{len(recorded)} tensors")
+    result.add_problems("tensor names", problems, f"{len(recorded)} tensors")
     wrong: dict[str, list[str]] = {"tensor shapes and dtypes": [], "tensor hashes": [], "tensors finite": []}
     for file in checkpoint.files:
         for name in checkpoint.names_in(file):
@@ -116,7 +116,7 @@ def _integrity(result: Validation, checkpoint: CompressedCheckpoint, advance: Ca
                 wrong["tensor hashes"].append(f"{name} in {file} differs from its SHA-256")
         advance((checkpoint.folder / file).stat().st_size)
     for check, found in wrong.items():
-        result.judge(check, found, f"{len(recorded)} tensors")
+        result.add_problems(check, found, f"{len(recorded)} tensors")
 
     try:
         problem = _layout_problem(checkpoint)
@@ -133,7 +133,7 @@ def _check_manifest(result: Validation, digest: str | None) -> None:
         result.add("files", False, error.message)
         return
     problems = [f"{name} {problem}" for name, problem in manifest.problems().items()]
-    result.judge("files", problems, f"{len(manifest.files)}, as manifest.json says")
+    result.add_problems("files", problems, f"{len(manifest.files)}, as manifest.json says")
     if digest is not None:
         same = manifest.digest == digest.strip().lower()
         result.add("digest", same, manifest.digest if same else f"is {manifest.digest}, expected {shorten(digest)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from ..evaluation.placement import Placement
 from ..evaluation.scoring import batch_logits, logit_errors
 from ..format.channels import Channels, Numbers
 from ..format.file_names import RECIPE
-from ..format.schemas import CheckpointInfo, ModelInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
@@ -35,7 +34,6 @@ from ..recipe import Recipe, load_recipe, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
-from ..runtime.cache_size import cache_bytes_per_token
 from ..runtime.families import FAMILIES
 from ..search.probe import full_ranks
 from .integrity import Validation, check_integrity
@@ -52,6 +50,19 @@ NUMERICS_ROWS, RANDOM_SEQ_LEN = 2, 512
 """
 
 
+class SourceMeasurements:
+    """What was measured of sources and runs, kept for the next folder: the last of each kind."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Any, Any]] = {}
+
+    def once(self, kind: str, key: Any, measure: Callable[[], Any]) -> Any:
+        if kind not in self._kept or self._kept[kind][0] != key:
+            self._kept.pop(kind, None)  # frees its memory before the next one takes some
+            self._kept[kind] = key, measure()
+        return self._kept[kind][1]
+
+
 def validate(
     folder: str | Path,
     *,
@@ -66,6 +77,7 @@ def validate(
     digest: str | None = None,
     cache: str | None = None,
     measure: bool = True,
+    shared: SourceMeasurements | None = None,
     progress: Progress | None = None,
 ) -> Validation:
     """Check a compressed checkpoint.
@@ -80,12 +92,11 @@ def validate(
         digest: what export printed; the manifest must have it. Without, the files are only compared with the manifest.
         measure: False leaves out accuracy, which takes most of the time: numerics are compared on random tokens.
         device, dtype, offload: as for calibrate. The cache is measured only with all weights in memory.
+        shared: of several folders of one source, the same object for each: the source is then measured once.
     Raises:
         CheckpointError: the folder is not a compressed checkpoint or cannot be opened at all.
     """
-    progress = progress or Progress()
-    times = StageTimes()
-    result = Validation(Path(folder))
+    progress, times, result = progress or Progress(), StageTimes(), Validation(Path(folder))
     asked = None if cache is None else find_policy(cache)
     if asked is not None and asked.needs_samples:
         raise UsageError(
@@ -95,25 +106,27 @@ def validate(
         )
     with times.stage("integrity"):
         checkpoint = check_integrity(result, progress, digest)
-    report = checkpoint.report
     if not result.damaged:
-        source = _find(model, checkpoint.source_folder, Checkpoint)
-        opened = _find(run, checkpoint.run_folder, Run.open)
+        stored = load_recipe(str(checkpoint.folder / RECIPE))
+        trusted = trusted_evaluation(stored, recipe, [*text_overrides(text, ("evaluation",)), *overrides])
+        if not measure:
+            trusted = replace(trusted, withheld="not measured (--no-measure)")
         with times.stage("numerics and accuracy"):
-            stored = load_recipe(str(checkpoint.folder / RECIPE))
-            trusted = trusted_evaluation(stored, recipe, [*text_overrides(text, ("evaluation",)), *overrides])
-            if not measure:
-                trusted = replace(trusted, withheld="not measured (--no-measure)")
-            compute = Compute(device, dtype, offload)
-            policy = read_stored(getattr(checkpoint.section, "cache", None)) if cache is None else asked
-            _against_source(result, checkpoint, report, source, opened, stored, trusted, compute, policy, progress)
-    result.summary = {
-        "recipe": report.get("recipe"),
-        "compression": report.get("compression"),
-        "kv_bytes_per_token": report.get("kv_bytes_per_token"),
-        **result.summary,
-    }
-    result.seconds = times.seconds
+            _Numerics(
+                result,
+                checkpoint,
+                _find(model, checkpoint.source_folder, Checkpoint),
+                _find(run, checkpoint.run_folder, Run.open),
+                stored,
+                trusted,
+                Compute(device, dtype, offload),
+                read_stored(getattr(checkpoint.section, "cache", None)) if cache is None else asked,
+                shared or SourceMeasurements(),
+                progress,
+            ).check()
+    report = checkpoint.report
+    about = {name: report.get(name) for name in ("recipe", "compression", "kv_bytes_per_token")}
+    result.summary, result.seconds = about | result.summary, times.seconds
     return result
 
 
@@ -127,134 +140,166 @@ def _find(given: str | Path | None, recorded: Path, opener: Callable) -> Any:
         return error.message
 
 
-def _against_source(
-    result: Validation,
-    checkpoint: CompressedCheckpoint,
-    report: CheckpointInfo,
-    source: Checkpoint | str,
-    run: Run | str,
-    recipe: Recipe,
-    trusted: TrustedEvaluation,
-    compute: Compute,
-    policy: Policy | None,
-    progress: Progress,
-) -> None:
-    """Everything that needs a forward pass."""
-    data = None
-    if not trusted.withheld:
-        with progress.task("load text", None, ""):
-            data = _text(checkpoint, report, trusted)
-    rows = _random_rows(checkpoint) if data is None else data.report
-    place = _placement(source, checkpoint, recipe, compute, progress)
-    _check_stored_bases(result, checkpoint)
-    if isinstance(run, str):
-        result.skip("bases at full rank", f"run folder not found ({run}); pass --run")
-    else:
-        with progress.task("bases", None, ""):
-            _check_bases(result, run)
-    meter = None
-    if isinstance(source, str):
-        why = f"source model not found ({source}); pass --model"
-        for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
-            result.skip(name, why)
-    else:
-        with progress.task("check model", None, ""):
-            _check_source(result, source, report["source"])
-        if isinstance(run, str):
-            result.skip("full-rank rewrite", f"run folder not found ({run}); pass --run")
+@dataclass
+class _Numerics:
+    """The checks of one folder that need a forward pass. A source or run that was not found is the reason as text."""
+
+    result: Validation
+    checkpoint: CompressedCheckpoint
+    source: Checkpoint | str
+    run: Run | str
+    recipe: Recipe
+    trusted: TrustedEvaluation
+    compute: Compute
+    policy: Policy | None
+    shared: SourceMeasurements
+    progress: Progress
+
+    def check(self) -> None:
+        result, source, run = self.result, self.source, self.run
+        data = self._text()
+        rows = self._random_rows() if data is None else data.report
+        place = self._placement()
+        _check_stored_bases(result, self.checkpoint)
+        no_run = f"run folder not found ({run}); pass --run"
+        if isinstance(run, Run):
+            with self.progress.task("bases", None, ""):
+                found = self.shared.once("bases", run.folder.resolve(), lambda: _deviation_of_bases(run))
+            result.add("bases at full rank", *found)
         else:
-            with progress.task("full-rank rewrite", None, ""):
-                _check_full_rank(result, source, run, rows[:NUMERICS_ROWS], place.streamed)
-        if data is None:
-            result.skip("accuracy target", trusted.withheld or "no tokenizer to read text with")
-        elif policy is not None and place.streamed:
-            result.skip("accuracy target", f"the cache policy {policy.method} needs all weights in memory")
+            result.skip("bases at full rank", no_run)
+        meter = None
+        if isinstance(source, str):
+            for name in ("source unchanged", "full-rank rewrite", "accuracy target"):
+                result.skip(name, f"source model not found ({source}); pass --model")
         else:
-            context = EvaluationContext(trusted.spec, data.rows, checkpoint.tokenizer, checkpoint.config)
-            meter = _measured_source(source, place, context, progress, policy)
-    with progress.task("load model", None, ""):
-        weights = weights_of(checkpoint, place.device, place.dtype, place.streamed)
-    compressed = LayerwiseModel(weights)
-    if meter is not None and data is not None:
-        _check_accuracy(result, meter, compressed, report)
-        result.summary["accuracy"]["data"] = data.description
-        result.summary["same_data_as_export"] = data.sha256 == report["accuracy"]["data_sha256"]
-    _measure_cache(result, compressed, checkpoint, report, rows[:1], policy)
+            self._check_source(source)
+            if isinstance(run, Run):
+                which = source.folder.resolve(), run.folder.resolve(), place.streamed, data is None
+                with self.progress.task("full-rank rewrite", None, ""):
+                    error = self.shared.once(
+                        "full rank", which, lambda: _full_rank_error(source, run, rows[:NUMERICS_ROWS], place.streamed)
+                    )
+                detail = f"relative error of float32 logits {error:.1e}"
+                result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, detail)
+            else:
+                result.skip("full-rank rewrite", no_run)
+            if data is None:
+                result.skip("accuracy target", self.trusted.withheld or "no tokenizer to read text with")
+            elif self.policy is not None and place.streamed:
+                result.skip("accuracy target", f"the cache policy {self.policy.method} needs all weights in memory")
+            else:
+                key = source.folder.resolve(), data.sha256, self.trusted.spec, place, repr(self.policy)
+                meter = self.shared.once("source", key, lambda: self._measured_source(source, data, place))
+        with self.progress.task("load model", None, ""):
+            compressed = LayerwiseModel(weights_of(self.checkpoint, place.device, place.dtype, place.streamed))
+        if meter is not None and data is not None:
+            self._check_accuracy(meter, compressed)
+            result.summary["accuracy"]["data"] = data.description
+            recorded = self.checkpoint.report["accuracy"]["data_sha256"]
+            result.summary["same_data_as_export"] = data.sha256 == recorded
+        self._measure_cache(compressed, rows[:1])
 
+    def _text(self) -> EvaluationData | None:
+        """The held-out text; None where accuracy cannot be measured."""
+        source = self.source
+        if isinstance(source, str) or self.trusted.withheld or source.tokenizer is None:
+            return None
+        excluded = tuple(self.checkpoint.report["accuracy"].get("excluded_documents", ()))
+        key = source.folder.resolve(), self.trusted.spec, excluded
+        with self.progress.task("load text", None, ""):
+            return self.shared.once(
+                "text", key, lambda: evaluation_data(self.trusted.spec, source.config, source.tokenizer, excluded)
+            )
 
-def _text(
-    checkpoint: CompressedCheckpoint, report: CheckpointInfo, trusted: TrustedEvaluation
-) -> EvaluationData | None:
-    """The held-out text; None where there is no tokenizer to read it with."""
-    if checkpoint.tokenizer is None:
-        return None
-    excluded = report["accuracy"].get("excluded_documents", ())
-    return evaluation_data(trusted.spec, checkpoint.config, checkpoint.tokenizer, excluded)
+    def _random_rows(self) -> Tensor:
+        """What stands in for text where only numerics and the size of the cache are measured."""
+        seq_len = longest_row(RANDOM_SEQ_LEN, self.checkpoint.config)
+        return random_tokens(NUMERICS_ROWS, seq_len, self.checkpoint.config, None, seed=0)
 
+    def _placement(self) -> Placement:
+        """By what the source takes, the larger of the two, which are loaded one after the other."""
+        if isinstance(self.source, Checkpoint):
+            return Placement.choose(self.source, self.recipe, self.compute, self.progress)
+        device = pick_device(self.compute.device)
+        dtype = pick_dtype(self.compute.dtype, self.checkpoint.dtype, device)
+        return Placement(device, dtype, self.compute.offload == "always", None)
 
-def _random_rows(checkpoint: CompressedCheckpoint) -> Tensor:
-    """What stands in for text where only numerics and the size of the cache are looked at."""
-    seq_len = longest_row(RANDOM_SEQ_LEN, checkpoint.config)
-    return random_tokens(NUMERICS_ROWS, seq_len, checkpoint.config, None, seed=0)
+    def _check_source(self, source: Checkpoint) -> None:
+        """The source's files are those that were calibrated."""
+        recorded = self.checkpoint.report["source"]
+        expected = {**recorded["shards"], **(recorded.get("files") or {})}
+        with self.progress.task("check model", None, ""):
+            key = source.folder.resolve(), tuple(sorted(expected.items()))
+            problems = self.shared.once("changes", key, lambda: source.changes(expected))
+        fine = f"{len(expected)} file(s), {len(source.files)} of them shards"
+        self.result.add_problems("source unchanged", problems, fine)
 
+    def _measured_source(self, source: Checkpoint, data: EvaluationData, place: Placement) -> FidelityMeter:
+        """What compares with the source on the report split; the source itself is dropped then."""
+        with self.progress.task("load model", None, ""):
+            base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
+        context = EvaluationContext(self.trusted.spec, data.rows, source.tokenizer, source.config)
+        meter = FidelityMeter(context, self.progress, self.policy)
+        meter.measure_base(base, "report")
+        return meter
 
-def _check_source(result: Validation, source: Checkpoint, recorded: ModelInfo) -> None:
-    """The source's files are those that were calibrated."""
-    expected = {**recorded["shards"], **(recorded.get("files") or {})}
-    problems = source.changes(expected)
-    result.judge("source unchanged", problems, f"{len(expected)} file(s), {len(source.files)} of them shards")
+    def _check_accuracy(self, meter: FidelityMeter, compressed: LayerwiseModel) -> None:
+        """The compressed model against the source over the report split: every ratio, KL, agreement, logit error."""
+        result, target, base = self.result, self.checkpoint.report["accuracy"]["target"], meter.base["report"]
+        outputs = meter.outputs(compressed, "report")
+        found, rows = meter.compare(outputs, "report"), meter.text("report")
+        error = logit_errors(compressed, rows, meter.reference("report"), outputs.states).numpy()
+        result.summary["accuracy"] = {
+            "metric": meter.metric,
+            "value": found.accuracy,
+            "interval_95": None if found.interval is None else list(found.interval),
+            "target": target,
+            **found.values,
+            **{f"base_{name}": base[name] for name in base if name in METRICS},
+            "left_out": meter.left_out["report"],
+            "logit_error": {
+                "mean": round(float(error.mean()), 6),
+                "p99": round(float(np.quantile(error, 0.99)), 6),
+                "max": round(float(error.max()), 6),
+            },
+            "tokens": rows.shape[0] * (rows.shape[1] - 1),
+        }
+        errors = f"relative error per position: mean {error.mean():.4f}, max {error.max():.4f}"
+        result.add("logits against source", math.isfinite(float(error.max())), errors)
+        met, text = against_target(meter.metric, found, target)
+        text = f"on the report split {text}"
+        if base.get("at_chance"):
+            result.summary["accuracy"]["at_chance"] = True
+            text += "; the source is at chance on this text, where ratios to it mean nothing"
+        if met is None:
+            result.skip("accuracy target", text)
+        else:
+            result.add("accuracy target", met, text)
 
-
-def _placement(
-    source: Checkpoint | str, checkpoint: Checkpoint, recipe: Recipe, compute: Compute, progress: Progress
-) -> Placement:
-    """By what the source takes, the larger of the two, which are loaded one after the other."""
-    if isinstance(source, Checkpoint):
-        return Placement.choose(source, recipe, compute, progress)
-    device = pick_device(compute.device)
-    dtype = pick_dtype(compute.dtype, checkpoint.config.dtype or torch.float32, device)
-    return Placement(device, dtype, compute.offload == "always", None)
-
-
-def _measured_source(
-    source: Checkpoint, place: Placement, context: EvaluationContext, progress: Progress, policy: Policy | None
-) -> FidelityMeter:
-    """What compares with the source on the report split; the source itself is dropped before the other is loaded."""
-    with progress.task("load model", None, ""):
-        base = LayerwiseModel(weights_of(source, place.device, place.dtype, place.streamed))
-    meter = FidelityMeter(context, progress, policy)
-    meter.measure_base(base, "report")
-    return meter
-
-
-def _measure_cache(
-    result: Validation,
-    network: LayerwiseModel,
-    checkpoint: CompressedCheckpoint,
-    report: CheckpointInfo,
-    rows: Tensor,
-    policy: Policy | None,
-) -> None:
-    """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
-    if network.source.streamed:
-        result.skip("KV bytes per token", "measured only with all weights in memory (--offload never)")
-        return
-    model = network.model.to(checkpoint.config.dtype or torch.float32)
-    with torch.inference_mode(), cache_policy(model, policy):
-        cache = model(rows.to(model.device), use_cache=True).past_key_values
-    planned: float = report["kv_bytes_per_token"]["after"]
-    if policy is None:
-        measured = cache_bytes_per_token(cache)
-    else:
-        measured = stored_bytes(cache) / rows.numel()
-        planned = packed_bytes_per_token(policy, checkpoint.layouts, model.dtype, rows.shape[1])
-        result.summary["cache"] = {"policy": policy.as_dict(), "tokens": rows.shape[1], "kv_bytes_per_token": planned}
-    result.summary["measured_kv_bytes_per_token"] = measured
-    result.summary["measured_compression"] = round(1 - measured / report["kv_bytes_per_token"]["before"], 6)
-    # Budgets by the prompt are rounded, and a layer holds no more tokens than there were.
-    loose = policy is not None and policy.needs_states
-    fits = measured <= 1.02 * planned if loose else measured == planned
-    result.add("KV bytes per token", fits, f"measured {measured:g}, planned {planned:g}")
+    def _measure_cache(self, network: LayerwiseModel, rows: Tensor) -> None:
+        """KV bytes per token that a forward pass in the checkpoint's dtype leaves in the cache, against the plan."""
+        result, policy, size = self.result, self.policy, self.checkpoint.report["kv_bytes_per_token"]
+        if network.source.streamed:
+            result.skip("KV bytes per token", "measured only with all weights in memory (--offload never)")
+            return
+        model = network.model.to(self.checkpoint.dtype)
+        with torch.inference_mode(), cache_policy(model, policy):
+            cache = model(rows.to(model.device), use_cache=True).past_key_values
+        planned: float = size["after"]
+        if policy is None:
+            measured = cache_bytes_per_token(cache)
+        else:
+            measured = stored_bytes(cache) / rows.numel()
+            planned = packed_bytes_per_token(policy, self.checkpoint.layouts, model.dtype, rows.shape[1])
+            about = {"policy": policy.as_dict(), "tokens": rows.shape[1], "kv_bytes_per_token": planned}
+            result.summary["cache"] = about
+        result.summary["measured_kv_bytes_per_token"] = measured
+        result.summary["measured_compression"] = round(1 - measured / size["before"], 6)
+        # Budgets by the prompt are rounded, and a layer holds no more tokens than there were.
+        loose = policy is not None and policy.needs_states
+        fits = measured <= 1.02 * planned if loose else measured == planned
+        result.add("KV bytes per token", fits, f"measured {measured:g}, planned {planned:g}")
 
 
 def _check_stored_bases(result: Validation, checkpoint: CompressedCheckpoint) -> None:
@@ -293,7 +338,7 @@ def _lowest(channels: Channels) -> list[int]:
     return [place for place, nibble in enumerate(channels.nibbles) if nibble is not None and nibble[1] == 0]
 
 
-def _check_bases(result: Validation, run: Run) -> None:
+def _deviation_of_bases(run: Run) -> tuple[bool, str]:
     """encode decode^T = I at full rank, in float64 (for an orthonormal pair: its columns are orthonormal)."""
     worst, where = 0.0, ""
     for index, key, candidate in ((i, key, c) for i, layer in enumerate(run.bases()) for key, c in layer.items()):
@@ -302,13 +347,11 @@ def _check_bases(result: Validation, run: Run) -> None:
             deviation = float((pair.encode @ pair.decode.mT - identity).abs().max())
             if deviation >= worst:
                 worst, where = deviation, f"layer {index} {key} {side}"
-    result.add(
-        "bases at full rank", worst <= IDENTITY_TOLERANCE, f"largest deviation from the identity {worst:.1e} ({where})"
-    )
+    return worst <= IDENTITY_TOLERANCE, f"largest deviation from the identity {worst:.1e} ({where})"
 
 
-def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Tensor, streamed: bool) -> None:
-    """A rewrite that keeps all columns must not change float32 logits."""
+def _full_rank_error(source: Checkpoint, run: Run, rows: Tensor, streamed: bool) -> float:
+    """What a rewrite that keeps all columns changes of float32 logits."""
     bases = run.bases()
     cpu = torch.device("cpu")
     network = CompressibleModel(source, cpu, torch.float32, rewrite_dtype=torch.float32, streamed=streamed)
@@ -319,48 +362,10 @@ def _check_full_rank(result: Validation, source: Checkpoint, run: Run, rows: Ten
         network.compress(chosen, [[full_ranks(b)] * len(b.qk.encode) for b in chosen])
         got = batch_logits(network, rows)
         error = max(error, float((got - expected).norm() / expected.norm()))
-    result.add("full-rank rewrite", error <= FULL_RANK_TOLERANCE, f"relative error of float32 logits {error:.1e}")
+    return error
 
 
-def _check_accuracy(
-    result: Validation, meter: FidelityMeter, compressed: LayerwiseModel, report: CheckpointInfo
-) -> None:
-    """The compressed model against the source over the report split: every ratio, KL, agreement, logit error."""
-    outputs = meter.outputs(compressed, "report")
-    found, rows = meter.compare(outputs, "report"), meter.text("report")
-    error = logit_errors(compressed, rows, meter.reference("report"), outputs.states).numpy()
-    target, base = report["accuracy"]["target"], meter.base["report"]
-    result.summary["accuracy"] = {
-        "metric": meter.metric,
-        "value": found.accuracy,
-        "interval_95": None if found.interval is None else list(found.interval),
-        "target": target,
-        **found.values,
-        **{f"base_{name}": base[name] for name in base if name in METRICS},
-        "left_out": meter.left_out["report"],
-        "logit_error": {
-            "mean": round(float(error.mean()), 6),
-            "p99": round(float(np.quantile(error, 0.99)), 6),
-            "max": round(float(error.max()), 6),
-        },
-        "tokens": rows.shape[0] * (rows.shape[1] - 1),
-    }
-    finite = math.isfinite(float(error.max()))
-    result.add(
-        "logits against source", finite, f"relative error per position: mean {error.mean():.4f}, max {error.max():.4f}"
-    )
-    met, text = judge_target(meter.metric, found, target)
-    text = f"on the report split {text}"
-    if base.get("at_chance"):
-        result.summary["accuracy"]["at_chance"] = True
-        text += "; the source is at chance on this text, where ratios to it mean nothing"
-    if met is None:
-        result.skip("accuracy target", text)
-    else:
-        result.add("accuracy target", met, text)
-
-
-def judge_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
+def against_target(metric: str, found: Fidelity, target: float | None) -> tuple[bool | None, str]:
     """Whether a target is met on the report split (see Fidelity.against), and why; None where none was set."""
     bounds = "" if found.interval is None else " [{:.4f}, {:.4f}]".format(*found.interval)
     text = f"{metric} {found.accuracy:.4f}{bounds}"
@@ -368,3 +373,15 @@ def judge_target(metric: str, found: Fidelity, target: float | None) -> tuple[bo
         return None, f"none was set; {text}"
     met, why = found.against(target)
     return met, f"{text}, target {target}{why and ': '}{why}"
+
+
+def cache_bytes_per_token(cache: Any) -> float:
+    """Bytes of transformers' own cache for a token; a layer with a sliding window drops the older ones.
+
+    Args:
+        cache: of layers [batch_size, heads, tokens, width], holding at least one token.
+    """
+    return sum(
+        (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
+        for layer in cache.layers
+    )

@@ -89,7 +89,7 @@ class LMEval(Metric):
         return chosen
 
     def _score(self, model: LayerwiseModel, split: str) -> tuple[float, float | None]:
-        """The task's first metric, turned so that more is better, and its standard error."""
+        """The task's first metric, inverted where less is better, and its standard error."""
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 

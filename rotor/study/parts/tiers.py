@@ -18,7 +18,7 @@ from ...policies import read_stored
 from ...recipe import Recipe
 from ...rewriting.compressible import CompressibleModel
 from ...search.probe import full_ranks
-from ...search.tier_choice import choose_tiers
+from ...search.tiers import choose_tiers
 from ..cache_part import CachePart
 from ..caches import CachedModel, CacheRecord
 from ..context import StudyContext

@@ -1,0 +1,159 @@
+"""Options that several commands have: by name, and in groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from ..progress import Progress
+from . import completion
+from .console import show_progress
+
+if TYPE_CHECKING:
+    from ..recipe.settings import Compute
+
+HELP = {
+    "model": "Folder of the model (config.json and safetensors), or a hub id.",
+    "folder": "A checkpoint that `rotor export` wrote.",
+    "revision": "Branch, tag or commit of a hub id.",
+    "recipe": "Name of a bundled recipe (see `rotor recipes`) or a YAML file.",
+    "overrides": "Override a recipe field (`rotor recipes --fields` has all of them); may be repeated.",
+    "text": "Text of your own (a UTF-8 file or a folder of them) to calibrate on and to measure accuracy on. Its "
+    "documents are dealt to three splits that share none: calibration, search, report. Without it the recipe's tokens "
+    "calibrate, and accuracy is measured on source of Python's standard library (evaluation.source=stdlib).",
+    "batch_tokens": "Tokens in one forward pass of a calibration.",
+    "overwrite": "Replace a non-empty output folder.",
+    "dry_run": "Print what would be done and what it takes; write nothing.",
+    "no_measure": "Leave accuracy unmeasured; of an export, with --compression or --removal-rate.",
+    "cache": "How the cache is kept: none, a bundled policy (see `rotor recipes`), or a YAML file; default: the "
+    "checkpoint's own.",
+    "target_device": "Device whose decode time is predicted, e.g. h200 (rotor/prediction/devices.yaml).",
+    "device_file": "YAML with further devices.",
+    "device": "auto (the GPU if there is one), cpu, cuda or cuda:N.",
+    "dtype": "auto (float32 on a CPU), float32, bfloat16 or float16.",
+    "offload": "Read weights from disk layer by layer: auto (if they do not fit in memory), always or never.",
+    "device_map": "auto spreads the model over several GPUs; needs the package accelerate.",
+    "as_json": "Print one JSON object on stdout.",
+    "quiet": "Print nothing but errors, and what --json or generate prints.",
+    "verbose": "Also say how long each stage takes.",
+}
+"""By the name of the parameter; a command's docstring goes first."""
+
+NAMES = {
+    "out": ("--out", "-o"),
+    "overrides": ("--set",),
+    "sizes": ("--bytes",),
+    "as_json": ("--json",),
+    "quiet": ("--quiet", "-q"),
+    "verbose": ("--verbose", "-v"),
+}
+"""Names of options that are not the parameter's."""
+
+METAVARS = {
+    "overrides": "KEY=VALUE",
+    "ablation": "NAME:KEY=VALUE ...",
+    "program": "COMMAND [ARGS]...",
+    "targets": "A,B",
+    "text": "FILE",
+    "prompt_file": "FILE",
+    "digest": "HEX",
+}
+
+
+@dataclass
+class DeviceOptions:
+    """Where forward passes run."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def checked(self) -> Compute:
+        """Raises UsageError for a name that is none."""
+        from ..recipe.settings import Compute
+
+        compute = Compute(**vars(self))
+        compute.check()
+        return compute
+
+
+@dataclass
+class MemoryOptions(DeviceOptions):
+    """And how weights are held there."""
+
+    offload: str = "auto"
+
+
+@dataclass
+class ComputeOptions(MemoryOptions):
+    """And over which GPUs they are spread."""
+
+    device_map: str | None = None
+
+
+@dataclass
+class Printed:
+    """What is printed."""
+
+    as_json: bool = False
+    quiet: bool = False
+
+    def progress(self, *, dry_run: bool = False) -> Progress:
+        return show_progress(self.quiet, getattr(self, "verbose", False), dry_run=dry_run)
+
+
+@dataclass
+class Output(Printed):
+    """And how long it took."""
+
+    verbose: bool = False
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """A function that Typer can call.
+
+    Parameters that are groups of options, dataclasses of this module, become the options of the group. Those without a
+    default are arguments, but `out`. Their help is in the docstring's Args, or in HELP.
+    """
+    text, _, described = (inspect.getdoc(function) or "").partition("\n\nArgs:\n    ")
+    helps = HELP | dict(entry.split(": ", 1) for entry in re.split(r"\n    (?=\w+: )", described) if entry)
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    own = [p for name, p in inspect.signature(function).parameters.items() if name not in groups]
+    for group in groups.values():
+        own += inspect.signature(group).parameters.values()
+        hints |= get_type_hints(group)
+    kinds = {p.name: _explained(p, hints[p.name], " ".join(helps.get(p.name, "").split())) for p in own}
+
+    @functools.wraps(function)
+    def call(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+        function(**given)
+
+    call.__doc__, call.__annotations__ = text, kinds
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(annotation=kinds[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    )
+    return call
+
+
+def _explained(parameter: inspect.Parameter, hint: Any, text: str) -> Any:
+    """A parameter's type with what Typer shall say of it, but for what says it itself."""
+    if hasattr(hint, "__metadata__"):
+        info = hint.__metadata__[0]
+        info.help = info.help or text
+        return hint
+    names, metavar = NAMES.get(parameter.name, ()), METAVARS.get(parameter.name)
+    complete = completion.OF_OPTION.get(parameter.name)
+    if parameter.default is inspect.Parameter.empty and not names:
+        return Annotated[hint, typer.Argument(help=text, metavar=metavar, autocompletion=complete)]
+    if parameter.default is False and not names:
+        names = (f"--{parameter.name.replace('_', '-')}",)
+    return Annotated[hint, typer.Option(*names, help=text, metavar=metavar, autocompletion=complete)]
