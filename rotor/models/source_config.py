@@ -30,12 +30,12 @@ def _within(kind: Any, least: float, most: float) -> Any:
     return Annotated[kind, Field(ge=least, le=most)] | None
 
 
-TOKEN_ID = _within(int, -(1 << 31), 1 << 31)
+TokenId = Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] | None
 UNSET = Literal[False] | None
 SHARED = {
     **dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id"),
-        TOKEN_ID | Annotated[list[TOKEN_ID], Field(max_length=1 << 10)],
+        TokenId | Annotated[list[TokenId], Field(max_length=1 << 10)],
     ),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), UNSET),
 }

@@ -110,7 +110,7 @@ def _trial(folder: Path) -> dict[str, Any]:
 
 def _in_child(task: str, folder: Path, text: str, cpu_s: int) -> dict[str, Any]:
     """Run rotor.models.tokenizer_trial in a process of its own."""
-    command = [sys.executable, tokenizer_trial.__file__, task, folder.absolute(), str(MEMORY_BYTES), str(cpu_s)]
+    command = [sys.executable, tokenizer_trial.__file__, task, str(folder.absolute()), str(MEMORY_BYTES), str(cpu_s)]
     try:
         done = subprocess.run(
             command,
