@@ -131,7 +131,7 @@ def _print_targets(records: dict[str, dict[str, Any]]) -> None:
 def _reached(point: dict[str, Any]) -> str:
     if "stored" not in point:
         return "out of reach" if point else "-"
-    return f"{point['stored']:.3f} ({point['report']:.4f})"
+    return f"{point['stored']:.3f} ({point['report']['accuracy']:.4f})"
 
 
 @command(epilog="Example: rotor report runs/demo -o report.html")

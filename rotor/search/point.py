@@ -25,8 +25,8 @@ class _PointFile:
     compression: CompressionInfo
     choice: list[str]
     ranks: PointRanks
-    search: dict[str, Any] | None = None
-    report: dict[str, Any] | None = None
+    search: Fidelity | None = None
+    report: Fidelity | None = None
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,8 @@ class Point:
             if [[(qk.rank, (v or qk).rank) for qk, v in layer] for layer in channels] != stored:
                 raise reader.fail(f"{name}.ranks.channels", found.ranks["channels"], "as many as ranks.stored says")
         planned, share = found.compression["planned"], found.compression["stored"]
-        search, report = (
-            None if one is None else Fidelity.from_json(one, f"{name}.{split}", reader)
-            for split, one in (("search", found.search), ("report", found.report))
-        )
-        return cls(found.parameter, planned, share, tuple(found.choice), exact, stored, search, report, channels)
+        choice = tuple(found.choice)
+        return cls(found.parameter, planned, share, choice, exact, stored, found.search, found.report, channels)
 
 
 def plan_key(choice: Sequence[str], ranks: list[LayerRanks], channels: list[GroupChannels] | None = None) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..bases.layer import LayerBases
 from ..bases.registry import sides_that_read_tokens
 from ..calibration.run import Run
 from ..data.splits import held_out_documents
+from ..errors import DataError
+from ..format.places import remove
 from ..recipe import Evaluation, Recipe
-from .bases import SIDE_LABELS
 from .context import StudyContext
-from .store import StudyStore
+from .records import first_candidates, point_record, stage_seconds
 
 SOURCES: dict[str, dict[str, Any]] = {
     "random": {"source": "random", "seed": 0},
@@ -62,6 +65,30 @@ def write_text(study: StudyContext, recipe: Recipe, source: str) -> None:
         staging.rename(folder)
 
 
+def measure_variant(
+    study: StudyContext, recipe: Recipe, facts: dict[str, Any], describe: Callable[[list[LayerBases]], Any]
+) -> dict[str, Any]:
+    """A point at the study's fixed compression, of a calibration that is removed again.
+
+    Args:
+        facts: that the record begins with. describe: gives its `bases`.
+    """
+    folder, at, record = study.folder("variant"), study.plan.at, facts
+    try:
+        run = study.calibrate(folder, recipe, overwrite=True)
+        record = {**facts, "seconds": stage_seconds(run)}
+        measurer = study.measurer(run, recipe)
+        plan = measurer.path(recipe).at_compression(at)
+        if plan is None:
+            return {**record, "skipped": f"compression {at:g} is out of reach"}
+        return {**record, **point_record(measurer.measure(plan)), "bases": describe(first_candidates(run))}
+    except DataError as error:  # fewer tokens than dimensions, or than the text has, or than centroids
+        return {**record, "skipped": error.message}
+    finally:
+        if folder.is_dir():
+            remove(folder, "run")
+
+
 def reads_tokens(recipe: Recipe) -> bool:
     """Whether calibration tokens decide anything of a recipe: of its bases, bits or ranks."""
     sides = sides_that_read_tokens(recipe.bases.qk, recipe.bases.vo)
@@ -77,17 +104,6 @@ def compared_by_tokens(study: StudyContext, part: str) -> dict[str, Recipe]:
         else:
             study.progress.message(f"{part}: {name} takes bases and ranks from the weights alone; no tokens change it")
     return found
-
-
-def token_sides(store: StudyStore, name: str) -> tuple[str, ...]:
-    """Sides of a recipe whose bases depend on calibration tokens; others, of the weights alone, need no comparison."""
-    settings = store.settings["recipes"].get(name)
-    return sides_that_read_tokens(settings["bases"]["qk"], settings["bases"]["vo"]) if settings else tuple(SIDE_LABELS)
-
-
-def share_cell(store: StudyStore, name: str, side: str, value: float) -> str:
-    """A share that tokens can change, for a table; `-` where they cannot."""
-    return f"{100 * value:.2f} %" if side in token_sides(store, name) else "-"
 
 
 def _text_folder(study: StudyContext, source: str) -> Path:
