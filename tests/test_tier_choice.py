@@ -100,7 +100,7 @@ def test_what_an_export_with_ratios_cannot_do_is_said(tiny, tmp_path) -> None:
 
     refused("for ranks that are known, got --accuracy", accuracy=0.9)
     refused("for ranks that are known, got --cache h2o-50", compression=0.2, cache="h2o-50")
-    refused("asks for ratios that are measured", compression=0.2, measure=False)
+    refused("for ranks that are known, got --no-measure", compression=0.2, measure=False)
     assert not (tmp_path / "out").exists()
 
 

@@ -64,10 +64,10 @@ def study(
     """
     from ..models.hub import check_name
     from ..recipe import load_recipe, text_overrides
-    from ..study.request import StudyPlan, of_recipes, parse_ablations, parse_counts
+    from ..study.request import StudyPlan, parse_ablations, parse_counts, split_overrides
 
     for recipe in split(recipes):
-        load_recipe(recipe, of_recipes(overrides or []))
+        load_recipe(recipe, split_overrides(overrides or [])[1])
     where = compute.checked()
     check_name(model)
 

@@ -64,8 +64,7 @@ class Context:
         """policy: that the cache was kept by, if any."""
         names = ["seed", "lookup_prompts", "lookup_keys", "copy_prompts", "copy_tokens", "filler_tokens"]
         names += ["lm_eval_limit"] if spec.metric.startswith(LM_EVAL) else []
-        settings = {name: getattr(spec, name) for name in names}
-        settings |= {} if policy is None else {"cache": policy.as_dict()}
+        settings = {name: getattr(spec, name) for name in names} | ({"cache": policy.as_dict()} if policy else {})
         kind = str(dtype).removeprefix("torch.")
         return cls(spec.metric, settings, data.description, data.sha256, kind, device.type, data.excluded)
 
@@ -253,9 +252,9 @@ def read_probes(run: Run, key: str) -> list[Sensitivity] | None:
 
 
 def any_probes(run: Run) -> list[Sensitivity] | None:
-    """Complete sensitivities of a run, for a report: of the first file that has them."""
-    tables = (ProbeTable(run, p.stem, read_probes(run, p.stem) or []) for p in sorted((run.folder / PROBES).glob("*")))
-    return next((table.sensitivities for table in tables if table.complete), None)
+    """Complete sensitivities of a run: of the first file that has them."""
+    found = (read_probes(run, path.stem) or [] for path in sorted((run.folder / PROBES).glob("*")))
+    return next((layers for layers in found if len(layers) == run.shape.num_layers), None)
 
 
 def _path(run: Run, kind: str, key: str) -> Path:

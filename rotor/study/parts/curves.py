@@ -38,7 +38,7 @@ class Curves(Part):
         if found:
             yield Table((), (), self.title)
             yield from _target_tables(found)
-            yield from _metric_tables(found)
+            yield _points_table(found)
 
     def rows(self, store: StudyStore) -> Iterator[dict[str, Any]]:
         """One a recipe and compression, with the metrics of both splits."""
@@ -122,26 +122,16 @@ def _target_cell(point: Mapping[str, Any]) -> str:
     return f"**{point['stored']:.3f}** ({point['report']['accuracy']:.4f}{bounds})"
 
 
-def _metric_tables(found: Mapping[str, Records]) -> Iterator[Table]:
-    """One a metric, report split, and one of stored compression: recipes down, compressions across."""
-    targets = sorted({p["target"] for records in found.values() for p in points(records)})
-    header = ["recipe", *(f"p = {target:g}" for target in targets)]
-
-    def table(cell: Callable[[dict[str, Any]], str], text: str) -> Table:
-        by_recipe = {name: {p["target"]: cell(p) for p in points(records)} for name, records in found.items()}
-        return Table(header, [[f"`{n}`", *(of.get(t, "") for t in targets)] for n, of in by_recipe.items()], text=text)
-
-    for metric, label in METRIC_LABELS.items():
-        one = table(partial(_metric_cell, metric), f"{label[0].upper()}{label[1:]}, report split:")
-        if any(cell for row in one.rows for cell in row[1:]):
-            yield one
-    if targets:
-        text = "Compression as stored at each of these (the mildest step beyond it):"
-        yield table(lambda point: f"{point['stored']:.3f}", text)
-
-
-def _metric_cell(metric: str, point: dict[str, Any]) -> str:
-    return number(point["report"].get(metric), 5 if metric == "kl_div" else 4)
+def _points_table(found: Mapping[str, Records]) -> Table:
+    """Of every point its stored compression, and what was measured on the report split."""
+    every = [(name, point) for name, records in found.items() for point in points(records)]
+    metrics = [name for name in METRIC_LABELS if any(name in point["report"] for _, point in every)]
+    rows = []
+    for name, point in every:
+        cells = (number(point["report"].get(metric), 5 if metric == "kl_div" else 4) for metric in metrics)
+        rows.append([f"`{name}`", f"{point['target']:g}", f"{point['stored']:.3f}", *cells])
+    header = ["recipe", "p", "stored", *(METRIC_LABELS[metric] for metric in metrics)]
+    return Table(header, rows, text="Report split; stored is the compression of the mildest step beyond p.")
 
 
 def _draw(found: Mapping[str, Records], figure: Any) -> None:
