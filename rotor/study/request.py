@@ -69,7 +69,9 @@ class StudyPlan:
             if name not in found:
                 known = ", ".join(found)
                 raise UsageError(f"--focus {name}: not among the recipes of the study.", f"They are {known}.")
-        ablated = _ablated(ablation_base, ablations, found, overrides) if ABLATION in chosen else (None, {})
+        ablated: tuple[Recipe | None, dict[str, Recipe]] = None, {}
+        if ABLATION in chosen:
+            ablated = _ablated(ablation_base, ablations, found, overrides)
         of_bytes = None if sizes is None else tuple(sizes)
         return cls(chosen, tuple(named or ()), found, names, *ablated, at, tuple(counts), of_bytes, prompt_share)
 
