@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import AttentionShape, LayerLayout
@@ -22,34 +20,6 @@ from .parameters import AttentionParameters, seq_len_of
 from .ranges import KeyRanges
 from .rotary import Rotation
 from .stock import Varlen, packed_attention, prompt_attention
-
-_ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Mask -> its ranges: all layers of a step share one mask."""
-
-
-@dataclass
-class _Known:
-    """Ranges of a mask, and what they hold for.
-
-    shape: batch_size, seq_len, kv_len. version: of the mask; None where it has none to know a change by.
-    in_graph: whether they were computed into a CUDA graph. layer: the last one that asked.
-    """
-
-    shape: tuple[int, int, int]
-    version: int | None
-    in_graph: bool
-    layer: int | None
-    ranges: KeyRanges
-
-    def serves(self, shape: tuple[int, int, int], version: int | None, in_graph: bool, layer: int | None) -> bool:
-        """Whether for another call. Without a version, or in a graph whose replays see other masks, only for a later
-        layer than the last: a step goes through them in their order, and the mask stays as it is.
-        """
-        if (shape, version, in_graph) != (self.shape, self.version, self.in_graph):
-            return False
-        if version is not None and not in_graph:
-            return True
-        return layer is not None and self.layer is not None and layer > self.layer
 
 
 def attend(
@@ -94,9 +64,8 @@ def attend(
     else:
         keys = _known_of_mask(attention_mask, shape, layer_idx)
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    output = _launched(
-        packed, key[:, 0], value[:, 0], parameters, kernels, keys, rotation, None, key.shape[2], remember
-    )  # fmt: skip
+    rows = key[:, 0], value[:, 0]
+    output = _launched(packed, *rows, parameters, kernels, keys, rotation, None, key.shape[2], remember)
     return output.view(*shape[:2], -1)
 
 
@@ -195,7 +164,9 @@ def decode_layer(parameters: AttentionParameters, dtype: torch.dtype, device: to
 
 
 class _Kept:
-    """What is kept with a tensor, and left behind when that is pickled."""
+    """What is kept with a tensor, and left behind when that is pickled. layer: the last one that asked."""
+
+    layer = -1
 
     def __init__(self, key: Any = None, value: Any = None) -> None:
         self.key, self.value = key, value
@@ -254,14 +225,18 @@ def ranges_of_pages(
 
 
 def _known_of_mask(mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:
-    """The ranges of a mask, computed once a step; in a CUDA graph as part of it."""
-    version = None if mask.is_inference() else mask._version
-    in_graph = capturing(mask.device)
-    known = _ranges.get(mask)
-    if known is None or not known.serves(shape, version, in_graph, layer):
-        known = _ranges[mask] = _Known(shape, version, in_graph, layer, ranges_of(mask, shape, mask.device))
-    known.layer = layer
-    return known.ranges
+    """The ranges of a mask, computed once a step and kept with it.
+
+    They serve only later layers than the last: a step goes through these in their order, and all share its mask.
+    """
+    key = shape, _version(mask), capturing(mask.device)
+    kept = getattr(mask, "rotor_ranges", None)
+    if kept is None or kept.key != key or layer is None or layer <= kept.layer:
+        kept = _Kept(key, ranges_of(mask, shape, mask.device))
+        mask.rotor_ranges = kept  # type: ignore[attr-defined]
+    kept.layer = -1 if layer is None else layer
+    ranges: KeyRanges = kept.value
+    return ranges
 
 
 def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> KeyRanges:

@@ -1,4 +1,4 @@
-"""Decoding launched: absorb, decode, join. Nothing waits for the host; nothing but the output is allocated.
+"""Decoding launched: absorb, decode, join. Nothing waits for the host.
 
 What a layer's launches go by is made once (`DecodeLayer`), what RoPE's tables say of blocks once for all layers
 (`BlockRotations`), what a step's queries see once a step (`ranges.KeyRanges`).
@@ -23,11 +23,10 @@ from .absorb import absorb_kernel
 from .decode import decode_kernel
 from .defaults import SLICES_PER_SM, decode_tile
 from .join import join_kernel
-from .launch import capability_of, device_guard, device_table, padded, sm_count
+from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
 from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation
-from .workspace import workspace_on
 
 MOST_ROWS = 64
 """Query rows of a group that one tile meets."""
@@ -181,7 +180,7 @@ class DecodeLayer:
             "VALUE_COLUMNS": self.value_columns, "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page,
             "MASK": mask, "SOFTCAP": softcap, "KEYS": max(16, tiles.keys if not self.block else self.step(tiles)),
             "STAGES": tiles.stages, "LEAN": tiles.lean, "TOGETHER": math.gcd(tiles.together, self.heads),
-            "AGAIN": tiles.again if self.layout.joint and self.layout.coded else 0, "PRECISION": self.precision,
+            "AGAIN": tiles.again if self.layout.joint and self.layout.coded else 0, "PRECISION": precision(self.dtype),
             "ASM": assembled(),
         }  # fmt: skip
 
@@ -192,7 +191,7 @@ class DecodeLayer:
             "HEAD_DIM": self.parameters.shape.head_dim, "REST": self.rest_columns, "BLOCK": self.block,
             "HEADS": self.heads, "PER_HEAD": self.per_head, "TOKENS": tokens, "COLUMNS": self.columns,
             "EXACT": self.exact, "COUNT": 64 if self.wide else 32 if self.block else 16,
-            "BASIS_ALIGN": self.basis_align, "PRECISION": self.precision,
+            "BASIS_ALIGN": self.basis_align, "PRECISION": precision(self.dtype),
         }  # fmt: skip
 
     @property
@@ -202,10 +201,6 @@ class DecodeLayer:
 
     def absorb_options(self) -> dict[str, int]:
         return {"num_warps": 4, "num_stages": 1} if self.wide else {"num_warps": 2, "num_stages": 2}
-
-    @property
-    def precision(self) -> str:
-        return "ieee" if self.dtype == torch.float32 else "tf32"
 
 
 def assembled() -> bool:
@@ -301,15 +296,11 @@ def _launch(
     ratio = query.element_size()
     blocks = 0 if layer.folded else batch_size * max_blocks * groups * rows
     slots = (programs + batch_size * groups) * rows
-    shapes = (
-        (-(-blocks * layer.pieces * layer.columns * ratio // 4),), (blocks,),
-        (-(-blocks * 2 * layer.fast * ratio // 4),), (slots * layer.pieces * layer.value_columns,), (slots,),
+    sizes = (
+        -(-blocks * layer.pieces * layer.columns * ratio // 4), blocks, -(-blocks * 2 * layer.fast * ratio // 4),
+        slots * layer.pieces * layer.value_columns, slots,
     )  # fmt: skip
-    workspace = workspace_on(key.device)
-    if workspace is not None:
-        memory = workspace.take(*shapes)
-    else:
-        memory = tuple(torch.empty(shape, dtype=torch.float32, device=key.device) for shape in shapes)
+    memory = _memory(sizes, key.device)
     absorbed, constant, fast_query = memory[0].view(query.dtype), memory[1], memory[2].view(query.dtype)
     none = begin
     if not layer.folded:
@@ -344,6 +335,13 @@ def _launch(
         memory[3], memory[4], output, table, begin, until, none if starts is None else starts, batch_size, groups,
         programs, output.stride(0), **join_constants(layer, tokens, tiles),
     )  # fmt: skip
+
+
+def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Float32 for what a launch leaves to the next, by one allocation; parts begin at multiples of 256 bytes."""
+    whole = [-(-size // 64) * 64 for size in sizes]
+    parts = torch.empty(sum(whole), dtype=torch.float32, device=device).split(whole)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The kernels as operators of PyTorch, so that torch.compile traces through a layer that they serve.
+"""The kernels as a layer of a model calls them: as they are, or where torch.compile traces it as operators of PyTorch.
 
 What the compiler sees is one operator a call with tensors, numbers and one text (`describe`) as arguments; what it
 stands for, tables of a layer and the sizes of tiles included, is looked up when the operator runs. While a model is
@@ -6,7 +6,7 @@ traced, an operator's fake implementation says the shapes, and puts the tables o
 under capture could not copy them there. Nothing is remembered of a mask, since compiled code uses memory again without
 a word: the ranges of its keys are computed by each layer, on the device.
 
-Outside of torch.compile the launches are called as they are: an operator would cost time on the host and bring nothing.
+Outside of torch.compile an operator would cost time on the host and bring nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, library
@@ -23,19 +22,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from rotor.format.kernel_config import LayerKernels
 from rotor.format.layout import AttentionShape, LayerLayout
 
-from .append import Appended, prepare
 from .append import append as append_rows
+from .append import prepare
 from .attention import attend as attend_to_rows
 from .parameters import AttentionParameters, seq_len_of
 from .rotary import Rotation
-
-
-class Described(NamedTuple):
-    """A layer as its text says: what it stores, sizes of the uncompressed model, and how the kernels run it."""
-
-    layout: LayerLayout
-    shape: AttentionShape
-    kernels: LayerKernels
 
 
 @torch.compiler.assume_constant_result
@@ -45,13 +36,11 @@ def describe(layout: LayerLayout, shape: AttentionShape, kernels: LayerKernels) 
 
 
 @lru_cache(maxsize=4096)
-def described(text: str) -> Described:
+def described(text: str) -> tuple[LayerLayout, AttentionShape, LayerKernels]:
     """What `describe` wrote."""
     layout, shape, kernels = json.loads(text)
     where = "a layer's text"
-    return Described(
-        LayerLayout.from_dict(layout, where), AttentionShape(**shape), LayerKernels.from_dict(kernels, where)
-    )
+    return LayerLayout.from_dict(layout, where), AttentionShape(**shape), LayerKernels.from_dict(kernels, where)
 
 
 @library.custom_op("rotor::append", mutates_args=())
@@ -67,10 +56,10 @@ def _append(
     layer: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `append.append` into new rows; without queries the first is empty."""
-    of = described(layer)
+    layout, shape, _ = described(layer)
     rotation = None if cos is None or sin is None else (cos, sin)
     made = append_rows(
-        key, value, of.layout, of.shape, query=query, key_basis=key_basis, key_shift=key_shift, rotation=rotation,
+        key, value, layout, shape, query=query, key_basis=key_basis, key_shift=key_shift, rotation=rotation,
         index=index,
     )  # fmt: skip
     rotated = key.new_empty(0) if made.query is None else made.query.transpose(1, 2)
@@ -82,28 +71,42 @@ def _append(
 
 @_append.register_fake
 def _(key, value, query, key_basis, key_shift, cos, sin, index, layer):  # type: ignore[no-untyped-def]
-    of, size = described(layer), key.element_size()
-    _on_device(key.device, lambda device: prepare(of.layout, of.shape, key.dtype, device))
-    unit, dtype = (1, torch.uint8) if of.layout.coded else (size, key.dtype)
-    sides = [key.new_empty(key.shape[0], 1, key.shape[1], n // unit, dtype=dtype) for n in of.layout.row_bytes(size)]
+    layout, shape, _ = described(layer)
+    if key.device.type != "cuda" or torch.cuda.is_available():
+        with unset_fake_temporarily():
+            prepare(layout, shape, key.dtype, key.device)
+    size = key.element_size()
+    unit, dtype = (1, torch.uint8) if layout.coded else (size, key.dtype)
+    sides = [key.new_empty(key.shape[0], 1, key.shape[1], n // unit, dtype=dtype) for n in layout.row_bytes(size)]
     return key.new_empty(0) if query is None else query.new_empty(query.shape), *sides
 
 
 def append(
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    query: Tensor,
     key: Tensor,
-    value: Tensor | None,
-    layer: str,
-    *,
-    query: Tensor | None = None,
-    key_basis: Tensor | None = None,
-    key_shift: Tensor | None = None,
-    rotation: Rotation | None = None,
-    index: Tensor | None = None,
-) -> Appended:
-    """As `append.append` into new rows, for the layer that `describe` described."""
-    cos, sin = (None, None) if rotation is None else rotation
-    rotated, *rows = _append(key, value, query, key_basis, key_shift, cos, sin, index, layer)
-    return Appended(None if query is None else rotated.transpose(1, 2), *rows)
+    value: Tensor,
+    rotation: Rotation | None,
+    index: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of new tokens as attention takes them, and their rows of keys and values; see `append.append`.
+
+    Args:
+        query, key, value: as projections and norms put them out.
+    """
+    p = parameters
+    asked = None if p.query_basis is None else query
+    if not torch.compiler.is_compiling():
+        made = append_rows(
+            key, value, p.layout, p.shape, query=asked, key_basis=p.key_basis, key_shift=p.key_shift,
+            rotation=rotation, index=index,
+        )  # fmt: skip
+        return query if made.query is None else made.query, made.key, made.value
+    cos, sin = rotation or (None, None)
+    text = describe(p.layout, p.shape, kernels)
+    rotated, *rows = _append(key, value, asked, p.key_basis, p.key_shift, cos, sin, index, text)
+    return query if asked is None else rotated.transpose(1, 2), rows[0], rows[1]
 
 
 @library.custom_op("rotor::attend", mutates_args=())
@@ -122,43 +125,38 @@ def _attend(
     layer: str,
 ) -> Tensor:
     """As `attention.attend`, remembering nothing of the mask."""
-    of = described(layer)
-    parameters = AttentionParameters(of.layout, of.shape, scaling, query_basis, key_constant, softcap)
+    layout, shape, kernels = described(layer)
+    parameters = AttentionParameters(layout, shape, scaling, query_basis, key_constant, softcap)
     rotation = None if cos is None or sin is None else (cos, sin)
     return attend_to_rows(
-        query, key, value, parameters, of.kernels, rotation=rotation, first=first, attention_mask=mask, remember=False
+        query, key, value, parameters, kernels, rotation=rotation, first=first, attention_mask=mask, remember=False
     )
 
 
 @_attend.register_fake
 def _(query, key, value, mask, query_basis, key_constant, cos, sin, first, scaling, softcap, layer):  # type: ignore[no-untyped-def]
-    of = described(layer)
-    heads = of.layout.group_size * of.shape.heads_per_kv
-    return query.new_empty(query.shape[0], seq_len_of(query), heads * of.layout.value_width)
+    layout, shape, _ = described(layer)
+    heads = layout.group_size * shape.heads_per_kv
+    return query.new_empty(query.shape[0], seq_len_of(query), heads * layout.value_width)
 
 
 def attend(
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parameters: AttentionParameters,
-    layer: str,
-    *,
-    rotation: Rotation | None = None,
-    first: int = 0,
-    attention_mask: Tensor | None = None,
+    mask: Tensor | None,
+    rotation: Rotation | None,
+    first: int,
+    layer_idx: int,
 ) -> Tensor:
-    """As `attention.attend`, for the layer that `describe` described."""
-    cos, sin = (None, None) if rotation is None else rotation
+    """As `attention.attend`."""
     p = parameters
-    return _attend(
-        query, key, value, attention_mask, p.query_basis, p.key_constant, cos, sin, first, p.scaling, p.softcap, layer
-    )
-
-
-def _on_device(device, make) -> None:  # type: ignore[no-untyped-def]
-    """Make a table where operators will look for it, on a real device, unless there is none but a fake one."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return
-    with unset_fake_temporarily():
-        make(device)
+    if not torch.compiler.is_compiling():
+        return attend_to_rows(
+            query, key, value, p, kernels, rotation=rotation, first=first, attention_mask=mask, layer_idx=layer_idx
+        )
+    cos, sin = rotation or (None, None)
+    text = describe(p.layout, p.shape, kernels)
+    return _attend(query, key, value, mask, p.query_basis, p.key_constant, cos, sin, first, p.scaling, p.softcap, text)

@@ -20,10 +20,12 @@ from random_layers import write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rotor.bases.weights import AttentionWeights
 from rotor.format.channels import SIGNED, WIDTHS, Channels, Latent, Numbers
 from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout
+from rotor.models.projections import split_projections
 from rotor.runtime.attention import RotorAttention
-from rotor.runtime.families import AttentionWeights, attention_shape, find_family
+from rotor.runtime.families import attention_shape, find_family
 from rotor.runtime.integration import replace_attention
 
 Bits = Sequence[tuple[int, ...]]
@@ -62,7 +64,7 @@ def folded(model: Any, folding: Folding, rounded: bool = False) -> Any:
         coded = folding.bits is not None and not rounded and index < folding.coded_layers
         layouts[index] = layout_of(shape, folding, coded)
         parameters = dict(family.attention_module(copied, index).named_parameters())
-        weights.append(family.read(parameters.__getitem__, frozenset(parameters), shape))
+        weights.append(split_projections(family, parameters.__getitem__, frozenset(parameters), shape))
     biases = frozenset(p for p in "qkvo" if getattr(weights[0], f"{p}_bias") is not None)
     copied.source_biases = biases
     modules: list[Any] = replace_attention(copied, family, shape, layouts, biases)

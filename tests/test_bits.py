@@ -34,11 +34,10 @@ from rotor.recipe.settings import Compute, ExportSettings, Goal
 from rotor.report.collect import collect
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.rewriting.shards import planned_layouts
-from rotor.runtime.cache_size import cache_bytes_per_token
 from rotor.search.point import Point, channels_json
 from rotor.search.search import rank_path
 from rotor.search.table import RankTable
-from rotor.validation.validate import validate
+from rotor.validation.validate import cache_bytes_per_token, validate
 
 BITS = "codes.bits=[0,4,8]"
 SMALL = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.metric=ppl_ratio", *SHORT_TEXT]

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 from rotor.errors import UsageError
 from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
 from rotor.policies import PerToken, make_cache, stored_bytes
-from rotor.runtime.cache_size import cache_bytes_per_token
+from rotor.validation.validate import cache_bytes_per_token
 
 PRE, SLOW, SOME = KeyForm(64, 8), KeyForm(8, 0), KeyForm(8, 3)
 CASES = {

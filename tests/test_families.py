@@ -22,7 +22,7 @@ from rotor.format.layout import pre_rope
 from rotor.kernels.reference import attend, rotate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.loading import load_model
-from rotor.models.projections import read_attention
+from rotor.models.projections import kv_parameters, read_attention
 from rotor.runtime.families import FAMILIES, attention_shape, find_family
 from rotor.validation.validate import validate
 
@@ -92,7 +92,7 @@ def test_layers_are_as_the_family_says(name: str, tiny) -> None:
     family = find_family(model.config)
     weights = read_attention(family, 1, checkpoint.names, checkpoint.tensor, attention_shape(model.config))
     for (parameter, part), expected in zip(
-        family.kv_parameters(model, 1), (weights.k_weight, weights.v_weight), strict=True
+        kv_parameters(family, model, 1), (weights.k_weight, weights.v_weight), strict=True
     ):
         assert torch.equal(part(parameter), expected)
     kinds = []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rotor.bases.layer import LayerBases
 from rotor.bases.pair import BasisPair
+from rotor.bases.weights import AttentionWeights
 from rotor.codes.layer import CodedBases
 from rotor.codes.quantiser import ChannelCode, measure_channels
 from rotor.format.channels import Channels, Numbers
@@ -21,7 +22,6 @@ from rotor.kernels.reference import attention, project_keys
 from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
 from rotor.rewriting.rewrite import bias_names, layer_layout, rewrite_layer
-from rotor.runtime.families import AttentionWeights
 
 SHAPE = AttentionShape(1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=40, rotary_dim=12)
 """Partial rotary: 6 planes, and 4 dimensions that RoPE does not rotate."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rotor.bases import kq
 from rotor.bases.moments import LayerStatistics
+from rotor.bases.weights import AttentionWeights
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, read_fisher, read_statistics, write_fisher
 from rotor.data.tokens import synthetic_tokens
@@ -27,7 +28,6 @@ from rotor.models.loading import load_model
 from rotor.models.weights import ResidentWeights
 from rotor.numerics import check_parameters, first_not_finite
 from rotor.rewriting.compressible import CompressibleModel
-from rotor.runtime.families import AttentionWeights
 
 CPU = torch.device("cpu")
 VALUE = "model.layers.1.self_attn.v_proj.weight"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..format.layout import AttentionShape
+from ..models.projections import kv_parameters
 from ..progress import Progress
 from ..runtime.families import Family
 
@@ -25,7 +26,7 @@ def weight_information(
     """
     rows = tokens[: max(1, count // tokens.shape[1])]
     totals = torch.zeros(shape.num_layers, 2, shape.num_kv_heads, dtype=torch.float64)
-    parameters = [family.kv_parameters(model, layer) for layer in range(shape.num_layers)]
+    parameters = [kv_parameters(family, model, layer) for layer in range(shape.num_layers)]
     distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}
     with progress.task("gradients", rows.numel(), "tokens") as advance:
         for row in rows.split(1):

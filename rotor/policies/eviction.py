@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..runtime.rotary_table import rows_of
+from ..runtime.rope import rows_of
 from ..runtime.steps import Step, attend_to_rows
 from .affine import AffineCode
 from .budgets import SqueezeBudgets

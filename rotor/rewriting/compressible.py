@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..bases.layer import LayerBases
+from ..bases.weights import AttentionWeights
 from ..format.layout import LayerRanks
 from ..format.tensors import FLOAT32
 from ..models.checkpoint import Checkpoint
@@ -18,7 +19,7 @@ from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import read_attention
 from ..numerics import check_parameters
-from ..runtime.families import AttentionWeights, find_family
+from ..runtime.families import find_family
 from ..runtime.integration import replace_attention
 from .rewrite import bias_names, layer_layout, rewrite_layer
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..bases.layer import LayerBases
+from ..bases.weights import AttentionWeights
 from ..codes.fold import FoldedCode, fold_code
 from ..codes.layer import CodedBases
 from ..errors import NumericsError
@@ -18,7 +19,6 @@ from ..format.channels import Channels, Latent, Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
 from ..format.tensors import layer_tensors
 from ..numerics import one_thread
-from ..runtime.families import AttentionWeights
 
 RIDGE = 1e-6
 """Share of the mean latent energy added in the least-squares refit of W_o."""

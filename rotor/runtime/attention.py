@@ -22,11 +22,9 @@ from ..kernels.parameters import AttentionParameters
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer
-from . import kernel_calls
 from .checks import check_pass
 from .families import Family
-from .rope import Rotations, rope_of
-from .rotary_table import RotaryTable
+from .rope import RotaryTable, Rotations, rope_of
 from .steps import InCache, RowStore, Step
 
 
@@ -108,30 +106,20 @@ class RotorAttention(nn.Module):
         self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, place)
         rotations = self.rope(place, position_embeddings, hidden_states, served)
 
-        query, key, value = self._projected(hidden_states)
+        projected = self._projected(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            parameters = self.parameters_of_attention()
-            rows = self.rows(parameters, query, key, value, rotations, kernels)
+            parameters = self._parameters_of_attention()
+            if kernels is None:
+                rows = plain_rows(parameters, *projected, rotations)
+            else:
+                from ..kernels import operators  # imports Triton
+
+                rows = operators.append(parameters, kernels, *projected, rotations.table, rotations.places)
             step = Step(parameters, self.layer_idx, *rows, cache, attention_mask, rotations, dropout, kernels)
             output = keeper.attend(step)
         return self.o_proj(output), None
 
-    def rows(
-        self,
-        parameters: AttentionParameters,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotations: Rotations,
-        kernels: LayerKernels | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries as attention takes them, and the rows of keys and values as the cache keeps them."""
-        if kernels is None:
-            return plain_rows(parameters, query, key, value, rotations)
-        return kernel_calls.append(parameters, kernels, query, key, value, rotations)
-
-    def parameters_of_attention(self) -> AttentionParameters:
-        """What attention goes by beside queries and rows."""
+    def _parameters_of_attention(self) -> AttentionParameters:
         return AttentionParameters(
             self.layout,
             self.shape,

@@ -41,42 +41,35 @@ def check_pass(
             f"layer {layer_idx}: dropout of {dropout} in attention over rows of codes, which has none.",
             "Call model.eval(); a checkpoint with codes is for inference.",
         )
-    _check_quantised(cache, layer_idx, layout)
-
-
-def check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:
-    """Raises UsageError where a mask does not broadcast to the logits: the kernels read it unchecked."""
-    if mask is None:
-        return
-    if any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
-        raise UsageError(
-            f"layer {layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in place of "
-            "any of these (batch_size, num_heads, seq_len, kv_len).",
-            "Give a mask over all cached keys and the new ones.",
-        )
-
-
-def _check_quantised(cache: Any, layer_idx: int, layout: LayerLayout) -> None:
-    """Raises UsageError where a cache that quantises cannot keep a layer's rows.
-
-    Codes are bytes, no numbers. Numbers are quantised in groups that go on from token to token, into which those of a
-    row have to divide.
-    """
     layers = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None
-    if not isinstance(layer, QUANTISING):
-        return
-    what = f"layer {layer_idx}: a quantised cache ({type(layer).__name__})"
+    if isinstance(layer, QUANTISING):
+        what = f"layer {layer_idx}: a quantised cache ({type(layer).__name__})"
+        _check_quantised(what, getattr(layer, "q_group_size", None), layout)
+
+
+def _check_quantised(what: str, group_size: int | None, layout: LayerLayout) -> None:
+    """Codes are bytes, no numbers. Numbers are quantised in groups, into which those of a row have to divide."""
     if layout.coded:
         raise UsageError(
             f"{what} was given rows of codes: this checkpoint's cache is coded already.",
             "Leave cache_implementation out, or use 'static' or 'offloaded'.",
         )
     widths = [part // 2 for part in layout.row_bytes(2)]
-    size, common = getattr(layer, "q_group_size", None), math.gcd(*widths)
-    if size and common % size:
+    common = math.gcd(*widths)
+    if group_size and common % group_size:
         raise UsageError(
-            f"{what} in groups of {size} was given rows of {widths[0]} and {widths[1]} numbers, which do "
+            f"{what} in groups of {group_size} was given rows of {widths[0]} and {widths[1]} numbers, which do "
             "not divide into them.",
             f"Give generate() cache_config={{'q_group_size': {common & -common}, ...}}.",
+        )
+
+
+def check_mask(mask: Tensor | None, layer_idx: int, expected: tuple[int, int, int, int]) -> None:
+    """Raises UsageError where a mask does not broadcast to the logits: the kernels read it unchecked."""
+    if mask is not None and any(got not in (1, size) for got, size in zip(mask.shape, expected, strict=True)):
+        raise UsageError(
+            f"layer {layer_idx}: an attention mask of {list(mask.shape)}, expected {list(expected)} or 1 in place of "
+            "any of these (batch_size, num_heads, seq_len, kv_len).",
+            "Give a mask over all cached keys and the new ones.",
         )

@@ -1,13 +1,9 @@
-"""Model families: where each keeps its attention, and how its projections are read.
-
-A family is a row of data. Fused projections are split on reading, so that everything behind this module sees the same
-four matrices and the rewritten checkpoint has the same four names whatever the family.
-"""
+"""Model families: a row of data for each says where it keeps its attention, and what that does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,32 +11,9 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 from ..format.layout import AttentionShape
 
-GetTensor = Callable[[str], Tensor]
-"""Reads a checkpoint tensor by its full name."""
-
-
-@dataclass
-class AttentionWeights:
-    """The projections of one attention layer in nn.Linear's orientation, [out_features, in_features]; biases or None.
-
-    q_weight: [num_heads * head_dim, hidden_size]; k_weight, v_weight: [num_kv_heads * head_dim, hidden_size];
-    o_weight: [hidden_size, num_heads * head_dim]. prefix: of their names in the checkpoint, for errors.
-    """
-
-    q_weight: Tensor
-    k_weight: Tensor
-    v_weight: Tensor
-    o_weight: Tensor
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    prefix: str = ""
-
-
 Split = Callable[[Tensor, AttentionShape], tuple[Tensor, Tensor, Tensor]]
-"""Splits the outputs of a fused projection, along dimension 0, into those of queries, keys and values, each with its
-heads in order: [num_heads * head_dim, ...] and twice [num_kv_heads * head_dim, ...]."""
+"""Splits a fused projection along dimension 0 into queries, keys and values, heads in order: [num_heads * head_dim,
+...] and twice [num_kv_heads * head_dim, ...]."""
 
 
 def split_blocks(fused: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,8 +54,8 @@ class Family:
     norms_heads_first: they are called on [batch_size, num_heads, seq_len, head_dim] instead of heads third.
     rotary: path of the rotary embedding under the causal model, or None for a model without RoPE.
     rotary_by_layer_type: the rotary embedding takes the layer's type as a third argument.
-    partial_rotary: RoPE may turn only the first dimensions of a head (`partial_rotary_factor`).
-    softcap: config field of the bound that attention logits are pressed below (c tanh(x / c)), where there is one.
+    partial_rotary: RoPE may rotate only the first dimensions of a head (`partial_rotary_factor`).
+    softcap: config field of the bound c of attention logits (c tanh(x / c)), where there is one.
     bypasses_interface: the attention does not call transformers' attention interface.
     num_kv_heads: reads them from the config.
     """
@@ -120,7 +93,7 @@ class Family:
 
     @property
     def consumed(self) -> tuple[str, ...]:
-        """Names (under the attention module) that `read_attention` uses and the rewritten checkpoint drops."""
+        """Names (under the attention module) that the rewritten checkpoint drops."""
         return tuple(f"{name}.{kind}" for name in self.projections for kind in ("weight", "bias"))
 
     @property
@@ -144,47 +117,22 @@ class Family:
         parent = model.get_submodule(f"{self.decoder}.{self.layers}.{layer}")
         setattr(parent, self.attention, module)
 
-    def kv_parameters(self, model: nn.Module, layer: int) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """The parameters of the key and of the value projection, and for each how to get [num_kv_heads * d, hidden]."""
-        module = self.attention_module(model, layer)
-        if self.fused is None:
-            return [(module.get_parameter(f"{p}_proj.weight"), lambda g: g) for p in "kv"]
-        weight, shape = module.get_parameter(f"{self.fused}.weight"), attention_shape(model.config)
-        return [
-            (weight, lambda g: self.split(self._oriented(g), shape)[1]),
-            (weight, lambda g: self.split(self._oriented(g), shape)[2]),
-        ]
-
-    def read(self, get: GetTensor, names: frozenset[str], shape: AttentionShape) -> AttentionWeights:
-        """The four projections.
-
-        Args:
-            get: reads a tensor by its name under the attention module.
-            names: those that there are.
-        """
-        parts: dict[str, Any] = {}
-        for kind in ("weight", "bias"):
-            if self.fused is None:
-                found = {p: f"{p}_proj.{kind}" for p in "qkv" if kind == "weight" or f"{p}_proj.{kind}" in names}
-                parts.update({f"{p}_{kind}": get(name) for p, name in found.items()})
-            elif kind == "weight" or f"{self.fused}.{kind}" in names:
-                query, key, value = self.split(self._oriented(get(f"{self.fused}.{kind}")), shape)
-                parts.update({f"q_{kind}": query, f"k_{kind}": key, f"v_{kind}": value})
-            if kind == "weight" or f"{self.output}.{kind}" in names:
-                parts[f"o_{kind}"] = self._oriented(get(f"{self.output}.{kind}"))
-        return AttentionWeights(**parts)
-
-    def _oriented(self, tensor: Tensor) -> Tensor:
-        """A weight as nn.Linear has it, [out_features, in_features]; a bias as it is."""
-        return tensor.mT if self.transposed and tensor.dim() == 2 else tensor
-
     def rotary_type(self, config: Any, layer: int) -> str | None:
         """The third argument of the rotary embedding for a layer, if it takes one."""
         return config.layer_types[layer] if self.rotary_by_layer_type else None
 
 
 _LLAMA = Family("model", "layers", "self_attn")
-_QWEN3 = Family("model", "layers", "self_attn", norms=("q_norm", "k_norm"))
+_QWEN3 = replace(_LLAMA, norms=("q_norm", "k_norm"))
+_BY_KV_HEAD = Family(
+    "transformer",
+    "layers",
+    "self_attention",
+    output="dense",
+    fused="query_key_value",
+    split=split_by_kv_head,
+    rotary="transformer.rotary_emb",
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -194,36 +142,17 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": _LLAMA,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
-    "phi3": Family("model", "layers", "self_attn", fused="qkv_proj", partial_rotary=True),
-    "gemma2": Family("model", "layers", "self_attn", softcap="attn_logit_softcapping"),
-    "gemma3_text": Family(
-        "model",
-        "layers",
-        "self_attn",
-        norms=("q_norm", "k_norm"),
-        norms_heads_first=True,
-        rotary_by_layer_type=True,
-    ),
-    "gpt_neox": Family(
-        "gpt_neox",
-        "layers",
-        "attention",
-        output="dense",
-        fused="query_key_value",
-        split=split_by_kv_head,
-        rotary="gpt_neox.rotary_emb",
-        partial_rotary=True,
+    "phi3": replace(_LLAMA, fused="qkv_proj", partial_rotary=True),
+    "gemma2": replace(_LLAMA, softcap="attn_logit_softcapping"),
+    "gemma3_text": replace(_QWEN3, norms_heads_first=True, rotary_by_layer_type=True),
+    "gpt_neox": replace(
+        _BY_KV_HEAD, decoder="gpt_neox", attention="attention", rotary="gpt_neox.rotary_emb", partial_rotary=True
     ),
     "opt": Family("model.decoder", "layers", "self_attn", output="out_proj", rotary=None),
     "gpt2": Family("transformer", "h", "attn", output="c_proj", fused="c_attn", transposed=True, rotary=None),
-    "falcon": Family(
-        "transformer",
-        "h",
-        "self_attention",
-        output="dense",
-        fused="query_key_value",
-        split=split_by_kv_head,
-        rotary="transformer.rotary_emb",
+    "falcon": replace(
+        _BY_KV_HEAD,
+        layers="h",
         layer_returns_tuple=True,
         bypasses_interface=True,
         num_kv_heads=_falcon_kv_heads,
@@ -291,7 +220,7 @@ def attention_shape(config: Any) -> AttentionShape:
 
 
 def _partial_rotary_factor(config: Any) -> float:
-    """Share of a head's dimensions that RoPE turns; 1 unless the config says otherwise."""
+    """Share of a head's dimensions that RoPE rotates; 1 unless the config says otherwise."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
     factors = [part.get("partial_rotary_factor") for part in by_layer_type or [rope]]

@@ -27,7 +27,7 @@ from ..format.section import MARK, METHOD, CompressedSection, is_ours
 from .attention import RotorAttention, refuse_others
 from .families import FAMILIES, Family, attention_shape
 from .kernel_choice import kernels_of
-from .rotary_table import RotaryTable
+from .rope import RotaryTable
 from .steps import NO_GRADIENTS, NO_GRADIENTS_HINT
 
 log = logging.getLogger("rotor")
@@ -152,29 +152,26 @@ def with_head(model: Any) -> Any:
 
 
 def find_kernel_config(config: Any, checkpoint_files: list[str] | None) -> Path | None:
-    """kernel_config.json beside the weights: in a local folder, or in the hub's cache, fetched if it is not there yet.
+    """kernel_config.json beside the weights, fetched from the hub if its cache lacks it; None where there is none.
 
     Args:
         config: of the model, which knows where it came from. checkpoint_files: paths of the weights.
-    Returns:
-        None where there is none, or the hub cannot be asked.
     """
     if not checkpoint_files:
         return None
     beside = Path(checkpoint_files[0]).parent / KERNEL_CONFIG
     snapshots = beside.parent.parent
-    if beside.is_file() or snapshots.name != "snapshots":
-        return beside if beside.is_file() else None
-    found = cached_file(
-        config.name_or_path,
-        KERNEL_CONFIG,
-        cache_dir=snapshots.parent.parent,
-        revision=beside.parent.name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found)
+    if not beside.is_file() and snapshots.name == "snapshots":  # of the hub's cache
+        cached_file(
+            config.name_or_path,
+            KERNEL_CONFIG,
+            cache_dir=snapshots.parent.parent,
+            revision=beside.parent.name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    return beside if beside.is_file() else None
 
 
 def replace_attention(

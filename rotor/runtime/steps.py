@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from ..errors import UsageError
 from ..format.kernel_config import LayerKernels
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.reference import attention
-from . import kernel_calls
 from .checks import check_mask
 from .rope import Place, Rotations
 
@@ -74,18 +73,11 @@ class RowStore(Keeper):
         return self
 
 
-class CachePolicy(Protocol):
-    """What a layer knows of a policy."""
-
-    def adopt(self, cache: Any, config: Any) -> None:
-        """Put the policy's layers in place of those of an empty cache, unless it has them already."""
-
-
 @dataclass(frozen=True)
 class InCache(RowStore):
-    """Transformers' caches. policy: with the model's config, what takes over caches that hold nothing."""
+    """Transformers' caches. policy, config: the cache policy that takes over empty caches, and the model's config."""
 
-    policy: CachePolicy | None = None
+    policy: Any = None
     config: Any = None
 
     def place(self, cache: Any, layer_idx: int, seq_len: int) -> Place:
@@ -112,8 +104,11 @@ def attend_to_rows(step: Step, key: Tensor, value: Tensor) -> Tensor:
     parameters, seq_len = step.parameters, seq_len_of(step.query)
     check_mask(step.mask, step.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
     if step.kernels is not None:
-        args = step.mask, step.rotations, step.layer_idx
-        return kernel_calls.attend(parameters, step.kernels, step.query, key, value, *args)
+        from ..kernels import operators  # imports Triton
+
+        rotation = step.rotations.table if parameters.layout.in_blocks else None
+        rows = step.query, key, value, step.mask, rotation, step.rotations.first
+        return operators.attend(parameters, step.kernels, *rows, step.layer_idx)
     output = attention(step.query, key, value, parameters, step.rotations.read, step.mask, step.dropout)
     if parameters.layout.coded and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_gradients)

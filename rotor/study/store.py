@@ -48,7 +48,7 @@ class StudyStore:
         if data.get("version") != STORE_VERSION or not isinstance(data.get("records"), dict):
             raise UsageError(f"{store.path}: not a study of this version of rotor.", "Give another folder with -o.")
         stored = data.get("settings", {})
-        found = differences(stored, store.settings, optional=lambda name: name in ADDED_LATER)
+        found = list(differences(stored, store.settings, optional=lambda name: name in ADDED_LATER))
         if found:
             shown = "; ".join(f"{name} was {shorten_json(a)}, now {shorten_json(b)}" for name, a, b in found[:4])
             raise UsageError(

@@ -34,7 +34,6 @@ from ..recipe import Recipe, load_recipe, text_overrides
 from ..recipe.metric_registry import METRICS
 from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
-from ..runtime.cache_size import cache_bytes_per_token
 from ..runtime.families import FAMILIES
 from ..search.probe import full_ranks
 from .integrity import Validation, check_integrity
@@ -374,3 +373,15 @@ def against_target(metric: str, found: Fidelity, target: float | None) -> tuple[
         return None, f"none was set; {text}"
     met, why = found.against(target)
     return met, f"{text}, target {target}{why and ': '}{why}"
+
+
+def cache_bytes_per_token(cache: Any) -> float:
+    """Bytes of transformers' own cache for a token; a layer with a sliding window drops the older ones.
+
+    Args:
+        cache: of layers [batch_size, heads, tokens, width], holding at least one token.
+    """
+    return sum(
+        (layer.keys.nbytes + layer.values.nbytes) / (layer.keys.shape[0] * layer.keys.shape[2])
+        for layer in cache.layers
+    )

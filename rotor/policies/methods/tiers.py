@@ -14,7 +14,7 @@ from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.reference import join, partial_attention
 from ...kernels.rotary import Rotation
 from ...kernels.rows import cut_layer
-from ...runtime.rotary_table import rows_of
+from ...runtime.rope import rows_of
 from ...runtime.steps import Step
 from ..codec import slots_of
 from ..layer import PolicyLayer, check_left, mask_of_places, tokens_shown

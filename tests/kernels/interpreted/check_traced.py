@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import FORMS, MIXED, Numbers, causal, layer, random_case, shape_of
@@ -9,8 +11,6 @@ from torch.library import opcheck
 
 from rotor.format.layout import LayerLayout
 from rotor.kernels import operators
-from rotor.kernels.append import append
-from rotor.kernels.attention import attend
 from rotor.kernels.defaults import default_layer
 
 CASES = {
@@ -38,6 +38,7 @@ def test_a_layer_is_one_graph(name) -> None:
     assert operators.described(text) == (layout, shape, kernels)
     case = random_case(layout, shape, 2, 1, 50)
     query, key, value, basis, shift = tensors(layout, shape, 1)
+    parameters = replace(case.parameters, key_basis=basis, key_shift=shift)
     mask, index = causal(2, 1, 50)[:, None].clone(), torch.tensor([50])
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     graphs = []
@@ -47,20 +48,14 @@ def test_a_layer_is_one_graph(name) -> None:
         return graph.forward
 
     def step(query, key, value, mask):
-        own = {"query": query, "key_basis": basis, "key_shift": shift, "rotation": case.rotation, "index": index}
-        made = operators.append(key, value, text, **own)
-        output = operators.attend(made.query, *rows, case.parameters, text, rotation=case.rotation, attention_mask=mask)
-        return output, made.key, made.value
+        query, *new = operators.append(parameters, kernels, query, key, value, case.rotation, index)
+        return operators.attend(parameters, kernels, query, *rows, mask, case.rotation, 0, 0), *new
 
     with torch.no_grad():
         got = torch.compile(step, fullgraph=True, backend=backend)(query, key, value, mask)
-        own = {"query": query, "key_basis": basis, "key_shift": shift, "rotation": case.rotation, "index": index}
-        made = append(key, value, layout, shape, **own)
-        output = attend(
-            made.query, *rows, case.parameters, kernels, rotation=case.rotation, attention_mask=mask, remember=False
-        )
+        launched = step(query, key, value, mask)
     assert len(graphs) == 1
-    for side, expected in zip(got, (output, made.key, made.value), strict=True):
+    for side, expected in zip(got, launched, strict=True):
         assert torch.equal(side, expected)
 
 
