@@ -128,7 +128,8 @@ def _topic(examples: Any, spec: Tokens, example: dict[str, Any]) -> str:
             f"tokens.dataset {spec.dataset}, split {spec.split}: no column {column!r}.",
             f"Name one with --set tokens.topic_column=NAME; there are {', '.join(example)}.",
         )
-    feature, value = (examples.features or {}).get(column), example[column]
+    feature: Any = (examples.features or {}).get(column)
+    value = example[column]
     return str(feature.int2str(value)) if hasattr(feature, "int2str") and isinstance(value, int) else str(value)
 
 
