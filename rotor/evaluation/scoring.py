@@ -38,7 +38,8 @@ class Scores:
     @classmethod
     def of(cls, parts: Sequence[dict[str, Tensor]], rows: int) -> Scores:
         """From the `position_scores` of all positions of rows, one row behind the other."""
-        return cls(**{name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]})
+        found = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
+        return cls(found["nll"], found["top1"], found["correct"], found.get("kl_div"))
 
     def as_dict(self) -> dict[str, float]:
         return {
