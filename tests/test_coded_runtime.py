@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 
 from rotor.errors import UsageError
 from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
-from rotor.policies import PerToken, make_cache, stored_bytes
+from rotor.policies import stored_bytes
 from rotor.validation.validate import cache_bytes_per_token
 
 PRE, SLOW, SOME = KeyForm(64, 8), KeyForm(8, 0), KeyForm(8, 3)
@@ -210,7 +210,5 @@ def test_what_cannot_be_run_is_refused(pair) -> None:
         UsageError, match=r"layer 0: a quantised cache \(Quantised\) was given rows of codes: this checkpoint"
     ):
         model(rows, past_key_values=cache)
-    with pytest.raises(UsageError, match=r"rows of torch.uint8, which are codes already"):
-        model(rows, past_key_values=make_cache(PerToken(bits=4, group=8), model.config))
     with pytest.raises(UsageError, match=r"layer 0: dropout of 0.1 in attention over rows of codes"):
         model.model.layers[0].self_attn(torch.zeros(1, 3, 48), position_ids=torch.arange(3)[None], dropout=0.1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from itertools import product
 from math import log1p
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from test_cli import rotor as command
 
 from rotor.errors import AccuracyError, UsageError
 from rotor.export.export import export
-from rotor.policies import Tiers, find_policy
+from rotor.policies import Tiers
 from rotor.progress import Progress
 from rotor.search import tiers
 from rotor.search.probe import full_ranks
@@ -97,15 +96,6 @@ def test_what_an_export_with_ratios_cannot_do_is_said(run, tmp_path) -> None:
     refused("for ranks that are known, got --cache h2o-50", compression=0.2, cache="h2o-50")
     refused("for ranks that are known, got --no-measure", compression=0.2, measure=False)
     assert not (tmp_path / "out").exists()
-
-
-def test_bundled_tiers_follow_the_text_where_equation_6_contradicts_it() -> None:
-    policy = find_policy("zdc")
-    assert isinstance(policy, Tiers)
-    assert policy.qk_unimportant > policy.qk_important
-    assert policy.qk_unimportant >= policy.v_unimportant
-    header = (Path(__file__).parents[1] / "recipes" / "cache" / "tiers-50.yaml").read_text()
-    assert "equation 6" in header
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many"])

@@ -251,12 +251,6 @@ def read_probes(run: Run, key: str) -> list[Sensitivity] | None:
     return found
 
 
-def any_probes(run: Run) -> list[Sensitivity] | None:
-    """Complete sensitivities of a run: of the first file that has them."""
-    found = (read_probes(run, path.stem) or [] for path in sorted((run.folder / PROBES).glob("*")))
-    return next((layers for layers in found if len(layers) == run.shape.num_layers), None)
-
-
 def _path(run: Run, kind: str, key: str) -> Path:
     return run.folder / kind / f"{Path(key).name}.json"
 
