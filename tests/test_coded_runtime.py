@@ -34,7 +34,7 @@ CASES = {
 }
 """Family, and how it is compressed."""
 
-BLOCKS = {"fast planes": 8, "blocks in a window": 8, "slow planes, key norm": 8, "partial": 8}
+BLOCKS = {"fast planes": 8, "slow planes, key norm": 8}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_every_cache_gives_the_tokens_of_rounded_latents(name, pair) -> None:
             assert stored == {torch.uint8}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["window", "softcap", "no rope, joint", "fast planes", "slow planes, key norm"])
 def test_a_row_alone_is_its_row_in_a_padded_batch(name, pair) -> None:
     """Padding by whole blocks, where keys are rotated within such: their codes depend on their place in it."""
     rows, mask = padded_prompts(BLOCKS.get(name, 1))
@@ -104,7 +104,7 @@ def test_a_row_alone_is_its_row_in_a_padded_batch(name, pair) -> None:
         assert torch.equal(got[0], row[int((~own).sum()) :])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["post", "pre", "no rope", "blocks in a window", "partial"])
 def test_chunks_leave_the_logits_of_one_prefill(name, pair) -> None:
     model, rows = pair(name).load(torch.float64), prompts(2, 33)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
