@@ -14,6 +14,7 @@ from test_cli import rotor
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.checked import Reader
+from rotor.data.documents import Document, read_topics
 from rotor.data.splits import EvaluationData, calibration_share, digest, digests, evaluation_data, held_out_documents
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fidelity import Fidelity
@@ -66,14 +67,13 @@ def test_a_single_document_is_cut_into_neighbouring_thirds(tmp_path: Path) -> No
 
 def test_a_calibration_on_the_held_out_text_takes_its_own_share_alone(texts: Path, tmp_path: Path) -> None:
     spec = Evaluation("text", str(texts))
-    documents = [path.read_text() for path in sorted(texts.iterdir())]
     found = held_out_documents(spec)
-    assert set(calibration_share(documents, spec)) == set(found.calibration)
+    assert {share.text for share in calibration_share(read_topics(texts), spec)} == set(found.calibration)
     one = tmp_path / "one.txt"
     one.write_text("".join(f"{i:04d} " for i in range(600)))
-    share = calibration_share([one.read_text()], Evaluation("text", str(one)))
-    assert "".join(share) == one.read_text()[:1000]
-    apart = ["something else"]
+    share = calibration_share(read_topics(one), Evaluation("text", str(one)))
+    assert "".join(part.text for part in share) == one.read_text()[:1000]
+    apart = [Document("something else", "a topic")]
     assert calibration_share(apart, spec) == apart
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,22 +39,10 @@ def small_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "FLUSH_BYTES", 1 << 16)
 
 
-def test_the_compressed_model_may_follow_a_cache_policy(folder: Path) -> None:
-    settings = BenchSettings((48,), (24,), (2,), layers=1, repetitions=1, new_tokens=2)
-    sizes = {}
-    for cache in (None, "streaming-50", "h2o-50-4"):
-        report = bench(folder, replace(settings, cache=cache), device="cpu")
-        sizes[cache] = {(r["row"], r["length"]): r["kv_cache_bytes"] for r in report["model"]}
-    for length in (24, 48):
-        source, compressed = ("model, source", length), ("model, compressed", length)
-        assert len({found[source] for found in sizes.values()}) == 1
-        assert sizes["h2o-50-4"][compressed] < sizes["streaming-50"][compressed] < 0.6 * sizes[None][compressed]
-
-
 def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> None:
     report = bench(folder, SMALL, device="cpu", command="rotor bench")
     assert (report["device"]["type"], report["command"]) == ("cpu", "rotor bench")
-    assert {"rotor", "torch", "transformers", "triton", "python"} <= set(report["versions"])
+    assert {"rotor", "torch", "transformers", "python"} <= set(report["versions"])
     assert report["commit"] is None or len(report["commit"].removesuffix("-dirty")) == 40
     measured = {"rotor, PyTorch path", "SDPA flash", "SDPA math", "keys rebuilt in memory, SDPA (Palu)"}
     assert {(r["phase"], r["row"]) for r in report["attention"]} == {
@@ -139,7 +126,7 @@ def test_layers_are_spread_over_the_depth() -> None:
 def test_command_line(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     call = ["bench", str(folder), "--device", "cpu", "--lengths", "24,2048", "--prefill", "16", "--batch", "1"]
-    call += ["--layers", "1", "--repetitions", "1", "--new-tokens", "2", "--memory-gb", "1", "-q"]
+    call += ["--layers", "1", "--repetitions", "1", "--new-tokens", "2", "-q"]
     done = CliRunner().invoke(app, [*call, "--json", "-o", str(out)])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
@@ -152,7 +139,9 @@ def test_command_line(folder: Path, tmp_path: Path) -> None:
     assert source["kv_cache_bytes"] == 26 * 2560 * 2
     assert compressed["kv_cache_bytes"] < source["kv_cache_bytes"]
     assert compressed["largest_batch"] > source["largest_batch"] > 0
-    assert source["largest_batch"] == int((1e9 - source["weight_bytes"]) / source["kv_cache_bytes"])
+    assert source["largest_batch"] == int(
+        (report["device"]["memory_bytes"] - source["weight_bytes"]) / source["kv_cache_bytes"]
+    )
     assert "longer than the model's" in report["not_measured"]["model, 2048 tokens"]
     text = CliRunner().invoke(app, call[:-1]).output  # without -q
     assert "over the fastest SDPA" in text
@@ -169,7 +158,6 @@ def test_requests_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
         (["--engine", "vllm"], "vLLM is not installed"),
         (["--engine", "vllm", "--lengths", "64", "--device", "cpu"], "--lengths, --device: not with --engine vllm"),
         (["--engine", "vllm", "--layers", "2"], "--layers: not with --engine vllm"),
-        (["--engine", "vllm", "--cache", "gear-2"], "--cache: not with --engine vllm"),
         (["--engine", "vllm", "--new-tokens", "0"], "at least 2 new tokens"),
         (["--engine", "other"], "expected transformers or vllm"),
     ):

@@ -14,10 +14,9 @@ from rotor.prediction import instructions
 from rotor.prediction.cost import (
     DecodeStep,
     decode_seconds,
-    decode_time,
     layer_time,
     uncompressed_decode_seconds,
-    uncompressed_decode_time,
+    uncompressed_layer_time,
 )
 from rotor.prediction.decode_times import decode_times, group_sizes, largest_fast_group, uniform_layout
 from rotor.prediction.devices import Device, bundled_devices, find_device, parse_devices
@@ -65,16 +64,15 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[Specialisation, Counts]:
 
 def test_the_uncompressed_layer_takes_its_bytes() -> None:
     """The design's 224 us, which are 112 instructions a key and KV head at 4 a cycle and SM, 42 at 1.5."""
-    time = uncompressed_decode_time(LLAMA, H200, batch_size=8, kv_len=32768)
-    assert len(time.layers) == 32
-    assert time.layers[0].attention_s == pytest.approx(223.7e-6, rel=1e-3)
+    time = uncompressed_layer_time(LLAMA, H200, STEP)
+    assert time.attention_s == pytest.approx(223.7e-6, rel=1e-3)
     a_key = STEP.keys * 8
-    assert H200.issue_seconds(42 * a_key) == pytest.approx(time.layers[0].attention_s, rel=0.01)
+    assert H200.issue_seconds(42 * a_key) == pytest.approx(time.attention_s, rel=0.01)
     assert replace(H200, instructions_per_cycle=4.0).issue_seconds(112 * a_key) == pytest.approx(224e-6, rel=0.01)
     weights = 2 * (32 + 8) * 128 * 4096 * 2
-    assert time.layers[0].projection_bytes == weights
-    assert time.layers[0].seconds == time.layers[0].attention_s + weights / 4.8e12
-    assert uncompressed_decode_seconds(LLAMA, H200, STEP) == pytest.approx(time.seconds)
+    assert time.projection_bytes == weights
+    assert time.seconds == time.attention_s + weights / 4.8e12
+    assert uncompressed_decode_seconds(LLAMA, H200, STEP) == 32 * time.seconds
 
 
 def test_the_longer_of_reading_and_issuing(table) -> None:
@@ -85,10 +83,7 @@ def test_the_longer_of_reading_and_issuing(table) -> None:
     assert time.attention_s == H200.issue_seconds(time.instructions) > H200.read_seconds(time.cache_bytes)
     unknown = replace(H200, sms=None)
     assert layer_time(layout, LLAMA, unknown, STEP).attention_s == H200.read_seconds(time.cache_bytes)
-    whole = decode_time([layout] * 32, LLAMA, H200, batch_size=8, kv_len=32768)
-    assert whole.layers[0] == time
-    assert whole.instructions == pytest.approx(32 * time.instructions)
-    assert whole.seconds == pytest.approx(decode_seconds([layout] * 32, LLAMA, H200, STEP))
+    assert decode_seconds([layout] * 32, LLAMA, H200, STEP) == pytest.approx(32 * time.seconds)
 
 
 def test_projections_are_the_tensors_of_the_layer(table) -> None:
@@ -146,7 +141,7 @@ def test_the_bundled_table_is_whole() -> None:
 
 def test_the_issues_goals_as_shares_of_the_uncompressed_time() -> None:
     """17 instructions a key and KV head are 0.42 of the uncompressed time on an H200, 28 are 0.67."""
-    base = uncompressed_decode_time(LLAMA, H200, 8, 32768).layers[0].attention_s
+    base = uncompressed_layer_time(LLAMA, H200, STEP).attention_s
     assert H200.issue_seconds(17.6 * STEP.keys * 8) / base == pytest.approx(0.42, abs=0.005)
     assert H200.issue_seconds(28.2 * STEP.keys * 8) / base == pytest.approx(0.67, abs=0.005)
 
@@ -183,11 +178,11 @@ def test_sizes_of_groups_by_time(table) -> None:
 
 def test_times_of_an_8b(table) -> None:
     times = {(t.candidate, t.scenario): t for t in decode_times(LLAMA, H200, STEP)}
-    found = times["joint, 16 fast, 1 a group", "0.875"]
+    found = times["joint, blocks of 64, 16 fast planes, 1 head", "0.875"]
     assert found.instructions_per_key == 128 + 32 + 1.5
     assert found.kv_bytes_per_token == 32 * 8 * 64
     assert found.share == pytest.approx(161.5 / 42, rel=0.01)
-    assert times["joint, pre-RoPE, 8 a group", "0.94"].instructions_per_key == 0
+    assert times["joint, pre-RoPE, 8 heads", "0.94"].instructions_per_key == 0
     without = AttentionShape(12, 12, 12, 64, 768)
     assert {t.candidate.partition(",")[0] for t in decode_times(without, H200, STEP)} == {"joint", "apart"}
 
@@ -262,18 +257,21 @@ def test_a_device_file_adds_and_replaces(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- 1", "expected a mapping from device names to their rates, got [1]"),
+        ("- 1", "got [1], expected a mapping"),
         ("x: [", "not valid YAML"),
         ("x: 3", "x: got 3, expected a mapping"),
         (f"x: {{{FIELDS}, clok_hz: 1}}", "unknown key 'x.clok_hz'; did you mean 'clock_hz'?"),
         ("x: {source: measured}", "missing key 'x.bandwidth_bytes_per_s'"),
         (f"x: {{{FIELDS.replace('4.4e12', 'fast')}}}", "x.bandwidth_bytes_per_s: got 'fast', expected a finite number"),
-        (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0.0, expected a positive number"),
+        (f"x: {{{FIELDS.replace('4.4e12', '0')}}}", "x.bandwidth_bytes_per_s: got 0, expected a finite number above 0"),
         (
             f"x: {{{FIELDS.replace('7.9e14', '.inf')}}}",
             "x.matmul_flops_per_s: got 'Infinity', expected a",
         ),
-        (f"x: {{{FIELDS}, instructions_per_cycle: 5}}", "instructions_per_cycle: got 5.0, an SM issues at most 4."),
+        (
+            f"x: {{{FIELDS}, instructions_per_cycle: 5}}",
+            "instructions_per_cycle: got 5, expected a finite number above 0 and at most 4",
+        ),
         (f"x: {{{FIELDS.replace('measured', 'guessed')}}}", "x.source: got 'guessed', expected one of data-sheet"),
     ],
 )

@@ -19,9 +19,9 @@ from rotor.planning.inspection import inspect
 from rotor.prediction.cost import (
     DecodeStep,
     decode_seconds,
-    decode_time,
+    layer_time,
     uncompressed_decode_seconds,
-    uncompressed_decode_time,
+    uncompressed_layer_time,
 )
 from rotor.prediction.decode_times import decode_times, largest_fast_group, uniform_layout
 from rotor.prediction.devices import find_device
@@ -143,13 +143,13 @@ def test_decode_times_of_8b_and_70b_shapes(heads: int, layers: int, hidden: int)
     for (_, scenario), time in found.items():
         removed = {"0.75": 0.75, "0.875": 0.875, "0.94": 0.9375}
         assert time.kv_bytes_per_token == whole * (1 - removed[scenario])
-        base = uncompressed_decode_time(shape, device, 8, 32768)
-        assert time.share == pytest.approx(time.seconds / base.attention_s)
+        base = uncompressed_layer_time(shape, device, LOAD).attention_s
+        assert time.share == pytest.approx(time.seconds / layers / base)
     one = uniform_layout(shape, Candidate(KeyForm(64, 16), 2, joint=True), 1 / 8, True)
     time = found[f"{FAST}, 2 heads", "0.875"]
-    predicted = decode_time([one] * layers, shape, device, 8, 32768)
-    assert time.seconds == pytest.approx(predicted.attention_s)
-    assert time.instructions_per_key == pytest.approx(predicted.instructions / layers / 8 / 8 / 32768)
+    predicted = layer_time(one, shape, device, LOAD)
+    assert time.seconds == pytest.approx(layers * predicted.attention_s)
+    assert time.instructions_per_key == pytest.approx(predicted.instructions / 8 / LOAD.keys)
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(8, 128), (2, 64), (7, 256)])

@@ -18,7 +18,7 @@ from rotor.format.channels import Channels, Numbers
 from rotor.format.kernel_config import KernelConfig
 from rotor.format.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout, ordered_by_class
 from rotor.kernels.defaults import default_config
-from rotor.prediction.simulation import REGISTERS_PER_SM, balanced_row_blocks, work_per_key
+from rotor.prediction.simulation import row_blocks, work_per_key
 
 
 def test_import_touches_no_gpu_and_brings_only_torch_and_transformers() -> None:
@@ -74,19 +74,11 @@ def test_an_edited_layout_is_refused(change: dict) -> None:
 
 def test_row_blocks_give_each_class_about_the_same_work() -> None:
     widths = [(64, 64), (48, 32), (16, 16)]
-    blocks = balanced_row_blocks(widths)
-    assert [rows for rows, _ in blocks] == [64, 112, 256]  # 64, 64 * 129 / 81 = 101.9, 64 * 129 / 33 = 250.2
-    assert all(rows % 16 == 0 and columns in (16, 32, 64) for rows, columns in blocks)
-    largest = work_per_key(64, 64) * 64
-    for (rows, _), width in zip(blocks, widths, strict=True):
-        assert largest <= rows * work_per_key(*width) < largest + 16 * work_per_key(*width)
-
-
-def test_column_blocks_shrink_when_registers_run_short() -> None:
-    (rows, columns), _ = balanced_row_blocks([(64, 640), (640, 640)])
-    assert columns == 16
-    assert balanced_row_blocks([(64, 64)]) == [(64, 64)]
-    assert rows * (640 + 64 + 32) > REGISTERS_PER_SM  # 64 columns would not have fitted
+    blocks = row_blocks(widths)
+    assert blocks == [64, 112, 256]  # 64, 64 * 129 / 81 = 101.9, 64 * 129 / 33 = 250.2
+    largest = work_per_key((64, 64)) * 64
+    for rows, width in zip(blocks, widths, strict=True):
+        assert largest <= rows * work_per_key(width) < largest + 16 * work_per_key(width)
 
 
 def test_a_default_kernel_config_lists_the_layers_launches() -> None:

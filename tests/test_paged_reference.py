@@ -10,9 +10,10 @@ from torch import Tensor
 from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.reference import attention
-from rotor.kernels.rotary import when_read
+from rotor.kernels.rotary import Rotation, when_read
 from rotor.kernels.rows import pack_layer
-from rotor.plugins.vllm.reference import paged_attention
+from rotor.plugins.vllm.pages import PagedLayer
+from rotor.plugins.vllm.shards import shard_of
 
 BATCH, KV_LEN, PAGE = 3, 150, 16
 GENERATOR = torch.Generator().manual_seed(1)
@@ -52,6 +53,11 @@ def queries(layout: LayerLayout, shape: AttentionShape, seq_len: int) -> Tensor:
     return torch.randn(sizes, generator=GENERATOR, dtype=torch.float64)
 
 
+def layer_of(parameters: AttentionParameters, rotation: Rotation | None, window: int | None) -> PagedLayer:
+    shard = shard_of(parameters.layout, parameters.shape, "", 0, 1)
+    return PagedLayer(shard, torch.float64, parameters, None, None, rotation, window, None)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("seq_len", [1, 37])
 @pytest.mark.parametrize("window", [None, 20])
@@ -69,9 +75,9 @@ def test_pages_give_what_rows_in_one_piece_give(name: str, seq_len: int, window:
         parameters = parameters_of(layout, shape, softcap)
         expected = attention(query, key[:, None], value[:, None], parameters, of_keys, mask[None, None])
         lengths = torch.full((BATCH,), KV_LEN)
-        got = paged_attention(
-            query, pages, value_pages, parameters, table, lengths, KV_LEN, rotation=rotation, window=window
-        )
+        packed = query.transpose(1, 2) if shape.rotary_dim else query
+        layer = layer_of(parameters, rotation, window)
+        got = layer.attend_alike(packed, (pages, value_pages), table, lengths, KV_LEN)
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9 if softcap is None else 1e-4)
 
 
@@ -84,13 +90,11 @@ def test_sequences_of_a_batch_may_differ_in_length(name: str, window: int | None
     (pages, table), (value_pages, _) = in_pages(key), in_pages(value)
     query, parameters = queries(layout, shape, 1), parameters_of(layout, shape)
     rotation = rotation_table(KV_LEN, shape.rotary_dim) if layout.in_blocks else None
-    lengths = torch.tensor([3, 97, KV_LEN])
+    lengths, layer = torch.tensor([3, 97, KV_LEN]), layer_of(parameters, rotation, window)
 
     def attended(rows: slice, longest: int) -> Tensor:
-        return paged_attention(
-            query[rows], pages, value_pages, parameters, table[rows], lengths[rows], longest,
-            rotation=rotation, window=window,
-        )  # fmt: skip
+        own = query[rows].transpose(1, 2)
+        return layer.attend_alike(own, (pages, value_pages), table[rows], lengths[rows], longest)
 
     together = attended(slice(None), KV_LEN)
     assert together.isfinite().all()

@@ -71,9 +71,9 @@ def test_bytes_by_hand() -> None:
     shape = AttentionShape(1, 4, 2, 16, 64, rotary_dim=16)
     found = of_prompt(layouts, shape, 10, 2, 2, "heads")
     assert (found.queries, found.rows, found.outputs) == (10 * 2 * 8 * 2, 10 * 12 * 2, 10 * 2 * 4 * 2)
-    assert found.busiest == found.total // 2
+    assert found.busiest_bytes == found.total // 2
     rows = of_prompt(layouts, shape, 10, 2, 2, "rows")
-    assert (rows.queries, rows.rows, rows.outputs, rows.busiest) == (0, 10 * 24 * 2, 0, 5 * 24 * 2)
+    assert (rows.queries, rows.rows, rows.outputs, rows.busiest_bytes) == (0, 10 * 24 * 2, 0, 5 * 24 * 2)
     assert of_prompt(layouts, shape, 10, 2, 2) == rows
     assert of_prompt(layouts, shape, 40, 16, 2).queries > 0
     assert of_ring(48, 10, 2).total == rows.total

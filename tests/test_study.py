@@ -22,7 +22,7 @@ from rotor.report.style import shown_loss
 from rotor.search.search import rank_path
 from rotor.study import context as study_context
 from rotor.study.part import find_part
-from rotor.study.parts import curves, degradation, front, sources
+from rotor.study.parts import curves, degradation, front, pruning, sources
 from rotor.study.records import METRIC_LABELS
 from rotor.study.request import StudyPlan
 from rotor.study.store import StudyStore
@@ -48,6 +48,8 @@ def small(tmp_path_factory: pytest.TempPathFactory):
     patch = pytest.MonkeyPatch()
     patch.setattr(curves, "COMPRESSIONS", (0.3, 0.6))
     patch.setattr(degradation, "HELD_OUT_TOKENS", 64)
+    patch.setattr(pruning, "SHARES", (0.0, 0.5))
+    patch.setattr(pruning, "CENTROIDS", (16, 4096))
     out = tmp_path_factory.mktemp("study") / "study"
     arguments = {
         "recipes": ["fdc", "rotor"],
@@ -100,6 +102,10 @@ def test_small_study_measures_every_part(small) -> None:
     degraded = [records[f"degradation/fdc/qk/p{p:.2f}"] for p in (0.3, 0.6)]
     assert 0 < degraded[0]["calibration"] < degraded[1]["calibration"]
     assert all(len(record["held_out"]) == 2 for record in degraded)
+    found = {key: record for key, record in records.items() if key.startswith("pruning/")}
+    assert [(r["share"], r["kmeans"]) for r in found.values()] == [(0.0, None), (0.5, None), (0.5, 16), (0.5, 4096)]
+    assert "4096 centroids for 512 tokens" in records["pruning/fdc/kmeans-4096/p0.50"].get("skipped", "")
+    assert all("skipped" in record or record["report"]["kl_div"] > 0 for record in found.values())
     assert not (result.folder / "runs" / "variant").exists()
 
 
@@ -303,7 +309,7 @@ def test_plots_are_written(small) -> None:
     assert not any(path.suffix == ".png" for path in first.files)
     result = study(DEMO_MODEL, first.folder, **{**arguments, "plots": True})
     assert result.added == 0
-    for name in ("recipes", "ablation", "spectra", "tokens", "degradation"):
+    for name in ("recipes", "ablation", "spectra", "tokens", "degradation", "pruning", "pruning-spectra"):
         png = result.folder / "plots" / f"{name}.png"
         assert png in result.files
         assert png.read_bytes().startswith(b"\x89PNG")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from conftest import CONFIGS, DEMO_MODEL
 
 from rotor.data import tokens as tokens_module
-from rotor.data.documents import read_documents
-from rotor.data.rows import text_rows
+from rotor.data.documents import Document, read_documents
+from rotor.data.rows import text_rows, topic_rows
 from rotor.data.tokens import (
     SPAN,
     TIMES,
@@ -139,6 +140,18 @@ def test_the_documents_of_a_folder(tmp_path: Path, demo) -> None:
     assert tokens.documents == tuple(documents)
     every = text_rows(documents, demo.tokenizer, 64)
     assert torch.equal(tokens.rows, every[torch.arange(16) * len(every) // 16])
+    assert set(tokens.topics) == {"code", "loose.txt", "prose"}
+    for row, topic in zip(tokens.rows, tokens.topics, strict=True):
+        text = demo.tokenizer.decode(row)
+        assert text.count(f"text of {topic}") >= text.count("text of ") // 2
+
+
+def test_a_row_over_a_border_has_the_topic_of_most_of_its_tokens(demo) -> None:
+    length = len(demo.tokenizer("word " * 30, add_special_tokens=False)["input_ids"]) + 1
+    documents = [Document("word " * 30, "b"), Document("word " * 30, "a")]
+    assert topic_rows(documents, demo.tokenizer, 4 * length // 5)[1] == ["b", "a"]
+    rows, topics = topic_rows(documents[:1], demo.tokenizer, length + 1)
+    assert (rows.shape, topics) == ((0, length + 1), [])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +185,7 @@ def data_folder(tmp_path: Path) -> Path:
     """A folder of JSON lines: 40 documents, one of them empty."""
     folder = tmp_path / "data"
     folder.mkdir()
-    lines = [{"text": f"{kind} number {i}. " * 40} for i in range(20) for kind in ("story", "poem")]
+    lines = [{"text": f"{kind} number {i}. " * 40, "kind": kind} for i in range(20) for kind in ("story", "poem")]
     lines[7]["text"] = " "
     (folder / "train.jsonl").write_text("".join(json.dumps({**line, "n": i}) + "\n" for i, line in enumerate(lines)))
     return folder
@@ -187,10 +200,17 @@ def test_local_datasets(data_folder: Path, demo, monkeypatch: pytest.MonkeyPatch
     tokens = calibration_tokens(spec, demo.config, demo.tokenizer)
     assert tokens.rows.shape == (32, 64)
     assert torch.equal(tokens.rows, calibration_tokens(spec, demo.config, demo.tokenizer).rows)
-    saved = datasets.Dataset.from_dict({"body": ["some text " * 400] * 4})
+    assert tokens.topic_counts() == {"dataset": 32}
+    kinds = calibration_tokens(replace(spec, topic_column="kind"), demo.config, demo.tokenizer)
+    assert set(kinds.topics) == {"poem", "story"}
+    assert all(topic in demo.tokenizer.decode(row) for row, topic in zip(kinds.rows, kinds.topics, strict=True))
+    features = datasets.Features({"body": datasets.Value("string"), "kind": datasets.ClassLabel(names=["no", "yes"])})
+    saved = datasets.Dataset.from_dict({"body": ["some text " * 400] * 4, "kind": [0, 1, 0, 1]}, features=features)
     saved.save_to_disk(str(data_folder.parent / "saved"))
-    spec = Tokens("dataset", dataset=str(data_folder.parent / "saved"), column="body", count=2048, seq_len=128)
-    assert calibration_tokens(spec, demo.config, demo.tokenizer).rows.shape == (16, 128)
+    spec = replace(spec, dataset=str(data_folder.parent / "saved"), column="body", topic_column="kind", seq_len=128)
+    found = calibration_tokens(spec, demo.config, demo.tokenizer)
+    assert found.rows.shape == (16, 128)
+    assert found.topic_counts().keys() == {"no", "yes"}
 
 
 @needs_datasets
@@ -199,7 +219,11 @@ def test_local_datasets(data_folder: Path, demo, monkeypatch: pytest.MonkeyPatch
     [
         ({"dataset": "./nowhere"}, r"tokens.dataset ./nowhere: no such folder"),
         ({"split": "tset"}, r"no split 'tset'; it has train"),
-        ({"column": "txt"}, r"column 'txt' holds nothing, expected text(.|\n)*tokens.column=NAME; there are text, n"),
+        (
+            {"column": "txt"},
+            r"column 'txt' holds nothing, expected text(.|\n)*tokens.column=NAME; there are text",
+        ),
+        ({"topic_column": "topic"}, r"no column 'topic'(.|\n)*tokens.topic_column=NAME; there are text, kind, n"),
         ({"column": "n"}, r"column 'n' holds int, expected text"),
         ({"count": 10**6}, r"rows of 512 tokens, expected 1954"),
     ],

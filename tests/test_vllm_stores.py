@@ -84,7 +84,7 @@ def test_stores_that_cannot_be_kept_apart_are_refused(checkpoints: list[Path], t
     refused(checkpoints[0], "FlexKVConnectorV1: stores prefixes by hashes", **with_store(tmp_path, "FlexKVConnectorV1"))
     bare = Path(shutil.copytree(checkpoints[0], tmp_path / "bare"))
     (bare / "manifest.json").unlink()
-    refused(bare, "has no manifest.json, by whose digest stored prefixes are kept apart", **with_store(tmp_path))
+    refused(bare, "has no manifest.json, by whose digest prefixes are kept apart", **with_store(tmp_path))
     damaged = Path(shutil.copytree(checkpoints[0], tmp_path / "damaged"))
     with (damaged / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)

@@ -75,7 +75,12 @@ class LayerStatistics:
                 total[start : start + step].baddbmm_(part.mT, part)
                 if name not in UNCENTRED:
                     self._sum(f"{name}_mean", (count, width), blocks)[start : start + step] += part.sum(1)
-        self.tokens += next(iter(activations.values())).shape[0]
+        self.tokens += next((tensor.shape[0] for tensor in activations.values()), 0)
+
+    def finish(self) -> LayerStatistics:
+        """The sums of all batches, on the CPU."""
+        self.sums = {name: total.cpu() for name, total in self.sums.items()}
+        return self
 
     def _blocks(self, name: str, tensor: Tensor) -> Tensor:
         """Rows to multiply, [blocks, rows, width]: a KV head's query rows together, a group's KV heads side by side."""

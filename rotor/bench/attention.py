@@ -77,19 +77,16 @@ class Problem:
         return _lower_right(seq_len, self.kv_len, self.key.device)
 
     def exact(self) -> Tensor:
-        """The float64 value of `checked`."""
+        """The float64 value of the last CHECKED_QUERIES queries."""
         count, p = min(self.seq_len, CHECKED_QUERIES), self.parameters
 
-        def wide(x: Tensor) -> Tensor:
-            return x.double() if x.is_floating_point() else x
+        def wide(x: Tensor | None) -> Any:
+            return x if x is None or not x.is_floating_point() else x.double()
 
-        bases = (None if x is None else x.double() for x in (p.query_basis, p.key_constant))
-        query = self.query[:, -count:] if self.query.dim() == 3 else self.query[:, :, -count:]
-        exact = replace(p, **dict(zip(("query_basis", "key_constant"), bases, strict=True)))
+        exact = replace(p, query_basis=wide(p.query_basis), key_constant=wide(p.key_constant))
+        query = wide(self.query).narrow(1 if self.query.dim() == 3 else 2, self.seq_len - count, count)
         rotation = self.rotation and when_read((wide(self.rotation[0]), wide(self.rotation[1])), self.layout.form)
-        return reference.attention(
-            query.double(), wide(self.key), wide(self.value), exact, rotation, self.mask(count)
-        )  # fmt: skip
+        return reference.attention(query, wide(self.key), wide(self.value), exact, rotation, self.mask(count))
 
 
 @lru_cache(maxsize=2)
@@ -194,12 +191,12 @@ def uncompressed_heads(
 
 def bench_layer(
     layout: LayerLayout, shape: AttentionShape, load: tuple[int, int, int], dtype: torch.dtype,
-    generator: torch.Generator, repetitions: int,
-) -> tuple[dict[str, dict[str, float]], dict[str, str]]:  # fmt: skip
-    """Seconds and error of every row for one layer, and why the others are not measured.
+    generator: torch.Generator, repetitions: int, left_out: dict[str, str],
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Seconds and error of every row for one layer.
 
     Args:
-        load: batch_size, seq_len, kv_len.
+        load: batch_size, seq_len, kv_len. left_out: gets the reason of each row that is not measured.
     Raises:
         NumericsError: a row computes something wrong.
     """
@@ -210,20 +207,16 @@ def bench_layer(
     query, key, value = uncompressed_heads(shape, *load, dtype, generator)
     last = query[:, :, -CHECKED_QUERIES:].double(), key.double(), value.double()
     compressed, uncompressed = problem.exact(), sdpa(*last, SDPBackend.MATH)()
-    calls, left_out = {}, {}
-    rows: dict[str, tuple[Callable[[], Call], Tensor]] = {
-        "rotor, kernel": (partial(kernel, problem), compressed),
-        "rotor, PyTorch path": (partial(pytorch_path, problem), compressed),
-        **{
-            f"SDPA {name}": (partial(sdpa, query, key, value, backend), uncompressed)
-            for name, backend in BACKENDS.items()
-        },
-        "keys rebuilt in memory, SDPA (Palu)": (partial(pytorch_path, rebuilt), rebuilt.exact()),
-    }
-    if device.type != "cuda" or not layer_served(layout, shape, dtype, device):
-        del rows["rotor, kernel"]
+    rows: dict[str, tuple[Callable[[], Call], Tensor]] = {}
+    if device.type == "cuda" and layer_served(layout, shape, dtype, device):
+        rows["rotor, kernel"] = partial(kernel, problem), compressed
+    else:
         left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
-    errors = {}
+    rows["rotor, PyTorch path"] = partial(pytorch_path, problem), compressed
+    for name, backend in BACKENDS.items():
+        rows[f"SDPA {name}"] = partial(sdpa, query, key, value, backend), uncompressed
+    rows["keys rebuilt in memory, SDPA (Palu)"] = partial(pytorch_path, rebuilt), rebuilt.exact()
+    calls, errors = {}, {}
     for name, (prepare, exact) in rows.items():
         try:
             call = prepare()
@@ -241,7 +234,7 @@ def bench_layer(
             )
         calls[name] = call
     seconds = timed(calls, device, repetitions)
-    return {name: {**seconds[name], "error": errors[name]} for name in calls}, left_out
+    return {name: {**seconds[name], "error": errors[name]} for name in calls}
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:
@@ -258,12 +251,13 @@ def timed(
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        for name, call in calls.items():
-            times[name] = [1e-3 * of for of in do_bench(call, rep=10 * repetitions, return_mode="all")]
-        return {name: quartiles(of_call) for name, of_call in times.items()}
-    flush = torch.ones(FLUSH_BYTES // 4)
-    for _ in range(repetitions):
-        for name, call in calls.items():
+        times = {
+            name: [1e-3 * of for of in do_bench(call, rep=10 * repetitions, return_mode="all")]
+            for name, call in calls.items()
+        }
+    else:
+        flush = torch.ones(FLUSH_BYTES // 4)
+        for name, call in [*calls.items()] * repetitions:
             flush.sum()
             start = perf_counter()
             call()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from ..errors import UsageError
 from ..models.compressed import CompressedCheckpoint
 from ..models.hardware import pick_device, pick_dtype
 from ..models.loading import load_model
-from ..policies import stored_bytes, use_cache_policy
+from ..policies import stored_bytes
 from ..progress import Progress
 from .attention import bench_layer, quartiles
 from .records import describe_device, provenance
@@ -29,9 +28,7 @@ class BenchSettings:
     """What is measured.
 
     decode_lengths: cached tokens of each sequence. prefill_lengths: of prompts. layers: at most so many, spread over
-    the depth; times are their sum. new_tokens: that whole models generate, 0 to leave them out. memory_bytes: for the
-    largest batch; None: all that the device has. cache: the policy that the compressed model's cache follows; None: its
-    own.
+    the depth; times are their sum. new_tokens: that whole models generate, 0 to leave them out.
     """
 
     decode_lengths: tuple[int, ...]
@@ -40,9 +37,6 @@ class BenchSettings:
     layers: int = 4
     repetitions: int = 20
     new_tokens: int = 32
-    memory_bytes: int | None = None
-    seed: int = 0
-    cache: str | None = None
 
 
 def bench(
@@ -70,22 +64,27 @@ def bench(
     checkpoint = CompressedCheckpoint(folder)
     target = pick_device(device)
     chosen = pick_dtype(dtype, checkpoint.dtype, target)
-    report: dict[str, Any] = {
+    layers = spread_layers(len(checkpoint.layouts), settings.layers)
+    left_out: dict[str, str] = {}
+    try:
+        attention = _attention(checkpoint, settings, layers, target, chosen, progress or Progress(), left_out)
+        folders = {"model, compressed": checkpoint.folder, "model, source": model or checkpoint.source_folder}
+        models = _models(folders, settings, target, chosen, left_out) if settings.new_tokens else []
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"the device has too little memory: {error}", "Give a smaller --batch, --lengths or --layers."
+        ) from error
+    return {
         **provenance(command),
         "checkpoint": folder.name,
         "device": describe_device(target),
         "dtype": str(chosen).removeprefix("torch."),
         "settings": asdict(settings),
-        "layers": spread_layers(len(checkpoint.layouts), settings.layers),
+        "layers": layers,
+        "attention": attention,
+        "model": models,
+        "not_measured": left_out,
     }
-    try:
-        attention, left_out = _attention(checkpoint, settings, report["layers"], target, chosen, progress or Progress())
-        models = _models(checkpoint, model, settings, target, chosen, left_out) if settings.new_tokens else []
-    except torch.OutOfMemoryError as error:
-        raise UsageError(
-            f"the device has too little memory: {error}", "Give a smaller --batch, --lengths or --layers."
-        ) from error
-    return {**report, "attention": attention, "model": models, "not_measured": left_out}
 
 
 def spread_layers(num_layers: int, wanted: int) -> list[int]:
@@ -97,26 +96,23 @@ def spread_layers(num_layers: int, wanted: int) -> list[int]:
 def _attention(
     checkpoint: CompressedCheckpoint,
     settings: BenchSettings,
-    layers: Sequence[int],
+    layers: list[int],
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    left_out: dict[str, str],
+) -> list[dict[str, Any]]:
     """Every row at every load, times summed over layers; `over_stock` is over the fastest SDPA at the same load."""
     lengths = [("decode", n) for n in settings.decode_lengths] + [("prefill", n) for n in settings.prefill_lengths]
     loads = [(*phase, batch) for phase in lengths for batch in settings.batch_sizes]
-    generator = torch.Generator(device).manual_seed(settings.seed)
+    generator = torch.Generator(device).manual_seed(0)
     records: list[dict[str, Any]] = []
-    left_out: dict[str, str] = {}
     with progress.task("attention", len(loads) * len(layers), "layers") as advance, torch.inference_mode():
         for phase, length, batch in loads:
             load, found = (batch, 1 if phase == "decode" else length, length), []
             for layer in layers:
-                rows, why = bench_layer(
-                    checkpoint.layouts[layer], checkpoint.shape, load, dtype, generator, settings.repetitions
-                )
-                found.append(rows)
-                left_out |= why
+                layout, shape = checkpoint.layouts[layer], checkpoint.shape
+                found.append(bench_layer(layout, shape, load, dtype, generator, settings.repetitions, left_out))
                 advance(1)
             sums = {
                 name: {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
@@ -129,43 +125,37 @@ def _attention(
                 errors = max(rows[name]["error"] for rows in found)
                 over = {"over_stock": seconds["median"] / stock, "largest_error": errors}
                 records.append({"row": name, **about, "seconds": seconds, **over})
-    return records, left_out
+    return records
 
 
 def _models(
-    checkpoint: CompressedCheckpoint,
-    source: Path | None,
+    folders: dict[str, Path],
     settings: BenchSettings,
     device: torch.device,
     dtype: torch.dtype,
     left_out: dict[str, str],
 ) -> list[dict[str, Any]]:
     """The compressed model and its source in turn: transformers' generate at every load."""
-    folders = {"model, compressed": checkpoint.folder, "model, source": source or checkpoint.source_folder}
     if not folders["model, source"].is_dir():
         left_out["model, source"] = "the source model is not where rotor.json says; give --model"
         del folders["model, source"]
     models = {name: load_model(path, device, dtype) for name, path in folders.items()}
-    compressed = models["model, compressed"]
-    if settings.cache is not None:
-        use_cache_policy(compressed, settings.cache)
-    memory = settings.memory_bytes or int(describe_device(device)["memory_bytes"])
-    longest = getattr(compressed.config, "max_position_embeddings", None) or 1 << 30
+    longest = getattr(models["model, compressed"].config, "max_position_embeddings", None) or 1 << 30
     records = []
     for length in sorted({*settings.decode_lengths, *settings.prefill_lengths}):
         if length + settings.new_tokens + 1 > longest:
             left_out[f"model, {length} tokens"] = f"longer than the model's {longest} positions"
             continue
         for batch in settings.batch_sizes:
-            records += _generated(models, settings, length, batch, memory)
+            records += _generated(models, settings, length, batch, int(describe_device(device)["memory_bytes"]))
     return records
 
 
 def _generated(
-    models: Mapping[str, Any], settings: BenchSettings, length: int, batch_size: int, memory_bytes: int
+    models: dict[str, Any], settings: BenchSettings, length: int, batch_size: int, memory_bytes: int
 ) -> list[dict[str, Any]]:
     """Time to the first token and between tokens, bytes of the cache, and how many such sequences would fit."""
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (batch_size, length), generator=generator)
     first: dict[str, list[float]] = {name: [] for name in models}

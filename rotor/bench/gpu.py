@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,7 @@ def run(out: Path, minutes: float = 40.0, dry: bool = False) -> dict[str, str]:
         raise UsageError("there is no CUDA device here.", "See that it would run: rotor gpu --dry")
     if not (ROOT / LAYOUTS).exists():
         raise UsageError("the tests are not here: rotor gpu runs from a checkout.", "Clone the repository.")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("", "utf-8")
-    except OSError as error:
-        raise UsageError(f"{out}: {error.strerror or error}.", "Give another file with -o.") from error
+    out.write_text("", "utf-8")
     end, environment = time.monotonic() + 60 * minutes, {**os.environ, RESULTS: str(out.resolve())}
     if dry:
         environment |= {DRY: "1", "TRITON_INTERPRET": "1", "ROTOR_ATTENTION": "triton"}
@@ -128,11 +125,9 @@ def tune(folder: Path, batch_size: int = 8, tokens: int = 32768, dry: bool = Fal
 def candidates(own: LayerKernels, layout: LayerLayout, architecture: str) -> Iterator[LayerKernels]:
     """No tile is above a block of positions."""
     most = max(16, layout.rope_block or max(KEYS))
-    for keys in (k for k in KEYS if k <= most):
-        for warps in WARPS:
-            for stages in STAGES:
-                tile: Any = {architecture: Tile(keys, warps, stages)}
-                yield from (replace(own, slices_per_sm=slices, materialise=False, **tile) for slices in SLICES)
+    for keys, warps, stages, slices in product((k for k in KEYS if k <= most), WARPS, STAGES, SLICES):
+        tile: Any = {architecture: Tile(keys, warps, stages)}
+        yield replace(own, slices_per_sm=slices, materialise=False, **tile)
     yield replace(own, materialise=True)
 
 

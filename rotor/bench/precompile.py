@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,8 +47,7 @@ class Kernel:
 
     registers, spilled_bytes: of a thread. shared_bytes, warps: of a program.
     instructions_per_key: warp instructions a key and KV head of the layer; None for a kernel whose work is not by keys.
-    by_pipe: the same by execution pipe. loops: warp instructions of one loop's own each time it runs, and how often it
-    runs in a program.
+    by_pipe: the same by execution pipe.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Kernel:
     shared_bytes: int | None = None
     instructions_per_key: float | None = None
     by_pipe: dict[str, float] | None = None
-    loops: tuple[tuple[float, float], ...] = ()
     error: str | None = None
 
 
@@ -99,7 +97,13 @@ class Subject:
     softcap: bool = False
 
     def compiled(self, arch: int, dump: Path | None = None, progress: Progress | None = None) -> tuple[Kernel, ...]:
-        """Every kernel that the layer needs."""
+        """Every kernel that the layer needs.
+
+        Raises:
+            UsageError: Triton is not installed; `dump` cannot be written.
+        """
+        if not triton_installed():
+            raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
         from .variants import layer_variants
 
         variants = layer_variants(
@@ -182,12 +186,6 @@ def named_subjects() -> list[Subject]:
     return [Subject(name, 1, x, default_layer(x), NAMED_SHAPE) for name, x in named_layouts().items()]
 
 
-def check_triton() -> None:
-    """Raises UsageError where Triton is not installed."""
-    if not triton_installed():
-        raise UsageError("Triton, which compiles the kernels, is not installed.", pip_install("kernels"))
-
-
 def count_layers(
     subjects: Sequence[Subject],
     archs: Sequence[int],
@@ -205,7 +203,6 @@ def count_layers(
     Raises:
         UsageError: Triton is not installed.
     """
-    check_triton()
     return [
         _layer(subject, arch, subject.compiled(arch, dump, progress), devices.get(arch), step)
         for arch in archs
@@ -223,13 +220,14 @@ def _kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None) -> Ke
     except Exception as error:  # the compiler has many
         return Kernel(*about, error=" ".join(f"{type(error).__name__}: {error}".split()))
     if dump is not None:
-        name = re.sub(r"[^\w.+-]+", "_", variant.name)
+        name, files = (
+            re.sub(r"[^\w.+-]+", "_", variant.name),
+            {"sass": compiled.sass.encode(), "ptx": compiled.ptx.encode()},
+        )
         try:
             (dump / f"sm_{arch}").mkdir(parents=True, exist_ok=True)
-            for suffix in ("cubin", "sass", "ptx"):
-                data = getattr(compiled, suffix)
-                path = dump / f"sm_{arch}" / f"{name}.{suffix}"
-                path.write_bytes(data if isinstance(data, bytes) else data.encode())
+            for suffix, data in {"cubin": compiled.cubin, **files}.items():
+                (dump / f"sm_{arch}" / f"{name}.{suffix}").write_bytes(data)
         except OSError as error:
             raise UsageError(f"--dump {dump}: {error}", "Give a folder that can be written.") from error
     takes = compiled.registers, compiled.spilled_bytes, compiled.shared_bytes
@@ -240,8 +238,8 @@ def _kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None) -> Ke
     except CountError as error:
         return Kernel(*about, *takes, error=f"not counted: {error}")
     share = variant.warps * variant.groups / (variant.keys * kv_heads)
-    by_pipe = {pipe: share * n for pipe, n in sorted(counted.pipes.items(), key=lambda item: -item[1])}
-    return Kernel(*about, *takes, share * counted.instructions, by_pipe, counted.loops)
+    by_pipe = {pipe: share * n for pipe, n in sorted(counted.items(), key=lambda item: -item[1])}
+    return Kernel(*about, *takes, share * sum(counted.values()), by_pipe)
 
 
 def _layer(
@@ -250,27 +248,17 @@ def _layer(
     by_pipe: Counter[str] = Counter()
     for kernel in kernels:
         by_pipe.update(kernel.by_pipe or {})
-    known = not any(kernel.error for kernel in kernels)
-    a_key = sum(by_pipe.values())
+    a_key = None if any(kernel.error for kernel in kernels) else sum(by_pipe.values())
     size, heads = layer_bytes(subject.layout, subject.shape, subject.dtype.itemsize), subject.shape.num_kv_heads
     memory = issue = share = None
-    if device is not None and known:
+    if device is not None and a_key is not None:
         time = LayerTime.of(step.keys * size, step.keys * heads * a_key, 0.0, device)
         memory, issue = device.read_seconds(time.cache_bytes), device.issue_seconds(time.instructions)
         share = time.attention_s / uncompressed_layer_time(subject.shape, device, step).attention_s
-    return CountedLayer(
-        layout=subject.name,
-        arch=f"sm_{arch}",
-        layers=subject.layers,
-        instructions_per_key=a_key if known else None,
-        spilled_bytes=max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.by_pipe), default=0),
-        by_pipe={pipe: round(float(n), 3) for pipe, n in by_pipe.most_common()},
-        bytes_per_key=size / heads,
-        memory_s=memory,
-        issue_s=issue,
-        share=share,
-        kernels=kernels,
-    )
+    spilled = max((kernel.spilled_bytes or 0 for kernel in kernels if kernel.by_pipe), default=0)
+    pipes = {pipe: round(float(n), 3) for pipe, n in by_pipe.most_common()}
+    about = subject.name, f"sm_{arch}", subject.layers, a_key, spilled, pipes
+    return CountedLayer(*about, size / heads, memory, issue, share, kernels)
 
 
 def count_specialisation(wanted: Specialisation, arch: int, progress: Progress | None = None) -> Counts:
@@ -280,13 +268,12 @@ def count_specialisation(wanted: Specialisation, arch: int, progress: Progress |
         UsageError: a kernel cannot be compiled or counted.
     """
     latent = Numbers(wanted.width) if wanted.kind == "numbers" else Channels(n4=wanted.width)
-    layout = _layout(
-        latent,
-        wanted.kv_heads,
-        joint=wanted.kind == "joint",
-        rope_block=wanted.rope_block,
-        fast_planes=wanted.fast_planes,
-    )
+    kind: dict[str, Any] = {
+        "joint": wanted.kind == "joint",
+        "rope_block": wanted.rope_block,
+        "fast_planes": wanted.fast_planes,
+    }
+    layout = _layout(latent, wanted.kv_heads, **kind)
     groups = 8 // wanted.kv_heads
     shape = AttentionShape(1, groups * wanted.rows, 8, HEAD_DIM, 4096, rotary_dim=HEAD_DIM)
     found = {"decode": 0.0, "absorb": 0.0}
@@ -308,8 +295,7 @@ def write_counts(path: Path, arch: int, progress: Progress | None = None) -> Non
     Raises:
         UsageError: Triton is not installed; a kernel cannot be counted; the file cannot be written.
     """
-    check_triton()
+    table = {wanted: count_specialisation(wanted, arch, progress) for wanted in grid()}
     import triton
 
-    table = {wanted: count_specialisation(wanted, arch, progress) for wanted in grid()}
     write_report(path, table_data(table, arch=f"sm_{arch}", triton=triton.__version__, page=PAGE))

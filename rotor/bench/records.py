@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +18,23 @@ from ..format.json_files import json_text
 from ..versions import versions
 
 
-def provenance(command: str) -> dict[str, Any]:
-    """Describe what made a measurement; `command` is what the user gave."""
+def provenance(command: str, **more: str) -> dict[str, Any]:
+    """What made a measurement; `command` is what the user gave, `more` the versions of other libraries."""
+    if find_spec("triton") is not None:
+        import triton
+
+        more["triton"] = triton.__version__
+    root = Path(__file__).resolve().parents[2]
+    commit = None
+    if (root / ".git").exists():
+        call = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+        commit = subprocess.run(call, capture_output=True, text=True).stdout.strip() or None
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "command": command,
-        "versions": {**versions(), "triton": _triton_version(), "python": platform.python_version()},
-        "commit": package_commit(),
+        "versions": {**versions(), "python": platform.python_version(), **more},
+        "commit": commit,
     }
-
-
-def package_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with `-dirty` if files differ; None if it is none."""
-    root = Path(__file__).resolve().parents[2]
-    call = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(call, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() if (root / ".git").exists() else None
-
-
-def _triton_version() -> str | None:
-    """None where it is not installed under this name; AMD's and others' builds have other ones."""
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

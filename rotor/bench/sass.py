@@ -16,7 +16,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -96,22 +96,7 @@ class Instruction:
 
 
 Weights = Counter[str]
-"""Instructions by pipe."""
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Warp instructions of one warp from its start to its end, by pipe.
-
-    loops: one loop's own, each time it runs, and how often it runs in all, outermost and first in order first.
-    """
-
-    pipes: Mapping[str, float]
-    loops: tuple[tuple[float, float], ...]
-
-    @property
-    def instructions(self) -> float:
-        return sum(self.pipes.values())
+"""Warp instructions by pipe."""
 
 
 def disassemble(cubin: bytes) -> str:
@@ -171,21 +156,20 @@ class Graph:
                 self.flow.add_edge(start, end)
         self._routines: dict[str, Weights] = {}
 
-    def count(self, loops: Sequence[Loop] = ()) -> Counted:
-        """Count from start to end of one warp.
+    def count(self, loops: Sequence[Loop] = ()) -> dict[str, float]:
+        """Instructions of one warp from its start to its end, by pipe.
 
         Raises:
             CountError: other loops than the declared ones.
         """
-        listed: list[tuple[float, float]] = []
         reached = self._reached(0)
-        total = self._count(reached, 0, tuple(loops), 1, listed)
+        total = self._longest(reached, 0, tuple(loops))
         for routine in self._routines:
             reached |= self._reached(self.labels[routine])
         for block in self.blocks.keys() - reached:
             if any(each.pipe != "control" for each in self.blocks[block]):
                 raise CountError(f"nothing leads to the instructions from {block} on")
-        return Counted(dict(total), tuple(listed[1:]))
+        return dict(total)
 
     def _reached(self, start: int) -> set[int]:
         return {start} | networkx.descendants(self.flow, start)
@@ -205,23 +189,14 @@ class Graph:
         if label not in self._routines:
             self._routines[label] = Counter()  # of a routine that calls itself
             start = self.labels[label]
-            self._routines[label] = self._count(self._reached(start), start, None, 1, [])
+            self._routines[label] = self._longest(self._reached(start), start, None)
         return self._routines[label]
 
-    def _count(
-        self,
-        blocks: set[int],
-        header: int,
-        declared: tuple[Loop, ...] | None,
-        times: float,
-        listed: list[tuple[float, float]],
-        loop: bool = False,
-    ) -> Weights:
-        """Of a loop's blocks, a routine's or the kernel's, entered at `header`: the longer way, with the loops inside.
+    def _longest(self, blocks: set[int], header: int, declared: tuple[Loop, ...] | None, loop: bool = False) -> Weights:
+        """The longest way through a loop's blocks, a routine's or the kernel's, entered at `header`, once.
 
         Args:
-            declared: the loops inside; None: any, once each. times: how often this runs in all.
-            listed: gets this one's own instructions and those of the loops in it.
+            declared: the loops inside; None: any, once each.
         """
         inside = self.flow.subgraph(blocks).copy()
         ending = {block for block in blocks if self.blocks[block][-1].returns}
@@ -230,26 +205,30 @@ class Graph:
             inside.remove_edges_from([(block, header) for block in ending])
         ways = networkx.condensation(inside)  # each loop inside is one node
         order = list(networkx.topological_sort(ways))
-        entries, weights, before = {}, {}, dict.fromkeys(order, 0)
+        members = {node: ways.nodes[node]["members"] for node in order}
+        loops = {node for node in order if len(members[node]) > 1 or inside.has_edge(*[min(members[node])] * 2)}
+        before = dict.fromkeys(order, 0)  # loops in a row before each
         for node in order:
-            members = ways.nodes[node]["members"]
-            first = min(members)
-            if len(members) > 1 or inside.has_edge(first, first):
-                entries[node] = self._entry(inside, members, header)
-            weights[node] = Counter() if node in entries else self._weights(first)
             for after in ways.successors(node):
-                before[after] = max(before[after], before[node] + (node in entries))
-        start, ends = ways.graph["mapping"][header], {ways.graph["mapping"][block] for block in ending}
-        listed.append((_longest(ways, order, weights, start, ends).total(), times))
-        rows = sorted({before[node] for node in entries})
+                before[after] = max(before[after], before[node] + (node in loops))
+        rows = sorted({before[node] for node in loops})
         if declared is not None and len(rows) != len(declared):
-            raise CountError(f"{len(rows)} loops in a row, declared are {len(declared)} (depth {len(listed)})")
-        for node, entry in sorted(entries.items(), key=lambda item: (before[item[0]], item[1])):
-            within = Loop(1) if declared is None else declared[rows.index(before[node])]
-            inner = None if declared is None else within.inner
-            each = self._count(ways.nodes[node]["members"], entry, inner, times * within.trips, listed, loop=True)
-            weights[node] = Counter({pipe: within.trips * n for pipe, n in each.items()})
-        return _longest(ways, order, weights, start, ends)
+            raise CountError(f"{len(rows)} loops in a row, declared are {len(declared)}")
+        ends = {ways.graph["mapping"][block] for block in ending}
+        best: dict[int, Weights] = {}
+        for node in reversed(order):
+            further = [best[after] for after in ways.successors(node) if after in best] + [Counter()] * (node in ends)
+            if not further:
+                continue
+            if node in loops:
+                each = Loop(1) if declared is None else declared[rows.index(before[node])]
+                inner = None if declared is None else each.inner
+                once = self._longest(members[node], self._entry(inside, members[node], header), inner, loop=True)
+                own: Weights = Counter({pipe: each.trips * n for pipe, n in once.items()})  # type: ignore[misc]
+            else:
+                own = self._weights(min(members[node]))
+            best[node] = max(further, key=Counter.total) + own
+        return best[ways.graph["mapping"][header]]
 
     @staticmethod
     def _entry(inside: networkx.DiGraph, members: set[int], header: int) -> int:
@@ -258,15 +237,3 @@ class Graph:
         if len(found) != 1:
             raise CountError("a cycle in the control flow that is no loop: it is entered in two places")
         return found.pop()
-
-
-def _longest(
-    ways: networkx.DiGraph, order: list[int], weights: Mapping[int, Weights], start: int, ends: set[int]
-) -> Weights:
-    """The longest way from `start` to one of `ends`."""
-    best: dict[int, Weights] = {}
-    for node in reversed(order):
-        further = [best[after] for after in ways.successors(node) if after in best] + [Counter()] * (node in ends)
-        if further:
-            best[node] = max(further, key=Counter.total) + weights[node]
-    return best[start]

@@ -11,7 +11,6 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -40,16 +39,10 @@ class ServingSettings:
     new_tokens: int = 32
     cache_bytes: int = 1 << 30
     repetitions: int = 5
-    seed: int = 0
 
 
 def bench_serving(
-    folder: Path,
-    settings: ServingSettings,
-    *,
-    model: Path | None = None,
-    dtype: str = "auto",
-    command: str = "",
+    folder: Path, settings: ServingSettings, *, model: Path | None = None, dtype: str = "auto", command: str = ""
 ) -> dict[str, Any]:
     """Serve a compressed checkpoint and its source side by side, in one run, on the device that vLLM is built for.
 
@@ -66,7 +59,7 @@ def bench_serving(
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("--engine vllm: vLLM is not installed here.", pip_install("vllm"))
     checkpoint = CompressedCheckpoint(folder)
-    folders = {"source": model if model is not None else checkpoint.source_folder, "compressed": checkpoint.folder}
+    folders = {"source": model or checkpoint.source_folder, "compressed": checkpoint.folder}
     if not folders["source"].is_dir():
         raise UsageError(f"the source model is not at {folders['source']}.", "Give it with --model.")
     device = pick_device("auto")
@@ -80,28 +73,25 @@ def bench_serving(
     }
     context = multiprocessing.get_context("spawn")
     try:
-        with ExitStack() as stack:
-            engines = {row: stack.enter_context(ProcessPoolExecutor(1, context)) for row in folders}
+        with ProcessPoolExecutor(1, context) as source, ProcessPoolExecutor(1, context) as compressed:
+            engines = {"source": source, "compressed": compressed}
             started = {row: pool.submit(_start, str(folders[row]), options) for row, pool in engines.items()}
-            tokens = {row: each.result()[0] for row, each in started.items()}
-            version = started["compressed"].result()[1]
+            tokens, versions = zip(*(each.result() for each in started.values()), strict=True)
             rows = _measured(engines, settings, checkpoint.config.vocab_size)
     except (BrokenProcessPool, RuntimeError, ValueError) as error:  # what vLLM raises comes as it is
         raise RotorError(f"vLLM: {type(error).__name__}: {error}", "What vLLM said stands above.") from error
     before = uncompressed_kv_bytes_per_token(checkpoint.shape, chosen.itemsize)
     after = kv_bytes_per_token(checkpoint.layouts, chosen.itemsize)
-    about = provenance(command)
-    about["versions"]["vllm"] = version
     return {
-        **about,
+        **provenance(command, vllm=versions[0]),
         "checkpoint": checkpoint.folder.name,
         "device": describe_device(device),
         **options,
         "settings": asdict(settings),
         "cache": {
-            "tokens": tokens,
+            "tokens": dict(zip(engines, tokens, strict=True)),
             "bytes_per_token": {"source": before, "compressed": after},
-            "ratio_of_tokens": tokens["compressed"] / tokens["source"],
+            "ratio_of_tokens": tokens[1] / tokens[0],
             "ratio_of_bytes": before / after,
         },
         "serving": rows,
@@ -112,27 +102,27 @@ def _measured(
     engines: dict[str, ProcessPoolExecutor], settings: ServingSettings, vocabulary: int
 ) -> list[dict[str, Any]]:
     """The same prompts through each engine in turn, `repetitions` times over, after once to warm up."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    rows = []
+    generator, rows = torch.Generator().manual_seed(0), []
     for concurrency in settings.concurrency:
         found: dict[str, list[dict[str, Any]]] = {row: [] for row in engines}
-        for repetition in range(1 + settings.repetitions):
+        for _ in range(1 + settings.repetitions):
             prompts = torch.randint(vocabulary, (concurrency, settings.prompt_tokens), generator=generator).tolist()
             for row, engine in engines.items():
-                result = engine.submit(_generate, prompts, settings.new_tokens).result()
-                found[row] += [result] if repetition else []
-        each = {row: quartiles([r["seconds"] for r in results]) for row, results in found.items()}
-        for row, results in found.items():
-            times = {
-                kind: quartiles([s for r in results for s in r[kind]])
-                for kind in ("time_to_first_token_s", "time_between_tokens_s")
-            }
-            speed = {
-                "tokens_per_s": concurrency * settings.new_tokens / each[row]["median"],
-                "throughput_over_source": each["source"]["median"] / each[row]["median"],
-                "preemptions": median(r["preemptions"] for r in results),
-            }
-            rows.append({"row": f"vllm, {row}", "concurrency": concurrency, "seconds": each[row], **times, **speed})
+                found[row].append(engine.submit(_generate, prompts, settings.new_tokens).result())
+        seconds = {row: quartiles([r["seconds"] for r in results[1:]]) for row, results in found.items()}
+        for row, (_, *results) in found.items():
+            of_requests = "time_to_first_token_s", "time_between_tokens_s"
+            rows.append(
+                {
+                    "row": f"vllm, {row}",
+                    "concurrency": concurrency,
+                    "seconds": seconds[row],
+                    **{kind: quartiles([s for r in results for s in r[kind]]) for kind in of_requests},
+                    "tokens_per_s": concurrency * settings.new_tokens / seconds[row]["median"],
+                    "throughput_over_source": seconds["source"]["median"] / seconds[row]["median"],
+                    "preemptions": median(r["preemptions"] for r in results),
+                }
+            )
     return rows
 
 

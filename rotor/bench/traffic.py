@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,7 @@ LABELS = {
 
 
 def count_traffic(
-    folder: Path,
-    processes: Sequence[int],
-    tokens: int,
-    device_name: str,
-    device: Device,
-    ethernet_bytes_per_s: float,
-    command: str = "",
+    folder: Path, processes: Sequence[int], tokens: int, device: Device, ethernet_bytes_per_s: float, command: str = ""
 ) -> dict[str, Any]:
     """Count what a prompt of one sequence sends, for each number of processes.
 
@@ -38,33 +33,31 @@ def count_traffic(
         What is written as JSON: bytes of all processes together, over all layers; and predicted seconds, which are the
         busiest process's bytes over the rate, with no latency and nothing overlapped.
     Raises:
-        UsageError: fewer than two tokens a process; the device file has no rate of the device's links.
+        UsageError: fewer than two tokens a process; the rate of the device's links is not known.
     """
     if 2 * max(processes) > tokens:
         least = 2 * max(processes)
         raise UsageError(f"{tokens} tokens for {max(processes)} processes: expected {least}.", "Give more --tokens.")
     if device.link_bytes_per_s is None:
-        raise UsageError(
-            f"device {device_name}: link_bytes_per_s is not known.", "Add it in a device file, or name another device."
-        )
+        raise UsageError("--target-device: link_bytes_per_s is not known.", "Add it in a device file.")
     checkpoint = CompressedCheckpoint(folder)
     layouts, shape, size = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
-    links, before = {"link": device.link_bytes_per_s, "ethernet": ethernet_bytes_per_s}, uncompressed(shape)
+    rates = {"link": device.link_bytes_per_s, "ethernet": ethernet_bytes_per_s}
     row_bytes = uncompressed_kv_bytes_per_token(shape, size)
-    entries = []
+    counted = []
     for count in processes:
-        entry: dict[str, Any] = {"processes": count}
         found = {
             "auto": of_prompt(layouts, shape, tokens, count, size),
             "heads": of_prompt(layouts, shape, tokens, count, size, "heads"),
-            "ulysses": of_prompt(before, shape, tokens, count, size, "heads"),
+            "ulysses": of_prompt(uncompressed(shape), shape, tokens, count, size, "heads"),
             "ring": of_ring(row_bytes, tokens, count),
         }
-        for name, sent in found.items():
-            parts = {"queries": sent.queries, "rows": sent.rows, "outputs": sent.outputs, "busiest_bytes": sent.busiest}
-            predicted = {link: sent.busiest / rate for link, rate in links.items()}
-            entry[name] = {"bytes": sent.total, **parts, "predicted_s": predicted}
-        entries.append(entry | {"decode_bytes_per_token": of_token(layouts, shape, count, size)})
+        entry = {
+            name: {"bytes": sent.total, **asdict(sent)}
+            | {"predicted_s": {link: sent.busiest_bytes / rate for link, rate in rates.items()}}
+            for name, sent in found.items()
+        }
+        counted.append({"processes": count, **entry, "decode_bytes_per_token": of_token(layouts, shape, count, size)})
     return {
         **provenance(command),
         "checkpoint": folder.name,
@@ -72,6 +65,6 @@ def count_traffic(
         "tokens": tokens,
         "layers": shape.num_layers,
         "kv_bytes_per_token": {"before": row_bytes, "after": kv_bytes_per_token(layouts, size)},
-        "rates": {"device": device_name, **{f"{name}_bytes_per_s": rate for name, rate in links.items()}},
-        "counted": entries,
+        "rates": {f"{name}_bytes_per_s": rate for name, rate in rates.items()},
+        "counted": counted,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,22 +69,6 @@ class Compiled(NamedTuple):
     sass: str
 
 
-class _Driver:
-    """A GPU that is not there."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_device(self) -> str:
-        return f"recorded sm_{self.arch}"
-
-    def get_current_stream(self, device: Any) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-
 @contextmanager
 def recorded(arch: int) -> Iterator[list[Variant]]:
     """Kernels launched inside, on tensors of the CPU, are listed in place of being run; each is named by its function.
@@ -100,7 +85,8 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
         return True  # not compiled
 
     active = driver._active
-    driver.set_active(_Driver(arch))
+    absent = {"device": lambda: f"recorded sm_{arch}", "stream": lambda device: 0, "target": lambda: target}
+    driver.set_active(SimpleNamespace(**{f"get_current_{name}": call for name, call in absent.items()}))
     try:
         with knobs.runtime.scope():
             knobs.runtime.jit_cache_hook = record

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..bases.layer import LayerBases, layer_bases
 from ..bases.moments import LayerStatistics
 from ..codes.layer import layer_codes
+from ..data.documents import Document
 from ..data.readiness import describe_text
 from ..data.splits import calibration_share, digests
 from ..data.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
@@ -32,7 +33,7 @@ from ..models.layerwise import LayerwiseModel
 from ..models.loading import weights_of
 from ..models.projections import read_attention
 from ..models.weights import Weights
-from ..progress import Progress, StageTimes
+from ..progress import Advance, Progress, StageTimes
 from ..recipe import Recipe, text_overrides
 from ..recipe.settings import CalibrationSettings, Compute
 from ..versions import versions
@@ -41,6 +42,8 @@ from .capture import layer_statistics
 from .gradients import LayerFisher, fisher_information
 from .job import CalibrationJob
 from .partial import PartialRun
+from .processes import Processes
+from .pruning import prune_rows
 from .run import FISHER, INFO, Run, candidate_info, write_bases, write_codes, write_fisher, write_statistics
 from .weight_information import weight_information
 
@@ -96,12 +99,14 @@ def calibrate(
 @system_errors()
 def run_calibration(settings: CalibrationSettings, progress: Progress | None = None) -> Run:
     """Calibrate, with the arguments in one object; raises likewise."""
-    progress = progress or Progress()
-    job = CalibrationJob.check(settings)
+    processes = Processes.from_environment()
+    progress = progress if progress is not None and processes.is_first else Progress()
+    job = processes.in_each(lambda: CalibrationJob.check(settings, processes))
     fit_threads(job.checkpoint.total_bytes())
-    streamed, memory = job.streams()
-    partial = PartialRun(job.out)
-    with ExitStack() as held:
+    streamed, memory = processes.in_first(job.streams)
+    partial = PartialRun(job.out, processes.rank)
+
+    def begin() -> None:
         held.enter_context(exclusive(job.out.path, "calibrate"))
         recover(job.out)
         job.check_out()  # again: who held it may have written
@@ -111,13 +116,17 @@ def run_calibration(settings: CalibrationSettings, progress: Progress | None = N
         held.enter_context(log_file(partial.folder, "calibrate"))
         for line in (memory, describe_text(job.recipe, job.checkpoint.tokenizer), *_departures(job)):
             progress.message(line)
+
+    with ExitStack() as held:
+        processes.in_first(begin)
         try:
             Calibration(job, partial, streamed, progress).run()
         except (NumericsError, DataError):
-            partial.remove()
+            if processes.is_first:
+                partial.remove()
             raise
         except (Exception, KeyboardInterrupt):
-            if not partial.finished_layers and not settings.resume:
+            if processes.is_first and not partial.finished_layers and not settings.resume:
                 partial.remove()
             raise
     return Run.open(job.out.path)
@@ -144,32 +153,33 @@ def _departures(job: CalibrationJob) -> Iterator[str]:
 
 
 class Calibration:
-    """The stages of one calibration."""
+    """The stages of one calibration. Processes share the tokens of `_layers`; all else the first one does."""
 
     def __init__(self, job: CalibrationJob, partial: PartialRun, streamed: bool, progress: Progress) -> None:
         self.job, self.partial, self.streamed, self.progress = job, partial, streamed, progress
-        self.recipe, self.times = job.recipe, StageTimes()
+        self.processes, self.recipe, self.times = job.processes, job.recipe, StageTimes()
 
     def run(self) -> None:
-        hashes = self._check_model()
+        in_first = self.processes.in_first
+        hashes = in_first(self._check_model)
         with self.times.stage("tokens"):
-            rows, about_tokens = self._sample()
-        self.partial.agree(
-            {
-                "model": hashes,
-                "recipe": self.recipe.to_dict(),
-                "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
-                "batch_tokens": self.job.settings.batch_tokens,
-                "threads": torch.get_num_threads(),
-                "device": self.job.device.type,
-                "dtype": str(self.job.dtype),
-                "versions": versions(),
-            }
-        )
-        self._fisher(rows)
-        self._gradients(rows)
+            rows, about_tokens = in_first(self._sample)
+        fingerprint = {
+            "model": hashes,
+            "recipe": self.recipe.to_dict(),
+            "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
+            "batch_tokens": self.job.settings.batch_tokens,
+            "processes": self.processes.count,
+            "threads": torch.get_num_threads(),
+            "device": self.job.device.type,
+            "dtype": str(self.job.dtype),
+            "versions": versions(),
+        }
+        in_first(lambda: self.partial.agree(fingerprint))
+        in_first(lambda: self._fisher(rows))
+        in_first(lambda: self._gradients(rows))
         self._layers(rows)
-        self._finish(hashes, about_tokens)
+        in_first(lambda: self._finish(hashes, about_tokens))
 
     @cached_property
     def weights(self) -> Weights:
@@ -199,27 +209,30 @@ class Calibration:
         job, spec = self.job, self.recipe.tokens
         kept = self.partial.kept(TOKENS)
         if spec.source == "synthetic" and kept is not None:
-            sample = CalibrationTokens(load_file(kept)["rows"])
+            sample = CalibrationTokens.of_one_topic(load_file(kept)["rows"], spec.source)
         else:
             weights = self.weights if spec.source == "synthetic" else None
             config, tokenizer = job.checkpoint.config, job.checkpoint.tokenizer
             sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, self._not_held_out)
-        rows, least = sample.rows, job.group_size * job.shape.head_dim
+        pruned, least = prune_rows(sample, self.recipe.prune), job.group_size * job.shape.head_dim
+        rows = pruned.rows
         if rows.numel() < least:
             raise DataError(
                 f"{rows.numel()} calibration tokens, fewer than the {least} dimensions of a group.",
                 "Raise it with --set tokens.count=N; the papers use at least 8192.",
             )
-        self.partial.keep(TOKENS, {"rows": rows})
+        self.partial.keep(TOKENS, {"rows": sample.rows})
         return rows, {
             "source": spec.source,
             "count": rows.numel(),
             "rows": rows.shape[0],
             "seq_len": rows.shape[1],
+            "topics": pruned.topic_counts(),
+            "pruned_rows": len(sample.rows) - len(rows),
             "documents_sha256": digests(sample.documents),
         }
 
-    def _not_held_out(self, documents: list[str]) -> list[str]:
+    def _not_held_out(self, documents: list[Document]) -> list[Document]:
         """Without the documents that search and report."""
         if self.recipe.evaluation.source != "text":
             return documents
@@ -254,27 +267,44 @@ class Calibration:
 
     def _layers(self, rows: Tensor) -> None:
         """Statistics and bases of every layer that has none yet."""
-        job, partial = self.job, self.partial
-        start, layers = partial.finished_layers, job.shape.num_layers
+        job, processes, batch_tokens = self.job, self.processes, self.job.settings.batch_tokens
+        start, layers = processes.in_first(lambda: self.partial.finished_layers), job.shape.num_layers
         if start == layers:
             return
-        network, size = LayerwiseModel(self.weights, job.settings.batch_tokens), (*rows.shape, job.shape.hidden_size)
-        if start == 0:
-            states = partial.states(start, size, job.dtype)
-            with self.times.stage("capture"):
-                network.embed(rows, states)
-        else:
-            states = partial.kept_states(start, size, job.dtype)
-        with self.progress.task("calibrate", (layers - start) * rows.numel(), "token layers") as advance:
+        mine = processes.share(rows, max(1, batch_tokens // rows.shape[1]))
+        network = processes.in_each(lambda: LayerwiseModel(self.weights, batch_tokens))
+        with self.times.stage("capture"):
+            states = processes.in_each(lambda: self._first_states(network, start, mine))
+        with self.progress.task("calibrate", (layers - start) * mine.numel(), "token layers") as advance:
             for layer in range(start, layers):
-                with self.times.stage("capture"):
-                    out = partial.states(layer + 1, size, job.dtype)
-                    moments = layer_statistics(network, layer, states, out, job.group_size, job.wanted, advance)
-                    if layer + 1 < layers:
-                        partial.keep_states(layer + 1)
-                self._commit(layer, moments)
-                partial.drop_states(layer)
-                states = out
+                states = self._layer(network, layer, states, advance)
+
+    def _first_states(self, network: LayerwiseModel, layer: int, rows: Tensor) -> Tensor:
+        """The hidden states that enter the first layer to do."""
+        size = (*rows.shape, self.job.shape.hidden_size)
+        if layer > 0:
+            return self.partial.kept_states(layer, size, self.job.dtype)
+        states = self.partial.states(layer, size, self.job.dtype)
+        network.embed(rows, states)
+        return states
+
+    def _layer(self, network: LayerwiseModel, layer: int, states: Tensor, advance: Advance) -> Tensor:
+        """Put hidden states through a layer, and write what it yields; returns the states that leave it."""
+        job, partial, prune = self.job, self.partial, self.recipe.prune
+
+        def capture() -> tuple[Tensor, LayerStatistics]:
+            out = partial.states(layer + 1, tuple(states.shape), job.dtype)
+            found = layer_statistics(network, layer, states, out, job.group_size, job.wanted, prune, advance)
+            if layer + 1 < job.shape.num_layers:
+                partial.keep_states(layer + 1)
+            return out, found
+
+        with self.times.stage("capture"):
+            out, moments = self.processes.in_each(capture)
+            self.processes.merge(moments)
+        self.processes.in_first(lambda: self._commit(layer, moments))
+        partial.drop_states(layer)
+        return out
 
     def _commit(self, layer: int, moments: LayerStatistics) -> None:
         job, read = self.job, self.job.checkpoint.unchecked_tensor

@@ -19,7 +19,9 @@ from ..kernels.rotary import rotate
 from ..models.layerwise import LayerwiseModel
 from ..models.projections import split_activations
 from ..progress import Advance
+from ..recipe import Prune
 from ..runtime.families import Family
+from .pruning import ClusteredStatistics
 from .stored_keys import StoredKeys
 
 Observer = Callable[[int, dict[str, Tensor]], None]
@@ -41,15 +43,18 @@ def layer_statistics(
     out: Tensor,
     group_size: int,
     wanted: frozenset[str],
+    prune: Prune | None = None,
     advance: Advance = lambda done: None,
 ) -> LayerStatistics:
     """Put hidden states through a layer and sum the second moments of what its attention sees, on the CPU.
 
     Args:
         states, out: [rows, seq_len, hidden_size], what enters the layer and room for what leaves it.
-        wanted: names of the moments (see LayerStatistics).
+        wanted: names of the moments (see LayerStatistics). prune: says whether they are of centroids.
     """
     statistics = LayerStatistics(network.shape, group_size)
+    if prune is not None and prune.kmeans is not None:
+        statistics = ClusteredStatistics(network.shape, group_size, prune=prune, layer=layer)
 
     def observe(index: int, activations: dict[str, Tensor]) -> None:
         assert index == layer
@@ -58,8 +63,7 @@ def layer_statistics(
     observed = capture(network.model, network.family, network.shape, group_size, wanted, observe)
     with torch.inference_mode(), network.layer(layer), observed:
         network.run(layer, states, out, advance)
-    statistics.sums = {name: total.cpu() for name, total in statistics.sums.items()}
-    return statistics
+    return statistics.finish()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from ..recipe.settings import CalibrationSettings, check_offload
 from ..runtime.families import Family
 from .candidates import Candidates, wanted_moments
 from .outline import ModelOutline, needs_whole_model
+from .processes import ALONE, Processes
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,28 @@ class CalibrationJob:
     group_size: int
     device: torch.device
     dtype: torch.dtype
+    processes: Processes = ALONE
 
     @classmethod
-    def check(cls, settings: CalibrationSettings, *, fetch: bool = True) -> CalibrationJob:
+    def check(
+        cls, settings: CalibrationSettings, processes: Processes = ALONE, *, fetch: bool = True
+    ) -> CalibrationJob:
         """Raises RotorError where the request cannot be carried out.
 
         Args:
             fetch: False leaves weights on the hub, and refuses a model whose weights are not in the hub's cache.
         """
         recipe, out = settings.check(), OutputFolder.at(settings.out, "run")
+        if processes.count > 1 and recipe.prune.kmeans is not None:
+            raise UsageError(
+                f"prune.kmeans with {processes.count} processes: centroids of parts are not those of the whole.",
+                "Run it in one process, or give --set prune.kmeans=null.",
+            )
+        if processes.count > 1 and settings.compute.device_map is not None:
+            raise UsageError(
+                f"--device-map with {processes.count} processes: each of them would spread the model over the GPUs.",
+                "Choose one of the two.",
+            )
         source = find_source(settings.model, settings.revision, weights=fetch)
         if not fetch and source.hub_id is not None and not any(source.folder.glob("*.safetensors")):
             raise UsageError(
@@ -60,7 +74,7 @@ class CalibrationJob:
         checkpoint = Checkpoint(source.folder)
         outline = ModelOutline.of(checkpoint)
         candidates = outline.candidates(recipe)
-        device = pick_device(settings.compute.device)
+        device = pick_device(processes.device(settings.compute.device))
         job = cls(
             settings,
             out,
@@ -73,9 +87,11 @@ class CalibrationJob:
             max(candidate.group_size for candidate in candidates.values()),
             device,
             pick_dtype(settings.compute.dtype, outline.dtype, device),
+            processes,
         )
         job.check_out()
-        check_text(recipe, checkpoint.config, checkpoint.tokenizer)  # also refuses a tokenizer that cannot be loaded
+        if processes.is_first:
+            check_text(recipe, checkpoint.config, checkpoint.tokenizer)  # also refuses a tokenizer that does not load
         return job
 
     def check_out(self) -> None:
@@ -95,7 +111,7 @@ class CalibrationJob:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
         compute = self.settings.compute
         offload, whole = check_offload(compute.offload), needs_whole_model(self.recipe, compute.device_map)
-        return stream_weights(offload, self.estimates(), self.device, whole)
+        return stream_weights(offload, self.estimates(), self.device, whole, self.processes.count)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

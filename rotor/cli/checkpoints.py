@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from ..errors import UsageError
+from ..logs import is_first_process
 from .app import check_folder, command, print_json, resumable, shares
 from .console import in_interval, print_seconds, print_table, say
 from .options import ComputeOptions, MemoryOptions, Output
@@ -18,6 +19,7 @@ from .plans import print_calibration_plan, print_export_plan
 
 @command(
     epilog="Example: rotor calibrate artifacts/demo-model -o runs/demo --recipe fdc --set tokens.count=16384. "
+    "Several processes that share the tokens: torchrun --nproc-per-node 4 -m rotor calibrate ... "
     "After an interruption: the same command with --resume."
 )
 def calibrate(
@@ -69,6 +71,8 @@ def calibrate(
         return
     with resumable(lambda: _how_to_resume(out)):
         run = run_calibration(settings, progress)
+    if not is_first_process():
+        return
     if output.as_json:
         print_json({"run": str(run.folder), "recipe": run.recipe.name, **run.info})
         return

@@ -157,21 +157,19 @@ def schedule(
     layouts, shape, element_bytes = checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize
     rates = find_device(target_device, None if device_file is None else str(device_file))
     balances = simulate(layouts, shape, tokens, rates, sms, element_bytes)
-    prefill = None
-    if chunk is not None:
-        prefill = simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
+    prefill = chunk and simulate_prefill(layouts, shape, chunk, max(tokens), len(tokens), sms)
     if as_json:
         entries = [dataclasses.asdict(balance) for balance in balances]
-        found = {"schedules": entries, "prefill": None if prefill is None else dataclasses.asdict(prefill)}
+        found = {"schedules": entries, "prefill": prefill}
         print_json({**provenance(command_line()), "sms": sms, "lengths": tokens, "chunk": chunk, **found})
         return
     rows = [(b.schedule, f"{b.largest_over_mean:.3f}", b.parts, b.worst_layer, f"{max(b.loads):.3f}") for b in balances]
     right = "largest over mean", "partial results", "worst layer", "largest over mean there"
     print_table(f"{folder}: {len(tokens)} sequence(s) on {sms} SMs", ("schedule",), right, rows)
-    if prefill is not None:
+    if prefill:
         say(
             f"Prefill of {chunk} tokens each as FDC has it, time over that of even loads: row blocks alike "
-            f"{prefill.equal:.3f}, of B_r rows {prefill.balanced:.3f}"
+            f"{prefill['equal']:.3f}, of B_r rows {prefill['balanced']:.3f}"
         )
 
 
@@ -216,7 +214,7 @@ def traffic(
 
     rates = find_device(target_device, None if device_file is None else str(device_file))
     result = count_traffic(
-        folder, numbers("--processes", processes), tokens, target_device, rates, ethernet_gbit * 1e9 / 8, command_line()
+        folder, numbers("--processes", processes), tokens, rates, ethernet_gbit * 1e9 / 8, command_line()
     )
     if out is not None:
         write_report(out, result)

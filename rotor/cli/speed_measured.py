@@ -28,11 +28,7 @@ def bench(
     layers: Annotated[int, typer.Option(min=1, help="Layers to measure, spread over the depth.")] = LAYERS,
     repetitions: Annotated[int, typer.Option(min=1, help="Of every row of the attention; of a model a quarter.")] = 20,
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that whole models generate; 0 leaves them out.")] = 32,
-    memory_gb: Annotated[
-        float | None, typer.Option(min=0.0, help="Memory for the largest batch, in 1e9 bytes. [the device's]")
-    ] = None,
     model: Path | None = None,
-    cache: str | None = None,
     engine: Annotated[
         str, typer.Option(help="transformers, or vllm: the checkpoint and its source served side by side.")
     ] = "transformers",
@@ -47,15 +43,14 @@ def bench(
     a CPU runs is measured, and the Triton kernels are listed as not measured.
 
     With --engine vllm: tokens of cache, throughput and latency in vLLM, on the device that it is built for. --batch are
-    requests at once (1,4,16), --prefill tokens of a prompt (512), --memory-gb the cache of each (1); --lengths,
-    --layers, --cache and --device do not apply.
+    requests at once (1,4,16), --prefill tokens of a prompt (512); --lengths, --layers and --device do not apply.
     """
     from ..recipe.settings import Compute
 
     check_results(out)
     if engine not in ("transformers", "vllm"):
         raise UsageError(f"--engine {engine}: expected transformers or vllm.", "Leave it out, or give vllm.")
-    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--cache": cache, "--device": device != "auto"}
+    in_vain = {"--lengths": lengths, "--layers": layers != LAYERS, "--device": device != "auto"}
     if engine == "vllm" and any(in_vain.values()):
         given = ", ".join(option for option, value in in_vain.items() if value)
         raise UsageError(f"{given}: not with --engine vllm.", "Leave it out.")
@@ -66,7 +61,6 @@ def bench(
     Compute(device, dtype).check()
     check_folder(folder)
     progress = show_progress(quiet)
-    memory = None if memory_gb is None else int(memory_gb * 1e9)
 
     from ..bench.records import write_report
 
@@ -83,8 +77,7 @@ def bench(
             loads[2] or default.concurrency,
             prompts[0],
             new_tokens,
-            memory or default.cache_bytes,
-            max(1, repetitions // 4),
+            repetitions=max(1, repetitions // 4),
         )
         result = bench_serving(folder, serving, model=model, dtype=dtype, command=command_line())
     else:
@@ -94,9 +87,7 @@ def bench(
 
         usual = GPU_LOADS if pick_device(device).type == "cuda" else CPU_LOADS
         decode, prompts, batches = (given or default for given, default in zip(loads, usual, strict=True))
-        settings = BenchSettings(
-            decode, prompts, batches, layers, repetitions, new_tokens, memory_bytes=memory, cache=cache
-        )
+        settings = BenchSettings(decode, prompts, batches, layers, repetitions, new_tokens)
         result = run_bench(
             folder, settings, model=model, device=device, dtype=dtype, command=command_line(), progress=progress
         )

@@ -1,11 +1,11 @@
-"""Documents: of files and folders, of data sets, of Python's own standard library."""
+"""Documents, each with a topic: of files and folders, of data sets, of Python's own standard library."""
 
 from __future__ import annotations
 
 import importlib.util
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DataError, MissingError
 from ..installing import pip_install
@@ -33,8 +33,22 @@ SHUFFLE_BUFFER = 1000
 """Documents that a streamed data set is shuffled among."""
 
 
+class Document(NamedTuple):
+    """A text and the topic that its source gives it."""
+
+    text: str
+    topic: str
+
+
 def read_documents(path: Path) -> list[str]:
+    """The texts of `read_topics`, which raises likewise."""
+    return [document.text for document in read_topics(path)]
+
+
+def read_topics(path: Path) -> list[Document]:
     """The text of a file, or of every UTF-8 file in a folder, sorted by name.
+
+    The topic of a file is the sub-folder of `path` that it lies in, at any depth, or its own name if it lies in none.
 
     Raises:
         MissingError: there is no such place. DataError: nothing to read there.
@@ -45,21 +59,24 @@ def read_documents(path: Path) -> list[str]:
         )
     documents = []
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        topic = file.name if file == path else file.relative_to(path).parts[0]
         try:
-            documents.append(file.read_text("utf-8"))
+            documents.append(Document(file.read_text("utf-8"), topic))
         except UnicodeDecodeError:
             if path.is_file():
                 raise DataError(f"text {path}: not UTF-8.", "Convert it to UTF-8.") from None
         except OSError as error:
             raise DataError(f"text {file}: cannot be read ({error.strerror}).") from error
-    documents = [text for text in documents if text.strip()]
+    documents = [document for document in documents if document.text.strip()]
     if not documents:
         raise DataError(f"text {path}: no text in it.", "Give a text file, or a folder with UTF-8 files.")
     return documents
 
 
-def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int, advance: Advance = lambda done: None) -> list[str]:
-    """Documents of a data set in a seeded order, as many as make up `tokens` tokens.
+def dataset_documents(
+    spec: Tokens, tokenizer: Any, tokens: int, advance: Advance = lambda done: None
+) -> list[Document]:
+    """Documents of a data set in a seeded order, as many as make up `tokens` tokens, sorted by topic.
 
     A folder that `save_to_disk` wrote or that holds data files is read from there; anything else is a name on the hub,
     of which only the beginning is streamed. `NAME:CONFIG` names one configuration of a data set.
@@ -72,10 +89,11 @@ def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int, advance: Advanc
     check_dataset(str(spec.dataset))
     import datasets
 
-    documents: list[str] = []
+    documents: list[Document] = []
     found = 0
     try:
-        for example in _open_dataset(datasets, spec, what):
+        examples = _open_dataset(datasets, spec, what)
+        for example in examples:
             text = example.get(spec.column)
             if not isinstance(text, str):
                 got = type(text).__name__ if spec.column in example else "nothing"
@@ -84,7 +102,7 @@ def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int, advance: Advanc
                     f"Name one with --set tokens.column=NAME; there are {', '.join(example)}.",
                 )
             if text.strip():
-                documents.append(text)
+                documents.append(Document(text, _topic(examples, spec, example)))
                 length = len(encode(tokenizer, text))
                 found += length
                 advance(length)
@@ -97,7 +115,22 @@ def dataset_documents(spec: Tokens, tokenizer: Any, tokens: int, advance: Advanc
             f"{what}, split {spec.split}: cannot be read: {' '.join(str(error).split())[:300]}",
             "Give the name of a data set on the hub (NAME or NAME:CONFIG), or a folder with one.",
         ) from error
-    return documents
+    return sorted(documents, key=lambda document: document.topic)
+
+
+def _topic(examples: Any, spec: Tokens, example: dict[str, Any]) -> str:
+    """The label of an example; class labels by their names."""
+    column = spec.topic_column
+    if column is None:
+        return "dataset"
+    if column not in example:
+        raise DataError(
+            f"tokens.dataset {spec.dataset}, split {spec.split}: no column {column!r}.",
+            f"Name one with --set tokens.topic_column=NAME; there are {', '.join(example)}.",
+        )
+    feature: Any = (examples.features or {}).get(column)
+    value = example[column]
+    return str(feature.int2str(value)) if hasattr(feature, "int2str") and isinstance(value, int) else str(value)
 
 
 def check_dataset(name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..errors import DataError
 from ..models.projections import longest_row
 from ..recipe import Evaluation, Recipe
-from .documents import check_dataset, read_documents, require_tokenizer
+from .documents import check_dataset, read_topics, require_tokenizer
 from .rows import rows_in
 from .splits import SPLITS, calibration_share, description_of, digests, held_out_documents
 
@@ -54,11 +54,12 @@ def check_text(recipe: Recipe, config: Any, tokenizer: Any) -> None:
 
     texts, calibrated = [], []
     if tokens.source == "text":
-        documents = read_documents(Path(tokens.path or ""))
+        read = read_topics(Path(tokens.path or ""))
         if evaluation.source == "text":  # a study calibrates on the standard library's splits too, never to measure
-            documents = calibration_share(documents, evaluation)
-            calibrated = digests(documents)
-        texts.append(rows("calibration", "tokens.count", documents, tokens.count, tokens.seq_len))
+            read = calibration_share(read, evaluation)
+            calibrated = digests([document.text for document in read])
+        own = [document.text for document in read]
+        texts.append(rows("calibration", "tokens.count", own, tokens.count, tokens.seq_len))
     held_out = held_out_documents(evaluation, calibrated)
     for split in SPLITS:
         field, found = f"{split}_tokens", getattr(held_out, split)

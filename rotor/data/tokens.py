@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,8 @@ from ..models.weights import Weights
 from ..numerics import first_not_finite
 from ..progress import Advance, Progress
 from ..recipe import Tokens
-from .documents import dataset_documents, read_documents
-from .rows import separator_token, spread_rows, text_rows
+from .documents import Document, dataset_documents, read_topics
+from .rows import separator_token, spread_indices, spread_rows, topic_rows
 
 SPAN, TIMES = 32, 2
 """Tokens that are stated again in some rows, and how often."""
@@ -28,10 +29,19 @@ SPAN, TIMES = 32, 2
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Rows of tokens to calibrate on, [num_rows, seq_len], and the texts that they were taken from, if any."""
+    """Rows of tokens to calibrate on, [num_rows, seq_len], the topic of each, and the texts that they come from."""
 
     rows: Tensor
+    topics: tuple[str, ...]
     documents: tuple[str, ...] = ()
+
+    @classmethod
+    def of_one_topic(cls, rows: Tensor, topic: str) -> CalibrationTokens:
+        return cls(rows, (topic,) * len(rows))
+
+    def topic_counts(self) -> dict[str, int]:
+        """Rows of each topic, sorted by name."""
+        return dict(sorted(Counter(self.topics).items()))
 
 
 def calibration_tokens(
@@ -40,7 +50,7 @@ def calibration_tokens(
     tokenizer: Any,
     weights: Weights | None = None,
     progress: Progress | None = None,
-    select: Callable[[list[str]], list[str]] = lambda documents: documents,
+    select: Callable[[list[Document]], list[Document]] = lambda documents: documents,
 ) -> CalibrationTokens:
     """Sequences to calibrate on.
 
@@ -60,22 +70,26 @@ def calibration_tokens(
     count = -(-spec.count // seq_len)
     progress = progress or Progress()
     if spec.source == "random":
-        return CalibrationTokens(random_tokens(count, seq_len, config, tokenizer, spec.seed))
+        rows = random_tokens(count, seq_len, config, tokenizer, spec.seed)
+        return CalibrationTokens.of_one_topic(rows, spec.source)
     if spec.source == "synthetic":
         assert weights is not None
         with progress.task("sample", count * seq_len, "tokens") as advance:
-            return CalibrationTokens(synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance))
+            rows = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance)
+        return CalibrationTokens.of_one_topic(rows, spec.source)
     if spec.source == "text":
         assert spec.path is not None
-        documents, what = read_documents(Path(spec.path)), f"tokens.path {spec.path}"
+        documents, what = read_topics(Path(spec.path)), f"tokens.path {spec.path}"
     else:
         with progress.task("read data set", count * seq_len, "tokens") as advance:
             documents = dataset_documents(spec, tokenizer, count * seq_len, advance)
         what = f"tokens.dataset {spec.dataset}"
     documents = select(documents)
-    rows = text_rows(documents, tokenizer, seq_len)
+    rows, topics = topic_rows(documents, tokenizer, seq_len)
     check_ids(rows, config.vocab_size)
-    return CalibrationTokens(spread_rows(rows, count, what), tuple(documents))
+    taken = spread_rows(rows, count, what)
+    chosen = (topics[i] for i in spread_indices(len(rows), count).tolist())
+    return CalibrationTokens(taken, tuple(chosen), tuple(document.text for document in documents))
 
 
 def ordinary_tokens(config: Any, tokenizer: Any) -> Tensor:

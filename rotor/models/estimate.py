@@ -190,11 +190,13 @@ def calibration_estimates(
     elements = _moment_elements(shape, group_size, moments)
     bases = sum(_bases_bytes(shape, candidate) for candidate in candidates.values())
     statistics = 8 * sum(elements.values())
+    if recipe.prune.kmeans is not None:  # vectors and centroids of queries, keys and values, a few times
+        statistics += 24 * (max(1024, 3 * recipe.prune.kmeans) + recipe.prune.kmeans) * 3 * kv_width
     # Beside the moments, while bases are computed: a symmetric copy of the largest, the closed form's own, projections.
     solving = statistics + 8 * max(elements.values()) + 96 * groups * width**2
     solving += 8 * (shape.num_heads * shape.head_dim + kv_width) * shape.hidden_size
     running = statistics + model.activation_bytes(max(1, batch_tokens // seq_len) * seq_len, group_size, moments)
-    stored, gradients, codes = statistics, 0, 0
+    stored, gradients, codes = 8 * sum(elements.values()), 0, 0
     if "output" in elements:  # float32, and only one triangle of it
         stored += 2 * shape.num_heads * width * (width + 1) - 8 * elements["output"]
     if fisher:

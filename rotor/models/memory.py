@@ -77,42 +77,44 @@ def available_device_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def fits(estimate: Estimate, device: torch.device) -> bool:
-    """Whether an estimate leaves some of what there is for others."""
+def fits(estimate: Estimate, device: torch.device, processes: int = 1) -> bool:
+    """Whether an estimate, of each of some processes, leaves some of what there is for others."""
     free = available_device_bytes(device)
     on_device = free is None or estimate.device_bytes <= DEVICE_SHARE * free
-    return estimate.host_bytes <= usable_host_bytes() and on_device
+    return processes * estimate.host_bytes <= usable_host_bytes() and on_device
 
 
 def stream_weights(
-    offload: Offload, estimates: Estimates, device: torch.device, whole: WholeModel | None = None
+    offload: Offload, estimates: Estimates, device: torch.device, whole: WholeModel | None = None, processes: int = 1
 ) -> tuple[bool, str]:
     """Whether to read weights layer by layer, and one line with the estimate against what there is.
 
     Args:
         whole: what was asked for that needs the whole model in memory, if anything does.
+        processes: that each hold their own weights.
     Raises:
         UsageError: the whole model is needed, and does not fit or is not to be in memory.
     """
     there = _there(device)
-    stream = offload == "always" or (offload == "auto" and not fits(estimates.resident, device))
+    stream = offload == "always" or (offload == "auto" and not fits(estimates.resident, device, processes))
     if stream and whole is not None:
-        why = "--offload always was given" if offload == "always" else f"it takes {_needs(estimates[0])}"
+        why = "--offload always was given" if offload == "always" else f"it takes {_needs(estimates[0], processes)}"
         raise UsageError(
             f"{whole.request} needs the whole model in memory, but {why} ({there}).",
             f"{whole.instead} Or give --offload never to try all the same.",
         )
     chosen = estimates[stream]
     kind = "one layer of weights at a time" if stream else "all weights in memory"
-    line = f"memory: about {_needs(chosen)}, {kind} ({_parts(chosen)}); {there}"
-    if not fits(chosen, device):
+    line = f"memory: about {_needs(chosen, processes)}, {kind} ({_parts(chosen)}); {there}"
+    if not fits(chosen, device, processes):
         line += "; this may not be enough: lower --batch-tokens, or use a machine with more"
     return stream, line
 
 
-def _needs(estimate: Estimate) -> str:
+def _needs(estimate: Estimate, processes: int) -> str:
+    times = f" in each of {processes} processes" if processes > 1 else ""
     gpu = f" and {estimate.device_bytes / 1e9:.1f} GB of GPU memory" if estimate.device else ""
-    return f"{estimate.host_bytes / 1e9:.1f} GB{gpu}"
+    return f"{estimate.host_bytes / 1e9:.1f} GB{gpu}{times}"
 
 
 def _parts(estimate: Estimate) -> str:

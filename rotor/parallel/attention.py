@@ -20,7 +20,7 @@ from ..kernels.reference import absorbed_queries, attention, join, partial_atten
 from ..kernels.rotary import Rotation
 from ..runtime.steps import Step
 from .plan import LayerPlan, Part
-from .wire import Expected, Parcel, Wire
+from .wire import Wire
 
 
 def visible(
@@ -39,10 +39,10 @@ def visible(
     if not causal and attended is None and window is None:
         return None
     distance = queries[:, None] - keys
-    seen = distance >= 0
+    mask = distance >= 0
     if window is not None:
-        seen &= distance < window
-    return seen[None, None] if attended is None else seen & attended[:, None, None, keys]
+        mask &= distance < window
+    return mask[None, None] if attended is None else mask & attended[:, None, None, keys]
 
 
 def attend_by_heads(
@@ -66,47 +66,44 @@ def attend_by_heads(
     layer, layout, batch_size = f"layer {step.layer_idx}", parameters.layout, key.shape[0]
     hpk, dtype = parameters.shape.heads_per_kv, query.dtype
     queries = _by_group(parameters, query, plan)
-    row_slices = _row_slices(layout, dtype.itemsize)
-    outgoing = []
-    for process in range(wire.count):
-        parcels = [Parcel("queries", queries[part.group][:, :, part.heads(hpk)]) for part in plan.parts[process]]
-        for group in plan.groups(process):
-            keys, values = row_slices[group]
-            parcels += [Parcel("rows", key[:, 0, :, keys]), Parcel("rows", value[:, 0, :, values])]
-        outgoing.append(parcels)
-    mine = plan.parts[wire.rank]
+    rows = [(key[:, 0, :, keys], value[:, 0, :, values]) for keys, values in _row_slices(layout, dtype.itemsize)]
+    mine, groups, processes = plan.parts[wire.rank], plan.groups(wire.rank), range(wire.count)
     lengths, order = [len(indices) for indices in owned], torch.argsort(torch.cat(owned))
-    expected = []
-    for length in lengths:
-        shapes = [Expected((batch_size, length, part.num_heads, plan.query_width(part.group)), dtype) for part in mine]
-        for group in plan.groups(wire.rank):
-            shapes += [
-                Expected((batch_size, length, columns.stop - columns.start), rows.dtype)
-                for columns, rows in zip(row_slices[group], (key, value), strict=True)
-            ]
-        expected.append(shapes)
-    found = wire.exchange(f"queries and rows of {layer}", outgoing, expected)
-    whole = [torch.cat(pieces, dim=1)[:, order] for pieces in zip(*found, strict=True)]
-    queries_of = dict(zip(mine, whole, strict=False))
-    rows = whole[len(mine) :]
-    rows_of = {group: (rows[2 * i], rows[2 * i + 1]) for i, group in enumerate(plan.groups(wire.rank))}
+    own = lengths[wire.rank]
+
+    found = wire.exchange(
+        f"queries of {layer}",
+        "queries",
+        [[queries[part.group][:, :, part.heads(hpk)] for part in plan.parts[process]] for process in processes],
+        [[(batch_size, n, part.num_heads, plan.query_width(part.group)) for part in mine] for n in lengths],
+        dtype,
+    )
+    whole = [torch.cat(of_part, dim=1)[:, order] for of_part in zip(*found, strict=True)]
+    queries_of = dict(zip(mine, whole, strict=True))
+    found = wire.exchange(
+        f"rows of {layer}",
+        "rows",
+        [[side for group in plan.groups(process) for side in rows[group]] for process in processes],
+        [[(batch_size, n, side.shape[-1]) for group in groups for side in rows[group]] for n in lengths],
+        key.dtype,
+    )
+    whole = [torch.cat(of_side, dim=1)[:, order] for of_side in zip(*found, strict=True)]
+    rows_of = dict(zip(groups, zip(whole[::2], whole[1::2], strict=True), strict=True))
     outputs: dict[Part, Tensor] = {}
     for call, shape, parts in plan.calls(wire.rank):
         outputs |= _call(parameters, call, shape, parts, queries_of, rows_of, step.rotations.read, mask)
-    back = [[Parcel("outputs", outputs[part][:, indices]) for part in mine] for indices in owned]
-    own = lengths[wire.rank]
-    expected = [
-        [
-            Expected((batch_size, own, part.num_heads, layout.groups[part.group].values.width), dtype)
-            for part in of_process
-        ]
-        for of_process in plan.parts
-    ]
-    returned = wire.exchange(f"outputs of {layer}", back, expected)
-    result = [query.new_empty(batch_size, own, layout.group_size * hpk, group.values.width) for group in layout.groups]
-    for of_process, pieces in zip(plan.parts, returned, strict=True):
-        for part, piece in zip(of_process, pieces, strict=True):
-            result[part.group][:, :, part.heads(hpk)] = piece
+    widths = [group.values.width for group in layout.groups]
+    returned = wire.exchange(
+        f"outputs of {layer}",
+        "outputs",
+        [[outputs[part][:, indices] for part in mine] for indices in owned],
+        [[(batch_size, own, part.num_heads, widths[part.group]) for part in parts] for parts in plan.parts],
+        dtype,
+    )
+    result = [query.new_empty(batch_size, own, layout.group_size * hpk, width) for width in widths]
+    for parts_of_process, outputs_of_process in zip(plan.parts, returned, strict=True):
+        for part, output in zip(parts_of_process, outputs_of_process, strict=True):
+            result[part.group][:, :, part.heads(hpk)] = output
     return torch.cat([output.flatten(2) for output in result], dim=-1)
 
 
@@ -127,12 +124,13 @@ def attend_by_rows(
     """
     query, key, value, key_rotation = step.query, step.key, step.value, step.rotations.read
     order = torch.argsort(torch.cat(owned))
-    parcels = [Parcel("rows", key), Parcel("rows", value)]
-    expected = [
-        [Expected((key.shape[0], 1, len(indices), rows.shape[-1]), rows.dtype) for rows in (key, value)]
-        for indices in owned
-    ]
-    found = wire.exchange(f"rows of layer {step.layer_idx}", [parcels] * wire.count, expected)
+    found = wire.exchange(
+        f"rows of layer {step.layer_idx}",
+        "rows",
+        [[key, value]] * wire.count,
+        [[(key.shape[0], 1, len(indices), rows.shape[-1]) for rows in (key, value)] for indices in owned],
+        key.dtype,
+    )
     keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*found, strict=True))
     dim = 1 if query.dim() == 3 else 2
     outputs, begin = [], 0
@@ -171,8 +169,7 @@ def attend_to_spread_rows(
     """
     parameters, query, seq_len = step.parameters, step.query, seq_len_of(step.query)
     widths = [group.values.width for group in parameters.layout.groups for _ in range(parameters.heads_per_group)]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    batch_size = query.shape[0]
+    batch_size, wide = query.shape[0], torch.promote_types(query.dtype, torch.float32)
     if key.shape[2]:
         output, log_sum = partial_attention(query, key, value, parameters, key_rotation, mask)
     else:
@@ -180,10 +177,8 @@ def attend_to_spread_rows(
         log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)
     both = torch.cat([output, log_sum], dim=-1)
     found = wire.gather(f"attention of layer {step.layer_idx}", "partial", both, [tuple(both.shape)] * wire.count)
-    joined, _ = join(
-        [piece[..., : sum(widths)] for piece in found], [piece[..., sum(widths) :] for piece in found], widths
-    )
-    return joined.to(query.dtype)
+    outputs, log_sums = zip(*(part.split([sum(widths), len(widths)], dim=-1) for part in found), strict=True)
+    return join(list(outputs), list(log_sums), widths)[0].to(query.dtype)
 
 
 def _by_group(parameters: AttentionParameters, query: Tensor, plan: LayerPlan) -> list[Tensor]:

@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
+import torch
+from torch import Tensor
+
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
 
 
@@ -162,6 +165,15 @@ def pieces(tokens: int, processes: int) -> list[list[range]]:
     edges = bounds(tokens, 2 * processes)
     runs = [range(start, end) for start, end in pairwise(edges)]
     return [[runs[process], runs[-1 - process]] for process in range(processes)]
+
+
+def own_indices(tokens: int, processes: int, device: torch.device) -> list[Tensor]:
+    """Indices of each process's tokens of a prompt: all of them, in every process, where they are fewer than two a
+    process.
+    """
+    if tokens < 2 * processes:
+        return [torch.arange(tokens, device=device)] * processes
+    return [torch.tensor([*head, *tail], device=device) for head, tail in pieces(tokens, processes)]
 
 
 def _row_bytes(group: GroupLayout, element_bytes: int) -> int:

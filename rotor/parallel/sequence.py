@@ -19,7 +19,7 @@ from ..runtime.steps import InCache, RowStore, Step
 from .attention import attend_by_heads, attend_by_rows, attend_to_spread_rows, visible
 from .cache import SpreadLayer, windows_of
 from .forward import Pass, begin_pass
-from .plan import pieces, plan_layer
+from .plan import own_indices, plan_layer
 from .wire import Wire
 
 Exchange = Literal["auto", "heads", "rows"]
@@ -65,7 +65,7 @@ class SequenceParallel(RowStore):
 
         All of them, in every process, where they are fewer than two a process: then a prompt is not spread.
         """
-        return self._owned(tokens)[self.rank]
+        return own_indices(tokens, self.wire.count, self.wire.device)[self.rank]
 
     def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This process's tokens of a tensor over a whole prompt, such as its labels."""
@@ -75,7 +75,7 @@ class SequenceParallel(RowStore):
         """All tokens of a prompt of so many, in every process, from each one's [batch_size, own tokens, ...]."""
         if tokens < 2 * self.wire.count:
             return tensor
-        return self._gather(tensor, self._owned(tokens))
+        return self._gather(tensor, own_indices(tokens, self.wire.count, self.wire.device))
 
     def of_each(self, number: int) -> list[int]:
         """A number of this process's, such as the bytes of its part of a cache, and the others', in every process."""
@@ -88,11 +88,10 @@ class SequenceParallel(RowStore):
 
     def attend(self, step: Step) -> Tensor:
         now, wire, window = self.now, self.wire, self.windows[step.layer_idx]
-        if step.cache is None:
-            rows = now.share.of(step.key, step.value)
-        else:
+        rows = now.rows(step.key, step.value)
+        if step.cache is not None:
             layer: SpreadLayer = step.cache.layers[step.layer_idx]
-            rows = layer.store(step.key, step.value, now.share, now.length - 1)
+            rows = layer.store(rows, now.length - 1)
         if now.runs is not None:
             parameters = step.parameters
             size, capped = step.query.element_size(), parameters.softcap is not None
@@ -125,12 +124,6 @@ class SequenceParallel(RowStore):
             self._masks[known] = visible(queries, keys, attended, window, causal)
         return self._masks[known]
 
-    def _owned(self, tokens: int) -> list[Tensor]:
-        count = self.wire.count
-        if tokens < 2 * count:
-            return [torch.arange(tokens, device=self.wire.device)] * count
-        return [torch.tensor([*a, *b], device=self.wire.device) for a, b in pieces(tokens, count)]
-
     def before_forward(self, model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
         """Give the model this process's tokens in place of all of them."""
         names = list(inspect.signature(model.forward).parameters)
@@ -144,7 +137,10 @@ class SequenceParallel(RowStore):
         now, self._pass, self._masks = self.now, None, {}
         hidden = output[0]
         if now.runs is None:
-            hidden = self.wire.from_first("hidden states", "hidden", hidden)
+            # The first process's, so that rounding does not part them.
+            shapes = [[tuple(hidden.shape)], *[[]] * (self.wire.count - 1)]
+            outgoing = [[hidden][self.rank :][:1]] * self.wire.count
+            hidden = self.wire.exchange("hidden states", "hidden", outgoing, shapes, hidden.dtype)[0][0]
         elif now.tokens_to_keep:
             begin = max(now.length - now.tokens_to_keep, 0)
             hidden = self._gather(hidden[:, now.indices >= begin], [kept[kept >= begin] for kept in now.owned])
@@ -211,26 +207,32 @@ def sequence_parallel(model: Any, group: Any = None, exchange: Exchange = "auto"
             f"{type(model).__name__} is not a compressed causal model.",
             "Load a checkpoint that `rotor export` wrote with AutoModelForCausalLM.",
         )
-    if any(isinstance(layer.store, SequenceParallel) for layer in layers):
-        raise UsageError("the model is inside of another sequence_parallel().", "Leave that one first.")
-    if any(layer.store != InCache() for layer in layers):
-        raise UsageError(
+    devices = {parameter.device for parameter in model.parameters()}
+    for wrong, message, hint in (
+        (
+            any(isinstance(layer.store, SequenceParallel) for layer in layers),
+            "the model is inside of another sequence_parallel().",
+            "Leave that one first.",
+        ),
+        (
+            any(layer.store != InCache() for layer in layers),
             "the model keeps its cache by a policy, which looks at tokens that other processes have.",
             "Turn it off: rotor.use_cache_policy(model, None), or --cache none.",
-        )
-    if any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers):
-        raise UsageError(
+        ),
+        (
+            any(layer.rotary is not None and layer.rotary.depends_on_length for layer in layers),
             "RoPE's frequencies depend on the length (dynamic, longrope), and a process has only some positions.",
             "Run this model in one process.",
-        )
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UsageError(
+        ),
+        (
+            len(devices) > 1,
             f"the model lies on {', '.join(sorted(map(str, devices)))}: expected one device a process.",
             "Load it without a device map.",
-        )
-    if exchange not in get_args(Exchange):
-        raise UsageError(f"exchange={exchange!r}: expected one of {', '.join(get_args(Exchange))}.")
+        ),
+        (exchange not in get_args(Exchange), f"exchange={exchange!r} is not known.", "Give auto, heads or rows."),
+    ):
+        if wrong:
+            raise UsageError(message, hint)
     group = group.get_group() if hasattr(group, "get_group") else group
     state = SequenceParallel(model, Wire(group, devices.pop()), exchange)
     with ExitStack() as stack:

@@ -6,7 +6,7 @@ All are sums over the processes; what a process keeps for itself is not sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ..format.channels import Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
@@ -17,26 +17,21 @@ from .plan import LayerPlan, pieces, plan_layer
 class Traffic:
     """Bytes sent by all processes together.
 
-    queries, rows, outputs: by what they are. busiest: what the process sends or receives, whichever is more, that sends
-    or receives most: links carry both at once.
+    queries, rows, outputs: by what they are. busiest_bytes: what the process sends or receives, whichever is more, that
+    sends or receives most: links carry both at once.
     """
 
     queries: int = 0
     rows: int = 0
     outputs: int = 0
-    busiest: int = 0
+    busiest_bytes: int = 0
 
     @property
     def total(self) -> int:
         return self.queries + self.rows + self.outputs
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.queries + other.queries,
-            self.rows + other.rows,
-            self.outputs + other.outputs,
-            self.busiest + other.busiest,
-        )
+        return Traffic(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def of_prompt(
@@ -63,27 +58,25 @@ def of_prompt(
 
 def _by_heads(plan: LayerPlan, lengths: list[int]) -> Traffic:
     """Queries and rows to where their heads are, outputs back."""
-    sizes = [plan.sizes(process) for process in range(len(lengths))]
-    others = [sum(lengths) - length for length in lengths]
-    there, back = sum(size.queries + size.rows for size in sizes), sum(size.outputs for size in sizes)
-    loads = []
-    for length, left, size in zip(lengths, others, sizes, strict=True):
-        mine = size.queries + size.rows
-        loads += [length * (there - mine) + left * size.outputs, left * mine + length * (back - size.outputs)]
-    pairs = list(zip(others, sizes, strict=True))
-    return Traffic(
-        sum(left * size.queries for left, size in pairs),
-        sum(left * size.rows for left, size in pairs),
-        sum(left * size.outputs for left, size in pairs),
-        max(loads),
-    )
+    there = {process: plan.sizes(process) for process in range(len(lengths))}
+    sent = Traffic()
+    inward, outward = [0] * len(lengths), [0] * len(lengths)
+    for process, size in there.items():
+        others = sum(lengths) - lengths[process]
+        sent += Traffic(others * size.queries, others * size.rows, others * size.outputs)
+        inward[process] += others * (size.queries + size.rows)
+        outward[process] += others * size.outputs
+        for other in there.keys() - {process}:
+            outward[other] += lengths[other] * (size.queries + size.rows)
+            inward[other] += lengths[other] * size.outputs
+    return sent + Traffic(busiest_bytes=max(*inward, *outward))
 
 
 def _by_rows(row_bytes: int, lengths: list[int]) -> Traffic:
     """Every process's rows to all the others."""
     count, tokens = len(lengths), sum(lengths)
     busiest = max(max((count - 1) * length, tokens - length) for length in lengths)
-    return Traffic(rows=(count - 1) * tokens * row_bytes, busiest=busiest * row_bytes)
+    return Traffic(rows=(count - 1) * tokens * row_bytes, busiest_bytes=busiest * row_bytes)
 
 
 def of_ring(row_bytes: int, tokens: int, processes: int) -> Traffic:
@@ -94,7 +87,7 @@ def of_ring(row_bytes: int, tokens: int, processes: int) -> Traffic:
     """
     lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
     busiest = tokens - min(lengths) if processes > 1 else 0
-    return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest=busiest * row_bytes)
+    return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest_bytes=busiest * row_bytes)
 
 
 def uncompressed(shape: AttentionShape) -> list[LayerLayout]:

@@ -91,43 +91,6 @@ def uncompressed_layer_bytes(shape: AttentionShape, element_bytes: int) -> int:
     return uncompressed_kv_bytes_per_token(shape, element_bytes) // shape.num_layers
 
 
-@dataclass(frozen=True)
-class DecodeTime:
-    """Of all layers of a model in a step."""
-
-    layers: tuple[LayerTime, ...]
-
-    @property
-    def seconds(self) -> float:
-        return sum(layer.seconds for layer in self.layers)
-
-    @property
-    def attention_s(self) -> float:
-        return sum(layer.attention_s for layer in self.layers)
-
-    @property
-    def cache_bytes(self) -> float:
-        return sum(layer.cache_bytes for layer in self.layers)
-
-    @property
-    def instructions(self) -> float:
-        return sum(layer.instructions for layer in self.layers)
-
-
-def decode_time(
-    layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, batch_size: int, kv_len: int
-) -> DecodeTime:
-    """Of a compressed model of 16-bit numbers, or of codes, layer by layer."""
-    step = DecodeStep(kv_len, batch_size)
-    return DecodeTime(tuple(layer_time(layout, shape, device, step) for layout in layouts))
-
-
-def uncompressed_decode_time(shape: AttentionShape, device: Device, batch_size: int, kv_len: int) -> DecodeTime:
-    """Of the model before it is compressed."""
-    layer = uncompressed_layer_time(shape, device, DecodeStep(kv_len, batch_size))
-    return DecodeTime((layer,) * shape.num_layers)
-
-
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Of attention in all layers with their projections."""
     return sum(layer_time(layout, shape, device, step).seconds for layout in layouts)

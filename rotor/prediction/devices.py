@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from ..checked import Reader, nearest_name, shorten
+from pydantic import Field
+
+from ..checked import Reader, nearest_name
 from ..errors import RecipeError
 from ..format.yaml_files import read_text, read_yaml
 
-RATES = (
-    "bandwidth_bytes_per_s",
-    "matmul_flops_per_s",
-    "memory_bytes",
-    "link_bytes_per_s",
-    "sms",
-    "clock_hz",
-    "instructions_per_cycle",
-)
-
-SCHEDULERS = 4
-"""Warp instructions that an SM can issue in a cycle."""
-
 INSTRUCTIONS_PER_CYCLE = 1.5
-"""What kernels of this kind are taken to issue of these, where a device's file does not say that it was measured."""
+"""What kernels of this kind are taken to issue of the 4 that an SM can, where nobody has measured it."""
+
+Rate = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -43,14 +33,14 @@ class Device:
     instructions_per_cycle: warp instructions that an SM issues in a cycle of attention.
     """
 
-    bandwidth_bytes_per_s: float
-    matmul_flops_per_s: float
-    memory_bytes: float
+    bandwidth_bytes_per_s: Rate
+    matmul_flops_per_s: Rate
+    memory_bytes: Rate
     source: Literal["data-sheet", "measured"]
-    link_bytes_per_s: float | None = None
-    sms: int | None = None
-    clock_hz: float | None = None
-    instructions_per_cycle: float = INSTRUCTIONS_PER_CYCLE
+    link_bytes_per_s: Rate | None = None
+    sms: Annotated[int, Field(gt=0)] | None = None
+    clock_hz: Rate | None = None
+    instructions_per_cycle: Annotated[float, Field(gt=0, le=4)] = INSTRUCTIONS_PER_CYCLE
 
     def read_seconds(self, size_bytes: float) -> float:
         """Of reading so many bytes from its memory."""
@@ -93,21 +83,5 @@ def parse_devices(text: str, where: str) -> dict[str, Device]:
             rate that is not positive and finite.
     """
     where = f"device file {where}"
-    data = read_yaml(text, where)
-    if not isinstance(data, Mapping):
-        raise RecipeError(f"{where}: expected a mapping from device names to their rates, got {shorten(data)}.")
-    devices = {}
-    for key, fields in data.items():
-        name = key if isinstance(key, str) else shorten(key)
-        device: Device = Reader(where).read(Device, fields, name)
-        for rate in RATES:
-            value = getattr(device, rate)
-            if value is not None and value <= 0:
-                raise RecipeError(f"{where}: {name}.{rate}: got {value}, expected a positive number.")
-        if device.instructions_per_cycle > SCHEDULERS:
-            raise RecipeError(
-                f"{where}: {name}.instructions_per_cycle: got {device.instructions_per_cycle}, an SM issues at most "
-                f"{SCHEDULERS}."
-            )
-        devices[name] = device
+    devices: dict[str, Device] = Reader(where).read(dict[str, Device], read_yaml(text, where))
     return devices

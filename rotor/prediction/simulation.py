@@ -23,12 +23,9 @@ from .instructions import group_instructions
 KEYS = 64
 """Keys in a tile of decoding."""
 
-ROW_BLOCK = COLUMN_BLOCK = 64
+ROW_BLOCK = 64
 TILE = 16
-"""The tensor cores' granularity: widths and blocks are multiples of it."""
-
-REGISTERS_PER_SM = 65536
-"""32-bit registers of one SM (sm_80 to sm_100)."""
+"""The tensor cores' granularity: blocks are multiples of it."""
 
 Part = tuple[int, int]
 """A task, and how many of its tiles."""
@@ -178,30 +175,20 @@ def simulate(
     return balances
 
 
-def work_per_key(qk_rank: int, v_rank: int) -> int:
-    """d_sum = d_qk + d_v + 1: multiply-adds per query row and key, the softmax counted as one (FDC section 5.3)."""
-    return qk_rank + v_rank + 1
+def row_blocks(widths: Sequence[tuple[int, int]]) -> list[int]:
+    """Rows of a block, B_r, for each (d_qk, d_v), so that every block is about the same work.
 
-
-def balanced_row_blocks(widths: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(B_r, B_c) for each (d_qk, d_v), so that every row block is about the same work.
-
-    The widest takes ROW_BLOCK rows; another takes d_sum_max / d_sum as many, rounded up to a multiple of TILE. Where
-    the accumulators then exceed the registers of an SM, B_c is halved, down to TILE.
+    The widest takes ROW_BLOCK rows; another takes as many more as it is narrower, rounded up to a multiple of TILE.
 
     Source: FDC section 5.3 (prefill) and section 6.1.
     """
-    largest = max(work_per_key(*width) for width in widths)
-    blocks = []
-    for qk_rank, v_rank in widths:
-        rows = ROW_BLOCK * largest / work_per_key(qk_rank, v_rank)
-        row_block = -int(-rows // TILE) * TILE
-        column_block = COLUMN_BLOCK
-        # float32 output and score accumulators, 16-bit query rows.
-        while column_block > TILE and row_block * (v_rank + column_block + qk_rank / 2) > REGISTERS_PER_SM:
-            column_block //= 2
-        blocks.append((row_block, column_block))
-    return blocks
+    largest = max(map(work_per_key, widths))
+    return [-int(-ROW_BLOCK * largest / work_per_key(width) // TILE) * TILE for width in widths]
+
+
+def work_per_key(width: tuple[int, int]) -> int:
+    """d_sum = d_qk + d_v + 1: multiply-adds per query row and key, the softmax counted as one (FDC section 5.3)."""
+    return sum(width) + 1
 
 
 def row_block_costs(seq_len: int, past: int, rows: int, pack: int, others: int) -> list[float]:
@@ -219,22 +206,14 @@ def makespan(costs: Sequence[float], sms: int) -> float:
     return max(ends)
 
 
-@dataclass(frozen=True)
-class PrefillBalance:
-    """A prefill over all layers: time over what it would take if every SM were loaded alike.
-
-    equal: row blocks of ROW_BLOCK rows for every group. balanced: of B_r rows. Both with the longest first.
-    """
-
-    equal: float
-    balanced: float
-
-
 def simulate_prefill(
     layouts: Sequence[LayerLayout], shape: AttentionShape, chunk: int, past: int, batch_size: int, sms: int
-) -> PrefillBalance:
+) -> dict[str, float]:
     """Simulate a prefill of `chunk` new tokens of each sequence after `past` cached ones.
 
+    Returns:
+        Time over that of even loads, over all layers, of row blocks of ROW_BLOCK rows (`equal`) and of B_r rows
+        (`balanced`), both with the longest first.
     Raises:
         UsageError: no new token, sequence or SM.
 
@@ -244,20 +223,16 @@ def simulate_prefill(
         raise UsageError(
             f"a prefill of {chunk} tokens on {sms} SMs: expected positive numbers.", "Example: --chunk 512"
         )
-    mean = equal = balanced = 0.0
+    mean, spans = 0.0, {"equal": 0.0, "balanced": 0.0}
     for layout in layouts:
-        pack = layout.group_size * shape.heads_per_kv
         widths = [(group.key.width, group.values.width) for group in layout.groups]
-
-        def costs(rows: list[int], widths: list[tuple[int, int]] = widths, pack: int = pack) -> list[float]:
-            found = []
-            for count, width in zip(rows, widths, strict=True):
-                keys = row_block_costs(chunk, past, count, pack, batch_size)
-                found += [count * work_per_key(*width) * met for met in keys]
-            return sorted(found, reverse=True)
-
-        alike = costs([ROW_BLOCK] * len(widths))
-        mean += sum(alike) / sms
-        equal += makespan(alike, sms)
-        balanced += makespan(costs([rows for rows, _ in balanced_row_blocks(widths)]), sms)
-    return PrefillBalance(equal / mean, balanced / mean)
+        pack = layout.group_size * shape.heads_per_kv
+        for name, rows in (("equal", [ROW_BLOCK] * len(widths)), ("balanced", row_blocks(widths))):
+            costs = [
+                count * work_per_key(width) * keys
+                for count, width in zip(rows, widths, strict=True)
+                for keys in row_block_costs(chunk, past, count, pack, batch_size)
+            ]
+            spans[name] += makespan(sorted(costs, reverse=True), sms)
+            mean += sum(costs) / sms if name == "equal" else 0.0
+    return {name: span / mean for name, span in spans.items()}

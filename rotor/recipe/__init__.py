@@ -6,7 +6,7 @@ nearest known key. Any field can be overridden by its dotted name (`tokens.count
 
 from .reading import bundled_recipes, device_overrides, load_recipe, override, parse_recipe, text_overrides
 from .recipe import EXPORT_SECTIONS, Recipe
-from .sections import Bases, CacheSettings, Codes, Evaluation, Groups, ObjectiveSettings, Ranks, Search, Tokens
+from .sections import Bases, CacheSettings, Codes, Evaluation, Groups, ObjectiveSettings, Prune, Ranks, Search, Tokens
 
 __all__ = [
     "EXPORT_SECTIONS",
@@ -16,6 +16,7 @@ __all__ = [
     "Evaluation",
     "Groups",
     "ObjectiveSettings",
+    "Prune",
     "Ranks",
     "Recipe",
     "Search",

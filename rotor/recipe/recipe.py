@@ -22,6 +22,7 @@ from .sections import (
     Evaluation,
     Groups,
     ObjectiveSettings,
+    Prune,
     Ranks,
     Search,
     Tokens,
@@ -40,6 +41,7 @@ class Recipe:
     summary: str
     """What it is, in a sentence."""
     tokens: Tokens = Tokens()
+    prune: Prune = Prune()
     groups: Groups = Groups()
     bases: Bases = Bases()
     ranks: Ranks = Ranks()

@@ -65,12 +65,29 @@ class Tokens:
     """Of the data set."""
     column: str = "text"
     """Of the data set, with the text."""
+    topic_column: str | None = None
+    """Of the data set, with the topics that `prune` goes by; null for a single topic."""
     count: Count = 8192
-    """Tokens in all."""
+    """Tokens in all, before any are pruned."""
     seq_len: RowLength = 512
     """Tokens in a row, or the model's longest sequence if that is shorter."""
     seed: Seed = 0
     """Of what is drawn: random tokens, the text that the model writes, the order of a data set."""
+
+
+@dataclass(frozen=True, config=MODEL)
+class Prune:
+    """Pruning of calibration data, and centroids that stand for the rest (ZDC section 5.1)."""
+
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the sequences dropped within each topic, at random (ZDC: 0.5)."""
+    kmeans: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    """Centroids that replace queries, keys and values, of each KV head or group apart; null for the exact moments,
+    which are both more accurate and cheaper."""
+    weighted: bool = True
+    """Each centroid counts as often as there are vectors in its cluster, instead of each alike."""
+    seed: Seed = 0
+    """Of which sequences are dropped, and of the first centroids."""
 
 
 @dataclass(frozen=True, config=MODEL)

@@ -27,8 +27,8 @@ class StudyPlan:
     parts: names of those to run, in the order of PARTS; named: of them, the ones that were asked for by name.
     recipes: by name, under the same conditions. focus: names of those that the parts are about which calibrate many
     times, or search many targets. base: what the ablations change, or None without them; variants: its ablations by
-    name. at: compression at which `tokens` is measured. counts: numbers of calibration tokens. sizes:
-    bytes of cache per token, or None for the default.
+    name. at: compression at which `tokens` and `pruning` are measured. counts: numbers of calibration tokens.
+    sizes: bytes of cache per token, or None for the default.
     prompt_share: of a row of text, that is the prompt where caches are read step by step.
     """
 

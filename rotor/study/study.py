@@ -103,7 +103,7 @@ def study(
         focus: names of the recipes for `sources`, `tokens`, `degradation`, `front` and `tiers`; by default
             the first.
         ablations: overrides of the recipe `ablation_base` by name.
-        at: compression at which `tokens` is measured.
+        at: compression at which `tokens` and `pruning` are measured.
         counts: numbers of calibration tokens for `tokens`.
         sizes: bytes of cache per token at which `peers` measures the recipes; by default shares of the uncompressed
             model's.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..bases.layer import LayerBases
 from ..bases.registry import sides_that_read_tokens
 from ..calibration.run import Run
 from ..data.splits import held_out_documents
+from ..errors import DataError
+from ..format.places import remove
 from ..recipe import Evaluation, Recipe
 from .bases import SIDE_LABELS
 from .context import StudyContext
+from .records import first_candidates, point_record, stage_seconds
 from .store import StudyStore
 
 SOURCES: dict[str, dict[str, Any]] = {
@@ -60,6 +65,30 @@ def write_text(study: StudyContext, recipe: Recipe, source: str) -> None:
         for index, document in enumerate(getattr(held_out_documents(recipe.evaluation), SPLIT[source])):
             (staging / f"{index:05d}.txt").write_text(document, "utf-8")
         staging.rename(folder)
+
+
+def measure_variant(
+    study: StudyContext, recipe: Recipe, facts: dict[str, Any], describe: Callable[[list[LayerBases]], Any]
+) -> dict[str, Any]:
+    """A point at the study's fixed compression, of a calibration that is removed again.
+
+    Args:
+        facts: that the record begins with. describe: gives its `bases`.
+    """
+    folder, at, record = study.folder("variant"), study.plan.at, facts
+    try:
+        run = study.calibrate(folder, recipe, overwrite=True)
+        record = {**facts, "seconds": stage_seconds(run)}
+        measurer = study.measurer(run, recipe)
+        plan = measurer.path(recipe).at_compression(at)
+        if plan is None:
+            return {**record, "skipped": f"compression {at:g} is out of reach"}
+        return {**record, **point_record(measurer.measure(plan)), "bases": describe(first_candidates(run))}
+    except DataError as error:  # fewer tokens than dimensions, or than the text has, or than centroids
+        return {**record, "skipped": error.message}
+    finally:
+        if folder.is_dir():
+            remove(folder, "run")
 
 
 def reads_tokens(recipe: Recipe) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,6 @@ from ...kernels.rotary import Rotation
 from .attention import RotorSelfAttention
 from .layers import Loading, Plan
 from .pages import PagedLayer, Step
-from .requests import Request, check_request, separate_stores
 from .served import PREFIX
 
 __all__: list[str] = []
@@ -65,34 +63,26 @@ def watch(architecture: str) -> None:
             native.verify_and_update_config(vllm_config)
             stored: Any = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
             if is_compressed({"quantization_config": stored}):
-                request = _request(vllm_config)
-                check_request(request, CompressedSection(**stored))
-                separate_stores(request, vllm_config.kv_transfer_config)
+                plan, parallel = _plan(vllm_config, stored), vllm_config.parallel_config
+                lora = vllm_config.lora_config is not None
+                plan.check(vllm_config.cache_config.cache_dtype, lora, parallel.decode_context_parallel_size)
+                plan.separate_stores(vllm_config.kv_transfer_config)
 
     MODELS_CONFIG_MAP[architecture] = Requests
 
 
-def _request(vllm_config: Any) -> Request:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    return Request(
-        model.hf_config,
-        model.model,
-        model.revision,
-        model.dtype,
-        model.max_model_len,
-        parallel.tensor_parallel_size,
-        parallel.decode_context_parallel_size,
-        vllm_config.cache_config.cache_dtype,
-        vllm_config.lora_config is not None,
-    )
+def _plan(vllm_config: Any, stored: dict[str, Any]) -> Plan:
+    model, section = vllm_config.model_config, CompressedSection(**stored)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return Plan(model.hf_config, section, model.model, model.revision, model.dtype, model.max_model_len, ranks)
 
 
 class Compressed:
     """Before a native model class: builds it with compressed attention, and loads that."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        plan = Plan.of(_request(vllm_config), CompressedSection(**vllm_config.quant_config.config))
-        loading = Loading(plan.family, plan.shape)
+        plan = _plan(vllm_config, vllm_config.quant_config.config)
+        loading = Loading(plan)
         self.__dict__["_rotor"] = loading  # before nn.Module's own __init__
 
         def build(native: nn.Module) -> RotorSelfAttention:
@@ -117,21 +107,22 @@ def _attention(native: Any, plan: Plan, vllm_config: Any) -> RotorSelfAttention:
     attn, index = native.attn, extract_layer_index(native.attn.layer_name)
     # Falcon sums the outputs of attention and MLP over the ranks together.
     reduces = all(m.reduce_results for m in native.modules() if isinstance(m, RowParallelLinear))
-    alone = plan.request.tensor_parallel_size == 1
     module = RotorSelfAttention(
         index,
         plan.shard(index, get_tensor_model_parallel_rank()),
         {norm: native.get_submodule(norm) for norm in plan.family.norms},
-        rotation_table(native.rotary_emb, plan.request.max_model_len) if plan.shape.rotary_dim else None,
-        tensor_model_parallel_all_reduce if reduces and not alone else lambda output: output,
+        rotation_table(native.rotary_emb, plan.max_model_len) if plan.shape.rotary_dim else None,
+        tensor_model_parallel_all_reduce if reduces and plan.ranks > 1 else lambda output: output,
         plan.family.layer_returns_tuple,
     )
     softcap = getattr(attn.impl, "logits_soft_cap", None) or None  # 0 is none, on some backends
     device = torch.device(vllm_config.device_config.device)
     layer = plan.paged_layer(module, float(attn.impl.scale), softcap, attn.sliding_window, device)
-    layer.varlen = _varlen(layer.widest, plan.request.dtype)
+    layer.varlen = _varlen(layer.widest, plan.dtype)
     vllm_config.compilation_config.static_forward_context.pop(attn.layer_name)
-    module.attn = RotorCache(attn, layer, module.shard.parts, plan.row_bytes[index], plan.mixed, vllm_config)
+    module.attn = RotorCache(
+        attn, layer, module.shard.parts, plan.row_bytes[index], len(set(plan.kinds or ())) > 1, vllm_config
+    )
     return module
 
 
@@ -190,32 +181,24 @@ def __getattr__(name: str) -> type[nn.Module]:
     return made
 
 
-_tables: WeakKeyDictionary[nn.Module, Rotation] = WeakKeyDictionary()
-
-
-def rotation_table(rotary: nn.Module, length: int) -> Rotation:
+def rotation_table(rotary: Any, length: int) -> Rotation:
     """Compute cos and sin, each [length, rotary_dim], both halves alike; vLLM's own are rounded to the model's dtype.
 
     Args:
+        rotary: vLLM's module; layers share it, and it keeps their table.
         length: positions that there are, max_model_len. Where frequencies depend on it (longrope), vLLM has decided for
             one set of them, and so does this.
     """
-    known = _tables.get(rotary)
-    if known is None or len(known[0]) < length:
-        cos, sin = _both(rotary).float()[:length].chunk(2, dim=-1)
-        known = torch.cat([cos, cos], -1).contiguous(), torch.cat([sin, sin], -1).contiguous()
-        _tables[rotary] = known
-    return known[0][:length], known[1][:length]
-
-
-def _both(rotary: Any) -> Tensor:
-    """[positions, rotary_dim]: cosines, then sines, of half the dimensions each."""
-    arguments: tuple[Any, ...] = ()
-    if hasattr(rotary, "use_long_rope"):
-        which = "long" if rotary.use_long_rope else "short"
-        length = "max_position_embeddings" if rotary.use_long_rope else "original_max_position_embeddings"
-        arguments = tuple(getattr(rotary, name) for name in (length, f"{which}_factor", f"{which}_mscale"))
-    return rotary._compute_cos_sin_cache(*arguments)
+    if not hasattr(rotary, "rotor_table"):
+        arguments: tuple[Any, ...] = ()
+        if hasattr(rotary, "use_long_rope"):
+            which = "long" if rotary.use_long_rope else "short"
+            most = "max_position_embeddings" if rotary.use_long_rope else "original_max_position_embeddings"
+            arguments = tuple(getattr(rotary, name) for name in (most, f"{which}_factor", f"{which}_mscale"))
+        halves = rotary._compute_cos_sin_cache(*arguments).float()[:length].chunk(2, dim=-1)
+        rotary.rotor_table = tuple(torch.cat([half, half], -1).contiguous() for half in halves)
+    cos, sin = rotary.rotor_table
+    return cos, sin
 
 
 class RotorCache(nn.Module, AttentionLayerBase):

@@ -1,20 +1,25 @@
-"""From what a compressed checkpoint says to the layers of a model, and from its tensors to their parameters.
+"""From what a compressed checkpoint says, and vLLM is asked for, to the layers of a model and their parameters.
 
-Plain tensors, nothing of vLLM.
+Plain tensors, nothing of vLLM but its KVTransferConfig, which is changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UsageError
 from ...format.file_names import KERNEL_CONFIG
-from ...format.kernel_config import LayerKernels
+from ...format.hashes import file_sha256
+from ...format.kernel_config import KernelConfig
 from ...format.layout import AttentionShape, LayerLayout
+from ...format.manifest import MANIFEST, Manifest
 from ...format.section import CompressedSection
 from ...kernels.defaults import default_layer
 from ...kernels.dispatch import layer_served
@@ -23,40 +28,115 @@ from ...runtime.families import FAMILIES, Family, attention_shape
 from ...runtime.kernel_choice import kernels_of
 from .attention import RotorSelfAttention
 from .pages import PagedLayer
-from .requests import Request
-from .shards import Shard, padded_rows, row_bytes, shard_of
+from .shards import Shard, check_size, padded_rows, row_bytes, shard_of
+from .stores import keep_apart, prefix_mark
 
 
 @dataclass(frozen=True)
 class Plan:
     """What the layers of a checkpoint are to become.
 
-    layouts, kernels: of whole layers. row_bytes: of a token in the cache. mixed: the model mixes sliding windows and
-    full attention.
+    config: config.json, with `section` in it. model: a folder, or a name on the hub, of which `revision` is asked for.
+    ranks: of tensor parallelism.
     """
 
-    request: Request
-    family: Family
-    shape: AttentionShape
-    biases: list[str]
-    layouts: list[LayerLayout]
-    kernels: tuple[LayerKernels, ...]
-    row_bytes: list[int]
-    mixed: bool
+    config: Any
+    section: CompressedSection
+    model: str
+    revision: str | None
+    dtype: torch.dtype
+    max_model_len: int
+    ranks: int
 
-    @classmethod
-    def of(cls, request: Request, section: CompressedSection) -> Plan:
-        config, size = request.hf_config, request.tensor_parallel_size
-        shape = attention_shape(config)
-        layouts = section.layouts(shape)
-        kinds = getattr(config, "layer_types", None)
-        rows = padded_rows([row_bytes(layout, size, request.dtype.itemsize) for layout in layouts], kinds)
-        kernels = kernels_of(section, request.file(KERNEL_CONFIG), shape).layers
-        family, mixed = FAMILIES[config.model_type], len(set(kinds or ())) > 1
-        return cls(request, family, shape, section.biases, layouts, kernels, rows, mixed)
+    @cached_property
+    def shape(self) -> AttentionShape:
+        return attention_shape(self.config)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.config.model_type]
+
+    @cached_property
+    def layouts(self) -> list[LayerLayout]:
+        """Of whole layers."""
+        return self.section.layouts(self.shape)
+
+    @cached_property
+    def kernels(self) -> KernelConfig:
+        """Of whole layers."""
+        return kernels_of(self.section, self.file(KERNEL_CONFIG), self.shape)
+
+    @property
+    def kinds(self) -> list[str] | None:
+        """Of layers: sliding windows and full attention."""
+        return getattr(self.config, "layer_types", None)
+
+    @cached_property
+    def row_bytes(self) -> list[int]:
+        """Of a token in the cache, by layer."""
+        return padded_rows([row_bytes(own, self.ranks, self.dtype.itemsize) for own in self.layouts], self.kinds)
+
+    def file(self, name: str) -> Path | None:
+        """A file of the checkpoint's folder; None where there is none, or the hub cannot be asked."""
+        folder = Path(self.model)
+        if folder.is_dir():
+            path = folder / name
+            return path if path.is_file() else None
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(self.model, name, revision=self.revision))
+        except (OSError, ValueError):  # what the hub's own errors are
+            return None
+
+    def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
+        """Raises UsageError for what vLLM is asked for and this checkpoint cannot do."""
+        check_size(self.layouts, self.shape, self.ranks)
+        policy = getattr(self.section, "cache", None)
+        if policy is not None:
+            raise UsageError(
+                f"{self.model}: exported with a cache policy ({policy.get('method', policy)}), which vLLM's cache "
+                "cannot keep.",
+                "Export it without --cache, or serve with transformers.",
+            )
+        if cache_dtype != "auto":
+            raise UsageError(
+                f"--kv-cache-dtype {cache_dtype}: what a compressed checkpoint caches has its own bits per channel.",
+                "Leave it out, or export with fewer bits.",
+            )
+        if lora:
+            raise UsageError(
+                "LoRA: adapters are trained on projections that compression has rewritten.",
+                "Merge the adapter into the source model and compress that.",
+            )
+        if context_parallel > 1:
+            raise UsageError(
+                "--decode-context-parallel-size: not supported for compressed checkpoints.", "Use tensor parallelism."
+            )
+
+    def separate_stores(self, transfer: Any) -> None:
+        """Keep prefixes in external stores apart by checkpoint and dtype; see stores.keep_apart.
+
+        Args:
+            transfer: vLLM's KVTransferConfig, or None.
+        Raises:
+            UsageError: the checkpoint has no manifest, or see there.
+            CheckpointError: a file is not what its manifest says.
+        """
+        if transfer is None or transfer.kv_connector is None:
+            return
+        path = self.file(MANIFEST)
+        if path is None:
+            raise UsageError(
+                f"--kv-transfer-config: {self.model} has no {MANIFEST}, by whose digest prefixes are kept apart.",
+                "Serve the folder as `rotor export` wrote it.",
+            )
+        # The hub's own snapshots are links, and known by their hashes.
+        digest = checked_digest(path.parent) if Path(self.model).is_dir() else file_sha256(path)
+        keep_apart(transfer, prefix_mark(digest, str(self.dtype).removeprefix("torch.")))
 
     def shard(self, index: int, rank: int) -> Shard:
-        return shard_of(self.layouts[index], self.shape, self.biases, rank, self.request.tensor_parallel_size)
+        return shard_of(self.layouts[index], self.shape, self.section.biases, rank, self.ranks)
 
     def paged_layer(
         self,
@@ -67,41 +147,49 @@ class Plan:
         device: torch.device,
     ) -> PagedLayer:
         """What attends for a module: over its parameters, by the kernels where they serve the layer."""
-        shard, dtype = module.shard, self.request.dtype
-        layout, shape = shard.layout, shard.shape
+        layout, shape = module.shard.layout, module.shard.shape
         # What the file says is of the whole layer.
-        kernels = self.kernels[module.index] if self.request.tensor_parallel_size == 1 else default_layer(layout)
+        kernels = self.kernels.layers[module.index] if self.ranks == 1 else default_layer(layout)
         return PagedLayer(
-            shard,
-            dtype,
+            module.shard,
+            self.dtype,
             AttentionParameters(layout, shape, scaling, module.query_basis, module.key_constant, softcap),
             module.key_basis,
             module.key_shift,
             (module.cos, module.sin) if layout.in_blocks else None,
             window,
-            kernels if layer_served(layout, shape, dtype, device) else None,
+            kernels if layer_served(layout, shape, self.dtype, device) else None,
         )
+
+
+@lru_cache(maxsize=4)
+def checked_digest(folder: Path) -> str:
+    """The digest of a folder's manifest; raises CheckpointError where a file is not what it says. Once a process."""
+    manifest = Manifest.read(folder)
+    wrong = [f"{name} {problem}" for name in sorted(manifest.files) if (problem := manifest.problem(name))]
+    if wrong:
+        raise CheckpointError(f"{folder}: {'; '.join(wrong)}.", "Run `rotor validate`; export it again.")
+    return manifest.digest
 
 
 class Loading:
     """Tensors of attention on their way from the checkpoint to the modules of this process."""
 
-    def __init__(self, family: Family, shape: AttentionShape) -> None:
-        self.family, self.shape = family, shape
+    def __init__(self, plan: Plan) -> None:
+        self.family = plan.family
+        full = {self.family.attention_prefix(index): index for index in range(plan.shape.num_layers)}
+        self.prefixes = {name.partition(".")[2]: index for name, index in full.items()} | full  # the original GPT-2's
         self.modules: dict[int, RotorSelfAttention] = {}
         self.held: dict[int, dict[str, Tensor]] = {}
 
     def others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Hold what is attention's, pass on the rest."""
-        full = {self.family.attention_prefix(index): index for index in range(self.shape.num_layers)}
-        bare = {name.partition(".")[2]: index for name, index in full.items()}  # the original GPT-2
-        prefixes = bare | full
         for name, tensor in weights:
-            prefix = next((p for p in prefixes if name.startswith(p)), None)
+            prefix = next((p for p in self.prefixes if name.startswith(p)), None)
             if prefix is None:
                 yield name, tensor
-            elif prefixes[prefix] in self.modules:  # else another pipeline stage's
-                self.held.setdefault(prefixes[prefix], {})[name[len(prefix) :]] = tensor
+            elif self.prefixes[prefix] in self.modules:  # else another pipeline stage's
+                self.held.setdefault(self.prefixes[prefix], {})[name[len(prefix) :]] = tensor
 
     def finish(self) -> set[str]:
         """Fill the modules; the names of their parameters in the model.
@@ -109,12 +197,9 @@ class Loading:
         Raises:
             CheckpointError: a layer's tensors are not all there.
         """
-        missing = sorted(set(self.modules) - set(self.held))
-        if missing:
-            raise CheckpointError(f"no attention weights of layers {missing}.", "Run `rotor validate`.")
         names = set()
-        for index, tensors in self.held.items():
-            self.modules[index].load(tensors)
+        for index, module in self.modules.items():
+            tensors = self.held.pop(index, {})
+            module.load(tensors)
             names |= {f"{self.family.attention_prefix(index)}{name}" for name in tensors}
-        self.held.clear()
         return names

@@ -5,6 +5,7 @@ Plain tensors, nothing of vLLM. By the Triton kernels where they serve the layer
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from ...format.kernel_config import LayerKernels
 from ...kernels.parameters import AttentionParameters
-from ...kernels.reference import project_keys
-from ...kernels.rotary import Rotation
-from . import reference
+from ...kernels.reference import partial_attention, project_keys
+from ...kernels.rotary import Rotation, when_read
+from ...kernels.rows import pack_layer
 from .shards import Shard
 
 
@@ -38,44 +39,35 @@ class Step:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    _decodes: dict[int | None, dict[str, Any]] = field(default_factory=dict)
-    _prompts: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    _requests: dict[Any, dict[str, Any]] = field(default_factory=dict)
 
-    def decodes(self, window: int | None) -> dict[str, Any]:
-        """Requests that decode, as the kernels take them in layers of a window, made once a step: views, which a CUDA
-        graph goes on reading.
+    def requests(self, first: int, end: int, window: int | None) -> dict[str, Any]:
+        """Requests that all decode, or are all prompts, as the kernels take them; made once a step.
+
+        Decoding requests are views, which a CUDA graph goes on reading. Prompts are copies: kernels are compiled for
+        tensors that begin where memory does.
         """
-        if window not in self._decodes:
-            from ...kernels.attention import ranges_of_pages  # imports Triton
-
-            count, most = self.num_decodes, self.most_decoded
-            starts, lengths = self.query_start_loc[: count + 1], self.seq_lens[:count]
-            self._decodes[window] = {
-                "block_table": self.block_table[:count],
-                "query_start_loc": starts,
-                "kv_lens": lengths,
-                "max_query_len": most,
-                "max_kv_len": self.most_keys,
-                "total_kv_len": sum(self.lengths[:count]),
-                "keys": ranges_of_pages(starts, lengths, self.starts[count], most, window),
-            }
-        return self._decodes[window]
-
-    def prompts(self, first: int, end: int) -> dict[str, Any]:
-        """Some prompts, likewise, made once a step; copies, as kernels are compiled for tensors that begin where memory
-        does.
-        """
-        if (first, end) not in self._prompts:
+        decodes = end == self.num_decodes
+        known = self._requests.setdefault((first, end, window if decodes else None), {})
+        if not known:
             starts, lengths = self.starts[first : end + 1], self.lengths[first:end]
-            self._prompts[first, end] = {
-                "block_table": self.block_table[first:end].clone(),
-                "query_start_loc": self.query_start_loc[first : end + 1] - starts[0],
-                "kv_lens": self.seq_lens[first:end].clone(),
-                "max_query_len": max(after - before for before, after in pairwise(starts)),
-                "max_kv_len": max(lengths),
-                "total_kv_len": sum(lengths),
-            }
-        return self._prompts[first, end]
+            locations, kv_lens = self.query_start_loc[first : end + 1], self.seq_lens[first:end]
+            known |= {"block_table": self.block_table[first:end], "total_kv_len": sum(lengths)}
+            if decodes:
+                from ...kernels.attention import ranges_of_pages  # imports Triton
+
+                known |= {"max_query_len": self.most_decoded, "max_kv_len": self.most_keys}
+                known["keys"] = ranges_of_pages(locations, kv_lens, starts[-1], self.most_decoded, window)
+            else:
+                longest = max(after - before for before, after in pairwise(starts))
+                known |= {"max_query_len": longest, "max_kv_len": max(lengths)}
+                known["block_table"], locations, kv_lens = (
+                    known["block_table"].clone(),
+                    locations - starts[0],
+                    kv_lens.clone(),
+                )
+            known |= {"query_start_loc": locations, "kv_lens": kv_lens}
+        return known
 
 
 @dataclass
@@ -117,7 +109,7 @@ class PagedLayer:
                 values, or their part of joint ones, or nothing.
             slots: [tokens]: page times page_size plus the row in it; negative: the token is not kept.
         """
-        key, value, shard = key[: len(slots)], value[: len(slots)], self.shard
+        key, value, shard, layout = key[: len(slots)], value[: len(slots)], self.shard, self.shard.layout
         if self.key_basis is not None:
             key = key.unflatten(-1, (-1, shard.shape.head_dim))
         if self.kernels is not None:
@@ -128,9 +120,14 @@ class PagedLayer:
             append(key[None], value[None], shard.key_layout, shard.key_shape, **bases, **to)
             return
         if self.key_basis is not None:
-            heads, of_values = key.transpose(0, 1)[None], value[None, None] if shard.layout.joint else None
+            heads, of_values = key.transpose(0, 1)[None], value[None, None] if layout.joint else None
             key = project_keys(heads, self.key_basis, shard.key_layout, self.key_shift, of_values)[0, 0]
-        reference.write_rows(key, value, shard.layout, self.rows(pages), slots)
+        # Without asking the host what is not kept goes into page 0, which engines give to nobody.
+        slots, page_size = slots.clamp(min=0).long(), pages.shape[1]
+        key_rows, value_rows = self.rows(pages)
+        key_rows[slots // page_size, slots % page_size] = pack_layer(key, layout, keys=True)
+        if not layout.joint:
+            value_rows[slots // page_size, slots % page_size] = pack_layer(value, layout, keys=False)
 
     def attend(self, query: Tensor, pages: Tensor, step: Step, output: Tensor) -> None:
         """Attention of a step's tokens into `output`, [at least tokens, sum over query heads of value width].
@@ -138,25 +135,68 @@ class PagedLayer:
         Args:
             query: [at least tokens, *], rotated heads side by side, or absorbed ones.
         """
-        shape, rows, parameters = self.shard.shape, self.rows(pages), self.parameters
-        common: dict[str, Any] = {"rotation": self.rotation, "window": self.window}
+        shape, rows = self.shard.shape, self.rows(pages)
         if shape.rotary_dim:
             query = query.unflatten(-1, (shape.num_heads, shape.head_dim))
         if self.kernels is None:
-            host: dict[str, Any] = {"starts": step.starts, "lengths": step.lengths, "kv_lens": step.seq_lens}
-            key, value = rows
-            reference.attend_pages(
-                query, key, value, parameters, block_table=step.block_table, out=output, **host, **common
-            )
+            for requests, tokens in step_batches(step.starts, step.lengths):
+                index = torch.tensor(tokens, device=query.device)
+                longest = max(step.lengths[i] for i in requests)
+                output[index] = self.attend_alike(
+                    query[index], rows, step.block_table[requests], step.seq_lens[requests], longest
+                )
             return
         from ...kernels.attention import attend_pages  # imports Triton
 
         runs = [(0, step.num_decodes)] if step.num_decodes else []
         for first, end in runs + within(step.lengths, step.num_decodes, self.most_keys):
             own = slice(step.starts[first], step.starts[end])
-            requests = step.decodes(self.window) if end == step.num_decodes else step.prompts(first, end)
-            options = requests | common | {"varlen": self.varlen, "out": output[own]}
-            attend_pages(query[own], *rows, parameters, self.kernels, **options)
+            attend_pages(
+                query[own], *rows, self.parameters, self.kernels, **step.requests(first, end, self.window),
+                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[own],
+            )  # fmt: skip
+
+    def attend_alike(
+        self, query: Tensor, rows: tuple[Tensor, Tensor], block_table: Tensor, kv_lens: Tensor, longest: int
+    ) -> Tensor:
+        """In plain PyTorch: causal attention of the last tokens of each sequence, as many of each, over its pages.
+
+        Args:
+            query: [batch_size, seq_len, num_heads, head_dim], rotated, or absorbed [batch_size, seq_len, sum over query
+                heads of width].
+            rows: of pages, which hold these tokens' own rows already.
+            block_table: [batch_size, pages of a sequence]. kv_lens: [batch_size], the new tokens among them.
+            longest: at least the largest of these, known to the host.
+        Returns:
+            [batch_size, seq_len, sum over query heads of value width] in query's dtype.
+        """
+        page_size, seq_len, window, kv_lens = rows[0].shape[1], query.shape[1], self.window, kv_lens.long()
+        position = kv_lens[:, None] - seq_len + torch.arange(seq_len, device=query.device)  # of the queries
+        span, first_page = longest, torch.zeros_like(kv_lens)
+        if window is not None:
+            first_page = (position[:, 0] - window + 1).clamp(min=0) // page_size
+            span = min(longest, window + seq_len + page_size)
+        places = first_page[:, None] * page_size + torch.arange(span, device=query.device)  # of the keys
+        pages = block_table.gather(1, (places // page_size).clamp(max=block_table.shape[1] - 1)).long()
+        stored = places < kv_lens[:, None]
+
+        def gathered(pages_of: Tensor) -> Tensor:
+            """[batch_size, 1, span, bytes]; zeros where pages hold anything, NaN too."""
+            return pages_of[pages, places % page_size].masked_fill_(~stored[..., None], 0).unsqueeze(1)
+
+        key = gathered(rows[0])
+        value = key if self.shard.layout.joint else gathered(rows[1])
+        visible = places[:, None] <= position[..., None]
+        if window is not None:
+            visible &= places[:, None] > position[..., None] - window
+        key_rotation = None
+        if self.rotation is not None:
+            own = places.clamp(max=len(self.rotation[0]) - 1)
+            own = own[0] if window is None else own.unsqueeze(1)
+            key_rotation = when_read(self.rotation, self.parameters.layout.form, own)
+        query_heads = query.transpose(1, 2) if query.dim() == 4 else query
+        found = partial_attention(query_heads, key, value, self.parameters, key_rotation, visible.unsqueeze(1))
+        return found[0].to(query.dtype)
 
     def decodes(self, tokens: int) -> bool:
         """Whether a CUDA graph may be captured of requests of so many tokens each: they are decoded by one kernel."""
@@ -189,6 +229,18 @@ class PagedLayer:
         from ...kernels.stock import MOST_BYTES  # imports Triton
 
         return MOST_BYTES // (2 * self.shard.shape.num_kv_heads * self.widest * self.dtype.itemsize)
+
+
+def step_batches(starts: list[int], lengths: list[int]) -> list[tuple[list[int], list[list[int]]]]:
+    """Requests that are attended to at once, and their tokens: those of one token whose lengths are within twice each
+    other (or one block), others one by one.
+    """
+    batches: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i, length in enumerate(lengths):
+        count = starts[i + 1] - starts[i]
+        if count:
+            batches[count, i if count > 1 else max(length, 63).bit_length()].append(i)
+    return [(own, [list(range(starts[i], starts[i + 1])) for i in own]) for own in batches.values()]
 
 
 def within(lengths: list[int], first: int, most: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """The parts of a study that rotor has: each is a class in a file of its name."""
 
 PARTS = (
-    *("curves", "sources", "tokens", "degradation", "ablation", "front"),
+    *("curves", "sources", "tokens", "degradation", "pruning", "ablation", "front"),
     *("peers", "quantise", "evict", "budgets", "combine", "tiers"),
 )
 """In the order in which a study measures them."""

@@ -7,19 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...errors import DataError
-from ...format.places import remove
 from ...recipe import Recipe
 from ..bases import SIDE_LABELS, compare_bases
 from ..context import StudyContext
 from ..part import Part, Task
 from ..plots import KL_LABEL, LEAST_KL, double_x, draw_legend, draw_line
-from ..records import first_candidates, point_record, stage_seconds
+from ..records import first_candidates
 from ..store import StudyStore
 from ..tables import Table, point_cells
 from ..variants import (
     compared_by_tokens,
     from_source,
+    measure_variant,
     share_cell,
     variant_folder,
     variant_run,
@@ -86,22 +85,8 @@ def _draw(records: dict[str, dict[str, Any]], figure: Any) -> None:
 
 
 def _measure(study: StudyContext, name: str, source: str, variant: Recipe) -> dict[str, Any]:
-    """A point at the study's fixed compression, of a calibration that is removed again."""
-    recipe, folder, at = study.plan.recipes[name], study.folder("variant"), study.plan.at
+    recipe = study.plan.recipes[name]
     reference = first_candidates(variant_run(study, name, recipe, REFERENCE))
     write_text(study, recipe, source)
-    record: dict[str, Any] = {"recipe": name, "source": source, "count": variant.tokens.count}
-    try:
-        run = study.calibrate(folder, variant, overwrite=True)
-        record["seconds"] = stage_seconds(run)
-        measurer = study.measurer(run, variant)
-        plan = measurer.path(variant).at_compression(at)
-        if plan is None:
-            return {**record, "skipped": f"compression {at:g} is out of reach"}
-        bases = compare_bases(reference, first_candidates(run))
-        return {**record, **point_record(measurer.measure(plan)), "bases": bases}
-    except DataError as error:  # fewer tokens than dimensions, or than the text has
-        return {**record, "skipped": error.message}
-    finally:
-        if folder.is_dir():
-            remove(folder, "run")
+    facts = {"recipe": name, "source": source, "count": variant.tokens.count}
+    return measure_variant(study, variant, facts, partial(compare_bases, reference))

@@ -1,0 +1,154 @@
+"""Dropped sequences, and K-means moments against exact ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import DEMO_MODEL, FAST_EVALUATION, relative_error
+
+from rotor.bases.moments import LayerStatistics
+from rotor.calibration.calibrate import calibrate
+from rotor.calibration.pruning import ClusteredStatistics, StreamingKMeans, prune_rows
+from rotor.calibration.run import read_statistics
+from rotor.data.tokens import CalibrationTokens
+from rotor.errors import DataError, NumericsError
+from rotor.format.layout import AttentionShape
+from rotor.recipe import Prune, load_recipe, parse_recipe
+
+SHAPE = AttentionShape(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=8, hidden_size=64)
+
+
+def labelled(**topics: int) -> CalibrationTokens:
+    names = tuple(name for name, count in topics.items() for _ in range(count))
+    return CalibrationTokens(torch.arange(len(names))[:, None].expand(-1, 4).clone(), names)
+
+
+def activations(tokens: int, distinct: int | None = None) -> dict[str, torch.Tensor]:
+    """Random queries, keys and values; of `distinct` tokens, each repeated, where it is given."""
+    generator = torch.Generator().manual_seed(0)
+    pick = torch.arange(tokens) % (distinct or tokens)
+    heads = {"query": 8, "key_post": 4, "value": 4}
+    return {n: torch.randn(distinct or tokens, h, 8, generator=generator)[pick] for n, h in heads.items()}
+
+
+def clustered(prune: Prune, data: dict[str, torch.Tensor], batch: int, group_size: int = 1) -> LayerStatistics:
+    found = ClusteredStatistics(SHAPE, group_size, prune=prune, layer=7)
+    for start in range(0, len(data["value"]), batch):
+        found.add({name: tensor[start : start + batch] for name, tensor in data.items()})
+    return found.finish()
+
+
+def exact(data: dict[str, torch.Tensor], group_size: int = 1) -> LayerStatistics:
+    found = LayerStatistics(SHAPE, group_size)
+    found.add(data)
+    return found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9])
+def test_the_share_is_dropped_within_each_topic(share: float) -> None:
+    tokens = labelled(a=40, b=17, c=3, d=100)
+    kept, again, other = (prune_rows(tokens, Prune(share=share, seed=seed)) for seed in (0, 0, 1))
+    assert len(kept.topics) == len(kept.rows) == 160 - round(160 * share)
+    for topic, count in tokens.topic_counts().items():
+        assert abs(kept.topic_counts().get(topic, 0) - count * (1 - share)) < 1
+    assert kept.rows[:, 0].diff().gt(0).all()  # the order is kept
+    assert all(tokens.topics[i] == topic for i, topic in zip(kept.rows[:, 0].tolist(), kept.topics, strict=True))
+    assert torch.equal(kept.rows, again.rows)
+    assert torch.equal(kept.rows, other.rows) == (share == 0)
+
+
+def test_too_little_to_prune() -> None:
+    with pytest.raises(DataError, match=r"prune.share 0.9 leaves none of 1 rows(.|\n)*tokens.count=N"):
+        prune_rows(labelled(a=1), Prune(share=0.9))
+    with pytest.raises(DataError, match=r"prune.kmeans: 9 centroids for 8 tokens"):
+        prune_rows(labelled(a=4), Prune(share=0.5, kmeans=9))
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_as_many_centroids_as_distinct_vectors_give_the_exact_moments(group_size: int) -> None:
+    data = activations(1500, distinct=20)
+    expected = exact(data, group_size)
+    found = clustered(Prune(kmeans=48), data, 100, group_size)  # 40 distinct queries a KV head
+    assert type(found) is LayerStatistics
+    assert found.tokens == 1500
+    assert found.sums.keys() == expected.sums.keys()
+    for name, total in expected.sums.items():
+        assert relative_error(found.sums[name], total) < 1e-12
+
+
+def test_unweighted_centroids_count_alike_and_empty_ones_not_at_all() -> None:
+    """20 distinct vectors, one three times as often as the others: its weight is theirs."""
+    data = {name: torch.cat([x, x[:1], x[:1]]) for name, x in activations(20).items()}
+    found = clustered(Prune(kmeans=22, weighted=False), data, 22)
+    for name, total in exact({name: x[:20] for name, x in data.items() if name != "query"}).sums.items():
+        assert relative_error(found.sums[name], total) < 1e-12  # 22 tokens / 22 centroids: factor 1
+
+
+def test_weighted_centroids_keep_the_mean_and_lose_the_variance_within_clusters() -> None:
+    """Counts and running means are exact: sum_c n_c c = sum x, and the moment never exceeds the exact one."""
+    vectors = np.random.default_rng(0).standard_normal((5000, 16)) + 1.0
+    lost = []
+    for k in (8, 64, 512):
+        stream = StreamingKMeans(k, seed=0)
+        for part in np.array_split(vectors, 7):
+            stream.add(part)
+        centroids, counts = stream.finish()
+        assert counts.sum() == 5000
+        np.testing.assert_allclose(counts @ centroids, vectors.sum(0), rtol=1e-10)
+        gap = vectors.T @ vectors - (centroids * counts[:, None]).T @ centroids
+        assert np.linalg.eigvalsh(gap).min() > -1e-8 * np.trace(gap)
+        lost.append(np.trace(gap))
+    assert lost[0] > lost[1] > lost[2] > 0
+
+
+def test_the_result_depends_on_the_seed_and_not_on_how_tokens_are_batched() -> None:
+    data = activations(3000)
+    whole, parts, other = (
+        clustered(Prune(kmeans=32, seed=seed), data, size).sums for size, seed in ((3000, 0), (113, 0), (3000, 1))
+    )
+    for name in data:
+        assert torch.equal(whole[name], parts[name])
+        assert not torch.equal(whole[name], other[name])
+
+
+def test_what_o_proj_receives_stays_exact() -> None:
+    data = activations(1100) | {"output": torch.randn(1100, 8, 16, generator=torch.Generator().manual_seed(1))}
+    found, expected = clustered(Prune(kmeans=16), data, 1100, 2), exact(data, 2)
+    assert torch.equal(found.sums["output"], expected.sums["output"])
+    assert not torch.allclose(found.sums["value"], expected.sums["value"])
+    torch.testing.assert_close(found.sums["key_post_mean"], expected.sums["key_post_mean"])
+
+
+def test_a_vector_that_is_not_finite_names_its_layer() -> None:
+    data = activations(10)
+    data["value"][3, 2, 1] = float("nan")
+    with pytest.raises(NumericsError, match=r"layer 7: value is not finite(.|\n)*--dtype float32"):
+        clustered(Prune(kmeans=4), data, 10)
+
+
+def test_recipe_round_trip() -> None:
+    recipe = load_recipe("fdc", ["prune.share=0.5", "prune.kmeans=1024", "tokens.source=synthetic"])
+    assert recipe.prune == Prune(0.5, 1024, True, 0)
+    assert parse_recipe(recipe.to_yaml(), "x") == recipe
+    assert load_recipe("fdc").prune == Prune()
+
+
+def test_calibrating_with_pruned_topics_and_centroids(tmp_path: Path) -> None:
+    for topic in ("one", "two"):
+        (tmp_path / "text" / topic).mkdir(parents=True)
+        (tmp_path / "text" / topic / "a.txt").write_text(f"def {topic}(a, b):\n    return a + b\n" * 400)
+    settings = ["tokens.count=2048", "tokens.seq_len=64", *FAST_EVALUATION, "tokens.source=text", "prune.share=0.5"]
+    settings.append(f"tokens.path={tmp_path / 'text'}")
+    run = calibrate(DEMO_MODEL, tmp_path / "run", "fdc", [*settings, "prune.kmeans=64"])
+    info = run.info["tokens"]
+    assert (info["count"], info["rows"], info["pruned_rows"]) == (1024, 16, 16)
+    assert info["topics"] == {"one": 8, "two": 8}
+    other = calibrate(DEMO_MODEL, tmp_path / "exact", "fdc", settings)
+    for layer in (0, 4):
+        found, expected = (read_statistics(r.folder, layer, r.shape).sums for r in (run, other))
+        for name in (name for name in found if not name.endswith("_mean")):
+            whole, kept = (sums[name].diagonal(dim1=-2, dim2=-1).sum() for sums in (expected, found))
+            assert 0.5 * whole < kept < whole
