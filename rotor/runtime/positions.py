@@ -126,7 +126,7 @@ class PositionCheck:
             _compare(shifts, queries, first, _visible(mask, begin, len(queries)))
 
     def _was_compared(self, mask: Tensor | None, layer_idx: int) -> bool:
-        """Whether another layer of this pass has visible to this mask; layers come in their order, a pass begins anew."""
+        """Whether another layer of this pass compared this mask; layers come in their order, a pass begins anew."""
         if layer_idx <= self._layer:
             self._masks = []
         self._layer = layer_idx
@@ -165,6 +165,7 @@ def _compare(shifts: Tensor, queries: range, first: int, visible: Tensor | None)
         query = torch.arange(queries.start, queries.stop, device=shifts.device)
         visible = torch.arange(first, first + count, device=shifts.device) <= query[:, None]
     else:
+        # Padding does not see itself.
         own = torch.arange(len(queries), device=visible.device)
         visible = (
             visible[..., :count] & visible[:, own, own + queries.start - first, None]
