@@ -167,9 +167,7 @@ def _compare(shifts: Tensor, queries: range, first: int, visible: Tensor | None)
     else:
         # Padding does not see itself.
         own = torch.arange(len(queries), device=visible.device)
-        visible = (
-            visible[..., :count] & visible[:, own, own + queries.start - first, None]
-        )  # padding does not see itself
+        visible = visible[..., :count] & visible[:, own, own + queries.start - first, None]
     wrong = differs & visible
     if bool(wrong.any()):
         sequence, query, key = wrong.nonzero()[0].tolist()
