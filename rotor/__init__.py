@@ -46,35 +46,21 @@ if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
-    from .calibration.calibrate import calibrate
-    from .calibration.run import Run
-    from .errors import RotorError
-    from .evaluation.fitting import fit_cache_policy
-    from .export.export import ExportResult, export
-    from .planning.inspection import Inspection, inspect
-    from .policies import use_cache_policy
-    from .progress import Progress
-    from .study.study import Study, study
-    from .validation.integrity import Validation
-    from .validation.validate import validate
+    from .calibration.calibrate import calibrate as calibrate
+    from .calibration.run import Run as Run
+    from .errors import RotorError as RotorError
+    from .evaluation.fitting import fit_cache_policy as fit_cache_policy
+    from .export.export import ExportResult as ExportResult
+    from .export.export import export as export
+    from .planning.inspection import Inspection as Inspection
+    from .planning.inspection import inspect as inspect
+    from .policies import use_cache_policy as use_cache_policy
+    from .progress import Progress as Progress
+    from .study.study import Study as Study
+    from .study.study import study as study
+    from .validation.integrity import Validation as Validation
+    from .validation.validate import validate as validate
 
-__all__ = [
-    "ExportResult",
-    "Inspection",
-    "Progress",
-    "RotorError",
-    "Run",
-    "Study",
-    "Validation",
-    "__version__",
-    "calibrate",
-    "export",
-    "fit_cache_policy",
-    "inspect",
-    "study",
-    "use_cache_policy",
-    "validate",
-]
 _MODULES = {
     "ExportResult": "export.export",
     "Inspection": "planning.inspection",
@@ -91,6 +77,7 @@ _MODULES = {
     "use_cache_policy": "policies",
     "validate": "validation.validate",
 }
+__all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,8 +19,6 @@ from typing_extensions import is_typeddict
 
 from .errors import RecipeError, RotorError
 
-LARGEST_INTEGER = 2**63 - 1
-
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = _shortener.maxlong = 60
 _shortener.maxlevel = 2
@@ -108,10 +106,10 @@ class Reader:
             return self.error(f"{self.where}: {reason}.", self.hint)
         value, path = from_json(data), []
         for key in found["loc"]:  # what follows names a missing key, or an option of a union
-            known: Any = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-            if key not in known:
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
                 break
-            value = value[key]  # type: ignore[index]
             path.append(key)
         place = joined(name, *path)
         if found["type"] == "missing" and isinstance(value, dict):
@@ -123,7 +121,7 @@ class Reader:
                 f"Known keys: {', '.join(joined(name, *path[:-1], key) for key in known)}.",
             )
         expected = options(kind, path)
-        names = [name for option in expected for name in (*option.get("names", ()), *_choices(option))]
+        names = [name for option in expected for key in ("names", "enum") for name in option.get(key, ())]
         return self.error(
             f"{self.where}: {place and f'{place}: '}got {shorten(value)}, expected "
             f"{' or '.join(map(in_words, expected)) or found['msg']}{nearest_name(value, names)}",
@@ -170,8 +168,10 @@ def in_words(schema: dict[str, Any]) -> str:
     """What a JSON schema asks for, as errors and references have it."""
     if "expected" in schema:
         return str(schema["expected"])
-    if choices := _choices(schema):
-        return "one of " + ", ".join(map(str, choices)) if len(choices) > 1 else str(choices[0])
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
     kind = str(schema.get("type"))
     if kind == "array":
         return f"a list of {len(schema['prefixItems'])}" if "prefixItems" in schema else "a list"
@@ -184,12 +184,8 @@ def _range(schema: dict[str, Any]) -> str:
     if "minimum" in schema and "maximum" in schema:
         return f" from {schema['minimum']} to {schema['maximum']}"
     words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-    bounds = " and ".join(f"{word} {schema[bound]}" for bound, word in words.items() if bound in schema)
-    return bounds and f" {bounds}"
-
-
-def _choices(schema: dict[str, Any]) -> list[Any]:
-    return [schema["const"]] if "const" in schema else schema.get("enum", [])
+    bounds = [f"{word} {schema[bound]}" for bound, word in words.items() if bound in schema]
+    return f" {' and '.join(bounds)}" if bounds else ""
 
 
 def nearest_name(word: object, known: Iterable[str]) -> str:
@@ -202,19 +198,14 @@ def nearest_name(word: object, known: Iterable[str]) -> str:
 
 def shorten(value: object) -> str:
     """A value as it stands in an error, however large it is."""
-    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        return "a number of more than 63 bits"  # the decimal text of a huge integer is refused by Python
     try:
         text = _shortener.repr(list(value) if isinstance(value, tuple) else value)  # as YAML and JSON have it
-    except ValueError:
-        return f"a {type(value).__name__} with a number of more than 63 bits"
+    except ValueError:  # the decimal text of a huge integer is refused by Python
+        return f"a {type(value).__name__} with a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def joined(*keys: str | int) -> str:
     """A dotted name; an index stands in brackets."""
-    name = ""
-    for key in keys:
-        part = f"[{key}]" if isinstance(key, int) else key if len(key) <= 60 else f"{key[:57]}..."
-        name += part if isinstance(key, int) or not (name and part) else f".{part}"
-    return name
+    parts = (f"[{key}]" if isinstance(key, int) else f".{key[:60]}" for key in keys if key != "")
+    return "".join(parts).removeprefix(".")

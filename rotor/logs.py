@@ -45,8 +45,9 @@ class LogFile(logging.FileHandler):
         with suppress(OSError):
             super().flush()
 
-
-FORMAT = Lines("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+    def note(self, level: int, text: str) -> None:
+        """A line in the file alone: on the terminal the command line says it in its own words."""
+        self.handle(log.makeRecord(log.name, level, __file__, 0, text, (), None))
 
 
 @contextmanager
@@ -63,26 +64,21 @@ def log_file(folder: Path, command: str) -> Iterator[None]:
         log.info("no log is kept: %s: %s", folder / LOG, error.strerror)
         yield
         return
-    handler.setFormatter(FORMAT)
+    handler.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
     arguments = shlex.join(sys.argv[1:])
     try:
-        _note(handler, logging.INFO, f"{command} begins" + (f" ({arguments})" if arguments else ""))
+        handler.note(logging.INFO, f"{command} begins" + (f" ({arguments})" if arguments else ""))
         yield
-        _note(handler, logging.INFO, f"{command} has finished")
+        handler.note(logging.INFO, f"{command} has finished")
     except BaseException as error:
         text = " ".join(str(error).split())
-        _note(handler, logging.ERROR, f"{command} ended by {type(error).__name__}{': ' + text if text else ''}")
+        handler.note(logging.ERROR, f"{command} ended by {type(error).__name__}{': ' + text if text else ''}")
         raise
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
         with suppress(OSError):
             handler.close()
-
-
-def _note(handler: logging.Handler, level: int, text: str) -> None:
-    """A line in the file alone: on the terminal the command line says it in its own words."""
-    handler.handle(log.makeRecord(log.name, level, __file__, 0, text, (), None))

@@ -1,10 +1,18 @@
-"""Random states of heads, and the affine code of them in float64."""
+"""Random states of heads, the affine code of them in float64, and caches of a policy."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
+
+from rotor.policies import Policy
+
+
+def cache_of(policy: Policy, config) -> Cache:
+    """A cache that follows a policy, for a model that was not given it: rows have no padding."""
+    return Cache(layers=policy.layers(config.num_hidden_layers))
 
 
 def states(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

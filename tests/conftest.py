@@ -26,7 +26,7 @@ from tiny_models import CONFIGS, LLAMA3_ROPE, MOE, NO_ROPE, SIZES, build_tiny  #
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.cli import console
-from rotor.format.manifest import NO_DIGEST, Manifest, write_manifest
+from rotor.format.manifest import Manifest, write_manifest
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
@@ -172,11 +172,7 @@ def calibrated(model: Path, out: Path, domain: str, size: int | str, **bases: st
 
 def reseal(folder: Path) -> str:
     """Give an edited run or checkpoint a manifest that fits, as somebody might who means harm; its new digest."""
-    manifest = Manifest.read(folder)
-    card = folder / "README.md"
-    if card.is_file():
-        card.write_text(card.read_text().replace(manifest.digest, NO_DIGEST))
-    return write_manifest(folder, manifest.kind)
+    return write_manifest(folder, Manifest.read(folder).kind)
 
 
 def in_memory(run: Run, rewrite_dtype: torch.dtype | None = None) -> CompressibleModel:

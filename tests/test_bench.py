@@ -13,7 +13,7 @@ from random_layers import NARROW, SHAPE, WIDE, layout_of
 from typer.testing import CliRunner
 
 from rotor.bench import attention, gpu
-from rotor.bench.attention import CHECKED_QUERIES, pytorch_path, quartiles, random_problem, relative_error, timed
+from rotor.bench.attention import CHECKED_QUERIES, pytorch_path, random_problem, relative_error
 from rotor.bench.bench import BenchSettings, bench, spread_layers
 from rotor.bench.precompile import named_layouts
 from rotor.cli.commands import app
@@ -60,13 +60,6 @@ def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> 
     json.dumps(report)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_kernels_are_measured_on_a_gpu(folder: Path) -> None:
-    report = bench(folder, BenchSettings((300,), (200,), (1, 3), layers=2, repetitions=2, new_tokens=2), device="cuda")
-    assert {r["phase"] for r in report["attention"] if r["row"] == "rotor, kernel"} == {"decode", "prefill"}
-
-
 @pytest.mark.parametrize("seq_len", [1, 24])
 @pytest.mark.parametrize("wrong", ["scaled", "nan"])
 def test_a_wrong_row_stops_the_report(folder: Path, wrong: str, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,15 +99,6 @@ def test_rows_agree_with_the_truth(layout: LayerLayout, seq_len: int) -> None:
     assert exact.dtype == torch.float64
     assert exact.shape[:2] == (3, min(seq_len, CHECKED_QUERIES))
     assert relative_error(pytorch_path(problem)(), exact) < 4e-6
-
-
-def test_repetitions_are_interleaved() -> None:
-    order = []
-    times = timed({name: lambda name=name: order.append(name) for name in ("a", "b")}, torch.device("cpu"), 2)
-    assert order == ["a", "b"] * 2
-    assert set(times) == {"a", "b"}
-    assert quartiles([3.0, 1.0, 2.0]) == {"median": 2.0, "low": 1.5, "high": 2.5}
-    assert set(quartiles([1.0]).values()) == {1.0}
 
 
 def test_layers_are_spread_over_the_depth() -> None:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 
 from rotor.errors import UsageError
 from rotor.format.layout import POST_ROPE, KeyForm, kv_bytes_per_token
-from rotor.policies import PerToken, make_cache, stored_bytes
+from rotor.policies import stored_bytes
 from rotor.validation.validate import cache_bytes_per_token
 
 PRE, SLOW, SOME = KeyForm(64, 8), KeyForm(8, 0), KeyForm(8, 3)
@@ -210,5 +210,3 @@ def test_what_cannot_be_run_is_refused(pair) -> None:
         UsageError, match=r"layer 0: a quantised cache \(Quantised\) was given rows of codes: this checkpoint"
     ):
         model(rows, past_key_values=cache)
-    with pytest.raises(UsageError, match=r"rows of torch.uint8, which are codes already"):
-        model(rows, past_key_values=make_cache(PerToken(bits=4, group=8), model.config))

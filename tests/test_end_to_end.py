@@ -30,7 +30,7 @@ from rotor.format.section import MARK
 from rotor.recipe import override
 from rotor.search.point import as_lists
 from rotor.search.search import rank_path
-from rotor.search.table import RankTable, any_probes
+from rotor.search.table import RankTable, read_probes
 from rotor.validation.validate import SourceMeasurements, validate
 
 
@@ -314,7 +314,9 @@ def test_ranks_may_choose_domain_and_group_size_for_latency(tiny, tmp_path: Path
         assert result.report["compression"]["stored"] >= 0.4
         checked = validate(result.folder, measure=False)
         assert not checked.damaged, [c for c in checked.checks if c.status == "fail"]
-    path = rank_path(run.bases(), run, override(run.recipe, ["objective.kind=latency"]), any_probes(run))
+    (probes,) = (run.folder / "probes").iterdir()
+    found = read_probes(run, probes.stem)
+    path = rank_path(run.bases(), run, override(run.recipe, ["objective.kind=latency"]), found)
     plan = path.at_compression(0.4)
     assert plan is not None
     assert plan.saving != pytest.approx(plan.stored)

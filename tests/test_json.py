@@ -15,7 +15,7 @@ from rotor.cli.app import print_json
 from rotor.errors import CheckpointError
 from rotor.export.export import export
 from rotor.format.atomic import write_json
-from rotor.search.table import RankTable, any_probes
+from rotor.search.table import RankTable, read_probes
 from rotor.study.store import StudyStore
 
 NOT_FINITE = {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": (1.5, math.nan), "e": "NaN"}
@@ -51,7 +51,7 @@ def test_an_edited_measurement_is_refused(run: Run, folder: str, tmp_path: Path,
     path.write_text(original.replace(number, "1" + number[1:] if number[0] == "0" else "0" + number[1:]))
     try:
         with pytest.raises(CheckpointError, match=f"{path.name}: differs from the SHA-256 in it"):
-            RankTable.latest(run) if folder == "tables" else any_probes(run)
+            RankTable.latest(run) if folder == "tables" else read_probes(run, path.stem)
         arguments = ["--compression", "0.3", "--set", "ranks.method=global"]
         expect_error(
             capsys, 1, "differs from the SHA-256", "export", run.folder, "-o", tmp_path / "new", *arguments, "-q"

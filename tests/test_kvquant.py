@@ -1,4 +1,4 @@
-"""KVQuant: levels and ranges found on calibration text, against float64; outliers; stored, loaded and judged with."""
+"""KVQuant: levels and ranges found on calibration text, against float64; outliers; stored, loaded and measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.evaluation.fitting import layer_samples
 from rotor.export.export import export
 from rotor.policies import CodedLayer, KVQuant, LayerSample, cache_policy, find_policy, policy_of, read_stored
-from rotor.policies.levels import weighted_means
+from rotor.policies.methods.kvquant import weighted_means
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -116,21 +116,6 @@ def test_codes_are_those_of_float64(outliers: float) -> None:
             np.testing.assert_allclose(decoded, expected, rtol=2e-3, atol=1e-2)
 
 
-def test_weights_decide_where_levels_lie() -> None:
-    found = sample()
-    heavy = torch.where(found.values > found.values.median(), 1.0, 1e-4)
-    weighed = LayerSample(found.keys, found.values, heavy, heavy)
-
-    def error(policy: KVQuant) -> float:
-        code = policy.streams()[1].codec
-        x = found.values.unsqueeze(1)
-        return float(((code.decode(code.encode(x), 1, 12) - x)[:, 0] * heavy).square().sum())
-
-    plain = LayerSample(found.keys, found.values, torch.ones_like(heavy), torch.ones_like(heavy))
-    policy = KVQuant(2, outliers=0.0, first=0)
-    assert error(policy.fitted([weighed])) < 0.7 * error(policy.fitted([plain]))
-
-
 def test_first_tokens_and_outliers_are_kept_as_they_are() -> None:
     policy = KVQuant(2, outliers=0.1, first=3).fitted([sample()])
     layer = policy.layers(1)[0]
@@ -191,8 +176,9 @@ def test_an_uncompressed_model_is_fitted_and_generates(tiny) -> None:
         output = model.generate(rows[:, :20], return_dict_in_generate=True, **options)
     assert isinstance(output.past_key_values.layers[0], CodedLayer)
     short = replace(policy.levels[1], key_low=(0.0,), key_high=(1.0,))
-    with pytest.raises(UsageError, match=r"layer 1: ranges of 1 key channels, the layer has \d+"):
-        rotor.use_cache_policy(model, replace(policy, levels=(policy.levels[0], short)))
+    other = replace(policy, levels=(policy.levels[0], short))
+    with cache_policy(model, other), pytest.raises(UsageError, match=r"ranges of 1 key channels, the layer has \d+"):
+        model.generate(rows[:, :20], **options)
     with pytest.raises(DataError, match="expected rows of two tokens"):
         rotor.fit_cache_policy(model, KVQuant(), rows[:, :1])
 

@@ -20,7 +20,7 @@ from rotor.evaluation.scoring import Scores, batch_logits, position_kl_div, quan
 from rotor.export.export import export
 from rotor.progress import Progress
 from rotor.recipe import Evaluation, load_recipe
-from rotor.recipe.metric_registry import METRICS, accuracy_field, describe
+from rotor.recipe.metric_registry import METRICS, metric_info
 from rotor.search.search import rank_path
 from rotor.search.table import RankTable
 from rotor.validation.validate import validate
@@ -101,8 +101,8 @@ def test_the_uncompressed_model_has_accuracy_one(name: str, demo) -> None:
     assert found.accuracy == 1
     assert found.interval == (1, 1)
     assert found.values.get("kl_div", 0) == 0
-    assert found.values[accuracy_field(name)] == 1
-    assert describe(name)
+    assert found.values[metric_info(name).accuracy_field] == 1
+    assert metric_info(name).description
     assert meter.left_out["search"] == {}
 
 
@@ -159,9 +159,9 @@ def test_export_and_validate_agree_on_a_metric(metric: str, run_copy, tmp_path: 
             if not point.has(split):
                 continue
             found = point.fidelity(split).values
-            assert {"text", "token_accuracy", "ppl_ratio", accuracy_field(metric)} <= set(found)
+            assert {"text", "token_accuracy", "ppl_ratio", metric_info(metric).accuracy_field} <= set(found)
             assert found["text"] == min(found["token_accuracy"], found["ppl_ratio"])
-            assert found[accuracy_field(metric)] == point.fidelity(split).accuracy
+            assert found[metric_info(metric).accuracy_field] == point.fidelity(split).accuracy
             if metric == "kl_div":
                 assert found["kl_accuracy"] == pytest.approx(math.exp(-found["kl_div"]), abs=1e-6)
             elif metric == "lookup":
@@ -171,7 +171,7 @@ def test_export_and_validate_agree_on_a_metric(metric: str, run_copy, tmp_path: 
     assert chosen["default"] == min(chosen[name] for name in ("token_accuracy", "ppl_ratio", "lookup", "copy"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"accuracy ({metric})" in card
-    assert describe(metric) in card
+    assert metric_info(metric).description in card
     for name in ("token_accuracy", "ppl_ratio", "lookup", "copy", "top1_agreement"):
         assert f"| {METRICS[name].label} | {chosen[name]:.4f}" in card
     filler = accuracy["base"]["report"]["copy_filler_tokens"]

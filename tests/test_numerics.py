@@ -18,9 +18,10 @@ from rotor.bases.weights import AttentionWeights
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run, read_fisher, read_statistics, write_fisher
 from rotor.data.tokens import synthetic_tokens
-from rotor.errors import NumericsError, RotorError
+from rotor.errors import NumericsError
 from rotor.evaluation.scoring import batch_logits
 from rotor.export.export import export
+from rotor.format.hashes import file_sha256
 from rotor.format.layout import POST_ROPE, AttentionShape, Candidate
 from rotor.models.checkpoint import Checkpoint
 from rotor.models.layerwise import LayerwiseModel
@@ -30,7 +31,6 @@ from rotor.numerics import check_parameters, first_not_finite
 from rotor.rewriting.compressible import CompressibleModel
 
 CPU = torch.device("cpu")
-VALUE = "model.layers.1.self_attn.v_proj.weight"
 
 
 @pytest.fixture
@@ -60,8 +60,14 @@ def edit(path: Path, name: str, value: float, every: bool = False) -> None:
     save_file(tensors, path, metadata=metadata)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", [VALUE, "model.embed_tokens.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.layers.1.self_attn.v_proj.weight", float("nan")),
+        ("model.embed_tokens.weight", float("inf")),
+        ("model.norm.weight", -float("inf")),
+    ],
+)
 def test_in_the_weights(name: str, value: float, model: Path, tmp_path: Path) -> None:
     edit(model / "model.safetensors", name, value)
     with pytest.raises(NumericsError, match=rf"model\.safetensors: tensor {name} has 1 elements that are NaN or Inf"):
@@ -88,8 +94,7 @@ def test_in_text_that_the_model_writes(model: Path) -> None:
         synthetic_tokens(ResidentWeights(network), 2, 16, network.config, tokenizer, 0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("moment", ["query", "key_64_8", "value"])
+@pytest.mark.parametrize(("moment", "value"), [("query", float("nan")), ("key_64_8", float("inf"))])
 def test_in_statistics_on_disk(moment: str, value: float, run_copy: Path) -> None:
     edit(run_copy / "statistics" / "layer-0001.safetensors", moment, value)
     opened = Run.open(run_copy)
@@ -112,27 +117,13 @@ def test_in_fisher_information(run_copy: Path) -> None:
         read_fisher(run_copy, opened.shape)
 
 
-def damage_bases(folder: Path, layer: int, side: str, part: str, value: float) -> None:
-    """Through the files, whatever their layout: every tensor whose name ends so."""
-    found = 0
-    for path in sorted(folder.rglob("*.safetensors")):
-        tensors = load_file(path)
-        for name in tensors:
-            in_layer = f"layers.{layer}." in name or f"-{layer:04d}" in path.name
-            if in_layer and name.endswith(f"{side}.{part}"):
-                edit(path, name, value)
-                found += 1
-    assert found
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("side", "part"), [("qk", "encode"), ("qk", "decode"), ("vo", "singular_values")])
-def test_in_bases_on_disk(side: str, part: str, value: float, run_copy: Path, tmp_path: Path) -> None:
-    damage_bases(run_copy, 1, side, part, value)
+@pytest.mark.parametrize(("part", "value"), [("qk.decode", float("nan")), ("vo.singular_values", float("inf"))])
+def test_in_bases_on_disk(part: str, value: float, run_copy: Path, tmp_path: Path) -> None:
+    path = run_copy / "bases" / "layer-0001.safetensors"
+    (name,) = [name for name in load_file(path) if name.endswith(part)]
+    edit(path, name, value)
     reseal(run_copy)
-    with pytest.raises(
-        NumericsError, match=rf"layer-0001\.safetensors: pre-2: {side}\.{part} has elements that are NaN or Inf"
-    ):
+    with pytest.raises(NumericsError, match=rf"{path.name}: pre-2: {part} has elements that are NaN or Inf"):
         export(run_copy, tmp_path / "out", compression=0.4)
     assert not (tmp_path / "out").exists()
 
@@ -158,21 +149,14 @@ def test_on_the_cast_of_rewritten_weights(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
     tensors[name] = torch.full_like(tensors[name], 65504.0)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    accept_changed_source(run.folder, model)
+    info = json.loads((run.folder / "run.json").read_text())
+    info["model"]["shards"] = {"model.safetensors": file_sha256(model / "model.safetensors")}
+    (run.folder / "run.json").write_text(json.dumps(info))
+    reseal(run.folder)
     text = r"model\.layers\.1\.self_attn\.o_proj\.weight: not finite after the cast to torch\.float16"
     with pytest.raises(NumericsError, match=text):
         export(run.folder, tmp_path / "out", compression=0.4)
     assert not (tmp_path / "out").exists()
-
-
-def accept_changed_source(run: Path, model: Path) -> None:
-    """Put the hashes of changed weights into run.json."""
-    from rotor.format.hashes import file_sha256
-
-    info = json.loads((run / "run.json").read_text())
-    info["model"]["shards"] = {"model.safetensors": file_sha256(model / "model.safetensors")}
-    (run / "run.json").write_text(json.dumps(info))
-    reseal(run)
 
 
 def test_on_the_cast_of_a_model_to_the_dtype_of_the_forward_passes(model: Path, tmp_path: Path) -> None:
@@ -217,4 +201,3 @@ def test_where_all_is_finite_nothing_is_named(model: Path) -> None:
     assert first_not_finite(network, lambda: network(rows)) == ""
     assert not any(module._forward_hooks for module in network.modules())
     check_parameters(network, "model")
-    assert issubclass(NumericsError, RotorError)

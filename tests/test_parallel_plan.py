@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from folded_models import Folding, write_pair
-from random_layers import LAYERS, layout_of, random_tensors, rotation_table
+from random_layers import LAYERS, layout_of
 from test_cli import rotor
 
 from rotor.format.channels import Numbers
 from rotor.format.layout import AttentionShape, LayerLayout
-from rotor.kernels.parameters import AttentionParameters
-from rotor.kernels.reference import attention, join, partial_attention
-from rotor.kernels.rotary import when_read
-from rotor.kernels.rows import pack_layer
 from rotor.parallel.attention import visible
-from rotor.parallel.plan import bounds, pieces, plan_layer
+from rotor.parallel.plan import bounds, plan_layer, token_runs
 from rotor.parallel.traffic import of_prompt, of_ring
 
 
@@ -58,7 +54,7 @@ def test_bounds_are_even() -> None:
 
 @pytest.mark.parametrize("tokens, processes", [(8, 4), (9, 4), (23, 3), (5, 1), (1000, 7)])
 def test_pieces_hold_every_token_once_and_share_the_causal_work(tokens: int, processes: int) -> None:
-    found = pieces(tokens, processes)
+    found = token_runs(tokens, processes)
     assert sorted(i for runs in found for run in runs for i in run) == list(range(tokens))
     work = [sum(i + 1 for run in runs for i in run) for runs in found]
     assert all(run for runs in found for run in runs)
@@ -78,46 +74,6 @@ def test_bytes_by_hand() -> None:
     assert of_prompt(layouts, shape, 40, 16, 2).queries > 0
     assert of_ring(48, 10, 2).total == rows.total
     assert of_ring(48, 10, 1).total == of_prompt(layouts, shape, 10, 1, 2).total == 0
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("seq_len", [1, 3])
-def test_parts_of_the_keys_join_to_the_whole(name: str, seq_len: int) -> None:
-    length, (layout, shape) = 150, LAYERS[name]
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator, dtype=torch.float64)
-
-    tensors = random_tensors(layout, shape)
-    parameters = AttentionParameters(layout, shape, 0.25, tensors.get("query_basis"), tensors.get("key_constant"))
-    sides = ((layout.key_rank, True), (layout.value_rank, False))
-    key, value = (pack_layer(4 * random(2, length, rank), layout, keys)[:, None] for rank, keys in sides)
-    absorbed = 2, seq_len, shape.num_heads // len(layout.groups) * layout.key_width
-    query = random(*(2, shape.num_heads, seq_len, shape.head_dim) if shape.rotary_dim else absorbed)
-    rotation = when_read(rotation_table(length, shape.rotary_dim), layout.form) if layout.in_blocks else None
-    attended = torch.ones(2, length, dtype=torch.bool)
-    attended[0, :40] = False
-    queries, every = torch.arange(length - seq_len, length), torch.arange(length)
-
-    def attend(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        of_keys = None if rotation is None else (rotation[0][None, None, indices], rotation[1][None, None, indices])
-        mask = visible(queries, indices, attended, 120)
-        return partial_attention(query, key[:, :, indices], value[:, :, indices], parameters, of_keys, mask)
-
-    whole, _ = attend(every)
-    shuffled = torch.randperm(length, generator=torch.Generator().manual_seed(0))
-    parts = [torch.arange(25), *shuffled[shuffled >= 25].split(50)]  # of the first, nothing is seen
-    widths = [group.values.width for group in layout.groups for _ in range(parameters.heads_per_group)]
-    found = [attend(part) for part in parts]
-    assert torch.isinf(found[0][1]).all()
-    joined, _ = join([output for output, _ in found], [log_sum for _, log_sum in found], widths)
-    torch.testing.assert_close(joined, whole)
-    mask = visible(queries, every, attended, 120)
-    expected = attention(query, key, value, parameters, rotation, mask)
-    torch.testing.assert_close(whole, expected, rtol=1e-9, atol=1e-9)
-    nothing, _ = join([found[0][0]] * 2, [found[0][1]] * 2, widths)
-    assert torch.equal(nothing, torch.zeros_like(nothing))
 
 
 def test_windows_and_padding() -> None:

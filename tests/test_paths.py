@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, calibrated
+from conftest import calibrated
 from test_cli import expect_error
 from test_end_to_end import contents
 
@@ -17,7 +14,7 @@ from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
 from rotor.errors import UsageError
 from rotor.export.export import export
-from rotor.format.places import OutputFolder, check_removable, is_same_or_inside, mark_unfinished, remove
+from rotor.format.places import OutputFolder, check_apart, check_removable, mark_unfinished, remove
 
 SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
 
@@ -99,10 +96,9 @@ def test_a_source_under_a_name_that_may_be_removed(run: Run, model: Path, tmp_pa
         for path in source.iterdir():
             (linked / path.name).symlink_to(path)
         before = contents(tmp_path)
-        for given in (source, linked):
-            for resume in (False, True):
-                with pytest.raises(UsageError, match="which rotor reads from"):
-                    calibrate(given, tmp_path / "L", "fdc", SETTINGS, overwrite=True, resume=resume)
+        for given, resume in ((source, False), (linked, True)):
+            with pytest.raises(UsageError, match="which rotor reads from"):
+                calibrate(given, tmp_path / "L", "fdc", SETTINGS, overwrite=True, resume=resume)
         assert contents(tmp_path) == before
         shutil.rmtree(tmp_path / name.split("/")[0])
         shutil.rmtree(linked)
@@ -127,7 +123,7 @@ def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(run: Run, tmp
     assert export(run.folder, tmp_path / "dangling", compression=0.4).folder == tmp_path / "new"
 
 
-@pytest.mark.parametrize("name", ["m[ab]", "**", "-rf [b]"])
+@pytest.mark.parametrize("name", ["m[ab]", "-rf **"])
 def test_names_with_a_meaning_to_others(run: Run, tmp_path: Path, name: str) -> None:
     """Neighbours that a pattern would match stay; so does the backup of `.ma`, which `m[ab]` once took."""
     neighbours = [tmp_path / f".{other}.rotor-0123456789abcdef{end}" for other in ("ma", "x") for end in ("", "-old")]
@@ -178,14 +174,14 @@ def test_the_root_files_and_long_names(run: Run, tmp_path: Path, capsys) -> None
 
 
 def test_places_are_compared_by_what_they_are(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert is_same_or_inside(tmp_path / "link" / "b" / "new", tmp_path / "a")
-    assert is_same_or_inside(tmp_path / "a", tmp_path / "link")
-    assert not is_same_or_inside(tmp_path / "ab", tmp_path / "a")
-    assert not is_same_or_inside(tmp_path / "a", tmp_path / "a" / "b")
-    assert not is_same_or_inside(tmp_path / "a", tmp_path / "nowhere")
-    assert OutputFolder.at(tmp_path / "link" / "x", "run").path == tmp_path / "a" / "x"
+    a, link = tmp_path / "a", tmp_path / "link"
+    (a / "b").mkdir(parents=True)
+    link.symlink_to(a)
+    for out, source, why in ((link / "b" / "new", a, "lies in"), (a, link / "b", "contains"), (a, link, "lies in")):
+        with pytest.raises(UsageError, match=why):
+            check_apart(out, [source])
+    check_apart(tmp_path / "ab", [a, a / "b", tmp_path / "nowhere"])
+    assert OutputFolder.at(link / "x", "run").path == a / "x"
 
 
 def test_removal(tmp_path: Path) -> None:
@@ -203,76 +199,3 @@ def test_removal(tmp_path: Path) -> None:
     remove(folder, "run")
     assert not folder.exists()
     assert (outside / "diary.txt").is_file()
-
-
-MOUNTS = """
-import subprocess, sys
-from pathlib import Path
-import rotor
-from rotor.format.manifest import Manifest
-from rotor.format.places import OutputFolder, is_mount
-
-run, model, place = map(Path, sys.argv[1:])
-
-def bind(what, where):
-    where.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "--bind", what, where], check=True)
-    assert is_mount(where)
-
-def refused(function, *arguments, **options):
-    try:
-        function(*arguments, **options)
-    except rotor.RotorError as error:
-        print(error.message.split(": ", 1)[1])
-    else:
-        print("done")
-
-alias = place / "alias"
-bind(model, alias)
-for out in (alias, alias / "x"):
-    refused(rotor.calibrate, model, out, overwrite=True)
-refused(rotor.calibrate, alias, model, overwrite=True)
-partial = place / "L.partial"
-bind(model, partial)
-refused(rotor.calibrate, model, place / "L", overwrite=True)
-# The source is a folder in OUT that is mounted elsewhere.
-(place / "run" / "statistics").mkdir(parents=True)
-(place / "run" / "unfinished.json").write_text('{"rotor_unfinished": 1, "kind": "run"}')
-subprocess.run(["cp", "-r", model, place / "run" / "statistics" / "model"], check=True)
-bind(place / "run" / "statistics" / "model", place / "inner")
-refused(rotor.calibrate, place / "inner", place / "run", overwrite=True)
-# OUT and RUN as mount points, [ and blanks in their names; two aliases of one folder.
-(place / "disk").mkdir()
-bind(place / "disk", place / "a [b] c")
-refused(rotor.export, run, place / "a [b] c", compression=0.4, overwrite=True)
-refused(rotor.calibrate, model, place / "a [b] c", overwrite=True)
-bind(place / "disk", place / "again")
-from rotor.format.locks import exclusive
-with exclusive(place / "again", "export"):
-    refused(rotor.export, run, place / "disk", compression=0.4, overwrite=True)
-print(list((place / "disk").iterdir()))
-"""
-
-
-@pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
-    reason="mounting needs a namespace of its own",
-)
-def test_mounts(run: Run, tmp_path: Path) -> None:
-    """Aliases of the source by bind mounts are refused, and so is a mount point as OUT."""
-    model = run.model_folder
-    before = contents(model)
-    place = tmp_path / "place"
-    done = subprocess.run(
-        ["unshare", "-m", sys.executable, "-c", MOUNTS, str(run.folder), str(model), str(place)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout.splitlines()
-    assert [line.split(" ")[0] for line in said[:5]] == ["lies", "lies", "lies", "contains", "contains"]
-    assert [line.startswith("is a mount point") for line in said[5:7]] == [True, True]
-    assert "in use by" in said[7]
-    assert said[8] == "[]"
-    assert contents(model) == before

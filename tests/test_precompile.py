@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rotor.bench import precompile as module
 from rotor.bench.precompile import count_layers, count_specialisation, named_layouts, named_subjects, parse_archs
 from rotor.cli.commands import app
-from rotor.errors import CheckpointError, UsageError
+from rotor.errors import UsageError
 from rotor.export.export import export
 from rotor.format.layout import kv_bytes_per_token
 from rotor.prediction.cost import DecodeStep
@@ -149,12 +149,3 @@ def test_requests_that_are_refused(folder: Path, tmp_path: Path, monkeypatch: py
     with pytest.raises(UsageError, match="not installed") as caught:
         count_layers(named_subjects(), [90], DEVICES, STEP)
     assert "PATH/TO/rotor[kernels]" in caught.value.hint
-
-
-def test_a_kernel_configuration_of_another_version(folder: Path, tmp_path: Path) -> None:
-    for path in folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    data = json.loads((tmp_path / "kernel_config.json").read_text())
-    (tmp_path / "kernel_config.json").write_text(json.dumps(data | {"version": 99}))
-    with pytest.raises(CheckpointError, match="version 99"):
-        module.subjects_of(tmp_path, "auto")

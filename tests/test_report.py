@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +14,7 @@ from conftest import DEMO_MODEL, reseal
 from test_cli import expect_error, rotor
 
 from rotor.calibration.run import Run
-from rotor.errors import CheckpointError, UsageError
+from rotor.errors import UsageError
 from rotor.evaluation.fidelity import Fidelity
 from rotor.export.export import export
 from rotor.format.atomic import write_json
@@ -28,7 +27,6 @@ from rotor.search.table import RankTable
 
 pytestmark = pytest.mark.usefixtures("figures")
 VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line", "polygon", "stop"}
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Page(HTMLParser):
@@ -134,7 +132,6 @@ def test_export_writes_both_reports_with_the_numbers_of_the_run(recipe: str, exp
     in_run = read(run / "report.html")
     seconds = json.loads((run / "run.json").read_text())["stages"]["capture"]["seconds"]
     assert f"{seconds:.2f}" in in_run.text
-    assert "rotor export run -o OUT --accuracy" in in_run.text
 
 
 def test_a_ratio_that_was_left_out_says_why() -> None:
@@ -208,59 +205,6 @@ def test_no_result_becomes_part_of_a_run_or_a_checkpoint(tmp_path: Path, capsys)
     out, inside = tmp_path / "checkpoint", tmp_path / "checkpoint" / "results.json"
     for command in (["bench", out, "-o"], ["traffic", out, "-o"], ["gpu", "-o"]):
         expect_error(capsys, 2, "lies in the checkpoint", *command, inside)
-
-
-def test_errors_name_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="neither run"):
-        report(tmp_path)
-    with pytest.raises(UsageError, match=r"\.html"):
-        report(tmp_path, tmp_path)
-
-
-def browse(page: Path, width: int, dark: bool, profile: Path) -> tuple[str, list[str]]:
-    """The page's DOM after it was laid out in a real browser, and what its console said."""
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
-            *("--enable-logging=stderr", f"--user-data-dir={profile}", scheme, f"--window-size={width},900"),
-            *("--dump-dom", page.resolve().as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-PROBE = """<script>document.body.dataset.seen = [
-  document.documentElement.scrollWidth <= innerWidth, getComputedStyle(document.body).backgroundColor,
-  [...document.querySelectorAll("svg")].every(svg => svg.getBoundingClientRect().height > 100)].join(" | ");
-</script>"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize(("dark", "background"), [(False, "rgb(251, 251, 253)"), (True, "rgb(18, 21, 27)")])
-def test_in_a_browser(width: int, dark: bool, background: str, exported, tmp_path: Path) -> None:
-    """No console errors, nothing wider than the screen, figures drawn, and the colours of the scheme."""
-    run, _ = exported("rotor-16")
-    page = tmp_path / "page.html"
-    page.write_text((run / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))
-    dom, console = browse(page, width, dark, tmp_path / "profile")
-    assert console == []
-    assert f'data-seen="true | {background} | true"' in dom
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_the_browser_does_report_console_errors(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text("<!doctype html><title>x</title><script>nothing.here()</script>")
-    assert browse(tmp_path / "page.html", 390, False, tmp_path / "profile")[1] != []
 
 
 def test_a_report_reads_no_bases(demo_run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from cache_truth import cache_of
 from conftest import DEMO_MODEL, FAST_EVALUATION, SHORT_TEXT, calibrated
 
 from rotor.errors import UsageError
 from rotor.evaluation.metrics.distance import Prompts
 from rotor.models.checkpoint import Checkpoint
-from rotor.policies import GEAR, KCVT, KVQuant, PerToken, make_cache
+from rotor.policies import GEAR, KCVT, KVQuant, PerToken
 from rotor.progress import Progress
 from rotor.rewriting.compressible import CompressibleModel
 from rotor.search import tiers as tier_search
@@ -64,7 +65,7 @@ def test_a_quantised_cache_is_measured_in_bytes_and_fidelity(bench) -> None:
     assert four.kv_bytes_per_token == 2 * 2 * 4 * (8 + 4)  # 16 codes in 8 bytes, scale and zero in 4
     assert four.compression == pytest.approx(1 - 12 / 32)
     assert set(four.answers) == set(four.hits) == {"copy"}
-    make = partial(make_cache, PerToken(4), bench.network.config)
+    make = partial(cache_of, PerToken(4), bench.network.config)
     assert bench.record("q", CachedModel(bench.network, make=make)) == four  # given, as transformers' own are
 
 

@@ -16,7 +16,7 @@ from test_cli import rotor as command
 
 from rotor.errors import AccuracyError, UsageError
 from rotor.export.export import export
-from rotor.policies import Tiers, find_policy
+from rotor.policies import Tiers
 from rotor.progress import Progress
 from rotor.search import tiers
 from rotor.search.probe import full_ranks
@@ -69,12 +69,6 @@ def test_ratios_rise_where_they_cost_least_until_the_limit(network: Any, monkeyp
         choose_tiers(network, ROWS, 1e-6, Progress())
 
 
-def test_what_is_measured_is_the_loss_that_the_policy_adds(network: Any) -> None:
-    policy, found = choose_tiers(network, ROWS, 0.05, Progress())
-    assert found <= 0.05
-    assert max(policy.qk_unimportant, policy.v_unimportant) > 0
-
-
 def test_an_export_chooses_ratios_and_stores_them(tiny, tmp_path, capsys) -> None:
     run = calibrated(tiny("llama"), tmp_path / "run", "post", 1)
     code, said, error = command(
@@ -102,15 +96,6 @@ def test_what_an_export_with_ratios_cannot_do_is_said(tiny, tmp_path) -> None:
     refused("for ranks that are known, got --cache h2o-50", compression=0.2, cache="h2o-50")
     refused("asks for ratios that are measured", compression=0.2, measure=False)
     assert not (tmp_path / "out").exists()
-
-
-def test_bundled_tiers_follow_the_text_where_equation_6_contradicts_it() -> None:
-    policy = find_policy("zdc")
-    assert isinstance(policy, Tiers)
-    assert policy.qk_unimportant > policy.qk_important
-    assert policy.qk_unimportant >= policy.v_unimportant
-    header = (Path(__file__).parents[1] / "recipes" / "cache" / "tiers-50.yaml").read_text()
-    assert "equation 6" in header
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many"])

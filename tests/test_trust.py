@@ -49,7 +49,7 @@ def counted(function, fatal):
 def killed_before(step):
     # Every step that changes the disk: the shards, JSON files, copies, flushes, renames.
     for place, name in (
-        (module, "write_shard"),
+        (module, "write_tensors"),
         (module, "write_json"),
         (module.shutil, "copyfile"),
         (publishing, "sync"),
@@ -224,7 +224,7 @@ def test_killed_at_random_moments(sharded: Run, tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_at_any_shard(sharded: Run, tmp_path: Path, monkeypatch) -> None:
     """OUT is absent, or the old one as it was; nothing else is left."""
     module = importlib.import_module("rotor.export.export")
-    write = module.write_shard
+    write = module.write_tensors
     shards = sorted(p.name for p in sharded.model_folder.glob("*.safetensors"))
     assert len(shards) >= 2
 
@@ -241,7 +241,7 @@ def test_a_disk_that_fills_up_at_any_shard(sharded: Run, tmp_path: Path, monkeyp
     export(sharded.folder, old, compression=0.3)
     before = contents(old)
     for name in shards:
-        monkeypatch.setattr(module, "write_shard", full_at(name))
+        monkeypatch.setattr(module, "write_tensors", full_at(name))
         with pytest.raises(RotorError, match="No space left on device"):
             export(sharded.folder, tmp_path / "new", compression=0.4)
         with pytest.raises(RotorError, match="No space left on device"):

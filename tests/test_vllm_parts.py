@@ -16,7 +16,7 @@ from random_layers import LAYERS, SHAPE, layout_of, random_tensors, rotation_tab
 from torch import Tensor, nn
 
 from rotor.errors import CheckpointError, UsageError
-from rotor.format.channels import Channels, Numbers
+from rotor.format.channels import Numbers
 from rotor.format.layout import AttentionShape, LayerLayout
 from rotor.format.tensors import layer_tensors
 from rotor.kernels.parameters import AttentionParameters
@@ -25,10 +25,9 @@ from rotor.kernels.rotary import Rotation, rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
 from rotor.plugins.vllm.attention import RotorSelfAttention
 from rotor.plugins.vllm.pages import PagedLayer, Step, step_batches, within
-from rotor.plugins.vllm.served import TESTED, refusal, served_name
+from rotor.plugins.vllm.served import TESTED, refusal
 from rotor.plugins.vllm.shards import Shard, check_size, padded_rows, row_bytes, shard_of
-from rotor.plugins.vllm.stores import OPTION, SEED, hash_seed, keep_apart, prefix_mark
-from rotor.runtime.families import FAMILIES, architectures
+from rotor.plugins.vllm.stores import OPTION, SEED, hash_seed, keep_apart
 
 ROOT = Path(__file__).parent.parent
 
@@ -171,11 +170,6 @@ def test_groups_are_dealt_so_that_rows_are_close_and_shared_groups_keep_their_ro
     assert shard_of(one, SHAPE, "", 3, 4).layout.kv_head_order == (0,)
 
 
-def test_groups_of_codes_begin_at_whole_sectors_only_where_there_are_several() -> None:
-    three = layout_of(1, [(Channels(n4=48), None)] * 4)
-    assert [row_bytes(three, size, 2) for size in (1, 2, 4)] == [4 * 32, 2 * 32, 24]
-
-
 def test_a_size_that_divides_nothing_is_refused_with_those_that_do() -> None:
     numbers = Numbers(16), Numbers(8)
     layouts = [layout_of(3, [numbers] * 2), layout_of(2, [numbers] * 3)]
@@ -233,12 +227,6 @@ def test_rows_are_padded_to_the_widest_of_their_kind_only_where_there_are_two() 
     assert padded_rows([10, 20, 30], ["sliding", "full", "sliding"]) == [30, 20, 30]
 
 
-def test_architectures_are_of_known_families() -> None:
-    assert {"LlamaForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"} <= architectures()
-    assert len(architectures()) == len(FAMILIES)
-    assert served_name("LlamaForCausalLM") == "RotorLlamaForCausalLM"
-
-
 def test_versions_are_those_of_pyproject_and_of_the_documentation() -> None:
     first, end = TESTED
     assert refusal(f"{first[0]}.{first[1]}.0") is None
@@ -255,12 +243,6 @@ def test_versions_are_those_of_pyproject_and_of_the_documentation() -> None:
 
 def transfer(name: str, module: str | None = None, **extra) -> SimpleNamespace:
     return SimpleNamespace(kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra)
-
-
-def test_prefixes_are_marked_by_checkpoint_and_dtype() -> None:
-    parts = [(digest, dtype) for digest in ("a", "b") for dtype in ("bfloat16", "float32")]
-    assert len({prefix_mark(*part) for part in parts}) == len(parts)
-    assert prefix_mark(*parts[0]) == prefix_mark(*parts[0])
 
 
 def test_stores_by_blocks_are_kept_apart_by_the_seed_of_their_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,19 +305,3 @@ def test_the_plugin_imports_neither_vllm_nor_the_offline_half() -> None:
     }
     assert not offline & set(packages)
     assert others == []
-
-
-def test_modules_of_the_plugin_import_only_what_is_below() -> None:
-    """Those that need vLLM are not imported here: their imports are read. One adapter has all contact with it that vLLM
-    makes no promise of.
-    """
-    allowed = ("errors", "format", "kernels", "runtime.families", "runtime.kernel_choice")
-    of_vllm = {"adapter.py", "quantization.py", "__init__.py"}
-    for path in (ROOT / "rotor" / "plugins" / "vllm").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 3:
-                assert str(node.module).startswith(allowed), f"{path.name}: {node.module}"
-            assert not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("transformers")), path.name
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert path.name in of_vllm or not any(name.split(".")[0] == "vllm" for name in names), path.name

@@ -124,13 +124,11 @@ def parse_archs(text: str) -> list[int]:
         UsageError: not of that form.
     """
     known = {f"sm_{number}": number for number in ARCHS}
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise UsageError(
-                f"--arch {text}: {name!r} is no architecture that is compiled for.", f"Known are {', '.join(known)}."
-            )
-    return [known[name] for name in dict.fromkeys(names)]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    if wrong := [name for name in names if name not in known]:
+        message = f"--arch {text}: {wrong[0]!r} is no architecture that is compiled for."
+        raise UsageError(message, f"Known are {', '.join(known)}.")
+    return [known[name] for name in names]
 
 
 def subjects_of(folder: Path, dtype: str) -> list[Subject]:
@@ -212,29 +210,29 @@ def count_layers(
 
 def _kernel(variant: Variant, arch: int, kv_heads: int, dump: Path | None) -> Kernel:
     """Compile and count one; of a kernel that fails, why: others must not be hidden by it."""
-    from .sass import CountError, Graph
+    from .sass import CountError, Graph, disassemble, usage
 
     about = variant.name, f"sm_{arch}", variant.warps
     try:
         compiled = variant.compile()
     except Exception as error:  # the compiler has many
         return Kernel(*about, error=" ".join(f"{type(error).__name__}: {error}".split()))
+    cubin = compiled.asm["cubin"]
+    sass = disassemble(cubin)
     if dump is not None:
-        name, files = (
-            re.sub(r"[^\w.+-]+", "_", variant.name),
-            {"sass": compiled.sass.encode(), "ptx": compiled.ptx.encode()},
-        )
+        folder, name = dump / f"sm_{arch}", re.sub(r"[^\w.+-]+", "_", variant.name)
         try:
-            (dump / f"sm_{arch}").mkdir(parents=True, exist_ok=True)
-            for suffix, data in {"cubin": compiled.cubin, **files}.items():
-                (dump / f"sm_{arch}" / f"{name}.{suffix}").write_bytes(data)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.cubin").write_bytes(cubin)
+            (folder / f"{name}.sass").write_text(sass, "utf-8")
+            (folder / f"{name}.ptx").write_text(compiled.asm["ptx"], "utf-8")
         except OSError as error:
             raise UsageError(f"--dump {dump}: {error}", "Give a folder that can be written.") from error
-    takes = compiled.registers, compiled.spilled_bytes, compiled.shared_bytes
+    takes = *usage(cubin), int(compiled.metadata.shared)
     if not variant.keys:
         return Kernel(*about, *takes)
     try:
-        counted = Graph(compiled.sass).count(variant.loops)
+        counted = Graph(sass).count(variant.loops)
     except CountError as error:
         return Kernel(*about, *takes, error=f"not counted: {error}")
     share = variant.warps * variant.groups / (variant.keys * kv_heads)

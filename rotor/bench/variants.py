@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from ..kernels.decoding import BlockRotations, DecodeLayer, decode_attention
 from ..kernels.materialise import PagesOf, materialise
 from ..kernels.parameters import AttentionParameters
 from ..kernels.ranges import KeyRanges
-from .sass import Loop, disassemble, usage
+from .sass import Loop
 
 SEQUENCES, LENGTH, SMS = 8, 32768, 132
 """The step, and the GPU, that loops' trips are stated for."""
@@ -51,22 +51,9 @@ class Variant:
     def warps(self) -> int:
         return int(self.options["num_warps"])
 
-    def compile(self) -> Compiled:
-        """Into Triton's own cache; no GPU is needed."""
-        made = triton.compile(self.source, target=self.target, options=self.options)
-        cubin = made.asm["cubin"]
-        return Compiled(*usage(cubin), int(made.metadata.shared), cubin, made.asm["ptx"], disassemble(cubin))
-
-
-class Compiled(NamedTuple):
-    """registers, spilled_bytes: of a thread. shared_bytes: of a program."""
-
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    cubin: bytes
-    ptx: str
-    sass: str
+    def compile(self) -> Any:
+        """Triton's compiled kernel, which its own cache keeps; no GPU is needed."""
+        return triton.compile(self.source, target=self.target, options=self.options)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ..models.hub import ModelSource
 from ..models.memory import stream_weights
 from ..models.source import find_source
 from ..recipe import Recipe
-from ..recipe.settings import CalibrationSettings, check_offload
+from ..recipe.settings import CalibrationSettings
 from ..runtime.families import Family
 from .candidates import Candidates, wanted_moments
 from .outline import ModelOutline, needs_whole_model
@@ -110,8 +110,8 @@ class CalibrationJob:
     def streams(self) -> tuple[bool, str]:
         """Whether weights are read layer by layer, and the estimate in words; raises UsageError if they cannot be."""
         compute = self.settings.compute
-        offload, whole = check_offload(compute.offload), needs_whole_model(self.recipe, compute.device_map)
-        return stream_weights(offload, self.estimates(), self.device, whole, self.processes.count)
+        whole = needs_whole_model(self.recipe, compute.device_map)
+        return stream_weights(compute.offload, self.estimates(), self.device, whole, self.processes.count)
 
     def estimates(self) -> Estimates:
         return self.outline.calibration(self.recipe, self.device, self.dtype, self.settings.batch_tokens)

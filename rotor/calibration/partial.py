@@ -23,7 +23,7 @@ from ..format.json_differences import differences, shorten_json
 from ..format.json_files import read_json
 from ..format.manifest import entries_below, write_manifest
 from ..format.places import OutputFolder, check_removable, is_ours, mark_unfinished, remove
-from ..format.publishing import publish_folder, write_shard
+from ..format.publishing import publish_folder, write_tensors
 from ..logs import log
 from ..models.layerwise import new_states
 
@@ -158,7 +158,7 @@ class PartialRun:
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Keep tensors that were costly to get."""
         with replacing(self.work / name) as temporary:
-            write_shard(temporary, tensors)
+            write_tensors(temporary, tensors)
 
     def kept(self, name: str) -> Path | None:
         path = self.work / name

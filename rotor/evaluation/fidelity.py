@@ -16,7 +16,7 @@ from ..errors import DataError
 from ..models.layerwise import LayerwiseModel
 from ..policies import Policy
 from ..progress import Progress
-from ..recipe.metric_registry import METRICS, accuracy_field, metric_info, primitive_metrics
+from ..recipe.metric_registry import METRICS, metric_info, primitive_metrics
 from .cached import PREFILL_SHARE, check_in_memory, final_states_through_cache
 from .fitting import fit_cache_policy
 from .metrics import EvaluationContext, Measurement, Metric, Outputs, make_metric, smallest
@@ -174,7 +174,7 @@ class FidelityMeter:
         found = {name: self._made(name).measure(outputs, split) for name in self.measured(split)}
         values: dict[str, float | None] = {}
         for name, one in found.items():
-            values |= {accuracy_field(name): one.value, **one.fields}
+            values |= {metric_info(name).accuracy_field: one.value, **one.fields}
         for name, info in METRICS.items():
             parts = self._parts(name, found)
             if parts and set(info.parts) <= {*found, *self.left_out[split]}:

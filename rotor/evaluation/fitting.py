@@ -83,15 +83,8 @@ class _Recording(Policy):
 
     method: ClassVar[str] = "recording"
 
-    @property
-    def longest_step(self) -> int | None:
-        return None
-
     def layers(self, count: int) -> list[PolicyLayer]:
         return [_RecordingLayer() for _ in range(count)]
-
-    def check_rows(self, coded: bool) -> None:
-        """Rows of codes have no gradients; who asks has checked the policy that is fitted."""
 
 
 class _RecordingLayer(PolicyLayer):
@@ -105,7 +98,7 @@ class _RecordingLayer(PolicyLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         key, value = (torch.zeros_like(states).requires_grad_() for states in (key_states, value_states))
-        self.added, self.seen = (key, value), key_states.shape[2]
+        self.added, self.num_tokens = (key, value), key_states.shape[2]
         self.keys, self.values = key_states + key, value_states + value
         return self.keys, self.values
 

@@ -14,7 +14,7 @@ from ..models.memory import WholeModel, stream_weights
 from ..progress import Progress
 from ..recipe import Recipe
 from ..recipe.metric_registry import LM_EVAL
-from ..recipe.settings import Compute, check_offload
+from ..recipe.settings import Compute
 from ..rewriting.compressible import CompressibleModel
 
 
@@ -35,6 +35,7 @@ class Placement:
             UsageError: the metric or the device map needs the whole model in memory, and it is not to be there.
         """
         outline, device = ModelOutline.of(checkpoint), pick_device(compute.device)
+        compute.check()
         fit_threads(outline.sizes.stored_bytes)
         dtype = pick_dtype(compute.dtype, outline.dtype, device)
         whole = None
@@ -43,7 +44,7 @@ class Placement:
         elif compute.device_map is not None:
             whole = WholeModel(f"--device-map {compute.device_map}", "Leave it out.")
         estimates = outline.evaluation(recipe, device, dtype)
-        stream, line = stream_weights(check_offload(compute.offload), estimates, device, whole)
+        stream, line = stream_weights(compute.offload, estimates, device, whole)
         progress.message(line)
         return cls(device, dtype, stream, compute.device_map)
 

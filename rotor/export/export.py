@@ -21,7 +21,7 @@ from ..format.hashes import tensor_sha256
 from ..format.layout import LayerLayout, kv_bytes_per_token, uncompressed_kv_bytes_per_token
 from ..format.locks import exclusive
 from ..format.manifest import write_manifest
-from ..format.publishing import staged_folder, write_shard
+from ..format.publishing import staged_folder, write_tensors
 from ..format.schemas import CheckpointInfo
 from ..format.section import FORMAT_VERSION, MARK
 from ..kernels.defaults import default_config
@@ -223,7 +223,7 @@ def write_shards(
             unchanged = pool.submit(job.check_unchanged, file)
             tensors = contents.tensors(file)
             digests = {name: pool.submit(tensor_sha256, tensor) for name, tensor in sorted(tensors.items())}
-            write_shard(staging / file, tensors)
+            write_tensors(staging / file, tensors)
             for name, digest in digests.items():
                 written[name] = {
                     "file": file,

@@ -11,10 +11,9 @@ from ..evaluation.fidelity import Fidelity
 from ..format.channels import in_words
 from ..format.file_names import ROTOR_JSON
 from ..format.layout import AttentionShape, LayerLayout
-from ..format.manifest import NO_DIGEST
 from ..installing import pip_install
 from ..recipe import Recipe
-from ..recipe.metric_registry import METRICS, MetricInfo, base_note, chance_note, describe
+from ..recipe.metric_registry import METRICS, MetricInfo, base_note, chance_note, metric_info
 
 
 def model_card(report: dict[str, Any], recipe: Recipe, shape: AttentionShape) -> str:
@@ -62,13 +61,8 @@ Without rotor transformers refuses this checkpoint. Programs that never import r
 or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its numbers;
 `rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
 
-`manifest.json` has the SHA-256 of every file. That of `manifest.json` itself, as it was written, is the digest
-
-```
-{NO_DIGEST}
-```
-
-With the digest from somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
+`manifest.json` has the SHA-256 of every file; its own is the digest that `rotor export` printed. With the digest from
+somebody whom you trust, `rotor validate PATH_OF_THIS_FOLDER --digest HEX` finds any change at all.
 """
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
 
@@ -103,8 +97,8 @@ def _accuracy(accuracy: dict[str, Any]) -> tuple[list[str], str]:
         f"| measured on | {accuracy['data']}, {tokens}{chance_note(base)} |",
     ]
     note = (
-        f"Accuracy is {describe(metric)}. It is measured once, on text that neither calibration nor the search saw; "
-        "it may\nlie below the target by what the interval says."
+        f"Accuracy is {metric_info(metric).description}. It is measured once, on text that neither calibration nor "
+        "the search saw; it may\nlie below the target by what the interval says."
     )
     return rows, note
 

@@ -33,17 +33,14 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
-
-
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode("utf-8"))
+    with replacing(path) as temporary:
+        temporary.write_bytes(text.encode())
 
 
 def write_json(path: Path, data: Any) -> None:
-    write_bytes(path, json_bytes(data))
+    with replacing(path) as temporary:
+        temporary.write_bytes(json_bytes(data))
 
 
 def json_bytes(data: Any) -> bytes:

@@ -9,7 +9,4 @@ KERNEL_CONFIG = "kernel_config.json"
 RECIPE = "recipe.yaml"
 CARD = "README.md"
 
-ADDED = (ROTOR_JSON, KERNEL_CONFIG, RECIPE, CARD)
-
-
 RESULTS = "results.json"

@@ -33,9 +33,6 @@ def is_rope_block(positions: int) -> bool:
 
 RopeBlock = Annotated[int, Expect(is_rope_block, f"a power of two from 2 to {MOST_ROPE_BLOCK}")]
 
-MAX_SIZE = MAX_RANK
-"""No size of any model's attention is near it; larger ones come from damaged files."""
-
 LayerRanks = list[tuple[int, int]]
 """(key rank, value rank) of each group of a layer: in the order of the bases offline, then of the layout."""
 
@@ -58,21 +55,16 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size)
-        damaged = "The model's config.json or the run's run.json is damaged."
-        if not all(isinstance(size, int) and 0 < size <= MAX_SIZE for size in sizes):
-            raise CheckpointError(
-                f"attention of {sizes} (layers, heads, KV heads, head_dim, hidden_size): expected numbers from 1 to "
-                f"{MAX_SIZE}.",
-                damaged,
-            )
-        if not (isinstance(self.rotary_dim, int) and 0 <= self.rotary_dim <= self.head_dim and not self.rotary_dim % 2):
-            raise CheckpointError(
-                f"RoPE rotates {self.rotary_dim} dimensions: expected an even number up to {self.head_dim}.", damaged
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(
-                f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads.", damaged
-            )
+        problem = ""
+        if not all(isinstance(size, int) and 0 < size <= MAX_RANK for size in sizes):
+            names = "layers, heads, KV heads, head_dim, hidden_size"
+            problem = f"attention of {sizes} ({names}): expected numbers from 1 to {MAX_RANK}."
+        elif not isinstance(self.rotary_dim, int) or self.rotary_dim not in range(0, self.head_dim + 1, 2):
+            problem = f"RoPE rotates {self.rotary_dim} dimensions: expected an even number up to {self.head_dim}."
+        elif self.num_heads % self.num_kv_heads:
+            problem = f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads."
+        if problem:
+            raise CheckpointError(problem, "The model's config.json or the run's run.json is damaged.")
 
     @property
     def heads_per_kv(self) -> int:
@@ -343,13 +335,8 @@ def ordered_by_class(groups: list[GroupLayout], form: KeyForm) -> tuple[LayerLay
     Returns:
         The layout, and for each position in it the index of the group in `groups`.
     """
-
-    def key(index: int) -> tuple[Any, ...]:
-        group = groups[index]
-        parts = [(-x.width, -x.rank, repr(x)) for x in group.latents]
-        return *parts, group.kv_heads
-
-    order = sorted(range(len(groups)), key=key)
+    keys = [([(-x.width, -x.rank, repr(x)) for x in group.latents], group.kv_heads) for group in groups]
+    order = sorted(range(len(groups)), key=keys.__getitem__)
     return LayerLayout(tuple(groups[i] for i in order), *form), tuple(order)
 
 

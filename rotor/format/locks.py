@@ -1,6 +1,6 @@
 """One process at a time on a run folder or an output folder.
 
-Not filelock: its lock file is emptied before it is locked, so that nobody could say who holds it, and whatever has its
+Not filelock, whose lock file is emptied before it is locked: nobody could say who holds it, and whatever else has its
 name would lose its content.
 """
 
@@ -14,11 +14,13 @@ import platform
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError, UsageError
+
+FIELDS = ("pid", "host", "command", "since")
+"""Of who holds a lock, as its file has them."""
 
 MAX_BYTES = 1 << 16
 """A lock file is smaller."""
@@ -28,9 +30,8 @@ MAX_BYTES = 1 << 16
 def exclusive(folder: Path, command: str) -> Iterator[None]:
     """Hold a folder for the length of a `with`; it need not exist yet.
 
-    Two things are locked: a file beside the folder, which may come, go and be replaced as a whole; and the folder
-    itself where there is one, for whoever reaches it by a bind mount or may not write beside it. The system lets go of
-    both when their holder ends in whatever way: the file of a killed process is taken over.
+    The system lets go of a file beside it when its holder ends in whatever way: that of a killed process is taken over.
+    Where no file can be made there, the folder itself is locked.
 
     Args:
         command: what is being done, for the message that another process gets.
@@ -39,21 +40,28 @@ def exclusive(folder: Path, command: str) -> Iterator[None]:
         CheckpointError: the lock file cannot be written, or something else has its name.
     """
     path = lock_path(folder)
-    with ExitStack() as held:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            has_file = _lock_file(path, held, command, needed=not folder.is_dir())
-            _lock_folder(folder, held, needed=not has_file)
-        except (FileExistsError, NotADirectoryError) as error:
-            file = next(above for above in path.parents if above.exists())
-            raise UsageError(f"{folder}: {file} is no folder.", "Choose another place.") from error
-        except BlockingIOError as error:
-            raise UsageError(
-                f"{folder}: in use by {_holder(path)}.", "Wait until it has finished, or choose another folder."
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written ({error.strerror}).", "Choose another place.") from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(path, folder)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(above for above in path.parents if above.exists())
+        raise UsageError(f"{folder}: {file} is no folder.", "Choose another place.") from error
+    except BlockingIOError as error:
+        raise UsageError(
+            f"{folder}: in use by {_holder(path)}.", "Wait until it has finished, or choose another folder."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}).", "Choose another place.") from error
+    try:
+        with suppress(OSError):  # another user's file, or the folder, can be locked but not written to
+            os.ftruncate(descriptor, 0)
+            values = (os.getpid(), platform.node(), command, time.strftime("%F %T"))
+            os.pwrite(descriptor, json.dumps(dict(zip(FIELDS, values, strict=True))).encode(), 0)
         yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
 
 
 def lock_path(folder: Path) -> Path:
@@ -62,92 +70,58 @@ def lock_path(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.rotor-lock"
 
 
-def _lock_file(path: Path, held: ExitStack, command: str, needed: bool) -> bool:
-    """Lock the file, and write into it who holds it; False where it cannot be made and is not needed.
+def _locked(path: Path, folder: Path) -> int:
+    """A descriptor that is locked; raises BlockingIOError where another process has it."""
+    while True:
+        descriptor = _open(path, folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            opened = os.fstat(descriptor)
+            if any(place.exists() and os.path.samestat(opened, place.stat()) for place in (path, folder)):
+                return descriptor
+            os.close(descriptor)  # its last holder has removed the file in between
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+def _open(path: Path, folder: Path) -> int:
+    """A descriptor of the lock file, made if there is none: never through a link, waiting for nobody, emptying nothing.
 
     Raises:
-        BlockingIOError: another process has it. CheckpointError: it is not a lock file.
+        CheckpointError: it is not a lock file.
     """
-    while True:
-        try:
-            descriptor = _open(path)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise _not_ours(path) from error
-            if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM) and not needed:
-                return False
-            raise
-        with ExitStack() as opened:
-            opened.callback(os.close, descriptor)
-            found = os.fstat(descriptor)
-            plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_size <= MAX_BYTES
-            if not plain or (found.st_size and not _parse(os.pread(descriptor, MAX_BYTES, 0))):
-                raise _not_ours(path)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(found, os.stat(path)):
-                held.push(opened.pop_all())
-                held.callback(_try, path.unlink)
-                break
-        # Its last holder has removed the file in between: try the one that is there now.
-    holder = {"pid": os.getpid(), "host": platform.node(), "command": command, "since": time.strftime("%F %T")}
-    if _try(os.ftruncate, descriptor, 0):
-        _try(os.pwrite, descriptor, json.dumps(holder).encode(), 0)
-    return True
-
-
-def _open(path: Path) -> int:
-    """A descriptor of the file, made if there is none: never through a link, waiting for nobody, emptying nothing."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    foreign = CheckpointError(f"{path}: is not a lock that rotor wrote.", "Remove it, or choose another folder.")
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-    except PermissionError:
-        with suppress(FileNotFoundError):
-            return os.open(path, os.O_RDONLY | flags)  # another user's, whose lock can still be waited for
-        raise
-
-
-def _not_ours(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path}: is not a lock that rotor wrote.", "Remove it, or choose another folder.")
-
-
-def _lock_folder(folder: Path, held: ExitStack, needed: bool) -> None:
-    """Lock the folder itself, if it is there; some network file systems lock only what is open for writing."""
-    try:
-        descriptor = os.open(os.path.realpath(folder), os.O_RDONLY | os.O_DIRECTORY)
-        held.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        if needed:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise foreign from error
+        if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM) or not (path.exists() or folder.is_dir()):
             raise
-
-
-def _try(function: Any, *arguments: Any) -> bool:
-    """Whether it succeeds: another user's file in a folder such as /tmp can be locked, not changed."""
-    with suppress(OSError):
-        function(*arguments)
-        return True
-    return False
+        return os.open(path if path.exists() else os.path.realpath(folder), os.O_RDONLY | flags)
+    found = os.fstat(descriptor)
+    plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_size <= MAX_BYTES
+    if not plain or (found.st_size and not _parse(os.pread(descriptor, MAX_BYTES, 0))):
+        os.close(descriptor)
+        raise foreign
+    return descriptor
 
 
 def _holder(path: Path) -> str:
     """Who holds a lock file, in words."""
-    with (
-        suppress(OSError),
-        open(path, "rb", opener=lambda name, _: os.open(name, os.O_NOFOLLOW | os.O_NONBLOCK)) as file,
-    ):
-        holder = _parse(file.read(MAX_BYTES))
+    with suppress(OSError):
+        holder = _parse(path.read_bytes())
         if holder:
-            return f"process {holder['pid']} on {holder['host']} (rotor {holder['command']}, since {holder['since']})"
+            return "process {pid} on {host} (rotor {command}, since {since})".format(**holder)
     return "another process"
 
 
-def _parse(content: bytes) -> dict[str, Any]:
+def _parse(content: bytes) -> dict[str, object]:
     """What a lock file says of its holder; nothing if it is something else."""
-    try:
+    with suppress(ValueError, RecursionError):
         holder = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    expected = {"pid", "host", "command", "since"}
-    return holder if isinstance(holder, dict) and holder.keys() == expected else {}
+        if isinstance(holder, dict) and holder.keys() == set(FIELDS):
+            return holder
+    return {}

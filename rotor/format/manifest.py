@@ -2,8 +2,7 @@
 
     {"rotor_manifest": 1, "kind": "checkpoint", "files": {"config.json": "9f86d0...", ...}}
 
-The digest is what `sha256sum manifest.json` prints. The README.md of a checkpoint quotes it; since a file cannot hold a
-hash of itself, README.md is hashed with the digest written as zeros.
+The digest is what `sha256sum manifest.json` prints.
 """
 
 from __future__ import annotations
@@ -17,18 +16,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 from ..errors import CheckpointError
-from .atomic import json_bytes, write_bytes, write_json
-from .file_names import CARD
+from .atomic import json_bytes, write_json
 from .hashes import file_sha256
-from .json_files import MAX_JSON_BYTES, read_json
+from .json_files import read_json
 
 Kind = Literal["checkpoint", "run"]
 MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
 MARKERS = (MANIFEST, UNFINISHED)
 VERSION = 1
-NO_DIGEST = "0" * 64
-"""Stands for the digest where README.md is hashed."""
-
 CHANGING = {
     "checkpoint": re.compile(r"(?!)"),
     "run": re.compile(r"log\.txt|report\.html|rank_table\.json|(tables|probes|work)/.*|(.*/)?\.[^/]+\.tmp"),
@@ -86,18 +81,11 @@ class Manifest:
             return "is unexpected"
         if os.path.realpath(path) != f"{os.path.realpath(self.folder)}/{name}" or not path.is_file():
             return "is missing"  # nothing is read that lies elsewhere: a name with .. in it, or one behind a link
-        if name == CARD and self.kind == "checkpoint":
-            if path.stat().st_size > MAX_JSON_BYTES:  # which no card is that rotor wrote
-                return "differs from its SHA-256"
-            text = path.read_bytes()
-            altered = NO_DIGEST.encode() in text
-            digest = _sha256(text.replace(self.digest.encode(), NO_DIGEST.encode()))
-            return "" if digest == self.files[name] and not altered else "differs from its SHA-256"
         return "" if file_sha256(path) == self.files[name] else "differs from its SHA-256"
 
 
 def write_manifest(folder: Path, kind: Kind, known: Mapping[str, str] | None = None) -> str:
-    """List all files of a folder that is about to be published, and put the digest into README.md.
+    """List all files of a folder that is about to be published.
 
     Args:
         known: hashes that were computed while files were written.
@@ -107,13 +95,8 @@ def write_manifest(folder: Path, kind: Kind, known: Mapping[str, str] | None = N
     known = known or {}
     names = [name for name in entries_below(folder) if name not in MARKERS and not CHANGING[kind].fullmatch(name)]
     files = {name: known.get(name) or file_sha256(folder / name) for name in names}
-    data = json_bytes({"rotor_manifest": VERSION, "kind": kind, "files": files})
-    digest = _sha256(data)
-    write_bytes(folder / MANIFEST, data)
-    if kind == "checkpoint" and CARD in files:
-        card = (folder / CARD).read_bytes()
-        write_bytes(folder / CARD, card.replace(NO_DIGEST.encode(), digest.encode()))
-    return digest
+    write_json(folder / MANIFEST, {"rotor_manifest": VERSION, "kind": kind, "files": files})
+    return file_sha256(folder / MANIFEST)
 
 
 def entries_below(folder: Path) -> list[str]:
@@ -142,8 +125,4 @@ def read_checked_json(path: Path, hint: str = "") -> dict[str, Any]:
 
 
 def _content_sha256(data: Mapping[str, Any]) -> str:
-    return _sha256(json_bytes({key: value for key, value in data.items() if key != CHECKSUM}))
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(json_bytes({key: value for key, value in data.items() if key != CHECKSUM})).hexdigest()

@@ -2,8 +2,7 @@
 
 The only module that removes folders. Nothing is removed that does not say of itself, in a file that rotor wrote, that
 it is a folder of the kind that is to be written: manifest.json of a finished one, unfinished.json of one in the making.
-Places are compared by device and inode, of themselves and of all folders above, so that links, bind mounts and
-spellings make no difference.
+Links in paths are resolved before anything is compared or written.
 """
 
 from __future__ import annotations
@@ -71,45 +70,42 @@ class OutputFolder:
             sources: folders that are read: the output must not lie in them, nor they in what may be removed.
             kept: files and folders that must only not be removed.
         """
-        sources = list(sources)
-        removed = [self.path, *([self.partial] if self.kind == "run" else []), *self.leftovers()]
-        check_apart(self.path, sources, kept, removed)
+        check_apart(self.path, sources, kept, [self.path, self.partial, *self.leftovers()])
         if not self.path.exists():
             return
         if not self.path.is_dir():
             raise UsageError(f"{self.path}: is a file.", "Choose another name.")
-        if is_mount(self.path) or not os.access(self.path.parent, os.W_OK):
+        if os.path.ismount(self.path) or not os.access(self.path.parent, os.W_OK):
             raise UsageError(
                 f"{self.path}: is a mount point, or in a folder that cannot be written to: nothing can take its place.",
                 "Choose a folder in it.",
             )
-        if not any(self.path.iterdir()):
-            return
         check_removable(self.path, self.kind)
-        if not overwrite:
+        if not overwrite and any(self.path.iterdir()):
             raise UsageError(f"{self.path}: exists and is not empty.", "Give --overwrite to replace it.")
 
 
-def check_apart(
-    out: Path, sources: Iterable[Path], kept: Iterable[Path] = (), removed: Iterable[Path] | None = None
-) -> None:
-    """Raises UsageError where an output lies in a source, or a source in what may be removed.
+def check_apart(out: Path, sources: Iterable[Path], kept: Iterable[Path] = (), removed: Iterable[Path] = ()) -> None:
+    """Raises UsageError where an output lies in a source, or a source in the output or what else may be removed.
 
     Args:
         sources: folders that are read. kept: files and folders that must only not be removed.
-        removed: folders that may be removed or replaced; the output by default.
     """
     sources = list(sources)
     for source in sources:
-        if is_same_or_inside(out, source):
+        if _is_in(out, source):
             raise UsageError(f"{out}: lies in {source}, which rotor reads from.", "Choose a folder outside of it.")
-    for folder in (out,) if removed is None else removed:
-        mounted = {identity(Path(place)) for place, _, _ in os.walk(folder)} if is_ours(folder) else set()
-        for read in (*sources, *kept):
-            linked = read.iterdir() if read.is_dir() else ()  # files of a source may be links to where they are
-            for path in (read, *linked):
-                if is_same_or_inside(path, folder) or (path.is_dir() and identity(path) in mounted):
+    for read in (*sources, *kept):
+        linked = read.iterdir() if read.is_dir() else ()  # files of a source may be links to where they are
+        for path in (read, *linked):
+            for folder in (out, *removed):
+                if _is_in(path, folder):
                     raise UsageError(f"{folder}: contains {path}, which rotor reads from.", "Choose another folder.")
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    """Whether a path is a folder or lies below it."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def check_file(path: Path) -> None:
@@ -133,34 +129,6 @@ def check_file(path: Path) -> None:
                 )
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of what a path leads to; None if there is nothing."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def is_same_or_inside(path: Path, folder: Path) -> bool:
-    """Whether a path, which need not exist, is a folder or lies somewhere below it, by whatever name."""
-    place, resolved = identity(folder), Path(os.path.realpath(path))
-    return place is not None and any(identity(part) == place for part in (resolved, *resolved.parents))
-
-
-def is_mount(path: Path) -> bool:
-    """Whether something is mounted there; a bind mount from the same file system shows only in the system's list."""
-    if os.path.ismount(path):
-        return True
-    try:
-        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    except OSError:
-        return False
-    escaped = [line.split()[4] for line in lines]
-    points = {re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), point) for point in escaped}
-    return os.fsencode(path) in points
-
-
 def mark_unfinished(folder: Path, kind: Kind) -> None:
     """Say of a folder that rotor is making it."""
     write_json(folder / UNFINISHED, {"rotor_unfinished": 1, "kind": kind})
@@ -172,15 +140,6 @@ def unmark(folder: Path) -> None:
     sync(folder)
 
 
-def unfinished_kind(folder: Path) -> str | None:
-    """What a folder is to become; None if nothing says that rotor is making it."""
-    path = folder / UNFINISHED
-    with suppress(CheckpointError):
-        data = read_json(path, any_names=True)
-        return data.get("kind") if data.get("rotor_unfinished") == 1 and not path.is_symlink() else None
-    return None
-
-
 def is_ours(folder: Path) -> bool:
     """Whether a folder says that rotor made it, whatever else is in it."""
     return any((folder / name).is_file() for name in MARKERS)
@@ -190,8 +149,12 @@ def check_removable(folder: Path, kind: Kind) -> None:
     """Raises UsageError unless a folder is empty, or an unfinished or finished one of that kind and nothing else."""
     if folder.is_symlink() or not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder.", MINE)
-    if not any(folder.iterdir()) or unfinished_kind(folder) == kind:
+    if not any(folder.iterdir()):
         return
+    with suppress(CheckpointError):
+        marker = folder / UNFINISHED
+        if not marker.is_symlink() and read_json(marker) == {"rotor_unfinished": 1, "kind": kind}:
+            return
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
@@ -207,16 +170,9 @@ def check_removable(folder: Path, kind: Kind) -> None:
 def remove(folder: Path, kind: Kind) -> None:
     """Remove a folder of rotor's, with the files that say so last; raises UsageError if it is none."""
     check_removable(folder, kind)
-    empty(folder)
-    for name in MARKERS:
-        (folder / name).unlink(missing_ok=True)
-    folder.rmdir()
-
-
-def empty(folder: Path) -> None:
-    """Remove what is in a folder that has been checked, except what says that it is rotor's."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name in MARKERS, path.name)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name not in MARKERS:
+        else:
             path.unlink()
+    folder.rmdir()

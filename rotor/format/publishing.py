@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,9 +19,6 @@ from torch import Tensor
 from ..errors import CheckpointError, UsageError
 from .atomic import sync
 from .places import OutputFolder, mark_unfinished, remove, unmark
-
-REMOVING = 4
-"""Descriptors that removing a folder takes at once, kept for it where the limit on open files has been reached."""
 
 
 @contextmanager
@@ -44,22 +41,18 @@ def staged_folder(out: OutputFolder, overwrite: bool, sources: list[Path], neede
         ) from error
     out.check(overwrite, sources)  # again: an old folder may have been put back
     check_space(out.path, needed_bytes)
-    staging, spare = out.new_name(), ExitStack()
+    staging = out.new_name()
     try:
         staging.mkdir()
         mark_unfinished(staging, out.kind)
-        for _ in range(REMOVING):
-            spare.callback(os.close, os.open(staging, os.O_RDONLY))
         yield staging
         publish_folder(staging, out)
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{out.path}: writing failed: {reason}", "Nothing was changed there.") from error
     finally:
-        spare.close()
-        if staging.exists():
-            with suppress(OSError, UsageError):
-                remove(staging, out.kind)
+        with suppress(OSError, UsageError):  # it is not there any more
+            remove(staging, out.kind)
 
 
 def check_space(place: Path, needed_bytes: int) -> None:
@@ -115,9 +108,7 @@ def _exchange(folder: Path, out: OutputFolder) -> None:
 
 def recover(out: OutputFolder, but: Path | None = None) -> None:
     """Remove what a killed process left of a folder; put the old one back if it was killed between two renames."""
-    for path in out.leftovers():
-        if path == but:
-            continue
+    for path in (found for found in out.leftovers() if found != but):
         if path.name.endswith("-old") and not out.path.exists():
             os.rename(path, out.path)
             sync(out.path.parent)
@@ -126,14 +117,14 @@ def recover(out: OutputFolder, but: Path | None = None) -> None:
                 remove(path, out.kind)
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one safetensors file of a checkpoint."""
-    write_tensors(path, {name: t.contiguous() for name, t in sorted(tensors.items())}, {"format": "pt"})
-
-
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone."""
+    """Write one safetensors file, with the permissions of any new file: safetensors' own are for its owner alone.
+
+    Args:
+        metadata: that of a checkpoint's shards by default.
+    """
     with path.open("wb") as file:
         mode = os.fstat(file.fileno()).st_mode
-    save_file(tensors, path, metadata=metadata)
+    contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+    save_file(contiguous, path, metadata=metadata or {"format": "pt"})
     path.chmod(mode)

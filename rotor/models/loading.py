@@ -70,7 +70,6 @@ def load_model(
     folder: Any,
     device: torch.device,
     dtype: torch.dtype,
-    config_changes: dict[str, Any] | None = None,
     device_map: str | None = None,
 ) -> Any:
     """Load a causal model for evaluation, from a local folder, without running code from it.
@@ -82,17 +81,15 @@ def load_model(
         CheckpointError: the folder cannot be loaded.
     """
     check_fit(Checkpoint(folder))
-    changes = dict(config_changes or {})
-    if device_map is not None:
-        if not is_accelerate_available():
-            raise UsageError(
-                f"--device-map {device_map}: the package accelerate is not installed.",
-                "Install it: pip install accelerate",
-            )
-        changes["device_map"] = device_map
+    placed = {} if device_map is None else {"device_map": device_map}
+    if device_map is not None and not is_accelerate_available():
+        raise UsageError(
+            f"--device-map {device_map}: the package accelerate is not installed.",
+            "Install it: pip install accelerate",
+        )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **changes
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True, **placed
         )
     except RotorError:
         raise

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from ..errors import UsageError
-from ..recipe.settings import Offload
 from .estimate import Estimate, Estimates
 
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.9
@@ -85,7 +84,7 @@ def fits(estimate: Estimate, device: torch.device, processes: int = 1) -> bool:
 
 
 def stream_weights(
-    offload: Offload, estimates: Estimates, device: torch.device, whole: WholeModel | None = None, processes: int = 1
+    offload: str, estimates: Estimates, device: torch.device, whole: WholeModel | None = None, processes: int = 1
 ) -> tuple[bool, str]:
     """Whether to read weights layer by layer, and one line with the estimate against what there is.
 

@@ -26,7 +26,7 @@ from .wire import Wire
 def visible(
     queries: Tensor, keys: Tensor, attended: Tensor | None, window: int | None, causal: bool = True
 ) -> Tensor | None:
-    """Which keys each query sees.
+    """Which keys are visible to each query.
 
     Args:
         queries, keys: indices in the whole sequence, [seq_len] and [kv_len].
@@ -34,7 +34,7 @@ def visible(
         window: of a layer with a sliding window.
         causal: False where no key comes after any of the queries.
     Returns:
-        [batch_size or 1, 1, seq_len, kv_len], bool; None where all are seen.
+        [batch_size or 1, 1, seq_len, kv_len], bool; None where all are visible.
     """
     if not causal and attended is None and window is None:
         return None
@@ -163,7 +163,7 @@ def attend_to_spread_rows(
 
     Args:
         step: queries of the new tokens. key, value: the rows that this process keeps.
-        key_rotation: in blocks, of these rows. mask: over these rows; None: all are seen.
+        key_rotation: in blocks, of these rows. mask: over these rows; None: all are visible.
     Returns:
         [batch_size, new tokens, sum over query heads of value width], the same numbers in every process.
     """
@@ -229,17 +229,17 @@ def _call(
     parameters = AttentionParameters(layout, shape, whole.scaling, basis, constant, whole.softcap)
     output = attention(query, key, value, parameters, key_rotation, mask)
     widths = [part.num_heads * group.values.width for part, group in zip(parts, layout.groups, strict=True)]
-    pieces = output.split(widths, dim=-1)
-    return {part: piece.unflatten(-1, (part.num_heads, -1)) for part, piece in zip(parts, pieces, strict=True)}
+    outputs = output.split(widths, dim=-1)
+    return {part: own.unflatten(-1, (part.num_heads, -1)) for part, own in zip(parts, outputs, strict=True)}
 
 
 def _bases(whole: AttentionParameters, parts: list[Part]) -> tuple[Tensor, Tensor | None]:
-    """What absorbs the queries of some parts: rows of their KV heads, columns of their groups; and constant keys."""
+    """What absorbs the queries of some parts: of their KV heads and groups; and constant keys."""
     size, head_dim = whole.layout.group_size, whole.shape.head_dim
     assert whole.query_basis is not None
     of_groups = whole.query_basis.split([group.key.width for group in whole.layout.groups], dim=1)
-    columns = [of_groups[part.group][part.kv_heads.start * head_dim : part.kv_heads.stop * head_dim] for part in parts]
+    bases = [of_groups[part.group][part.kv_heads.start * head_dim : part.kv_heads.stop * head_dim] for part in parts]
     if whole.key_constant is None:
-        return torch.cat(columns, dim=-1), None
+        return torch.cat(bases, dim=-1), None
     constants = [whole.key_constant[part.group * size :][part.kv_heads.start : part.kv_heads.stop] for part in parts]
-    return torch.cat(columns, dim=-1), torch.cat(constants)
+    return torch.cat(bases, dim=-1), torch.cat(constants)

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..errors import UsageError
 from .cache import Rows, SpreadLayer, Stored
-from .plan import own_indices, pieces
+from .plan import own_indices, token_runs
 from .wire import Wire
 
 POSITIONS_FROM_MASK = frozenset({"opt"})
@@ -100,7 +100,7 @@ def begin_pass(
         _check_shifts(positions, first, attended, stored)
     runs, owned, owner = None, own_indices(tokens, wire.count, inputs.device), wire.rank
     if first == 0 and tokens >= 2 * wire.count:
-        runs, own = pieces(tokens, wire.count), owned[wire.rank]
+        runs, own = token_runs(tokens, wire.count), owned[wire.rank]
     else:
         own = torch.arange(tokens, device=inputs.device)
         owner = 0 if stored is None else stored.counts.index(min(stored.counts))

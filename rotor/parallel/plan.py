@@ -5,14 +5,14 @@ what one process computes of a group: all of its query heads where there are gro
 them. The rows of a group that is cut into parts go to each process that has one (one latent a layer goes to all).
 
 Where rows are so small that all of them, sent to all, weigh less than queries, rows and outputs on their way, queries
-stay where they are, and only rows travel. Tokens are cut into two pieces a process, one from either end, so that the
+stay where they are, and only rows travel. Tokens are cut into two runs a process, one from either end, so that the
 causal mask leaves all processes as much to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -42,12 +42,24 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Bytes of one token: of the queries, the rows (keys and values) and the outputs of what a process computes."""
+class Traffic:
+    """Bytes that are sent, by what they are: queries, rows (keys and values) and outputs.
 
-    queries: int
-    rows: int
-    outputs: int
+    busiest_bytes: what the process sends or receives, whichever is more, that sends or receives most: links carry both
+    at once.
+    """
+
+    queries: int = 0
+    rows: int = 0
+    outputs: int = 0
+    busiest_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.queries + self.rows + self.outputs
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -76,14 +88,13 @@ class LayerPlan:
     def rows_alone(self) -> bool:
         """Whether fewer bytes travel if every process gets all rows, and queries and outputs stay where they are."""
         count = len(self.parts)
-        sizes = [self.sizes(process) for process in range(count)]
-        by_heads = sum(size.queries + size.rows + size.outputs for size in sizes)
+        by_heads = sum(self.sizes(process).total for process in range(count))
         return count > 1 and count * sum(self.layout.row_bytes(self.element_bytes)) < by_heads
 
-    def sizes(self, process: int) -> Sizes:
+    def sizes(self, process: int) -> Traffic:
         """What a process receives and sends back for each token, where heads are spread."""
         parts, groups, element_bytes = self.parts[process], self.layout.groups, self.element_bytes
-        return Sizes(
+        return Traffic(
             element_bytes * sum(part.num_heads * self.query_width(part.group) for part in parts),
             sum(_row_bytes(groups[i], element_bytes) for i in self.groups(process)),
             element_bytes * sum(part.num_heads * groups[part.group].values.width for part in parts),
@@ -152,11 +163,11 @@ def plan_layer(
 
 
 def bounds(tokens: int, count: int) -> list[int]:
-    """Where each of several pieces begins, and the end of the last one: as even as can be."""
+    """Where each of several runs begins, and the end of the last one: as even as can be."""
     return [tokens * i // count for i in range(count + 1)]
 
 
-def pieces(tokens: int, processes: int) -> list[list[range]]:
+def token_runs(tokens: int, processes: int) -> list[list[range]]:
     """The tokens of each process: one piece from the beginning and one from the end, as even as can be.
 
     Args:
@@ -173,7 +184,7 @@ def own_indices(tokens: int, processes: int, device: torch.device) -> list[Tenso
     """
     if tokens < 2 * processes:
         return [torch.arange(tokens, device=device)] * processes
-    return [torch.tensor([*head, *tail], device=device) for head, tail in pieces(tokens, processes)]
+    return [torch.tensor([*head, *tail], device=device) for head, tail in token_runs(tokens, processes)]
 
 
 def _row_bytes(group: GroupLayout, element_bytes: int) -> int:

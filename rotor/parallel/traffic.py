@@ -6,32 +6,10 @@ All are sums over the processes; what a process keeps for itself is not sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 
 from ..format.channels import Numbers
 from ..format.layout import AttentionShape, GroupLayout, LayerLayout
-from .plan import LayerPlan, pieces, plan_layer
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes sent by all processes together.
-
-    queries, rows, outputs: by what they are. busiest_bytes: what the process sends or receives, whichever is more, that
-    sends or receives most: links carry both at once.
-    """
-
-    queries: int = 0
-    rows: int = 0
-    outputs: int = 0
-    busiest_bytes: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.queries + self.rows + self.outputs
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+from .plan import LayerPlan, Traffic, plan_layer, token_runs
 
 
 def of_prompt(
@@ -47,7 +25,7 @@ def of_prompt(
     Args:
         tokens: at least two a process. exchange: as in `sequence_parallel`.
     """
-    lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
+    lengths = [sum(map(len, runs)) for runs in token_runs(tokens, processes)]
     whole = Traffic()
     for layout in layouts:
         plan = plan_layer(layout, shape, element_bytes, processes)
@@ -58,18 +36,14 @@ def of_prompt(
 
 def _by_heads(plan: LayerPlan, lengths: list[int]) -> Traffic:
     """Queries and rows to where their heads are, outputs back."""
-    there = {process: plan.sizes(process) for process in range(len(lengths))}
-    sent = Traffic()
-    inward, outward = [0] * len(lengths), [0] * len(lengths)
-    for process, size in there.items():
-        others = sum(lengths) - lengths[process]
+    sizes = [plan.sizes(process) for process in range(len(lengths))]
+    every, sent, busiest = sum(sizes, Traffic()), Traffic(), 0
+    for length, size in zip(lengths, sizes, strict=True):
+        others, inputs = sum(lengths) - length, size.queries + size.rows
         sent += Traffic(others * size.queries, others * size.rows, others * size.outputs)
-        inward[process] += others * (size.queries + size.rows)
-        outward[process] += others * size.outputs
-        for other in there.keys() - {process}:
-            outward[other] += lengths[other] * (size.queries + size.rows)
-            inward[other] += lengths[other] * size.outputs
-    return sent + Traffic(busiest_bytes=max(*inward, *outward))
+        outward = length * (every.queries + every.rows - inputs) + others * size.outputs
+        busiest = max(busiest, outward, others * inputs + length * (every.outputs - size.outputs))
+    return sent + Traffic(busiest_bytes=busiest)
 
 
 def _by_rows(row_bytes: int, lengths: list[int]) -> Traffic:
@@ -85,7 +59,7 @@ def of_ring(row_bytes: int, tokens: int, processes: int) -> Traffic:
     Args:
         row_bytes: of the keys and values of one token over all layers.
     """
-    lengths = [sum(map(len, runs)) for runs in pieces(tokens, processes)]
+    lengths = [sum(map(len, runs)) for runs in token_runs(tokens, processes)]
     busiest = tokens - min(lengths) if processes > 1 else 0
     return Traffic(rows=(processes - 1) * tokens * row_bytes, busiest_bytes=busiest * row_bytes)
 

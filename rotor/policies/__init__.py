@@ -10,7 +10,7 @@ alone. `generate` needs no patch:
 
 from __future__ import annotations
 
-from .adoption import attach_stored, cache_policy, make_cache, policy_of, use_cache_policy
+from .adoption import attach_stored, cache_policy, policy_of, use_cache_policy
 from .eviction import EvictingLayer, Eviction
 from .layer import PolicyLayer
 from .methods.fp8 import FP8
@@ -25,10 +25,9 @@ from .methods.random import Random
 from .methods.streaming import Streaming
 from .methods.tiers import Tiers
 from .methods.window import Window
-from .policy import LayerSample, Policy, stored_bytes
+from .policy import LONG_TOKENS, LayerSample, Policy, packed_bytes_per_token, random_rows, stored_bytes
 from .quantiser import CodedLayer, Quantiser
 from .registry import bundled_policies, find_policy, read_stored
-from .sizes import LONG_TOKENS, packed_bytes_per_token
 
 __all__ = [
     "FP8",
@@ -55,9 +54,9 @@ __all__ = [
     "bundled_policies",
     "cache_policy",
     "find_policy",
-    "make_cache",
     "packed_bytes_per_token",
     "policy_of",
+    "random_rows",
     "read_stored",
     "stored_bytes",
     "use_cache_policy",

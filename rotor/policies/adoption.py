@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError
 from ..runtime.families import FAMILIES, Family, attention_shape, find_family
@@ -22,18 +21,6 @@ from .registry import find_policy
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 """What families call the cache in the forward pass of their attention."""
-
-
-def make_cache(policy: Policy, config: Any) -> Cache:
-    """A cache that follows a policy, for `model(..., past_key_values=cache)` and `generate`, of a model's config.
-
-    A model that was not given the policy with `use_cache_policy` can use it too, unless the policy evicts. Padding is
-    then taken for tokens, which changes nothing where each token is coded by itself.
-
-    Raises:
-        UnsupportedModelError: a layer's cache is not a plain one (sliding windows, linear attention).
-    """
-    return Cache(layers=policy.layers(policy.check_config(config)))  # type: ignore[arg-type]
 
 
 def use_cache_policy(model: Any, policy: Policy | str | None) -> None:
@@ -103,23 +90,19 @@ class _Attachment:
                 "compressed layer's columns come in the order of what they are worth.",
                 "Use a checkpoint that `rotor export` wrote, or another policy.",
             )
-        shape = attention_shape(model.config)
-        whole = shape.num_kv_heads * shape.head_dim
-        policy.check_widths([m.layout.row_bytes(2)[0] // 2 if m in self._compressed else whole for m in modules])
         for module in self._compressed:
             policy.check_rows(module.layout.coded)
         for index, module in enumerate(modules):
-            if module in self._compressed:
+            hooks = _Hooks(policy, index, module in self._compressed)
+            if hooks.compressed:
                 module.store = InCache(policy, model.config)
             else:
-                hooks = _AttentionHooks(policy)
                 self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
             if policy.needs_states:
                 parent = network.get_submodule(f"{family.decoder}.{family.layers}.{index}")
-                states = _StateHooks(index)
-                self._handles.append(parent.register_forward_pre_hook(states.enter, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(states.leave, with_kwargs=True))
+                self._handles.append(parent.register_forward_pre_hook(hooks.enter, with_kwargs=True))
+            if policy.needs_states or not hooks.compressed:
+                self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
         if policy.needs_weights and len(self._compressed) < count:
             model.config._attn_implementation = "eager"
 
@@ -134,54 +117,41 @@ class _Attachment:
 _attached: WeakKeyDictionary[Any, _Attachment] = WeakKeyDictionary()
 
 
-class _AttentionHooks:
-    """Around the attention of an uncompressed model: the layer learns of the step, and the mask is the layer's."""
+class _Hooks:
+    """Around a layer's attention: of an uncompressed model the cache's layer learns of the step, and the mask is its.
+    Where the policy needs states, it gets what enters the decoder layer, and that with what attention adds to it."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, index: int, compressed: bool) -> None:
+        self.policy, self.index, self.compressed = policy, index, compressed
+        self._entered: Tensor | None = None
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._entered = _states_of(args, kwargs)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), module.layer_idx)
+        layer = InCache(self.policy, module.config).keeper(_cache_of(kwargs), self.index)
         if not isinstance(layer, PolicyLayer):
             return None
         mask, states = kwargs.get("attention_mask"), _states_of(args, kwargs)
         layer.begin(mask, states.shape[0], states.shape[1], states.device)
         shape = attention_shape(module.config)
         groups = torch.arange(shape.num_kv_heads).repeat_interleave(shape.heads_per_kv)
-        additive = states.dtype if module.config._attn_implementation == "eager" else None
-        return args, {**kwargs, "attention_mask": layer.visible(mask, groups, additive)}
+        return args, {**kwargs, "attention_mask": layer.visible(mask, groups)}
 
     def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        layer = _layer_of(kwargs, module.layer_idx)
-        if layer is not None:
-            layer.observe_weights(output[1] if self.policy.needs_weights else None)
-
-
-class _StateHooks:
-    """What enters a decoder layer, and what it is when its attention has added to it."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self._entered: Tensor | None = None
-
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._entered = _states_of(args, kwargs)
-
-    def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         entered, self._entered = self._entered, None
-        layer = _layer_of(kwargs, self.index)
-        if entered is not None and layer is not None:
+        cache = _cache_of(kwargs)
+        layer = None if cache is None else cache.layers[self.index]
+        if not isinstance(layer, PolicyLayer):
+            return
+        if not self.compressed:
+            layer.observe_weights(output[1] if self.policy.needs_weights else None)
+        if entered is not None:
             layer.observe_states(entered, entered + output[0])
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
     return next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-
-
-def _layer_of(kwargs: dict[str, Any], index: int) -> PolicyLayer | None:
-    cache = _cache_of(kwargs)
-    layer = None if cache is None else cache.layers[index]
-    return layer if isinstance(layer, PolicyLayer) else None
 
 
 def _states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

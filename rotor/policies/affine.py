@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .codec import Codec, Parts, heads_apart, heads_together
-from .packing import pack, unpack
+from .store import Codec, Parts, heads_apart, heads_together
 
 LARGEST = torch.finfo(torch.float16).max
+
+UNITS = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1)}
+"""By bits: the fewest codes that fill whole bytes, and how many bytes those are."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,6 @@ class AffineCode(Codec):
     columns: int | None = None
     heads_together: bool = False
 
-    @property
-    def by_token(self) -> bool:  # type: ignore[override]
-        return self.tokens == 1
-
     def encode(self, states: Tensor) -> Parts:
         """(codes [batch_size, heads, tokens, bytes] uint8, scale and zero [batch_size, heads, groups, groups] float16);
         heads is 1 where they lie together."""
@@ -49,8 +47,8 @@ class AffineCode(Codec):
         zero = groups.amin((3, 5)).half()
         span = groups.amax((3, 5)) - zero.float()
         scale = (span / (2**self.bits - 1)).clamp(0, LARGEST).half()
-        steps = _spread(scale, tokens, columns, width)
-        codes = (numbers - _spread(zero, tokens, columns, width)) / steps
+        steps = _per_number(scale, tokens, columns, width)
+        codes = (numbers - _per_number(zero, tokens, columns, width)) / steps
         codes = torch.where(steps > 0, codes, torch.zeros_like(codes)).round().clamp(0, 2**self.bits - 1)
         return pack(codes, self.bits), scale, zero
 
@@ -59,16 +57,38 @@ class AffineCode(Codec):
         laid = width * num_heads if self.heads_together else width
         codes = unpack(packed, self.bits, laid).float()
         tokens, columns = codes.shape[2] // scale.shape[2], min(self.columns or laid, laid)
-        numbers = codes.mul_(_spread(scale, tokens, columns, laid)).add_(_spread(zero, tokens, columns, laid))
+        numbers = codes.mul_(_per_number(scale, tokens, columns, laid)).add_(_per_number(zero, tokens, columns, laid))
         return heads_apart(numbers, num_heads) if self.heads_together else numbers
 
     def _lay(self, states: Tensor) -> Tensor:
         return heads_together(states) if self.heads_together else states
 
 
-def _spread(values: Tensor, tokens: int, columns: int, width: int) -> Tensor:
+def _per_number(values: Tensor, tokens: int, columns: int, width: int) -> Tensor:
     """One number a group -> one a number, float32: [..., groups, groups] -> [..., tokens, width] or broadcast to it."""
     values = values.float()
     if tokens > 1:
         values = values.repeat_interleave(tokens, dim=-2)
     return values.repeat_interleave(columns, dim=-1)[..., :width] if values.shape[-1] > 1 and columns > 1 else values
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """[..., width] integers below 2^bits -> [..., width * bits / 8, rounded up] uint8, without gaps: the lowest bits of
+    the first byte are the first code."""
+    count, size = UNITS[bits]
+    return _regrouped(codes, count, bits, size, 8)[..., : -(-codes.shape[-1] * bits // 8)].contiguous()
+
+
+def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
+    """The inverse of `pack`, [..., width] uint8."""
+    count, size = UNITS[bits]
+    return _regrouped(packed, size, 8, count, bits)[..., :width]
+
+
+def _regrouped(fields: Tensor, count: int, bits: int, into: int, into_bits: int) -> Tensor:
+    """Runs of `count` fields of `bits` bits as runs of `into` fields of `into_bits` bits, uint8."""
+    dtype = torch.int32 if max(count, into) == 8 else torch.uint8  # what holds a run
+    runs = functional.pad(fields.to(dtype), (0, -fields.shape[-1] % count)).unflatten(-1, (-1, count))
+    shifts, into_shifts = (torch.arange(n, dtype=dtype, device=fields.device) for n in (count, into))
+    words = (runs << shifts * bits).sum(-1, keepdim=True, dtype=dtype)
+    return (words >> into_shifts * into_bits & 2**into_bits - 1).to(torch.uint8).flatten(-2)

@@ -1,4 +1,4 @@
-"""Budgets that differ between layers: SqueezeAttention's, and by measured sensitivity."""
+"""Budgets that differ between layers: SqueezeAttention's."""
 
 from __future__ import annotations
 
@@ -84,27 +84,3 @@ class SqueezeBudgets:
         for layer, share in zip(self._layers, shares.unbind(1), strict=True):
             layer.budget = (layer.budget * share.to(layer.budget.device)).round().long().clamp(min=1)
             layer.evict()
-
-
-def sensitivity_shares(losses: Sequence[Sequence[float]], shares: Sequence[float], mean: float) -> list[float]:
-    """The share of its tokens that each layer keeps so that the losses add up to least, at most `mean` in the mean.
-
-    From the smallest shares on, the step is taken that gains most per share, of any length, which goes along the lower
-    convex hull of each layer's losses.
-
-    Args:
-        losses: of each layer, cut by itself, at each of `shares`, in nats. shares: ascending. mean: at least the first.
-    Source: rotor's own; the greedy choice is the best there is for convex losses.
-    """
-    at, left = [0] * len(losses), (mean - shares[0]) * len(losses)
-    while True:
-        steps = []
-        for index, (layer, now) in enumerate(zip(losses, at, strict=True)):
-            gains = [((layer[now] - layer[i]) / (shares[i] - shares[now]), i) for i in range(now + 1, len(shares))]
-            if gains and shares[max(gains)[1]] - shares[now] <= left + 1e-9:
-                steps.append((max(gains)[0], -index, max(gains)[1]))
-        if not steps or max(steps)[0] <= 0:
-            return [shares[now] for now in at]
-        _, index, to = max(steps)
-        left -= shares[to] - shares[at[-index]]
-        at[-index] = to

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
+from torch.nn import functional
 
-from ..errors import UsageError
 from ..format.layout import LayerLayout
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..runtime.rope import rows_of
 from ..runtime.steps import Step, attend_to_rows
 from .affine import AffineCode
 from .budgets import SqueezeBudgets
-from .codec import ByGroup, Codec, Exact, spans_of
-from .column_sums import Softening, column_sums
-from .layer import PolicyLayer, check_left, mask_of_places, tokens_shown
-from .noise import noise_of
-from .policy import Policy
-from .store import Side, Stream
+from .column_sums import ScoreSoftmax, column_sums
+from .layer import PolicyLayer, mask_of_places, noise_of, real_tokens
+from .policy import Bits, Policy, Share
+from .store import Codec, Exact, Side, Stream, spans_of
 
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 LAST = torch.iinfo(torch.int32).max
 
 
@@ -66,27 +66,21 @@ class Eviction(Policy):
     """
 
     evicts: ClassVar[bool] = True
-    share: float = 0.5
-    tokens: int | None = None
+    share: PositiveShare = 0.5
+    tokens: PositiveInt | None = None
     scope: Literal["group", "layer"] = "group"
-    squeeze: float | None = None
-    layer_shares: tuple[float, ...] = ()
-    bits: int = 16
-    group: int = 64
+    squeeze: PositiveShare | None = None
+    layer_shares: tuple[PositiveFloat, ...] = ()
+    bits: Bits = 16
+    group: PositiveInt = 64
 
     def __post_init__(self) -> None:
-        self.require(0 < self.share <= 1, "share", "a share above 0, at most 1")
-        self.require(self.tokens is None or self.tokens >= 1, "tokens", "null or at least 1")
-        self.require(self.scope in ("group", "layer"), "scope", "group or layer")
-        self.require(self.squeeze is None or 0 < self.squeeze <= 1, "squeeze", "null or a share above 0, at most 1")
-        self.require(self.bits in (16, 8, 4, 3, 2), "bits", "one of (16, 8, 4, 3, 2)")
-        self.require(self.group >= 1, "group", "at least 1")
-        fits = all(share > 0 for share in self.layer_shares) and not (self.layer_shares and self.squeeze is not None)
-        self.require(fits, "layer_shares", "positive numbers, and none beside squeeze")
+        super().__post_init__()
+        self.require(not self.layer_shares or self.squeeze is None, "layer_shares", "none beside squeeze")
 
     @property
-    def longest_step(self) -> int | None:
-        return 1
+    def quantises(self) -> bool:
+        return self.bits < 16
 
     @property
     def needs_states(self) -> bool:
@@ -108,14 +102,6 @@ class Eviction(Policy):
         base = prompt * self.share if self.tokens is None else torch.full_like(prompt, self.tokens).double()
         return (base.double() * share).round().long().clamp(min=1)
 
-    def check_rows(self, coded: bool) -> None:
-        """Rows of codes are kept or dropped whole; they are not coded again."""
-        if coded and self.bits < 16:
-            raise UsageError(
-                f"cache policy {self.method}: bits {self.bits}: this checkpoint's rows are codes already.",
-                "Leave bits at 16, or use a recipe whose columns have 16 bits (rotor-16).",
-            )
-
     @abstractmethod
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the first and of the newest tokens stay, whatever their scores, of budgets [batch_size]."""
@@ -123,6 +109,10 @@ class Eviction(Policy):
     def priority(self, held: Held) -> Tensor:
         """What is kept first, [batch_size, 1 or groups, slots]; of equals the older."""
         return held.index.float()
+
+    def score_softmax(self, held: Held) -> ScoreSoftmax | None:
+        """What is done to a step's logits before the softmax whose columns are added to the scores."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -134,11 +124,7 @@ class ScoringEviction(Eviction):
     """
 
     needs_weights: ClassVar[bool] = True
-    recent: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0 <= self.recent <= 1, "recent", "a share from 0 to 1")
+    recent: Share = 0.5
 
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(budget), (budget * self.recent).round().long()
@@ -147,26 +133,23 @@ class ScoringEviction(Eviction):
         assert held.scores is not None
         return held.scores
 
-    def softening(self, held: Held) -> Softening:
-        """What is done to a step's logits before the softmax whose columns are added to the scores: nothing."""
-        return Softening()
-
 
 class EvictingLayer(PolicyLayer):
     """One layer's cache that holds some of the tokens it was given.
 
     It works on a model's heads, on packed rows and on rows of codes.
 
-    sides: keys and values, without what was dropped. places: [batch_size, 1 or groups, slots] int32, where the tokens
-    are in the sequence; a row with fewer tokens than slots has places of -1. scores: [batch_size, 1 or groups, slots]
-    float32, where the policy has any. start: [batch_size], the place of each row's first token.
-    spans: of packed rows, the columns of each group in keys and in values.
+    sides: keys and values, without what was dropped; of packed rows each group's by itself. places: [batch_size, 1 or
+    groups, slots] int32, where the tokens are in the sequence; a row with fewer tokens than slots has places of -1.
+    scores: of the same shape, float32, where the policy has any. start: [batch_size], the place of each row's first
+    token.
+    spans: the columns of each group in keys and in values; of heads all.
     """
 
     in_pytorch = True
     stored = ("sides", "places", "scores")
     beside = ("start", "budget")
-    sides: tuple[Side, Side]
+    sides: tuple[list[Side], ...]
     places: Tensor
     scores: Tensor | None
     start: Tensor
@@ -176,7 +159,7 @@ class EvictingLayer(PolicyLayer):
         super().__init__()
         self.policy, self.index = policy, index
         self.budgets: SqueezeBudgets | None = None
-        self.spans: list[tuple[slice, ...]] | None = None
+        self.spans: list[tuple[slice, ...]] = [(slice(None),)] * 2
         self.reset()
 
     def reset(self) -> None:
@@ -186,20 +169,22 @@ class EvictingLayer(PolicyLayer):
         if self.budgets is not None:
             self.budgets.reset()
 
+    def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
+        self.spans = spans_of(layout, dtype.itemsize)
+
     def attend(self, step: Step) -> Tensor:
         parameters, query, rotations = step.parameters, step.query, step.rotations
         self.begin(step.mask, len(step.value), seq_len_of(query), query.device)
-        if self.spans is None:
-            self.spans = spans_of(parameters.layout, query.element_size())
-        mask = self.visible(step.mask, _groups_of_heads(parameters), None)
+        self.follow(parameters.layout, query.dtype)
+        mask = self.visible(step.mask, _groups_of_heads(parameters))
         if rotations.read is not None:
             rotations = rotations._replace(read=rows_of(rotations.read, self.places.clamp(min=0).long()))
         key, value = step.cache.update(step.key, step.value, step.layer_idx)
-        softening = self.softening()
         output = attend_to_rows(step._replace(mask=mask, rotations=rotations), key, value)
         sums = None
-        if softening is not None:
-            sums = column_sums(query, key, parameters, rotations.read, mask, softening, self.newest)
+        if self.policy.needs_weights:
+            score_softmax = self.policy.score_softmax(self.held)
+            sums = column_sums(query, key, parameters, rotations.read, mask, score_softmax, self.newest)
         self.finish(sums)
         return output
 
@@ -211,95 +196,71 @@ class EvictingLayer(PolicyLayer):
     @property
     def held(self) -> Held:
         index = torch.where(self.places >= 0, self.places - self.start[:, None, None], -1)
-        return Held(index, self.scores, self.index, self.seen - self._prompt)
+        return Held(index, self.scores, self.index, self.num_tokens - self._prompt)
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
-        new = torch.arange(self.seen, self.seen + length, dtype=torch.int32, device=device).expand(batch_size, -1)
-        if mask is not None and length > 1:
-            shown = check_left(tokens_shown(mask, batch_size)[:, -length:])
-            new = torch.where(shown, new, -1)
-            self._ragged = self._ragged or not bool(shown.all())
+        shown = real_tokens(mask, batch_size, length, device)
+        self._ragged = self._ragged or not bool(shown.all())
+        place = torch.arange(self.num_tokens, self.num_tokens + length, dtype=torch.int32, device=device)
+        new = torch.where(shown, place, -1)
         if self.places is None:
             self.start = torch.full((batch_size,), -1, dtype=torch.int32, device=device)
-            self.places = new.unsqueeze(1).contiguous()
+            self.places = new.unsqueeze(1)
         else:
             self.places = torch.cat([self.places, new.unsqueeze(1).expand(-1, self.places.shape[1], -1)], dim=2)
         first = torch.where(new >= 0, new, LAST).amin(-1)
         self.start = torch.where((self.start < 0) & (first < LAST), first, self.start)
         self._length = length
 
-    def visible(self, mask: Tensor | None, head_groups: Tensor | None, additive: torch.dtype | None) -> Tensor | None:
-        places = self.places
-        assert places is not None
-        if mask is None and not self._ragged and (self._length == 1 or self.seen == 0):
+    def visible(self, mask: Tensor | None, head_groups: Tensor) -> Tensor | None:
+        if mask is None and not self._ragged and (self._length == 1 or self.num_tokens == 0):
             return None
-        if places.shape[1] > 1:
-            assert head_groups is not None
-            places = places[:, head_groups.to(places.device)]
-        return mask_of_places(mask, places, self.seen, self._length, additive)
+        places = self.places if self.places.shape[1] == 1 else self.places[:, head_groups.to(self.places.device)]
+        return mask_of_places(mask, places, self.num_tokens, self._length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns the keys and values of what is held, in the order of `places`."""
-        length, held = key_states.shape[2], self.sides[0].tokens if self.sides else 0
-        if self.places is None or self._length != length or held + length != self.places.shape[2]:
-            raise UsageError(
-                f"cache policy {self.policy.method}: the model's attention does not know that its cache drops tokens.",
-                "Give the model the policy first: rotor.use_cache_policy(model, policy).",
-            )
         if self.sides is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.sides = Side(self._stream(0), key_states), Side(self._stream(1), value_states)
-            self._prompt = length
-        self.seen += length
-        key, value = self.sides
-        return key.update(key_states), value.update(value_states)
-
-    def _stream(self, side: int) -> Stream:
-        coded = self.policy.bits < 16
-        codec: Codec = AffineCode(self.policy.bits, 1, self.policy.group) if coded else Exact()
-        return Stream(codec if self.spans is None else ByGroup(codec, self.spans[side]), exact_step=coded)
-
-    def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
-        self.spans = spans_of(layout, dtype.itemsize)
-
-    def softening(self) -> Softening | None:
-        """How the attention that this step's queries give is to be summed for `finish`; None: it is not needed."""
-        if not isinstance(self.policy, ScoringEviction):
-            return None
-        self._spread_places()
-        return self.policy.softening(self.held)
+            coded = self.policy.quantises
+            codec: Codec = AffineCode(self.policy.bits, 1, self.policy.group) if coded else Exact()
+            self.sides = tuple(
+                [Side(Stream(codec, exact_step=coded), states[..., span]) for span in spans]
+                for states, spans in zip((key_states, value_states), self.spans, strict=True)
+            )
+            self._prompt = key_states.shape[2]
+            if self.policy.scope == "group":
+                self.places = self.places.expand(-1, max(key_states.shape[1], len(self.spans[0])), -1)
+        self.num_tokens += key_states.shape[2]
+        key, value = (
+            torch.cat([side.update(states[..., span]) for side, span in zip(sides, spans, strict=True)], -1)
+            for states, sides, spans in zip((key_states, value_states), self.sides, self.spans, strict=True)
+        )
+        return key, value
 
     def observe_weights(self, weights: Tensor | None) -> None:
-        softening = self.softening()
-        if weights is None or softening is None or self.sides is None:
+        if weights is None:
             self.finish(None)
             return
-        weights = weights.float().unflatten(1, (self.sides[0].num_heads, -1))
-        if not softening.none:
-            bias = 0.0 if softening.bias is None else softening.bias[:, :, None, None]
-            weights = ((weights.log() + bias) / softening.temperature).softmax(-1)
+        weights = weights.float().unflatten(1, (self.sides[0][0].num_heads, -1))
+        score_softmax = self.policy.score_softmax(self.held)
+        if score_softmax is not None:
+            weights = ((weights.log() + score_softmax.bias[:, :, None, None]) / score_softmax.temperature).softmax(-1)
         weights = torch.nan_to_num(weights) * self.newest[:, None, None, :, None]
         self.finish(weights.mean(2).sum(2))
-
-    def _spread_places(self) -> None:
-        """From now on each group has places of its own."""
-        groups = self.sides[0].num_heads if self.spans is None else len(self.spans[0])
-        if self.policy.scope == "group" and self.places.shape[1] < groups:
-            self.places = self.places.expand(-1, groups, -1)
 
     def finish(self, sums: Tensor | None) -> None:
         """Attention is done: count scores, and drop what is over the budget.
 
         Args:
-            sums: [batch_size, groups, slots], how much attention each token drew, softened as `softening` says.
+            sums: [batch_size, groups, slots], how much attention each token drew, softened as the policy has it.
         """
-        self._spread_places()
         if sums is not None:
-            held = 0 if self.scores is None else self.scores.shape[2]
-            fresh = torch.zeros(*self.places.shape[:2], self.places.shape[2] - held, device=self.places.device)
-            self.scores = fresh if self.scores is None else torch.cat([self.scores, fresh], dim=2)
-            self.scores = self.scores + (sums.mean(1, keepdim=True) if self.policy.scope == "layer" else sums)
-        if self.budget is None and self.seen == self._length:
+            sums = sums.mean(1, keepdim=True) if self.policy.scope == "layer" else sums
+            if self.scores is not None:
+                sums = sums + functional.pad(self.scores, (0, sums.shape[2] - self.scores.shape[2]))
+            self.scores = sums
+        if self.budget is None and self.num_tokens == self._length:
             self.budget = self.policy.budget_of(self.newest.sum(-1), self.index)
         if self.budgets is None or self.budgets.done:
             self.evict()
@@ -308,20 +269,19 @@ class EvictingLayer(PolicyLayer):
         """Store a prompt whose attention is not known, and cut it, for counting bytes; of equals the older stays."""
         self.begin(None, len(key_states), key_states.shape[2], key_states.device)
         self.update(key_states, value_states)
-        self._spread_places()
         self.scores = torch.zeros(self.places.shape) if self.policy.needs_weights else None
         self.budget = self.policy.budget_of(self.newest.sum(-1), self.index)
         self.evict()
 
     def observe_states(self, before: Tensor, after: Tensor) -> None:
-        if self.budgets is not None and self.seen == self._length:
+        if self.budgets is not None and self.num_tokens == self._length:
             self.budgets.observe(self.index, before, after, self.newest)
 
     def evict(self) -> None:
         """Drop what is over the budget."""
         places, budget, held = self.places, self.budget.to(self.places.device), self.held
         there = held.index >= 0
-        lengths = (self.seen - self.start)[:, None, None]
+        lengths = (self.num_tokens - self.start)[:, None, None]
         first, newest = self.policy.protected(budget)
         safe = (held.index < first[:, None, None]) | (held.index >= lengths - newest[:, None, None])
         priority = self.policy.priority(held).expand(places.shape).masked_fill(safe, torch.inf)
@@ -337,13 +297,13 @@ class EvictingLayer(PolicyLayer):
         by_place = chosen.argsort(dim=-1, stable=True)
         order, self.places = order.gather(-1, by_place), chosen.gather(-1, by_place)
         self.scores = None if self.scores is None else self.scores.gather(-1, order)
-        for side in self.sides:
-            side.take(order)
+        for sides in self.sides:
+            each = order.expand(-1, len(sides), -1).split(1, dim=1) if len(sides) > 1 else (order,)
+            for side, own in zip(sides, each, strict=True):
+                side.take(own)
 
 
 def _groups_of_heads(parameters: AttentionParameters) -> Tensor:
     """[num_heads], the group of each query head, heads in the model's order."""
-    groups = parameters.layout.groups
-    of_kv_head = {head: index for index, group in enumerate(groups) for head in group.kv_heads}
-    of_each = torch.tensor([of_kv_head[head] for head in range(len(of_kv_head))])
-    return of_each.repeat_interleave(parameters.shape.heads_per_kv)
+    kv_heads = torch.tensor(parameters.layout.kv_head_order).argsort() // parameters.layout.group_size
+    return kv_heads.repeat_interleave(parameters.shape.heads_per_kv)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -27,11 +28,14 @@ from ..kernels.parameters import seq_len_of
 from ..runtime.steps import Keeper, Step, attend_to_rows
 from .store import Side, tensor_bytes
 
+NOISE_BLOCK = 1024
+"""Tokens whose random numbers are drawn together."""
+
 
 class PolicyLayer(DynamicLayer, Keeper):
     """One layer of a cache that follows a policy.
 
-    seen: tokens so far, padding included. stored: names of the attributes whose tensors are the cache, batch first;
+    num_tokens: so far, padding included. stored: names of the attributes whose tensors are the cache, batch first;
     beside: of further tensors, batch first, that are too small to count.
     """
 
@@ -44,25 +48,24 @@ class PolicyLayer(DynamicLayer, Keeper):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.num_tokens = 0
 
     @abstractmethod
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """Tokens are about to be stored.
 
         Args:
-            mask: [batch_size or 1, heads or 1, length, seen + length], bool (True: attend) or added to the logits;
-                None: causal, without padding.
+            mask: [batch_size or 1, heads or 1, length, tokens], bool (True: attend) or added to the logits; None:
+                causal, without padding.
         Raises:
             UsageError: a row has padding that is not on its left.
         """
 
-    def visible(self, mask: Tensor | None, head_groups: Tensor | None, additive: torch.dtype | None) -> Tensor | None:
+    def visible(self, mask: Tensor | None, head_groups: Tensor) -> Tensor | None:
         """The mask of what `update` is to return.
 
         Args:
-            mask: as for `begin`. head_groups: [num_heads], the group of each query head; None: heads share alike.
-            additive: the dtype of a mask that has to be made and is to be added to the logits; None: bool.
+            mask: as for `begin`. head_groups: [num_heads], the group of each query head.
         """
         return mask
 
@@ -81,7 +84,7 @@ class PolicyLayer(DynamicLayer, Keeper):
         """What a step's hidden states were before this layer's attention was added and after it, [batch_size, length,
         hidden_size] each; only for policies that need them."""
 
-    def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
+    def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
         """Before anything is stored of a compressed model: what its rows are, and the dtype of a number in them."""
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -93,12 +96,12 @@ class PolicyLayer(DynamicLayer, Keeper):
         return tensor_bytes([getattr(self, name) for name in self.stored])
 
     def get_seq_length(self) -> int:
-        return self.seen
+        return self.num_tokens
 
     def reset(self) -> None:
         for name in (*self.stored, *self.beside):
             setattr(self, name, None)
-        self.seen, self.is_initialized = 0, False
+        self.num_tokens, self.is_initialized = 0, False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
@@ -137,41 +140,50 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return function(value) if isinstance(value, Tensor) else value
 
 
-def mask_of_places(mask: Tensor | None, places: Tensor, seen: int, length: int, additive: torch.dtype | None) -> Tensor:
+def mask_of_places(mask: Tensor | None, places: Tensor, num_tokens: int, length: int) -> Tensor:
     """The columns of a mask that rows at some places have.
 
     Args:
         mask: as for `PolicyLayer.begin`.
         places: [batch_size, heads or 1, slots], -1 where there is nothing.
-        seen: tokens before the step's `length`. additive: as for `PolicyLayer.visible`.
+        num_tokens: tokens before the step's `length`.
     Returns:
         [batch_size, heads or 1, length, slots].
     """
     there = (places >= 0).unsqueeze(2)
     if mask is None:
-        queries = torch.arange(seen, seen + length, device=places.device)
-        shown = there & (places.unsqueeze(2) <= queries[:, None])
-        if additive is None:
-            return shown
-        least = torch.finfo(additive).min
-        return torch.zeros(shown.shape, dtype=additive, device=shown.device).masked_fill(~shown, least)
+        queries = torch.arange(num_tokens, num_tokens + length, device=places.device)
+        return there & (places.unsqueeze(2) <= queries[:, None])
     heads = max(mask.shape[1], places.shape[1])
     index = places.clamp(min=0).long().unsqueeze(2).expand(-1, heads, length, -1)
     columns = mask.expand(len(places), heads, length, -1).gather(-1, index)
     return columns.masked_fill(~there, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
 
 
-def tokens_shown(mask: Tensor, batch_size: int) -> Tensor:
-    """Which tokens the last query sees with some head, [batch_size, kv_len] bool: all but padding."""
-    last = mask[:, :, -1]
-    shown = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-    return shown.any(1).expand(batch_size, -1)
-
-
-def check_left(shown: Tensor) -> Tensor:
-    """`shown`, [batch_size, tokens] bool; raises UsageError where a false one comes behind a true one."""
+def real_tokens(mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> Tensor:
+    """Which of the newest tokens are not padding, [batch_size, length] bool: those that the last query sees with some
+    head; a single one always. Raises UsageError where there is padding behind a token."""
+    if mask is None or length == 1:
+        return torch.ones(batch_size, length, dtype=torch.bool, device=device)
+    last = mask[:, :, -1, -length:]
+    shown = (last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).any(1)
     if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
         raise UsageError(
             "the attention mask has padding that is not on the left of its row.", "Set padding_side='left'."
         )
-    return shown
+    return shown.expand(batch_size, -1)
+
+
+def noise_of(index: Tensor, seed: int, layer: int) -> Tensor:
+    """Numbers from (0, 1), for tokens at the places `index` of their rows, [batch_size, groups, slots]; of negative
+    ones any."""
+    groups = index.shape[1]
+    blocks = [_block(seed, layer, block, groups) for block in range(int(index.max()) // NOISE_BLOCK + 1)]
+    table = torch.cat(blocks or [_block(seed, layer, 0, groups)], dim=1).to(index.device)
+    return table.expand(len(index), -1, -1).gather(-1, index.clamp(min=0).long())
+
+
+@lru_cache(maxsize=1024)
+def _block(seed: int, layer: int, block: int, groups: int) -> Tensor:
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_000_003 + block) % 2**63)
+    return torch.rand(groups, NOISE_BLOCK, generator=generator).clamp(1e-6, 1 - 1e-6)

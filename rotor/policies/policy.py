@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, get_type_hints
 
+import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ..checked import shorten
+from ..checked import Expect, Reader, shorten
 from ..errors import UnsupportedModelError, UsageError
+from ..format.layout import LayerLayout
 from .layer import PolicyLayer
 from .store import tensor_bytes
+
+Bits = Annotated[int, Expect((16, 8, 4, 3, 2).__contains__, "one of 16, 8, 4, 3, 2")]
+CodeBits = Annotated[int, Expect((8, 4, 3, 2).__contains__, "one of 8, 4, 3, 2")]
+"""Bits of a number; 16: no code."""
+
+LONG_TOKENS = 32768
+"""Tokens of context to which bytes are extrapolated."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
@@ -33,14 +46,25 @@ class LayerSample:
 class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, a file each.
 
-    method: its name in recipes. needs_weights: attention has to hand out its weights. evicts: tokens are dropped, so
-    that attention has to go by stored positions. rows_only: it is for the rows of a compressed model.
+    A parameter's type says which values it may have. method: its name in recipes. needs_weights: attention has to hand
+    out its weights. evicts: tokens are dropped, so that attention has to go by stored positions. rows_only: it is for
+    the rows of a compressed model.
     """
 
     method: ClassVar[str]
     needs_weights: ClassVar[bool] = False
     evicts: ClassVar[bool] = False
     rows_only: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        reader, hints = Reader(f"cache policy {self.method}", UsageError), get_type_hints(type(self), None, None, True)
+        for field in fields(self):  # type: ignore[arg-type]
+            reader.read(hints[field.name], getattr(self, field.name), field.name)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether it codes numbers, so that rows which are codes already are not for it."""
+        return False
 
     @property
     def needs_states(self) -> bool:
@@ -57,32 +81,21 @@ class Policy(ABC):
         return self
 
     @property
-    @abstractmethod
     def longest_step(self) -> int | None:
         """The longest step after the prompt whose tokens see what they would see in steps of one; None: any."""
+        return 1
 
     @abstractmethod
     def layers(self, count: int) -> list[PolicyLayer]:
         """Empty layers of one cache, for a model of so many."""
 
-    @property
-    def key_widths(self) -> tuple[int, ...]:
-        """Numbers of a token's keys in each layer that the policy is for; empty where it is for any."""
-        return ()
-
-    @abstractmethod
     def check_rows(self, coded: bool) -> None:
         """Raises UsageError unless the policy can hold rows of a compressed model: of codes, or of 16-bit columns."""
-
-    def check_widths(self, widths: Sequence[int]) -> None:
-        """Raises UsageError where the policy is for other keys than those of layers of so many numbers a token."""
-        for index, (expected, width) in enumerate(zip(self.key_widths, widths, strict=False)):
-            if expected != width:
-                raise UsageError(
-                    f"cache policy {self.method}: layer {index}: ranges of {expected} key channels, the layer has "
-                    f"{width}.",
-                    "They are of one checkpoint: export it with --cache, or fit the policy to it.",
-                )
+        if coded and self.quantises:
+            raise UsageError(
+                f"cache policy {self.method}: it quantises, and this checkpoint's rows are codes already.",
+                "Use --cache none or a policy that only evicts, or a recipe whose columns have 16 bits (rotor-16).",
+            )
 
     def check_config(self, config: Any) -> int:
         """The number of layers of a model that the policy can serve.
@@ -104,32 +117,25 @@ class Policy(ABC):
         """Put the policy's layers in place of those of a cache that holds nothing; do nothing if it has some already.
 
         Raises:
-            UsageError: a cache of another kind (static, sliding, quantised), or one that was filled without the policy.
-            UnsupportedModelError: see check_config.
+            UsageError: a cache of another kind (static, quantised), or one that was filled without the policy.
         """
         layers: list[Any] = cache.layers
         if layers and isinstance(layers[0], PolicyLayer):
             return
         for index, layer in enumerate(layers):
-            if type(layer) is not DynamicLayer:
+            if type(layer) is not DynamicLayer or layer.get_seq_length():
                 raise UsageError(
-                    f"cache policy {self.method}: layer {index} of the cache is a {type(layer).__name__}, expected "
-                    "one that grows.",
-                    "Leave cache_implementation out, or load the model with the policy `none`.",
+                    f"cache policy {self.method}: layer {index} of the cache is a {type(layer).__name__} of "
+                    f"{layer.get_seq_length()} tokens, expected an empty one that grows.",
+                    "Begin with an empty cache, and leave cache_implementation out.",
                 )
-            if layer.get_seq_length():
-                raise UsageError(
-                    f"cache policy {self.method}: the cache holds {layer.get_seq_length()} tokens that were stored "
-                    "without it.",
-                    "Begin with an empty cache.",
-                )
-        layers[:] = self.layers(self.check_config(config))
+        layers[:] = self.layers(config.get_text_config().num_hidden_layers)
 
     def as_dict(self) -> dict[str, Any]:
         """As it is stored, for registry.read_policy."""
         kind = type(self)
         own = kind.__module__.startswith(f"{__package__}.")
-        found: dict[str, Any] = _plain(asdict(self))  # type: ignore[call-overload]
+        found = TypeAdapter(kind).dump_python(self, mode="json")
         return {"method": self.method if own else f"{kind.__module__}:{kind.__qualname__}", **found}
 
     def require(self, fits: bool, name: str, expected: str) -> None:
@@ -139,16 +145,32 @@ class Policy(ABC):
             raise UsageError(f"cache policy {self.method}: {name}: got {got}, expected {expected}.")
 
 
-def _plain(value: Any) -> Any:
-    """As JSON gives it back: lists in place of tuples."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def stored_bytes(cache: Cache) -> int:
     """Bytes of all tensors of a cache, of rotor's or of transformers' own: codes, their metadata, positions, scores,
     and what is not yet coded."""
     return sum(
         layer.stored_bytes() if isinstance(layer, PolicyLayer) else tensor_bytes(vars(layer)) for layer in cache.layers
     )
+
+
+def packed_bytes_per_token(policy: Policy, layouts: Sequence[LayerLayout], dtype: torch.dtype, tokens: int) -> float:
+    """Bytes of a compressed model's cache for each token of a prompt of `tokens`, all layers.
+
+    Budgets that depend on the prompt (`squeeze`) are taken as equal, which they are in the mean.
+    """
+    total = 0
+    for layer, layout in zip(policy.layers(len(layouts)), layouts, strict=True):
+        widths = [size // (1 if layout.coded else dtype.itemsize) for size in layout.row_bytes(dtype.itemsize)]
+        rows = [random_rows(1, tokens, width, torch.uint8 if layout.coded else dtype) for width in widths]
+        layer.follow(layout, dtype)
+        layer.fill(rows[0], rows[1])
+        total += layer.stored_bytes()
+    return total / tokens
+
+
+def random_rows(heads: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[1, heads, tokens, width] of random numbers, or bytes."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype == torch.uint8:
+        return torch.randint(256, (1, heads, tokens, width), generator=generator, dtype=dtype)
+    return torch.randn(1, heads, tokens, width, generator=generator).to(dtype)

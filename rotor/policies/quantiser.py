@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
-from .layer import PolicyLayer, check_left, tokens_shown
+from .layer import PolicyLayer, real_tokens
 from .policy import Policy
 from .store import Side, Stream
-
-BITS = (16, 8, 4, 3, 2)
 
 
 class Quantiser(Policy):
@@ -24,19 +21,15 @@ class Quantiser(Policy):
         """How keys and values are coded."""
 
     @property
+    def quantises(self) -> bool:
+        return True
+
+    @property
     def longest_step(self) -> int | None:
         return min((step for step in (stream.longest_step for stream in self.streams()) if step), default=None)
 
     def layers(self, count: int) -> list[PolicyLayer]:
         return [CodedLayer(self.streams()) for _ in range(count)]
-
-    def check_rows(self, coded: bool) -> None:
-        if coded:
-            raise UsageError(
-                f"cache policy {self.method}: this checkpoint's rows are codes already, which it would take for "
-                "numbers.",
-                "Use --cache none or a policy that evicts, or a recipe whose columns have 16 bits (rotor-16).",
-            )
 
 
 class CodedLayer(PolicyLayer):
@@ -47,7 +40,7 @@ class CodedLayer(PolicyLayer):
     Args:
         streams: of keys and of values.
 
-    sides: of keys and of values, for all rows alike; where `begin` is told of padding for each row by itself, without
+    sides: of keys and of values, for all rows alike; where there is padding for each row by itself, without
     its padding, so that what is stored of a row does not depend on the others. Attention decodes the whole cache at
     each step.
     """
@@ -61,21 +54,12 @@ class CodedLayer(PolicyLayer):
         self._pads: list[int] | None = None
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
-        if mask is None:
-            return
-        if not self.is_initialized:
-            padding = _left_padding(mask, batch_size)
-            self._pads = padding.tolist() if bool(padding.any()) else None
-        elif self._pads is not None and max(self._pads) >= self.seen:  # a row that is padding so far
-            now = _left_padding(mask, batch_size).tolist()
-            self._pads = [new if old >= self.seen else old for old, new in zip(self._pads, now, strict=True)]
+        if mask is None or (self.is_initialized and (self._pads is None or max(self._pads) < self.num_tokens)):
+            return  # else there is a row that is padding so far
+        padding = (~real_tokens(mask, batch_size, mask.shape[-1], device)).sum(-1).tolist()
+        self._pads = padding if any(padding) else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        if not key_states.is_floating_point() or key_states.element_size() == 1:
-            raise UsageError(
-                f"a cache policy was given rows of {key_states.dtype}, which are codes already.",
-                "Use --cache none with this checkpoint, or a policy with a checkpoint of 16-bit columns.",
-            )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         if self._pads:
             key_states, value_states = key_states[:1], value_states[:1]
@@ -87,16 +71,16 @@ class CodedLayer(PolicyLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         key, value = self._update_side(0, key_states), self._update_side(1, value_states)
-        self.seen += key_states.shape[-2]
+        self.num_tokens += key_states.shape[-2]
         return key, value
 
     def _update_side(self, side: int, states: Tensor) -> Tensor:
         assert self.sides is not None
         if self._pads is None:
             return self.sides[0][side].update(states)
-        result = states.new_zeros(*states.shape[:2], self.seen + states.shape[-2], states.shape[-1])
+        result = states.new_zeros(*states.shape[:2], self.num_tokens + states.shape[-2], states.shape[-1])
         for row, (sides, pads) in enumerate(zip(self.sides, self._pads, strict=True)):
-            new = states[row : row + 1, :, max(0, pads - self.seen) :]
+            new = states[row : row + 1, :, max(0, pads - self.num_tokens) :]
             if new.shape[2]:
                 visible = sides[side].update(new)
                 result[row : row + 1, :, -visible.shape[2] :] = visible
@@ -120,9 +104,3 @@ class CodedLayer(PolicyLayer):
         chosen = indices.tolist()
         self._pads, self.sides = [self._pads[row] for row in chosen], [self.sides[row] for row in chosen]
         self.map(Tensor.clone)  # a row chosen twice has tensors of its own, as its bytes are counted
-
-
-def _left_padding(mask: Tensor, batch_size: int) -> Tensor:
-    """Tokens of padding on the left of each row, [batch_size]; raises UsageError where there is some elsewhere."""
-    shown = check_left(tokens_shown(mask, batch_size))
-    return shown.shape[1] - shown.sum(-1)

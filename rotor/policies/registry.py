@@ -70,8 +70,7 @@ def read_policy(section: Any, reader: Reader, trusted: bool = False) -> Policy:
 
 def bundled_policies() -> dict[str, Policy]:
     """The policies that come with rotor, by name."""
-    found = sorted(path for path in _folder().iterdir() if path.name.endswith(".yaml"))
-    return {path.name[:-5]: _parse(path.read_text("utf-8"), path.name[:-5]) for path in found}
+    return {name: _parse(path.read_text("utf-8"), name) for name, path in _bundled().items()}
 
 
 def find_policy(name: str) -> Policy | None:
@@ -85,13 +84,13 @@ def find_policy(name: str) -> Policy | None:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         return _parse(read_text(path, f"cache policy {name}"), name)
-    names = sorted(item.name[:-5] for item in _folder().iterdir() if item.name.endswith(".yaml"))
-    if name not in names:
+    files = _bundled()
+    if name not in files:
         raise RecipeError(
-            f"cache policy {name!r} is neither bundled nor a YAML file{nearest_name(name, [NONE, *names])}",
-            f"Bundled policies: {NONE}, {', '.join(names)}; or give the path of a YAML file.",
+            f"cache policy {name!r} is neither bundled nor a YAML file{nearest_name(name, [NONE, *files])}",
+            f"Bundled policies: {NONE}, {', '.join(files)}; or give the path of a YAML file.",
         )
-    return _parse((_folder() / f"{name}.yaml").read_text("utf-8"), name)
+    return _parse(files[name].read_text("utf-8"), name)
 
 
 def read_stored(section: Any, where: str = "config.json, quantization_config") -> Policy | None:
@@ -99,8 +98,9 @@ def read_stored(section: Any, where: str = "config.json, quantization_config") -
     return None if section is None else read_policy(section, Reader(where, CheckpointError, EDITED))
 
 
-def _folder() -> Any:
-    return resources.files("rotor.recipes") / "cache"
+def _bundled() -> dict[str, Any]:
+    folder = resources.files("rotor.recipes") / "cache"
+    return {path.name[:-5]: path for path in sorted(folder.iterdir(), key=str) if path.name.endswith(".yaml")}
 
 
 def _parse(text: str, where: str) -> Policy:

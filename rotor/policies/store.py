@@ -1,7 +1,8 @@
-"""One side, keys or values, of the cache of some rows of a batch: coded segments and the newest tokens as they came."""
+"""How tokens are stored: codecs, and one side (keys or values) of the cache of some rows of a batch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -10,7 +11,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codec import Codec, Parts
+from ..format.layout import LayerLayout
+
+Parts = tuple[Tensor, ...]
+"""The stored tensors of a run of tokens. The first is [batch_size, *, tokens, *]; all have the batch first, and in
+dimension 2 something that grows with the tokens: the tokens themselves, or groups of them."""
+
+
+class Codec(ABC):
+    """Codes the keys or the values of tokens."""
+
+    @abstractmethod
+    def encode(self, states: Tensor) -> Parts:
+        """What is stored of `states`, [batch_size, num_heads, tokens, width]."""
+
+    @abstractmethod
+    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
+        """[batch_size, num_heads, tokens, width], float32 (or the dtype that was stored exactly)."""
+
+    def append(self, segments: list[Parts], states: Tensor) -> None:
+        """Code tokens and store them behind what is stored: in one piece with it where the groups are alike."""
+        parts = self.encode(states)
+        if segments and _grouping(segments[-1]) == _grouping(parts):
+            segments[-1] = tuple(torch.cat(pair, dim=2) for pair in zip(segments[-1], parts, strict=True))
+        else:
+            segments.append(parts)
+
+
+class Exact(Codec):
+    """Stores the numbers as they are: the case of 16 bits."""
+
+    def encode(self, states: Tensor) -> Parts:
+        return (states.clone(),)  # of its own: a view would keep alive what it was cut from
+
+    def decode(self, parts: Parts, num_heads: int, width: int) -> Tensor:
+        return parts[0]
+
+
+def spans_of(layout: LayerLayout, element_bytes: int) -> list[tuple[slice, ...]]:
+    """Where each group lies in the elements (of rows of codes: bytes) of a compressed layer's key and value rows."""
+    unit = 1 if layout.coded else element_bytes
+    starts = layout.byte_offsets(element_bytes)
+    ends = [*starts[1:], layout.row_bytes(element_bytes)]
+    keys, values = (
+        tuple(slice(start[side] // unit, end[side] // unit) for start, end in zip(starts, ends, strict=True))
+        for side in (0, 1)
+    )
+    return [keys, tuple(slice(0, 0) for _ in starts) if layout.joint else values]
+
+
+def slots_of(rows: Tensor, order: Tensor) -> Tensor:
+    """The slots `order`, [batch_size, 1 or heads, kept], of rows [batch_size, heads, slots, *]."""
+    index = order.to(rows.device).expand(-1, rows.shape[1], -1).unsqueeze(-1)  # an offloaded layer's are on the CPU
+    return rows.gather(2, index.expand(-1, -1, -1, rows.shape[-1]))
+
+
+def _grouping(parts: Parts) -> list[tuple[float, torch.Size]]:
+    """For each part, how many tokens an entry of dimension 2 stands for, and the shape behind it."""
+    tokens = parts[0].shape[2]
+    return [(tokens / part.shape[2], part.shape[3:]) for part in parts]
+
+
+def heads_together(states: Tensor) -> Tensor:
+    """[batch_size, num_heads, tokens, width] -> [batch_size, 1, tokens, num_heads * width]."""
+    return states.transpose(1, 2).flatten(2).unsqueeze(1)
+
+
+def heads_apart(rows: Tensor, num_heads: int) -> Tensor:
+    """The inverse of heads_together."""
+    return rows[:, 0].unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -79,10 +148,10 @@ class Side:
     def decode(self) -> Tensor:
         """All tokens, in the dtype in which they came."""
         codec, dtype = self.stream.codec, self.waiting.dtype
-        pieces = [codec.decode(parts, self.num_heads, self.width).to(dtype) for parts in self.segments]
-        if self.waiting.shape[2] or not pieces:
-            pieces.append(self.waiting)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        decoded = [codec.decode(parts, self.num_heads, self.width).to(dtype) for parts in self.segments]
+        if self.waiting.shape[2] or not decoded:
+            decoded.append(self.waiting)
+        return decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=2)
 
     def _push(self, states: Tensor, prompt: bool) -> None:
         stream = self.stream
@@ -91,13 +160,13 @@ class Side:
         if count and prompt:
             (stream.prompt_codec or stream.codec).append(self.segments, waiting[:, :, :count])
         elif count:
-            for block in waiting[:, :, :count].split(count if stream.codec.by_token else stream.block, dim=2):
+            for block in waiting[:, :, :count].split(stream.block if stream.block > 1 else count, dim=2):
                 stream.codec.append(self.segments, block)
         self.waiting = waiting[:, :, count:].clone()  # a view would keep alive what was coded
 
     def take(self, slots: Tensor) -> None:
-        """Keep the tokens `slots`, [batch_size, 1 or groups, kept], of a side where none waits."""
-        self.segments = [self.stream.codec.take(parts, slots) for parts in self.segments]
+        """Keep the tokens `slots`, [batch_size, 1 or heads, kept], of codes by token where none waits."""
+        self.segments = [tuple(slots_of(part, slots) for part in parts) for parts in self.segments]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Side:
         """The same with each tensor replaced."""

@@ -71,21 +71,19 @@ def _kept(whole: int, ratio: float, step: int) -> int:
 def tier_rows(whole: LayerLayout, cut: LayerLayout, heads_per_kv: int, device: torch.device) -> TierRows:
     """How rows `cut` from those of a layer are read, by so many query heads of a KV head."""
     heads = whole.group_size * heads_per_kv
-    keys, own_keys = [g.key.width for g in whole.groups], [g.key.width for g in cut.groups]
-    values, own_values = [g.values.width for g in whole.groups], [g.values.width for g in cut.groups]
-    return TierRows(
-        cut,
-        _beginnings(keys, own_keys).to(device),
-        _beginnings(_each(keys, heads), _each(own_keys, heads)).to(device),
-        _beginnings(_each(values, heads), _each(own_values, heads)).to(device),
-    )
+    pairs = list(zip(whole.groups, cut.groups, strict=True))
+    keys = [(group.key.width, own.key.width) for group, own in pairs]
+    values = [(group.values.width, own.values.width) for group, own in pairs]
+    parts = _beginnings(keys, 1), _beginnings(keys, heads), _beginnings(values, heads)
+    return TierRows(cut, *(part.to(device) for part in parts))
 
 
-def _each(sizes: Sequence[int], times: int) -> list[int]:
-    return [size for size in sizes for _ in range(times)]
-
-
-def _beginnings(blocks: Sequence[int], kept: Sequence[int]) -> Tensor:
-    """Indices of the first `kept` entries of each of neighbouring blocks, [sum of kept] int64."""
-    starts = [sum(blocks[:block]) for block in range(len(blocks))]
-    return torch.tensor([start + place for start, own in zip(starts, kept, strict=True) for place in range(own)])
+def _beginnings(blocks: Sequence[tuple[int, int]], times: int) -> Tensor:
+    """Indices of the first entries of neighbouring blocks, so many of each size in a row; blocks: (size, kept)."""
+    index: list[int] = []
+    start = 0
+    for size, kept in blocks:
+        for _ in range(times):
+            index += range(start, start + kept)
+            start += size
+    return torch.tensor(index)

@@ -105,11 +105,6 @@ def metric_info(name: str) -> MetricInfo:
     return MetricInfo(name, f"the score of {name}, as a ratio to the uncompressed model's", name, "harness:LMEval")
 
 
-def accuracy_field(name: str) -> str:
-    """The field of a measured split that holds the accuracy of a metric."""
-    return metric_info(name).accuracy_field
-
-
 def primitive_metrics(name: str) -> tuple[str, ...]:
     """The metrics that have to be measured for one: itself, or what it is the smallest of."""
     return metric_info(name).parts or (name,)
@@ -126,8 +121,3 @@ def base_note(name: str, base: dict[str, Any]) -> str:
 def chance_note(base: dict[str, Any]) -> str:
     """What is to be said of an uncompressed model that guesses, to whom ratios mean nothing; nothing of any other."""
     return "; it is at chance on this text, where ratios to it mean nothing" if base.get("at_chance") else ""
-
-
-def describe(name: str) -> str:
-    """What the accuracy of a metric is, in words."""
-    return metric_info(name).description

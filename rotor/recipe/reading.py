@@ -19,7 +19,11 @@ FIELDS_HINT = "`rotor recipes --fields` has every field, what it may be and what
 
 def bundled_recipes() -> dict[str, Recipe]:
     """The recipes that come with rotor, by name."""
-    return {name: _bundled(name) for name in _bundled_names()}
+    found = (file for file in resources.files("rotor.recipes").iterdir() if file.name.endswith(".yaml"))
+    return {
+        file.name.removesuffix(".yaml"): parse_recipe(file.read_text("utf-8"), file.name)
+        for file in sorted(found, key=lambda file: file.name)
+    }
 
 
 def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
@@ -31,7 +35,7 @@ def load_recipe(recipe: str | Recipe, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         RecipeError: no such recipe, not valid YAML, an unknown key or a value of the wrong type.
     """
-    return override(recipe if isinstance(recipe, Recipe) else _find_recipe(recipe), overrides)
+    return override(recipe if isinstance(recipe, Recipe) else _named(recipe), overrides)
 
 
 def text_overrides(path: str | Path | None, sections: Iterable[str] = ("tokens", "evaluation")) -> tuple[str, ...]:
@@ -51,27 +55,17 @@ def device_overrides(name: str | None, file: str | Path | None) -> tuple[str, ..
     return tuple(f"objective.{key}={value}" for key, value in given.items() if value is not None)
 
 
-def _find_recipe(name_or_path: str) -> Recipe:
+def _named(name_or_path: str) -> Recipe:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return parse_recipe(read_text(path, f"recipe {name_or_path}"), name_or_path)
-    names = _bundled_names()
-    if name_or_path not in names:
+    bundled = bundled_recipes()
+    if name_or_path not in bundled:
         raise RecipeError(
-            f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, names)}",
-            f"Bundled recipes: {', '.join(names)}; or give the path of a YAML file.",
+            f"recipe {name_or_path!r} is neither bundled nor a file{nearest_name(name_or_path, bundled)}",
+            f"Bundled recipes: {', '.join(bundled)}; or give the path of a YAML file.",
         )
-    return _bundled(name_or_path)
-
-
-def _bundled_names() -> list[str]:
-    files = sorted(item.name for item in resources.files("rotor.recipes").iterdir())
-    return [file.removesuffix(".yaml") for file in files if file.endswith(".yaml")]
-
-
-def _bundled(name: str) -> Recipe:
-    file = f"{name}.yaml"
-    return parse_recipe((resources.files("rotor.recipes") / file).read_text("utf-8"), file)
+    return bundled[name_or_path]
 
 
 @lru_cache(maxsize=32)  # each step of a command reads the recipe of its run

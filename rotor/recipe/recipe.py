@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from operator import attrgetter
 from typing import Any
 
@@ -76,10 +77,8 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def to_yaml(self) -> str:
-        data = self.to_dict()
-        data["ranks"]["probe_shares"] = list(data["ranks"]["probe_shares"])
-        data["codes"]["bits"] = list(data["codes"]["bits"])
-        return yaml.safe_dump(data, sort_keys=False, width=120)
+        plain = json.loads(json.dumps(self.to_dict()))  # with lists for tuples
+        return yaml.safe_dump(plain, sort_keys=False, width=120)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

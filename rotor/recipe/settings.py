@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import Field
 
@@ -17,25 +17,12 @@ from . import EXPORT_SECTIONS, Recipe, load_recipe, override
 CONFIDENCE = 0.95
 """The confidence of the intervals that are measured."""
 
-Offload = Literal["auto", "never", "always"]
-"""When weights are read layer by layer instead of all being in memory; `auto`: when they do not fit."""
-
 Share = Annotated[float, Field(gt=0, lt=1)]
-
-
-def check_offload(name: str) -> Offload:
-    """Raises UsageError if it is none of the choices."""
-    found: Offload = Reader("--offload", UsageError).read(Offload, name)
-    return found
 
 
 def _is_device(name: str) -> bool:
     kind, colon, index = name.partition(":")
     return name == "auto" or (kind in ("cpu", "cuda") and (index.isdecimal() or not colon))
-
-
-def _is_confidence(value: float) -> bool:
-    return value == CONFIDENCE
 
 
 def _check_options(settings: Any) -> None:
@@ -57,7 +44,7 @@ class Compute:
 
     device: Annotated[str, Expect(_is_device, "auto, cpu, cuda or cuda:N")] = "auto"
     dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16", "float16"))] = "auto"
-    offload: Annotated[str, OneOf(get_args(Offload))] = "auto"
+    offload: Annotated[str, OneOf(("auto", "never", "always"))] = "auto"
     device_map: str | None = None
 
     def check(self) -> None:
@@ -95,7 +82,7 @@ class Goal:
     accuracy: Share | None = None
     compression: Share | None = None
     removal_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
-    confidence: Annotated[float, Expect(_is_confidence, f"{CONFIDENCE}")] | None = None
+    confidence: Annotated[float, Expect(lambda value: value == CONFIDENCE, str(CONFIDENCE))] | None = None
 
     def check(self) -> None:
         """Raises UsageError if not one, or out of range."""

@@ -19,11 +19,10 @@ from ..format.schemas import AccuracyInfo, CheckpointInfo
 from ..models.checkpoint import Checkpoint
 from ..models.compressed import read_report
 from ..recipe import Recipe, load_recipe
-from ..recipe.metric_registry import METRICS, base_note, chance_note, describe
+from ..recipe.metric_registry import METRICS, base_note, chance_note, metric_info
 from ..runtime.families import attention_shape
 from ..search.point import Point
 from ..search.table import TABLES, RankTable, Request
-from .advice import steps_of_checkpoint, steps_of_run
 from .data import JOINT, SIDES, Cell, ReportData, ShownPoint, cells_of_point, format_bytes
 
 
@@ -50,14 +49,14 @@ def collect_run(run: Run) -> ReportData:
     table = RankTable.latest(run)
     point = None
     if table and table.points:
-        data.metric = describe(table.context.metric)
+        data.metric = metric_info(table.context.metric).description
         data.reached = _reached(table)
         best = next((r for r in _by_target(table) if table.point(r.point)), None)
         point = table.point(best.point) if best else max(table.points, key=_shown_accuracy)
         assert point is not None
         data.target = best.target if best else None
         data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
-        at = f"accuracy {data.target:g}" if data.target is not None else "the best measured accuracy"
+        at = "the best accuracy" if data.target is None else f"accuracy {data.target:g}"
         data.ranks_of = f"of the point that keeps {at}: compression {point.stored:.3f}"
         split = "report" if point.report else "search"
         data.ratios_of = split
@@ -67,11 +66,6 @@ def collect_run(run: Run) -> ReportData:
         why = f"No point was measured yet (nothing in {TABLES}); `rotor export RUN -o OUT --accuracy 0.99` measures."
         data.absent.update({"points": why, "ranks": why})
     _add_run(data, run, table, point)
-    data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
-    missed = [target for target, found in data.reached if found is None]
-    data.next_steps = steps_of_run(
-        data.recipe, _given(run.folder), data.target, missed, None if point is None else point.stored
-    )
     return data
 
 
@@ -83,10 +77,9 @@ def collect_checkpoint(
     Args:
         run: its opened run, or why there is none. place: where the folder will be, if that is not where it is.
     """
-    place = place or folder
-    data = ReportData("checkpoint", place.resolve().name, report["source"]["name"], recipe)
+    data = ReportData("checkpoint", (place or folder).resolve().name, report["source"]["name"], recipe)
     accuracy, size = report["accuracy"], report["kv_bytes_per_token"]
-    data.metric, data.target = describe(accuracy["metric"]), accuracy["target"]
+    data.metric, data.target = metric_info(accuracy["metric"]).description, accuracy["target"]
     reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
     fidelity = {
         split: Fidelity.from_json(found, f"accuracy.measurements.{split}", reader)
@@ -113,15 +106,7 @@ def collect_checkpoint(
             data.absent[section] = f"The run folder is not where rotor.json says ({run})."
     weights = format_bytes(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     data.sizes.append(("weights of this checkpoint", weights, "safetensors files"))
-    interval = accuracy["interval_95"]
-    short = interval is not None and data.target is not None and interval[0] < data.target
-    data.next_steps = steps_of_checkpoint(recipe, _given(place), data.target if short else None)
     return data
-
-
-def _given(folder: Path) -> str:
-    """A folder as commands name it: as it was given; of an absolute path the name."""
-    return folder.name if folder.is_absolute() else str(folder)
 
 
 def _opened_run(folder: Path, recorded: str) -> Run | str:
@@ -135,20 +120,17 @@ def _join_run(data: ReportData, run: Run, report: CheckpointInfo, accuracy: Accu
     """What the run of a checkpoint adds: the other measured points, spectra and timings."""
     key = accuracy.get("table")
     table = None if key is None else RankTable.named(run, key)
-    point = None
-    if table is not None:
-        point = next((p for p in table.points if p.ranks_json == report["ranks"]), None)
-        if point is not None:
-            data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
-            data.reached = _reached(table)
+    point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
+    if table and point:
+        data.points = [ShownPoint.of(p, p.key == point.key) for p in table.points]
+        data.reached = _reached(table)
     _add_run(data, run, table, point)
-    if not data.absent.get("spectra"):
-        data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in run.info.get("stages", {}).items()]
 
 
 def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
-    """Facts, spectra and ranks from a run and the point that is shown."""
+    """Facts, times, spectra and ranks from a run and the point that is shown."""
     info, shape = run.info, run.shape
+    data.timings = [(stage, v["seconds"], int(v["peak_bytes"])) for stage, v in info.get("stages", {}).items()]
     tokens = info.get("tokens", {})
     data.facts = [
         ("model", f"{data.model} ({info['model'].get('model_type', 'unknown type')})"),
@@ -270,12 +252,5 @@ def _headline(data: ReportData, point: ShownPoint, size: tuple[int, int]) -> Non
         ("bytes per token", f"{before} → {after}", "KV cache over all layers"),
         measured,
     ]
-    data.sizes += [
-        ("KV cache per token before", f"{before} bytes", "keys and values of all layers"),
-        ("KV cache per token after", f"{after} bytes", f"{100 * (1 - after / before):.1f} % less"),
-        (
-            "KV cache at 32,768 tokens",
-            f"{format_bytes(32768 * before)} → {format_bytes(32768 * after)}",
-            "one sequence",
-        ),
-    ]
+    long = f"{format_bytes(32768 * before)} → {format_bytes(32768 * after)}"
+    data.sizes.append(("KV cache at 32,768 tokens", long, f"one sequence, {100 * (1 - after / before):.1f} % less"))

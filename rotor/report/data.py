@@ -122,13 +122,11 @@ class ReportData:
     reached: list[tuple[str, ShownPoint | None]] = field(default_factory=list)
     sizes: list[tuple[str, str, str]] = field(default_factory=list)
     timings: list[tuple[str, float, int]] = field(default_factory=list)
-    next_steps: list[tuple[str, str]] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
 
 
 def format_bytes(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
+    if count < 1000:
+        return f"{count:.0f} bytes"
+    unit, size = next(((unit, size) for unit, size in (("kB", 1e3), ("MB", 1e6)) if count < 1000 * size), ("GB", 1e9))
+    return f"{count / size:.1f} {unit}"

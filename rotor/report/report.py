@@ -47,22 +47,21 @@ def report(folder: str | Path, out: str | Path | None = None) -> Report:
     Raises:
         UsageError: `out` is not an .html file, or cannot be written where it is. CheckpointError: a damaged folder.
     """
-    path = _place(Path(folder)) if out is None else Path(out)
+    folder = Path(folder)
+    if out is None and (folder / ROTOR_JSON).is_file():
+        out = folder.resolve().with_name(f"{folder.resolve().name}-{NAME}")
+    path = folder / NAME if out is None else Path(out)
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise UsageError(f"{path}: a report is an .html file.", "Example: -o report.html")
     check_file(path)
-    return write(collect(Path(folder)), path)
-
-
-def _place(folder: Path) -> Path:
-    if not (folder / ROTOR_JSON).is_file():
-        return folder / NAME
-    folder = folder.resolve()
-    return folder.with_name(f"{folder.name}-{NAME}")
+    return write(collect(folder), path)
 
 
 def write(data: ReportData, path: Path) -> Report:
-    drawn = _figures(data)
+    try:
+        drawn = figures(data)
+    except ImportError:  # matplotlib is not installed
+        drawn = None
     page = render(data, drawn)
     try:
         write_text(path, page)
@@ -105,13 +104,6 @@ def render(data: ReportData, drawn: dict[str, str] | None) -> str:
         sides={side: name for side, name in SIDE_NAMES.items() if any(side in layer for layer in energies)},
         recipe_yaml=data.recipe.to_yaml(),
     )
-
-
-def _figures(data: ReportData) -> dict[str, str] | None:
-    try:
-        return figures(data)
-    except ImportError:
-        return None
 
 
 def _channels_for(spectrum: list[float], share: float) -> int:

@@ -252,12 +252,6 @@ def read_probes(run: Run, key: str) -> list[Sensitivity] | None:
     return found
 
 
-def any_probes(run: Run) -> list[Sensitivity] | None:
-    """Complete sensitivities of a run, for a report: of the first file that has them."""
-    tables = (ProbeTable(run, p.stem, read_probes(run, p.stem) or []) for p in sorted((run.folder / PROBES).glob("*")))
-    return next((table.sensitivities for table in tables if table.complete), None)
-
-
 def _path(run: Run, kind: str, key: str) -> Path:
     return run.folder / kind / f"{Path(key).name}.json"
 

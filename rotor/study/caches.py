@@ -26,8 +26,7 @@ from ..evaluation.cached import (
 from ..evaluation.fitting import fit_cache_policy
 from ..evaluation.metrics.distance import Prompts, check_base
 from ..evaluation.scoring import AnswerScores
-from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, stored_bytes
-from ..policies.sizes import random_rows
+from ..policies import LONG_TOKENS, EvictingLayer, Policy, cache_policy, random_rows, stored_bytes
 from ..progress import Progress
 from ..rewriting.compressible import CompressibleModel
 from ..runtime.attention import RotorAttention
@@ -128,7 +127,7 @@ class CachedModel:
             for index, layer in enumerate(layers):
                 module = self.network.family.attention_module(self.network.model, index)
                 if isinstance(module, RotorAttention):
-                    layer.follow(module.layout, module.shape.heads_per_kv, self.network.dtype)
+                    layer.follow(module.layout, self.network.dtype)
         for place, (start, end) in enumerate(zip([0, *range(prompt, tokens)], range(prompt, tokens + 1), strict=True)):
             for index, (keys, values) in rows.items():
                 layer, states = layers[index], (keys[:, :, start:end], values[:, :, start:end])

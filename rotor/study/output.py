@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..format.atomic import write_text
-from ..recipe.metric_registry import describe
+from ..recipe.metric_registry import metric_info
 from ..report.style import STYLE
 from .part import Part
 from .store import StudyStore
@@ -69,5 +69,6 @@ def _introduction(store: StudyStore) -> list[str]:
         f"{settings['tokens']['count']} calibration tokens in rows of {settings['tokens']['seq_len']}, seed "
         f"{settings['tokens']['seed']}; measured in {settings['dtype']} on {evaluation['source']} text, "
         f"{evaluation['search_tokens']} tokens to search and {evaluation['report_tokens']} to report. Accuracy is "
-        f"{describe(evaluation['metric'])}. Compression is the share of the KV cache removed, as stored.",
+        f"{metric_info(evaluation['metric']).description}. Compression is the share of the KV cache removed, "
+        "as stored.",
     ]

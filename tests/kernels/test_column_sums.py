@@ -1,4 +1,4 @@
-"""Sums of attention's columns against float64: every form of keys, blocks of queries, masks, softening."""
+"""Sums of attention's columns against float64: every form of keys, blocks of queries, masks, softmax."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def test_sums_are_those_of_all_weights(name, softcap, block, monkeypatch) -> Non
         monkeypatch.setattr(sums, "BLOCK_ELEMENTS_CPU", 2 * heads * 2 * tokens * block)  # a few queries at a time
     bias = torch.randn(2, len(layout.groups), tokens, generator=torch.Generator().manual_seed(1))
     counted = torch.arange(tokens).expand(2, -1) > torch.tensor([[-1], [4]])
-    for softening in (sums.Softening(), sums.Softening(bias, 1.5)):
+    for score_softmax in (None, sums.ScoreSoftmax(bias, 1.5)):
         for mask in (None, causal(2, tokens, tokens)[:, None]):
             got = sums.column_sums(
-                case.query, case.key.unsqueeze(1), case.parameters, rotation, mask, softening, counted
+                case.query, case.key.unsqueeze(1), case.parameters, rotation, mask, score_softmax, counted
             )
-            expected = _all_weights(case, rotation, causal(2, tokens, tokens), softening, counted)
+            expected = _all_weights(case, rotation, causal(2, tokens, tokens), score_softmax, counted)
             torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def _all_weights(case, rotation, allowed, softening, counted):
+def _all_weights(case, rotation, allowed, score_softmax, counted):
     found = []
     for cls in case.parameters.layout.classes(4):
         queries, keys, extra = products(case.query, case.key.unsqueeze(1), case.parameters, cls, rotation)
@@ -49,9 +49,10 @@ def _all_weights(case, rotation, allowed, softening, counted):
         logits = (logits if extra is None else logits + extra) * case.parameters.scaling
         if case.parameters.softcap is not None:
             logits = case.parameters.softcap * torch.tanh(logits / case.parameters.softcap)
-        if softening.bias is not None:
-            logits = logits + softening.bias[:, cls.start : cls.start + cls.count, None, None, None]
+        if score_softmax is not None:
+            bias = score_softmax.bias[:, cls.start : cls.start + cls.count, None, None, None]
+            logits = (logits + bias) / score_softmax.temperature
         logits = logits.masked_fill(~allowed[:, None, None, None], -torch.inf)
-        weights = (logits / softening.temperature).softmax(-1) * counted[:, None, None, None, :, None]
+        weights = logits.softmax(-1) * counted[:, None, None, None, :, None]
         found.append(weights.sum(4).flatten(2, 3).mean(2))
     return torch.cat(found, dim=1)

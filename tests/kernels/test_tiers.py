@@ -12,7 +12,6 @@ import truth
 from cases import FORMS, MIXED, Channels, Numbers, layer, random_case, shape_of
 from torch import Tensor
 
-from rotor.errors import UsageError
 from rotor.format.layout import GroupLayout, KeyForm
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import read_class
@@ -111,7 +110,7 @@ def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, ki
     size = 4
     (layer_,) = policy.layers(1)
     assert isinstance(layer_, TieredLayer)
-    layer_.follow(case.layout, HPK, torch.float32)
+    layer_.follow(case.layout, torch.float32)
     tiers, scores = np.zeros((2, 0), int), np.zeros((2, 0))
     for length in STEPS:
         tokens = slice(start, start + length)
@@ -132,7 +131,7 @@ def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, ki
     counts = {tier: max(int((marks == tier).sum()) for marks in tiers) for tier in (HIGH, LOW)}
     high, low = policy.layouts(case.layout)
     unit = 1 if case.layout.coded else size
-    held = [layer_.high_keys, layer_.high_values, layer_.low_keys, layer_.low_values]
+    held = [*layer_.high, *layer_.low]
     sizes = [width // unit for layout in (high, low) for width in layout.row_bytes(size)]
     assert [(t.shape[2], t.shape[3]) for t in held] == [
         (counts[tier], width) for tier, width in zip((HIGH, HIGH, LOW, LOW), sizes, strict=True)
@@ -152,26 +151,11 @@ def test_shares_are_of_planes_and_at_least_one_stays() -> None:
             assert after.key.width < before.key.width
 
 
-@pytest.mark.parametrize(
-    "fields, text",
-    [
-        ({"important": 1.5}, "important: got 1.5, expected a share from 0 to 1"),
-        ({"qk_important": 0.6}, r"qk_unimportant: got 0.5, expected a share from qk_important \(0.6\)"),
-        ({"v_unimportant": 1.0}, "v_unimportant: got 1.0"),
-        ({"layer_important": (0.5, -1.0)}, "layer_important"),
-        ({"importance": "luck"}, "importance"),
-    ],
-)
-def test_what_does_not_fit_is_said(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        Tiers(**fields)
-
-
 def test_the_choice_by_chance_is_a_tokens_own() -> None:
     def tiers(scale: float) -> list[list[int]]:
         (kept,) = Tiers(important=0.5, importance="random", seed=3).layers(1)
         assert isinstance(kept, TieredLayer)
-        kept.follow(LAYOUTS["post"], HPK, torch.float32)
+        kept.follow(LAYOUTS["post"], torch.float32)
         kept.begin(None, 1, 20, torch.device("cpu"))
         kept.update(torch.zeros(1, 1, 20, 32), torch.zeros(1, 1, 20, 22))
         kept.choose(scale * torch.arange(20.0)[None, :, None])

@@ -18,15 +18,8 @@ def refusal(version: str) -> str | None:
     first, end = TESTED
     if numbers is not None and first <= (int(numbers[1]), int(numbers[2])) < end:
         return None
-    below = end[0], end[1] - 1
-    return (
-        f"vLLM {version} does not serve compressed checkpoints: rotor's plugin is tested with "
-        f"{_text(first)}{'' if below == first else f' to {_text(below)}'}."
-    )
-
-
-def _text(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+    tested = dict.fromkeys(f"{major}.{minor}" for major, minor in (first, (end[0], end[1] - 1)))
+    return f"vLLM {version} does not serve compressed checkpoints: rotor's plugin is tested with {' to '.join(tested)}."
 
 
 PREFIX = "Rotor"

@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..codec import Codec, Parts
 from ..quantiser import Quantiser
-from ..store import Stream
+from ..store import Codec, Parts, Stream
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
@@ -30,9 +29,6 @@ class FP8(Quantiser):
 
     method: ClassVar[str] = "fp8"
     scale: Literal["token", "tensor"] = "token"
-
-    def __post_init__(self) -> None:
-        self.require(self.scale in ("token", "tensor"), "scale", "token or tensor")
 
     def streams(self) -> tuple[Stream, Stream]:
         stream = Stream(FP8Code(self.scale == "tensor"))

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn import functional
 
 from ..affine import LARGEST
-from ..codec import Codec, Parts, heads_apart, heads_together
 from ..outliers import stored_index, take_out
+from ..policy import CodeBits
 from ..quantiser import Quantiser
-from ..store import Stream
+from ..store import Codec, Parts, Stream, heads_apart, heads_together
 from .kcvt import KCVT
 from .kivi import KIVI
 
 BACKBONE_PARTS = 3
-
-MOST_LOOPS = 100
-"""Of the power iteration, which has converged long before: a checkpoint of unknown origin may ask for any number."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +39,17 @@ class GEAR(Quantiser):
     """
 
     method: ClassVar[str] = "gear"
-    bits: int = 4
+    bits: CodeBits = 4
     backbone: Literal["kcvt", "kivi"] = "kcvt"
-    sparsity: float = 0.02
-    rank: int = 4
-    new_rank: int = 2
-    buffer: int = 20
-    group: int = 64
-    loops: int = 2
+    sparsity: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    rank: NonNegativeInt = 4
+    new_rank: NonNegativeInt = 2
+    buffer: PositiveInt = 20
+    group: PositiveInt = 64
+    loops: Annotated[int, Field(ge=1, le=100)] = 2  # it has converged long before: a checkpoint may ask for any number
 
     def __post_init__(self) -> None:
-        self.require(self.bits in (8, 4, 3, 2), "bits", "one of (8, 4, 3, 2)")
-        self.require(self.backbone in ("kcvt", "kivi"), "backbone", "kcvt or kivi")
-        self.require(0 <= self.sparsity < 1, "sparsity", "a share below 1")
-        self.require(self.loops <= MOST_LOOPS, "loops", f"at most {MOST_LOOPS}")
-        for name in ("rank", "new_rank"):
-            self.require(getattr(self, name) >= 0, name, "0 or more")
-        for name in ("buffer", "group", "loops"):
-            self.require(getattr(self, name) >= 1, name, "at least 1")
+        super().__post_init__()
         fits = self.backbone == "kcvt" or self.buffer % self.group == 0
         self.require(fits, "buffer", f"a multiple of the group, {self.group}")
 
@@ -85,8 +76,6 @@ class GEARCode(Codec):
     loops: int
     per_channel: bool
 
-    by_token = False
-
     def encode(self, states: Tensor) -> Parts:
         numbers = states.float().clamp(-LARGEST, LARGEST)
         heads, vectors = numbers.shape[1], self._vectors(numbers)
@@ -107,8 +96,8 @@ class GEARCode(Codec):
         runs = right.shape[2]
         numbers = numbers + (left.float().unflatten(2, (runs, -1)) @ right.float().mT).flatten(2, 3)
         if self.per_channel:
-            spread = numbers.unflatten(2, (runs, -1)).scatter(3, index.long(), outliers.float())
-            return spread.flatten(2, 3)
+            whole = numbers.unflatten(2, (runs, -1)).scatter(3, index.long(), outliers.float())
+            return whole.flatten(2, 3)
         return self._numbers(self._vectors(numbers).scatter(3, index.long(), outliers.float()), num_heads)
 
     @property

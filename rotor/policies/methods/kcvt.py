@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import PositiveInt
+
 from ..affine import AffineCode
-from ..codec import Codec, Exact
-from ..quantiser import BITS, Quantiser
-from ..store import Stream
+from ..policy import Bits
+from ..quantiser import Quantiser
+from ..store import Codec, Exact, Stream
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,8 @@ class KCVT(Quantiser):
     """
 
     method: ClassVar[str] = "kcvt"
-    bits: int = 4
-    buffer: int = 20
-
-    def __post_init__(self) -> None:
-        self.require(self.bits in BITS, "bits", f"one of {BITS}")
-        self.require(self.buffer >= 1, "buffer", "at least 1")
+    bits: Bits = 4
+    buffer: PositiveInt = 20
 
     def streams(self) -> tuple[Stream, Stream]:
         key, value = self.codecs() if self.bits < 16 else (Exact(), Exact())

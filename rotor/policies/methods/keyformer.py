@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 
-from ..column_sums import Softening
+from ..column_sums import ScoreSoftmax
 from ..eviction import Held, ScoringEviction
+from ..policy import Seed, Share
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,13 @@ class Keyformer(ScoringEviction):
     """
 
     method: ClassVar[str] = "keyformer"
-    recent: float = 0.3
-    tau_first: float = 1.0
-    tau_last: float = 2.0
-    steps: int = 128
-    seed: int = 0
+    recent: Share = 0.3
+    tau_first: PositiveFloat = 1.0
+    tau_last: PositiveFloat = 2.0
+    steps: PositiveInt = 128
+    seed: Seed = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("tau_first", "tau_last"):
-            self.require(getattr(self, name) > 0, name, "a number above 0")
-        self.require(self.steps >= 1, "steps", "at least 1")
-        self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
-
-    def softening(self, held: Held) -> Softening:
+    def score_softmax(self, held: Held) -> ScoreSoftmax:
         gumbel = -torch.log(-torch.log(held.noise(self.seed)))
         grown = min(1.0, held.generated / self.steps)
-        return Softening(gumbel, self.tau_first + (self.tau_last - self.tau_first) * grown)
+        return ScoreSoftmax(gumbel, self.tau_first + (self.tau_last - self.tau_first) * grown)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import PositiveInt
+
 from ..affine import AffineCode
-from ..codec import Codec, Exact
-from ..quantiser import BITS, Quantiser
-from ..store import Stream
+from ..policy import Bits
+from ..quantiser import Quantiser
+from ..store import Codec, Exact, Stream
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,13 @@ class KIVI(Quantiser):
     """
 
     method: ClassVar[str] = "kivi"
-    bits: int = 2
-    group: int = 64
-    residual: int = 64
+    bits: Bits = 2
+    group: PositiveInt = 64
+    residual: PositiveInt = 64
 
     def __post_init__(self) -> None:
-        self.require(self.bits in BITS, "bits", f"one of {BITS}")
-        self.require(self.group >= 1, "group", "at least 1")
-        multiple = self.residual >= self.group and self.residual % self.group == 0
-        self.require(multiple, "residual", f"a multiple of the group, {self.group}")
+        super().__post_init__()
+        self.require(self.residual % self.group == 0, "residual", f"a multiple of the group, {self.group}")
 
     def streams(self) -> tuple[Stream, Stream]:
         key, value = self.codecs() if self.bits < 16 else (Exact(), Exact())

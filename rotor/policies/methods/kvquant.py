@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
+from ...checked import Expect
 from ...errors import UsageError
-from ..affine import LARGEST
-from ..codec import Codec, Parts, heads_apart, heads_together
+from ..affine import LARGEST, pack, unpack
 from ..layer import PolicyLayer
-from ..levels import nearest, weighted_means
 from ..outliers import filled, stored_index
-from ..packing import pack, unpack
 from ..policy import LayerSample
 from ..quantiser import CodedLayer, Quantiser
-from ..store import Stream
+from ..store import Codec, Parts, Stream, heads_apart, heads_together
 
 LOOPS = 50
 """Of K-means; it has come to rest by then, or nearly."""
@@ -63,15 +62,13 @@ class KVQuant(Quantiser):
     """
 
     method: ClassVar[str] = "kvquant"
-    bits: int = 4
-    outliers: float = 0.01
-    first: int = 1
+    bits: Annotated[int, Expect((4, 3, 2).__contains__, "one of 4, 3, 2")] = 4
+    outliers: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
+    first: NonNegativeInt = 1
     levels: tuple[LayerLevels, ...] = ()
 
     def __post_init__(self) -> None:
-        self.require(self.bits in (4, 3, 2), "bits", "one of (4, 3, 2)")
-        self.require(0 <= self.outliers < 0.5, "outliers", "a share below 0.5")
-        self.require(self.first >= 0, "first", "0 or more")
+        super().__post_init__()
         for found in self.levels:
             sizes = {len(found.key_levels), len(found.value_levels)}
             fits = sizes == {2**self.bits} and len(found.key_low) == len(found.key_high) > 0
@@ -96,10 +93,6 @@ class KVQuant(Quantiser):
                 "stores them, and rotor.fit_cache_policy(model, policy, rows) gives a policy that has them.",
             )
         return [CodedLayer(self._streams(levels)) for levels in self.levels]
-
-    @property
-    def key_widths(self) -> tuple[int, ...]:
-        return tuple(len(found.key_low) for found in self.levels)
 
     def _streams(self, found: LayerLevels) -> tuple[Stream, Stream]:
         alike = self.bits, self.outliers, self.first
@@ -144,6 +137,12 @@ class RangedCode(Codec):
         rows = heads_together(states.float().clamp(-LARGEST, LARGEST))
         stored: Parts = ()
         if self.ends:
+            if rows.shape[-1] != len(self.ends[0]):
+                sizes = f"ranges of {len(self.ends[0])} key channels, the layer has {rows.shape[-1]}"
+                raise UsageError(
+                    f"cache policy kvquant: {sizes}.",
+                    "They are of one checkpoint: export it with --cache, or fit the policy to it.",
+                )
             middle, half = (part.to(rows.device) for part in self._range)
             numbers = (rows - middle) / half
             index = _largest(numbers, self.outliers)
@@ -152,7 +151,7 @@ class RangedCode(Codec):
             stored = tuple(part.half() for part in found)
             # Outliers have codes too, which nothing reads.
             numbers = (rows - stored[0].float()) / stored[1].float()
-        codes = pack(nearest(numbers, self._levels.to(rows.device)), self.bits)
+        codes = pack(torch.bucketize(numbers, self._middles.to(rows.device)), self.bits)
         return codes, rows.gather(-1, index).half(), stored_index(index, rows.shape[-1]), *stored
 
     def append(self, segments: list[Parts], states: Tensor) -> None:
@@ -176,6 +175,11 @@ class RangedCode(Codec):
     @cached_property
     def _levels(self) -> Tensor:
         return torch.tensor(self.levels)
+
+    @cached_property
+    def _middles(self) -> Tensor:
+        """Between neighbouring levels; a number's code counts those that it exceeds."""
+        return (self._levels[1:] + self._levels[:-1]) / 2
 
     @cached_property
     def _range(self) -> tuple[Tensor, Tensor]:
@@ -205,3 +209,31 @@ def _largest(numbers: Tensor, share: float) -> Tensor:
 def _short(numbers: Tensor) -> tuple[float, ...]:
     """Five digits: what is stored as text, and is beyond a float16."""
     return tuple(float(f"{number:.5g}") for number in numbers.tolist())
+
+
+def weighted_means(numbers: Tensor, weights: Tensor, count: int, loops: int) -> Tensor:
+    """Levels [count], ascending, that make the sum of weight * (number - nearest level)^2 small: K-means, float64.
+
+    They begin at the quantiles of the numbers with a weight; a level that nothing with a weight is nearest to stays
+    where it is.
+
+    Args:
+        numbers, weights: [n], of any number of dimensions; weights are 0 or more.
+    """
+    numbers, weights = numbers.flatten().double(), weights.flatten().double()
+    weighed = weights > 0
+    if not bool(weighed.any()):  # nothing reads them: all count alike
+        weights, weighed = torch.ones_like(numbers), torch.ones_like(weighed)
+    ordered, order = numbers[weighed].sort()
+    weights = weights[weighed][order]
+    zero = weights.new_zeros(1)
+    mass, moment = (torch.cat([zero, part.cumsum(0)]) for part in (weights, weights * ordered))
+    n = len(ordered)
+    levels = ordered[((torch.arange(count, device=ordered.device) + 0.5) / count * n).long().clamp(max=n - 1)]
+    for _ in range(loops):
+        ends = torch.searchsorted(ordered, (levels[1:] + levels[:-1]) / 2, right=True)
+        bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), n)])
+        held = mass[bounds[1:]] - mass[bounds[:-1]]
+        sums = moment[bounds[1:]] - moment[bounds[:-1]]
+        levels = torch.where(held > 0, sums / held.clamp(min=torch.finfo(held.dtype).tiny), levels)
+    return levels

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import PositiveInt
+
 from ..affine import AffineCode
-from ..codec import Exact
-from ..quantiser import BITS, Quantiser
-from ..store import Stream
+from ..policy import Bits
+from ..quantiser import Quantiser
+from ..store import Exact, Stream
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,8 @@ class PerToken(Quantiser):
     """
 
     method: ClassVar[str] = "per-token"
-    bits: int = 4
-    group: int = 64
-
-    def __post_init__(self) -> None:
-        self.require(self.bits in BITS, "bits", f"one of {BITS}")
-        self.require(self.group >= 1, "group", "at least 1")
+    bits: Bits = 4
+    group: PositiveInt = 64
 
     def streams(self) -> tuple[Stream, Stream]:
         stream = Stream(Exact() if self.bits == 16 else AffineCode(self.bits, 1, self.group))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..eviction import Eviction, Held
+from ..policy import Seed
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,7 @@ class Random(Eviction):
     """
 
     method: ClassVar[str] = "random"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
+    seed: Seed = 0
 
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(budget), budget.clamp(max=1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import NonNegativeInt
 from torch import Tensor
 
 from ..eviction import Eviction
@@ -21,11 +22,7 @@ class Streaming(Eviction):
     """
 
     method: ClassVar[str] = "streaming"
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.sinks >= 0, "sinks", "0 or more")
+    sinks: NonNegativeInt = 4
 
     def protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
         sinks = torch.minimum(torch.full_like(budget, self.sinks), budget - 1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
+from torch.nn import functional
 
-from ...errors import UsageError
 from ...format.layout import LayerLayout
 from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.reference import join, partial_attention
@@ -16,11 +17,15 @@ from ...kernels.rotary import Rotation
 from ...kernels.rows import cut_layer
 from ...runtime.rope import rows_of
 from ...runtime.steps import Step
-from ..codec import slots_of
-from ..layer import PolicyLayer, check_left, mask_of_places, tokens_shown
-from ..noise import noise_of
-from ..policy import Policy
+from ..layer import PolicyLayer, mask_of_places, noise_of, real_tokens
+from ..policy import Policy, Seed, Share
+from ..store import slots_of
 from ..tier_rows import cut_layout, tier_rows
+
+Rows = tuple[Tensor, Tensor]
+"""Of keys and of values."""
+
+Removed = Annotated[float, Field(ge=0, lt=1)]
 
 PADDING, LOW, HIGH = 0, 1, 2
 """What a token is: nothing, unimportant, important."""
@@ -57,30 +62,20 @@ class Tiers(Policy):
 
     method: ClassVar[str] = "tiers"
     rows_only: ClassVar[bool] = True
-    important: float = 0.5
-    layer_important: tuple[float, ...] = ()
-    qk_important: float = 0.0
-    qk_unimportant: float = 0.5
-    v_important: float = 0.0
-    v_unimportant: float = 0.25
+    important: Share = 0.5
+    layer_important: tuple[Share, ...] = ()
+    qk_important: Removed = 0.0
+    qk_unimportant: Removed = 0.5
+    v_important: Removed = 0.0
+    v_unimportant: Removed = 0.25
     importance: Literal["denominator", "random"] = "denominator"
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        share = "a share from 0 to 1"
-        self.require(0 <= self.important <= 1, "important", share)
-        self.require(all(0 <= g <= 1 for g in self.layer_important), "layer_important", f"for each layer {share}")
+        super().__post_init__()
         for side in ("qk", "v"):
-            ratios = getattr(self, f"{side}_important"), getattr(self, f"{side}_unimportant")
-            self.require(0 <= ratios[0] < 1, f"{side}_important", "a share from 0, below 1")
-            expected = f"a share from {side}_important ({ratios[0]:g}), below 1"
-            self.require(ratios[0] <= ratios[1] < 1, f"{side}_unimportant", expected)
-        self.require(self.importance in ("denominator", "random"), "importance", "denominator or random")
-        self.require(0 <= self.seed < 2**63, "seed", "a number from 0")
-
-    @property
-    def longest_step(self) -> int | None:
-        return 1
+            least, name = getattr(self, f"{side}_important"), f"{side}_unimportant"
+            self.require(least <= getattr(self, name), name, f"at least {side}_important ({least:g})")
 
     def layers(self, count: int) -> list[PolicyLayer]:
         fits = len(self.layer_important) in (0, count)
@@ -94,25 +89,19 @@ class Tiers(Policy):
             cut_layout(layout, self.qk_unimportant, self.v_unimportant),
         )
 
-    def check_rows(self, coded: bool) -> None:
-        """Rows of codes are cut between nibbles."""
-
 
 class TieredLayer(PolicyLayer):
     """One layer's cache in two blocks: rows of important tokens, and rows of others, with fewer channels.
 
-    high_keys, high_values: rows of important tokens, in the order of their places, at the right end of as many slots
-    as the longest row of the batch needs. low_keys, low_values: likewise of the others.
-    tiers: [batch_size, seen] uint8, what each token is. scores: [batch_size, slots of important tokens] float32, what
-    these are chosen by; -inf where a slot is empty.
+    high: key and value rows of important tokens, in the order of their places, at the right end of as many slots as the
+    longest row of the batch needs. low: likewise of the others. tiers: [batch_size, tokens] uint8, what each token is.
+    scores: [batch_size, slots of important tokens] float32, what these are chosen by; -inf where a slot is empty.
     """
 
     in_pytorch = True
-    stored = ("high_keys", "high_values", "low_keys", "low_values", "tiers", "scores")
-    high_keys: Tensor
-    high_values: Tensor
-    low_keys: Tensor
-    low_values: Tensor
+    stored = ("high", "low", "tiers", "scores")
+    high: Rows
+    low: Rows
     tiers: Tensor
     scores: Tensor
 
@@ -120,52 +109,32 @@ class TieredLayer(PolicyLayer):
         super().__init__()
         self.policy, self.index = policy, index
         self.important = policy.layer_important[index] if policy.layer_important else policy.important
-        self._layout: tuple[LayerLayout, int] | None = None
-        self._length = 0
         self.reset()
 
-    def follow(self, layout: LayerLayout, heads_per_kv: int, dtype: torch.dtype) -> None:
-        self._layout = layout, heads_per_kv
+    def follow(self, layout: LayerLayout, dtype: torch.dtype) -> None:
+        self.layout, self.layouts = layout, self.policy.layouts(layout)
 
     def begin(self, mask: Tensor | None, batch_size: int, length: int, device: torch.device) -> None:
         """New tokens are important until it is known what they are worth."""
-        real = torch.ones(batch_size, length, dtype=torch.bool, device=device)
-        if mask is not None and length > 1:
-            real = check_left(tokens_shown(mask, batch_size)[:, -length:])
-        new = torch.where(real, HIGH, PADDING).to(torch.uint8)
+        new = torch.where(real_tokens(mask, batch_size, length, device), HIGH, PADDING).to(torch.uint8)
         self.tiers = new if self.tiers is None else torch.cat([self.tiers, new], dim=1)
-        self._length = length
 
     def attend(self, step: Step) -> Tensor:
-        parameters = step.parameters
         self.begin(step.mask, len(step.value), seq_len_of(step.query), step.query.device)
-        self.follow(parameters.layout, parameters.shape.heads_per_kv, step.query.dtype)
+        self.follow(step.parameters.layout, step.query.dtype)
         step.cache.update(step.key, step.value, step.layer_idx)
-        output, log_sums = self.attention(parameters, step.query, step.mask, step.rotations.read)
+        output, log_sums = self.attention(step.parameters, step.query, step.mask, step.rotations.read)
         self.choose(log_sums)
         return output
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the rows of new tokens, which are important so far. Returns them."""
-        length = key_states.shape[2]
-        if self._layout is None or self._length != length or self.tiers.shape[1] != self.seen + length:
-            raise UsageError(
-                f"cache policy {self.policy.method}: the model's attention does not know that its cache has tiers.",
-                "Load a checkpoint that `rotor export` wrote, and give it the policy with rotor.use_cache_policy().",
-            )
-        whole, (high, low) = self._layout[0], self.policy.layouts(self._layout[0])
-        key, value = cut_layer(key_states, whole, high, keys=True), cut_layer(value_states, whole, high, keys=False)
-        if self.high_keys is None:
+        if self.high is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.high_keys, self.high_values = key, value
-            self.low_keys = cut_layer(key[:, :, :0], high, low, keys=True).clone()  # no view of what it is of
-            self.low_values = cut_layer(value[:, :, :0], high, low, keys=False).clone()
-        else:
-            self.high_keys, self.high_values = (
-                torch.cat([self.high_keys, key], dim=2),
-                torch.cat([self.high_values, value], dim=2),
-            )
-        self.seen += length
+            empty = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
+            self.high, self.low = (_cut(empty, self.layout, layout) for layout in self.layouts)
+        self.high = _behind(self.high, _cut((key_states, value_states), self.layout, self.layouts[0]))
+        self.num_tokens += key_states.shape[2]
         return key_states, value_states
 
     def attention(
@@ -180,23 +149,21 @@ class TieredLayer(PolicyLayer):
             [batch_size, seq_len, sum over query heads of value width] in query's dtype, and the log-sum-exp of each
             query head's logits, [batch_size, seq_len, num_heads].
         """
-        assert self._layout is not None
         widths = [group.values.width for group in parameters.layout.groups for _ in range(parameters.heads_per_group)]
-        whole, heads_per_kv = self._layout
-        outputs, log_sums = [], []
-        blocks = (self.high_keys, self.high_values), (self.low_keys, self.low_values)
-        in_order = [key.shape[2] for key, _ in blocks] in ([self.seen, 0], [0, self.seen])
-        for tier, layout, (key, value) in zip((HIGH, LOW), self.policy.layouts(whole), blocks, strict=True):
+        outputs, log_sums, length = [], [], seq_len_of(query)
+        in_order = (self.high[0].shape[2], self.low[0].shape[2]) in ((self.num_tokens, 0), (0, self.num_tokens))
+        for tier, layout, (key, value) in zip((HIGH, LOW), self.layouts, (self.high, self.low), strict=True):
             if not key.shape[2]:
                 continue
-            rows, seen_by, rotation = tier_rows(whole, layout, heads_per_kv, key.device), mask, key_rotation
+            shown, rotation = mask, key_rotation
             if not in_order:
                 places = self._places(tier).unsqueeze(1)
-                if mask is not None or self._length > 1 or not bool((places >= 0).all()):
-                    seen_by = mask_of_places(mask, places, self.seen - self._length, self._length, None)
+                if mask is not None or length > 1 or not bool((places >= 0).all()):
+                    shown = mask_of_places(mask, places, self.num_tokens - length, length)
                 rotation = None if key_rotation is None else rows_of(key_rotation, places.clamp(min=0))
+            rows = tier_rows(self.layout, layout, parameters.shape.heads_per_kv, key.device)
             own, queries = rows.reading(parameters, query)
-            output, log_sum = partial_attention(queries, key, value, own, rotation, seen_by)
+            output, log_sum = partial_attention(queries, key, value, own, rotation, shown)
             if output.shape[-1] < sum(widths):  # what is cut is 0
                 zeros = output.new_zeros(*output.shape[:-1], sum(widths))
                 output = zeros.index_copy_(-1, rows.output, output)
@@ -214,19 +181,15 @@ class TieredLayer(PolicyLayer):
         Args:
             log_sums: [batch_size, length, num_heads], the log-sum-exp of each query head's logits.
         """
-        places = self._places(HIGH)
-        there = places >= 0
-        fresh = self._importance(log_sums).to(places.device)
+        there = self._places(HIGH) >= 0
+        fresh = self._importance(log_sums).to(there.device)
         scores = fresh if self.scores is None else torch.cat([self.scores, fresh], dim=1)
         self.scores = scores.masked_fill(~there, -torch.inf)
-        budget = (self.tiers.ne(PADDING).sum(-1).double() * self.important).round().long()
-        order = self.scores.argsort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        demoted = there & (torch.empty_like(order).scatter_(-1, order, rank) >= budget[:, None])
-        if bool(demoted.any()):
-            marks = torch.zeros(len(places), self.seen + 1, dtype=torch.bool, device=places.device)
-            marks.scatter_(-1, torch.where(demoted, places, self.seen), True)  # a place of its own for what stays
-            self._arrange(self.tiers.masked_fill(marks[:, :-1], LOW))
+        budget = (self.tiers.ne(PADDING).sum(-1).double() * self.important).round()
+        rank = self.scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        kept = there & (rank < budget[:, None])
+        if not torch.equal(kept, there):
+            self._cut_others(kept, there & ~kept)
 
     def _importance(self, log_sums: Tensor) -> Tensor:
         """Of the newest tokens, [batch_size, length] float32."""
@@ -235,35 +198,40 @@ class TieredLayer(PolicyLayer):
         index = self.tiers.ne(PADDING).cumsum(-1)[:, -log_sums.shape[1] :] - 1  # in its row, without padding
         return noise_of(index[:, None], self.policy.seed, self.index)[:, 0]
 
-    def _arrange(self, tiers: Tensor) -> None:
-        """Take the rows where the new tiers say that they belong."""
-        assert self._layout is not None
-        cut = _right_aligned(self.tiers.eq(HIGH) & tiers.eq(LOW))
-        high, low = _right_aligned(tiers.eq(HIGH)), _right_aligned(tiers.eq(LOW))
-        before, low_before = self._places(HIGH), torch.cat([self._places(LOW), cut], dim=1)
-        slots, cut_slots, low_slots = (
-            _slots(before, high, self.seen),
-            _slots(before, cut, self.seen),
-            _slots(low_before, low, self.seen),
-        )
-        layouts = self.policy.layouts(self._layout[0])
-        for name in ("keys", "values"):
-            rows, low_rows = getattr(self, f"high_{name}"), getattr(self, f"low_{name}")
-            shorter = cut_layer(slots_of(rows, cut_slots), *layouts, keys=name == "keys")
-            setattr(self, f"low_{name}", slots_of(torch.cat([low_rows, shorter], dim=2), low_slots))
-            setattr(self, f"high_{name}", slots_of(rows, slots))
-        self.scores = self.scores.gather(-1, slots[:, 0]).masked_fill(high < 0, -torch.inf)
-        self.tiers = tiers
+    def _cut_others(self, kept: Tensor, others: Tensor) -> None:
+        """Move rows to the block of fewer channels: `others`, [batch_size, slots of important tokens] bool."""
+        slots, cut_slots = _right_aligned(kept), _right_aligned(others)
+        cut_places = self._places(HIGH).gather(-1, cut_slots.clamp(min=0)).masked_fill(cut_slots < 0, -1)
+        places = torch.cat([self._places(LOW), cut_places], dim=1)
+        order = places.argsort(dim=-1)[:, places.shape[1] - int((places >= 0).sum(-1).max()) :]
+        shorter = _cut(_chosen(self.high, cut_slots), *self.layouts)
+        self.low, self.high = _chosen(_behind(self.low, shorter), order), _chosen(self.high, slots)
+        self.scores = self.scores.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, -torch.inf)
+        # Slots without a token write to a place before the first.
+        self.tiers = functional.pad(self.tiers, (1, 0)).scatter(-1, cut_places + 1, LOW)[:, 1:].clone()
 
     def _places(self, tier: int) -> Tensor:
         """Places of a tier's rows in the sequence, [batch_size, slots] int64, -1 where there is nothing."""
-        rows = self.high_keys if tier == HIGH else self.low_keys
-        return _right_aligned(self.tiers.eq(tier), rows.shape[2])
+        return _right_aligned(self.tiers.eq(tier), (self.high if tier == HIGH else self.low)[0].shape[2])
 
     def fill(self, key_states: Tensor, value_states: Tensor) -> None:
         self.begin(None, len(key_states), key_states.shape[2], key_states.device)
         self.update(key_states, value_states)
         self.choose(torch.zeros(len(key_states), key_states.shape[2], 1, device=key_states.device))
+
+
+def _cut(rows: Rows, outer: LayerLayout, inner: LayerLayout) -> Rows:
+    return cut_layer(rows[0], outer, inner, keys=True), cut_layer(rows[1], outer, inner, keys=False)
+
+
+def _behind(first: Rows, second: Rows) -> Rows:
+    return torch.cat([first[0], second[0]], dim=2), torch.cat([first[1], second[1]], dim=2)
+
+
+def _chosen(rows: Rows, slots: Tensor) -> Rows:
+    """The rows in some slots, [batch_size, kept]; of a slot below 0 any."""
+    slots = slots.clamp(min=0).unsqueeze(1)
+    return slots_of(rows[0], slots), slots_of(rows[1], slots)
 
 
 def _right_aligned(chosen: Tensor, slots: int | None = None) -> Tensor:
@@ -272,18 +240,6 @@ def _right_aligned(chosen: Tensor, slots: int | None = None) -> Tensor:
     Args:
         chosen: [rows, n] bool, in each row at most `slots` of them true; by default the most that there are.
     """
-    count = chosen.sum(-1, keepdim=True)
-    slots = int(count.amax()) if slots is None else slots
-    slot = chosen.cumsum(-1) - 1 + slots - count
-    found = torch.full((len(chosen), slots + 1), -1, dtype=torch.int64, device=chosen.device)
-    index = torch.arange(chosen.shape[1], device=chosen.device).expand_as(slot)
-    found.scatter_(-1, torch.where(chosen, slot, slots), index)  # what is not chosen goes to a slot of its own
-    return found[:, :slots]
-
-
-def _slots(before: Tensor, places: Tensor, tokens: int) -> Tensor:
-    """The slots of `places`, [batch_size, 1, kept], of rows at the places `before`; any slot for a place below 0."""
-    table = torch.zeros(len(before), tokens + 1, dtype=torch.int64, device=before.device)
-    index = torch.arange(before.shape[1], device=before.device).expand_as(before)
-    table.scatter_(-1, torch.where(before >= 0, before, tokens), index)
-    return table.gather(-1, torch.where(places >= 0, places, tokens)).unsqueeze(1)
+    slots = int(chosen.sum(-1).max()) if slots is None else slots
+    order = chosen.to(torch.uint8).argsort(dim=-1, stable=True)[:, chosen.shape[1] - slots :]
+    return torch.where(chosen.gather(-1, order), order, -1)

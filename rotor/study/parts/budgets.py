@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ...policies import Eviction, Policy
-from ...policies.budgets import sensitivity_shares
 from ..cache_part import CONTROL, CachePart, evictions
 from ..caches import CacheRecord
 from ..context import StudyContext
@@ -71,6 +70,30 @@ def of_budget(name: str, how: str, share: float) -> str:
 def shares_of_layers(losses: list[list[float]]) -> tuple[float, ...]:
     """A policy's `layer_shares` at SHARE, by the KL of each layer cut alone at PROBE_SHARES."""
     return tuple(share / SHARE for share in sensitivity_shares(losses, PROBE_SHARES, SHARE))
+
+
+def sensitivity_shares(losses: Sequence[Sequence[float]], shares: Sequence[float], mean: float) -> list[float]:
+    """The share of its tokens that each layer keeps so that the losses add up to least, at most `mean` in the mean.
+
+    From the smallest shares on, the step is taken that gains most per share, of any length, which goes along the lower
+    convex hull of each layer's losses.
+
+    Args:
+        losses: of each layer, cut by itself, at each of `shares`, in nats. shares: ascending. mean: at least the first.
+    Source: rotor's own; the greedy choice is the best there is for convex losses.
+    """
+    at, left = [0] * len(losses), (mean - shares[0]) * len(losses)
+    while True:
+        steps = []
+        for index, (layer, now) in enumerate(zip(losses, at, strict=True)):
+            gains = [((layer[now] - layer[i]) / (shares[i] - shares[now]), i) for i in range(now + 1, len(shares))]
+            if gains and shares[max(gains)[1]] - shares[now] <= left + 1e-9:
+                steps.append((max(gains)[0], -index, max(gains)[1]))
+        if not steps or max(steps)[0] <= 0:
+            return [shares[now] for now in at]
+        _, index, to = max(steps)
+        left -= shares[to] - shares[at[-index]]
+        at[-index] = to
 
 
 def _methods(share: float) -> dict[str, Eviction]:

@@ -16,7 +16,7 @@ from rotor.study.caches import CachedModel
 
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
-    return calibrated(tiny("llama"), tmp_path_factory.mktemp("judged") / "run", "pre", 2)
+    return calibrated(tiny("llama"), tmp_path_factory.mktemp("accuracy") / "run", "pre", 2)
 
 
 def test_states_through_a_cache_that_keeps_everything_are_those_of_whole_rows(run) -> None:
@@ -36,7 +36,7 @@ def test_states_through_a_cache_that_keeps_everything_are_those_of_whole_rows(ru
         assert float((cut[:, 12:] - whole[:, 12:]).norm() / whole.norm()) > 1e-3
 
 
-def test_export_judges_with_the_policy(run, tmp_path) -> None:
+def test_export_measures_with_the_policy(run, tmp_path) -> None:
     plain = export(run.folder, tmp_path / "plain", compression=0.2).report
     kept = export(run.folder, tmp_path / "kept", compression=0.2, cache="per-token-2").report
     assert plain["accuracy"]["table"] != kept["accuracy"]["table"]
